@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from meshrec.comms.agreement import verify_same_plan
 from meshrec.comms.collectives import broadcast
 from meshrec.comms.dense_gradients import DenseGradients, average_gradients
 from meshrec.comms.mesh import Axis, ShardingEnv, default_env, group_device
-from meshrec.comms.same_plan import verify_same_plan
 from meshrec.distributed.reshard import moved
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.modules.embedding_modules import seed_by_path

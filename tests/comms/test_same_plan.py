@@ -1,5 +1,5 @@
 from meshrec import distributed as md
-from meshrec.comms.same_plan import _difference
+from meshrec.comms.agreement import _difference
 
 
 def test_same_plan_needs_no_group_with_one_process():

@@ -3,9 +3,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from meshrec.comms.collectives import Splits, all_to_all
+from meshrec.comms.collectives import Splits, all_to_all, set_timeout
 from meshrec.comms.mesh import default_env
-from meshrec.comms.timeouts import set_timeout
 from meshrec.distributed import CollectiveError
 from meshrec.testing.rank_pool import RankPool
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from meshrec.comms.mesh import default_env
-from meshrec.distributed.collected import GradientSignal
+from meshrec.distributed.sharded_tables import GradientSignal
 
 
 def agree(finite):

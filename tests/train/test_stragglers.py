@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from meshrec.comms.waiting import blocked
+from meshrec.comms.collectives import blocked
 from meshrec.train.stragglers import Straggler, WaitClock, straggler
 
 

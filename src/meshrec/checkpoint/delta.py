@@ -186,7 +186,7 @@ def _piece(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
 def _hashed(touched: TouchedRows, table: int, since: int, now: int, extra_ids: Tensor | None) -> _LocalRows:
     pieces, evicted = [], [torch.empty(0, dtype=torch.int64)]
     for (_, keys), (rows, evicted_keys) in zip(
-        touched.touched(table, since), touched.gone(table, since, now), strict=True
+        touched.touched(table, since), touched.evicted(table, since, now), strict=True
     ):
         r = rows.rectangle
         if extra_ids is not None:

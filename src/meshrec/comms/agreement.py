@@ -10,8 +10,8 @@ it in a small collective, and then all ranks raise:
 - `agreed` exchanges a function's results or errors (checkpoint/agreement.py);
 - a lookup sends its input status together with the sizes, without an extra collective
   (distributed/input_dist.py);
-- the train pipeline sends a word per batch in the background (pipeline/agreement.py);
-- stages send an error in place of a value (stages/messages.py);
+- the train pipeline sends a word per batch in the background (pipeline/lookahead.py);
+- stages send an error instead of a value (stages/messages.py);
 - resharding agrees on the rows of each round (distributed/reshard.py);
 - the trainer exchanges two flags per step (train/stopping.py), and reports or stores the step only
   afterwards.
@@ -26,12 +26,15 @@ A dead rank cannot report. Its peers see closed sockets or a timeout, and the la
 the first rank to fail (train/launch.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+import torch.distributed as dist
 
 from meshrec.comms.collectives import gather_objects
 from meshrec.comms.failures import KINDS, combined, sendable
 from meshrec.comms.mesh import Axis
+from meshrec.plan.sharding_plan import ShardingPlan
 
 
 @contextmanager
@@ -94,3 +97,40 @@ def gather_errors(
     local_error = None if error is None else sendable(error, kinds)
     errors = gather_objects(local_error, axis, name)
     return {rank: error for rank, error in enumerate(errors) if error is not None}
+
+
+def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> None:
+    """Check that all ranks in ``group`` have the same plan. Collective.
+
+    Raises:
+        ValueError: the plans differ. All ranks raise the same message.
+    """
+    if group is None or group.size() == 1:
+        return
+    axis = Axis(size=group.size(), rank=group.rank(), group=group)
+    # An argument of the wrong type is rejected after this exchange, so that no rank waits alone.
+    # Compare digests first: plans are large, and usually equal.
+    digest = plan.digest() if isinstance(plan, ShardingPlan) else ""
+    if len(set(gather_objects(digest, axis, "digests of plans"))) == 1:
+        return
+    # All ranks see the same digests, so all reach this collective.
+    parts = {(path, table): sharding.digest() for path, table, sharding in plan.tables()}
+    raise ValueError(_difference(gather_objects(parts, axis, "plans")))
+
+
+def _difference(tables_by_rank: Sequence[Mapping[tuple[str, str], str]]) -> str:
+    for rank, other in enumerate(tables_by_rank):
+        for key in sorted({*tables_by_rank[0], *other}):
+            if tables_by_rank[0].get(key) != other.get(key):
+                path, table = key
+                missing_on = [f"rank {r}" for r in (0, rank) if key not in tables_by_rank[r]]
+                reason = (
+                    f"it is missing on {missing_on[0]}"
+                    if missing_on
+                    else f"ranks 0 and {rank} place it differently"
+                )
+                return (
+                    f"the ranks hold different plans: table {table!r} of module {path!r}: {reason}. Make the "
+                    "plan on one rank and broadcast it (EmbeddingShardingPlanner.collective_plan does)."
+                )
+    raise AssertionError("digests differ, plans do not")

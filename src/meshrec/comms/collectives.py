@@ -51,11 +51,10 @@ from meshrec.comms.failures import (
     count_start,
     lone_failure,
 )
-from meshrec.comms.host_link import Reading, links
+from meshrec.comms.host_link import Reading, links, open_links
 from meshrec.comms.joining import store_host
 from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import recorders
-from meshrec.comms.waiting import blocked, blocked_time
 from meshrec.ops import operators
 
 # Within this time, a live peer reports that the same collective has failed there, too.
@@ -67,6 +66,32 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _traffic: list[Counter[str]] = []
 _logger = logging.getLogger("meshrec")
 _warned_devices: set[str] = set()
+
+
+class BlockedTime:
+    """Seconds this process has spent blocked in collectives, by which the slowest rank is found.
+
+    On a GPU, collectives block the device and not the process, so they do not count.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+blocked_time = BlockedTime()
+"""Singleton: ranks are processes. Waits in the forward pass add to it directly, because ``blocked`` costs two
+Python calls.
+"""
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Count the time inside as blocked in a collective."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        blocked_time.seconds += time.perf_counter() - start
 
 
 @dataclass
@@ -269,21 +294,11 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
     Raises:
         CollectiveError: a peer failed.
     """
-    if axis.group is None or axis.size == 1:
-        return
-    count_start(axis.group)
-    if _traffic:
+    if _traffic and axis.group is not None and axis.size > 1:
         # A ring all-reduce sends every element twice, in shares of 1 / size.
         share = 2 * tensor.numel() // axis.size
         _count(name, tensor, [share] * axis.size, axis.rank)
-    try:
-        copied = tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor
-        with blocked():
-            _watched(dist.all_reduce(copied, group=axis.group, async_op=True), copied, axis.group).wait()
-        if copied is not tensor:
-            tensor.copy_(copied)
-    except RuntimeError as error:
-        raise _collective_error(error, name, axis.group) from error
+    _run_on_tensor(lambda part: dist.all_reduce(part, group=axis.group, async_op=True), tensor, axis, name)
 
 
 def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
@@ -298,17 +313,13 @@ def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None
     Raises:
         CollectiveError: a peer failed.
     """
-    if axis.group is None or axis.size == 1:
-        return
-    count_start(axis.group)
-    try:
-        copied = tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor
+
+    def start(copied: Tensor) -> Any:
+        assert axis.group is not None
         first = dist.get_global_rank(axis.group, source)
-        _watched(dist.broadcast(copied, first, group=axis.group, async_op=True), copied, axis.group).wait()
-        if copied is not tensor:
-            tensor.copy_(copied)
-    except RuntimeError as error:
-        raise _collective_error(error, name, axis.group) from error
+        return dist.broadcast(copied, first, group=axis.group, async_op=True)
+
+    _run_on_tensor(start, tensor, axis, name)
 
 
 def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
@@ -355,6 +366,22 @@ def count_sent(name: str, num_bytes: int) -> None:
         counter[name] += num_bytes
 
 
+def set_timeout(seconds: float) -> None:
+    """Set how long this process's collectives wait for a rank before they fail.
+
+    Applies to all existing process groups, and to host links.
+
+    Args:
+        seconds: above 0.
+    """
+    # Before torch 2.14, only the private name exists.
+    set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in list(dist.distributed_c10d._world.pg_map):
+        set_group_timeout(timedelta(seconds=seconds), group)
+    for link in open_links():
+        link.timeout_seconds = seconds
+
+
 def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether this group's collectives need a CPU copy of the tensor.
 
@@ -381,6 +408,21 @@ def _started(
     arrived = torch.empty_like(received, device="cpu")
     copied = sent.cpu()
     return _CopyBack(_watched(start(arrived, copied), copied, group), arrived, received)
+
+
+def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, name: str) -> None:
+    """Run a collective that changes a tensor, through a CPU copy if the group needs it."""
+    if axis.group is None or axis.size == 1:
+        return
+    count_start(axis.group)
+    try:
+        copied = tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor
+        with blocked():
+            _watched(start(copied), copied, axis.group).wait()
+        if copied is not tensor:
+            tensor.copy_(copied)
+    except RuntimeError as error:
+        raise _collective_error(error, name, axis.group) from error
 
 
 def _watched(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any:

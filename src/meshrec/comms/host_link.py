@@ -94,7 +94,7 @@ class Reading:
     """Elements per source rank."""
     num_elements: int
     """Elements from all ranks."""
-    is_done: bool = False
+    is_finished: bool = False
 
     def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
         """Wait until the result has arrived.
@@ -109,7 +109,7 @@ class Reading:
         """
         link, deadline, name = self.link, 0.0, "arrive"
         listener: Listener | None = None
-        self.is_done = True
+        self.is_finished = True
         if link.failure:
             raise RuntimeError(link.failure)
         arguments: tuple[Any, ...] = self.sizes, self.result.element_size(), link.error
@@ -262,7 +262,7 @@ class HostLink:
             reading = reference()
             if reading is None:
                 self.functions["skip"](self.handle, number)
-            elif not reading.is_done:
+            elif not reading.is_finished:
                 pending.append((number, reference))
         self._in_progress = pending
 

@@ -43,7 +43,7 @@ def _drop_group_references() -> None:
         # caches other than the first keep meshes, too.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
-        for cache in [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]:
+        for cache in [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]:
             if str(cache.__module__).startswith("torch.distributed."):
                 cache.cache_clear()
     gc.collect()

@@ -1,11 +1,11 @@
 """Sharded execution: plans, meshes, and the sharded modules."""
 
+from meshrec.comms.agreement import verify_same_plan
 from meshrec.comms.collectives import measure_traffic
 from meshrec.comms.failures import CollectiveError
 from meshrec.comms.leaving import leave_process_group
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import record_phases
-from meshrec.comms.same_plan import verify_same_plan
 from meshrec.comms.wire import CommsPrecision
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection

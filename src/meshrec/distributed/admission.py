@@ -34,7 +34,7 @@ class ShardRanks:
             values: partial sums, [U] for every local rectangle that stores the table.
         """
         peers = ColumnPeers(self._routing, self._axis, [table])
-        return [each[:, 0] for each in peers.summed([value[:, None] for value in values])]
+        return [row_sums[:, 0] for row_sums in peers.summed([value[:, None] for value in values])]
 
 
 def admission_evictions_of(
@@ -52,10 +52,10 @@ def admission_evictions_of(
     Returns:
         The pair (split, data-parallel). None stands for a kind without hashed tables.
     """
-    found: list[AdmissionEviction | None] = []
+    pair: list[AdmissionEviction | None] = []
     for replicated, held in ((False, split), (True, local)):
         if env.devices and not replicated:  # tables over several devices are for inference only
-            found.append(None)
+            pair.append(None)
             continue
         hashed = {
             t: storage
@@ -63,13 +63,13 @@ def admission_evictions_of(
             if is_growable(storage) and routing.replicated[t] == replicated
         }
         # Rectangle numbers follow this flat order.
-        tables = [table for each in held.held for table in each.tables]
+        tables = [table for shard in held.held for table in shard.tables]
         rectangles = {i: table for i, table in enumerate(tables) if has_growable_rows(table)}
         # Replicas see the same updates, so they agree without a rank group.
         intervals = {t: [routing.tables[t].keys] if replicated else routing.intervals(t) for t in hashed}
         ranks = None if replicated or env.shard.size == 1 else ShardRanks(routing, env.shard)
-        found.append(AdmissionEviction(rectangles, hashed, intervals, ranks) if hashed else None)
-    return found[0], found[1]
+        pair.append(AdmissionEviction(rectangles, hashed, intervals, ranks) if hashed else None)
+    return pair[0], pair[1]
 
 
 def check_hashed(

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshrec.comms.agreement import together
+from meshrec.comms.agreement import together, verify_same_plan
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
-from meshrec.comms.same_plan import verify_same_plan
 from meshrec.comms.wire import FULL_WIRES, AcrossNodes, TableWires
 from meshrec.distributed.admission import admission_evictions_of, check_hashed
 from meshrec.distributed.input_dist import InputDist
@@ -159,7 +158,7 @@ def source_tables(module: TableCollection) -> list[SourceTable]:
     fused = module.fused_optimizer if module.is_fused else None
     state = {} if fused is None else fused.state
     hashed = module.hashed_tables()
-    found = []
+    sources = []
     for config, weight in module.tables().values():
         mean = getattr(config, "pooling", None) is PoolingType.MEAN
         table = RoutedTable(
@@ -171,9 +170,9 @@ def source_tables(module: TableCollection) -> list[SourceTable]:
             None if config.keys is None else config.keys.seed,
         )
         storage, spec = storage_of(config, weight), in_backward_spec(weight)
-        own = hashed.get(config.name)
-        found.append(SourceTable(table, config, weight, storage, spec, state.get(weight, {}), own))
-    return found
+        rows = hashed.get(config.name)
+        sources.append(SourceTable(table, config, weight, storage, spec, state.get(weight, {}), rows))
+    return sources
 
 
 def build(
@@ -262,8 +261,8 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         storage, size = blueprint.storages[t], (table.num_rows, table.dim)
         if env.devices and not routing.replicated[t]:
             # One process plays all ranks: the module gets every shard and trains none.
-            own = [each for held in contents.split if (each := held.of_table(t)) is not None]
-            shards[table.name] = TableModule(table.name, size, storage, None, shards=own)
+            local = [shard for held in contents.split if (shard := held.of_table(t)) is not None]
+            shards[table.name] = TableModule(table.name, size, storage, None, shards=local)
             continue
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
         shard = held.of_table(t)
@@ -271,8 +270,8 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         split: TableSplit | None = None if mesh is None else FixedSplit(owners[t], mesh)
         if (admission := admissions[routing.replicated[t]]) is not None and t in admission.storages:
             split = GrowableSplit(t, owners[t], mesh, admission_eviction=admission, axis=env.shard)
-        own = [] if shard is None else [shard]
-        here = TableModule(table.name, size, storage, weight, shards=own, split=split)
+        local = [] if shard is None else [shard]
+        here = TableModule(table.name, size, storage, weight, shards=local, split=split)
         shards[table.name] = here
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
@@ -448,8 +447,8 @@ def _allocate(
         [source.weight.requires_grad for source in sources],
         device=device,
     )
-    for each in held.held:
-        for table in each.tables:
+    for shard in held.held:
+        for table in shard.tables:
             source, rule = sources[table.rectangle.table], rules[table.rectangle.table]
             first = functools.partial(_first_blocks, table.rectangle, source, rule, seed)
             start_rows(table, first, lazily=source.weight.is_meta)
@@ -467,9 +466,9 @@ def _first_blocks(
     storage, dim = source.storage, source.table.dim
     names = [part.name for part in storage.row_parts]
     if source.rows is not None:
-        wanted = {*names, "waiting", *(slot.name for slot in (rule.spec.state_slots() if rule else ()))}
-        for each in source.rows.stream((c0, c1), keys=(r0, r1)):
-            yield each._replace(parts={name: part for name, part in each.parts.items() if name in wanted})
+        loaded = {*names, "waiting", *(slot.name for slot in (rule.spec.state_slots() if rule else ()))}
+        for piece in source.rows.stream((c0, c1), keys=(r0, r1)):
+            yield piece._replace(parts={name: part for name, part in piece.parts.items() if name in loaded})
         return
 
     def block(first: int, end: int, tensors: Mapping[str, Tensor], rows: slice) -> RowBlock:
@@ -497,18 +496,18 @@ def _first_blocks(
         init_fn=source.config.init_weight,
         seed=seed,
     )
-    for first, numbers in drawn:
-        rows = numbers if storage.is_trainable else storage.encode(numbers)
+    for first, values in drawn:
+        rows = values if storage.is_trainable else storage.encode(values)
         tensors = dict(zip(names, storage.parts(rows, dim), strict=True))
         yield block(first, first + len(rows), tensors, slice(None))
 
 
 def _make_equal(held: LocalShards, axis: Axis) -> None:
     """Broadcast the first replica's weights to the other replicas."""
-    for each in held.held:
+    for shard in held.held:
         # Only fixed tables have rows in the parameter.
-        if each.is_fixed:
-            broadcast(each.parameter.detach(), axis, "first weights")
+        if shard.is_fixed:
+            broadcast(shard.parameter.detach(), axis, "first weights")
 
 
 def _names(routing: Routing) -> list[str]:

@@ -70,8 +70,8 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Embeddings]:
         """Return the unsharded module's result, awaited at first use."""
         # Take the pipeline's lookup if it is in flight for this object.
-        if self.ahead is not None and (found := self.ahead(features)) is not None:
-            return found  # type: ignore[no-any-return]
+        if self.ahead is not None and (result := self.ahead(features)) is not None:
+            return result  # type: ignore[no-any-return]
         batch = self.tables.route(features)
         return self.awaited(batch, self.tables.look_up(batch))
 

@@ -58,11 +58,11 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         # By (block, column). Lives for the whole run; checkpoints save it.
-        self._kept: dict[tuple[int, int], _Residuals] = {}
+        self._residuals: dict[tuple[int, int], _Residuals] = {}
         self._messages = 0
         # Set by ``corrected``, consumed by ``keep`` for the same message.
         self._rows: list[_ColumnRows] = []
-        self._is_told = False
+        self._has_warned = False
         self._blocks: Sequence[Block] = ()
 
     def corrected(self, values: Tensor, blocks: Sequence[Block], names: Names) -> Tensor:
@@ -102,8 +102,8 @@ class ErrorFeedback:
             number, c = rows.column
             block, part = parts[number]
             at = sum(block.columns.widths[:c])
-            own = part[:, at : at + block.columns.widths[c]]
-            sums = own.new_zeros(len(rows.bags), own.shape[1]).index_add_(0, rows.which, own)
+            errors = part[:, at : at + block.columns.widths[c]]
+            sums = errors.new_zeros(len(rows.bags), errors.shape[1]).index_add_(0, rows.which, errors)
             self._merge(rows, sums)
         self._rows, self._blocks = [], ()
 
@@ -111,9 +111,9 @@ class ErrorFeedback:
         """Return the residuals by name for ``load``. ``seen`` counts messages backward from now."""
         return {
             f"{block}.{column}.{field}": tensor
-            for (block, column), kept in self._kept.items()
-            if len(kept.bags)
-            for field, tensor in kept._replace(seen=kept.seen - self._messages)._asdict().items()
+            for (block, column), state in self._residuals.items()
+            if len(state.bags)
+            for field, tensor in state._replace(seen=state.seen - self._messages)._asdict().items()
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -122,7 +122,7 @@ class ErrorFeedback:
         for name, tensor in state.items():
             block, column, field = name.split(".")
             columns.setdefault((int(block), int(column)), {})[field] = tensor
-        self._kept = {place: _Residuals(**fields) for place, fields in columns.items()}
+        self._residuals = {column: _Residuals(**fields) for column, fields in columns.items()}
         self._messages = 0
 
     def _parts(self, values: Tensor) -> list[tuple[Block, Tensor]]:
@@ -134,31 +134,31 @@ class ErrorFeedback:
             start = end
         return parts
 
-    def _add(self, rows: _ColumnRows, numbers: Tensor) -> None:
-        kept = self._kept.get(rows.column)
-        if kept is None or not len(kept.bags) or not len(rows.which):
+    def _add(self, rows: _ColumnRows, values: Tensor) -> None:
+        previous = self._residuals.get(rows.column)
+        if previous is None or not len(previous.bags) or not len(rows.which):
             return
-        place = torch.searchsorted(kept.bags, rows.bags).clamp(max=len(kept.bags) - 1)
-        known = kept.bags[place] == rows.bags
+        positions = torch.searchsorted(previous.bags, rows.bags).clamp(max=len(previous.bags) - 1)
+        is_seen = previous.bags[positions] == rows.bags
         # The first row by position takes the residual: adding it to every row would count it twice.
-        order = torch.arange(len(rows.which), device=numbers.device)
+        order = torch.arange(len(rows.which), device=values.device)
         first = torch.full_like(rows.bags, len(order)).scatter_reduce_(0, rows.which, order, "amin")
-        numbers[first[known]] += kept.residuals[place[known]]
+        values[first[is_seen]] += previous.residuals[positions[is_seen]]
 
     def _merge(self, rows: _ColumnRows, sums: Tensor) -> None:
         seen = torch.full_like(rows.bags, self._messages)
-        kept = self._kept.get(rows.column)
-        if kept is not None:
-            others = ~torch.isin(kept.bags, rows.bags)
-            bags = torch.cat([kept.bags[others], rows.bags])
+        previous = self._residuals.get(rows.column)
+        if previous is not None:
+            is_other = ~torch.isin(previous.bags, rows.bags)
+            bags = torch.cat([previous.bags[is_other], rows.bags])
             order = bags.argsort()
-            sums = torch.cat([kept.residuals[others], sums])[order]
-            seen = torch.cat([kept.seen[others], seen])[order]
+            sums = torch.cat([previous.residuals[is_other], sums])[order]
+            seen = torch.cat([previous.seen[is_other], seen])[order]
             rows = rows._replace(bags=bags[order])
         bags = rows.bags
         if len(bags) > CAPACITY:
-            if not self._is_told:
-                self._is_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 _logger.warning(
                     "error feedback remembers %d bags of a column, and a column has more: those that have "
                     "not been seen for longest are rounded without it.",
@@ -167,7 +167,7 @@ class ErrorFeedback:
             # LRU eviction. Sorting the positions afterward keeps ``bags`` ascending for searchsorted.
             newest = seen.argsort(descending=True, stable=True)[:CAPACITY].sort().values
             bags, sums, seen = bags[newest], sums[newest], seen[newest]
-        self._kept[rows.column] = _Residuals(bags, sums, seen)
+        self._residuals[rows.column] = _Residuals(bags, sums, seen)
 
 
 def bag_names(source: SourceIds, use: int) -> Tensor:

@@ -59,52 +59,55 @@ class SortedIdExchange:
         began = time.perf_counter()
         packed, byte_counts = self._packed(ids, sent) if self.packs is not False else (ids, [])
         packing = time.perf_counter() - began
-        counts, from_each = self._sizes(sent, byte_counts, ids.device)
-        plain = Splits([sum(each) for each in sent], [sum(each) for each in counts])
-        coded = Splits(byte_counts, from_each)
+        counts, received_bytes = self._sizes(sent, byte_counts, ids.device)
+        plain = Splits(
+            list(map(sum, sent)),
+            list(map(sum, counts)),
+        )
+        coded = Splits(byte_counts, received_bytes)
 
         def send_plain() -> Tensor:
             return all_to_all(ids, plain, self._node, "ids between nodes").wait()
 
         def send_packed() -> Tensor:
             message = all_to_all(packed, coded, self._node, "ids between nodes").wait()
-            arrived = [n for each in counts for n in each]
-            found: Tensor = operators.unpack_sorted_ids(message, arrived, self._wide)
-            return found
+            arrived = [n for lengths in counts for n in lengths]
+            unpacked: Tensor = operators.unpack_sorted_ids(message, arrived, self._wide)
+            return unpacked
 
         if self.packs is None:
             seconds = torch.tensor([_median(send_plain), packing + _median(send_packed)], dtype=torch.float64)
             # All ranks on the axis must decide alike, or their collectives would not match.
             all_reduce(seconds, self._node, "seconds of ids between nodes")
-            one, other = (1e3 * seconds / self._node.size).tolist()
+            plain_ms, packed_ms = (1e3 * seconds / self._node.size).tolist()
             size = packed.numel() / max(len(ids), 1)
             self._choose(
-                pays(one, other),
+                pays(plain_ms, packed_ms),
                 f"packing them takes {size:.2f} bytes each in place of {ids.element_size()}, and "
-                f"{other:.2f} ms in place of {one:.2f} ms",
+                f"{packed_ms:.2f} ms in place of {plain_ms:.2f} ms",
             )
         return send_packed() if self.packs else send_plain(), counts
 
     def _packed(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Return the packed runs and the bytes per node."""
-        runs = [n for each in sent for n in each]
+        runs = [n for lengths in sent for n in lengths]
         packed, sizes = operators.pack_ids(ids, runs)
         ends = [0, *sizes.cumsum(0).tolist()]
         bounds = [ends[first] for first in accumulate(self._num_bands, initial=0)]
-        return packed, [end - begin for begin, end in pairwise(bounds)]
+        return packed, [end - start for start, end in pairwise(bounds)]
 
     def _sizes(
         self, sent: Sequence[Sequence[int]], byte_counts: Sequence[int], device: torch.device
     ) -> tuple[list[list[int]], list[int]]:
         """Exchange run lengths, and packed message sizes if there are any."""
         extra = len(byte_counts) > 0
-        told = [[*each, *byte_counts[m : m + 1]] for m, each in enumerate(sent)]
-        message = torch.tensor([n for each in told for n in each], dtype=torch.int64, device=device)
-        own = self._num_bands[self._node.rank] + extra
-        splits = Splits([n + extra for n in self._num_bands], [own] * self._node.size)
+        messages = [[*lengths, *byte_counts[m : m + 1]] for m, lengths in enumerate(sent)]
+        message = torch.tensor([n for lengths in messages for n in lengths], dtype=torch.int64, device=device)
+        size = self._num_bands[self._node.rank] + extra
+        splits = Splits([n + extra for n in self._num_bands], [size] * self._node.size)
         flat = all_to_all(message, splits, self._node, "sizes of ids between nodes").wait().tolist()
-        rows = [flat[m * own : (m + 1) * own] for m in range(self._node.size)]
-        return [row[: own - extra] for row in rows], [n for row in rows for n in row[own - extra :]]
+        rows = [flat[m * size : (m + 1) * size] for m in range(self._node.size)]
+        return [row[: size - extra] for row in rows], [n for row in rows for n in row[size - extra :]]
 
     def _choose(self, packs: bool, why: str) -> None:
         self.packs = packs

@@ -90,7 +90,7 @@ class InputDist:
         seeds = {u: routing.tables[use.table].mix_seed for u, use in enumerate(routing.uses)}
         self._seeds = {u: seed for u, seed in seeds.items() if seed is not None}
         # Each table mixes IDs with a different seed, so a feature in several tables needs a copy per table.
-        self._own_keys = [use for use in self._seeds if self._features.count(self._features[use]) > 1]
+        self._shared_uses = [use for use in self._seeds if self._features.count(self._features[use]) > 1]
         # First world rank in this replica group.
         self._first = env.replicate.rank * env.shard.size
         fields = _HEADER + sequence
@@ -148,15 +148,15 @@ class InputDist:
         # The single read, see [Note: why sizes are read once per forward pass].
         sizes = copy_to_host((batch.in_flight.wait(), header.view(-1), counts, num_bad))
         fields = header.shape[1]
-        rows, own = sizes[0].view(-1, fields), sizes[1].view(-1, fields)
+        rows, local_row = sizes[0].view(-1, fields), sizes[1].view(-1, fields)
         # Lists, because indexing tensors element by element takes longer than this whole method.
-        received, asked = rows.tolist(), own.tolist()
+        received, requested = rows.tolist(), local_row.tolist()
         status = 0
-        for each in received:
-            status |= each[_STATUS]
+        for rank_header in received:
+            status |= rank_header[_STATUS]
         # Before any state changes: all ranks stop here together.
         if status & _BAD_INPUT:
-            self._raise(batch, asked[0][_STATUS])
+            self._raise(batch, requested[0][_STATUS])
         if self._bounds_check is BoundsCheckMode.WARN:
             report_clamped(self._num_clamped, sizes[3], self._routing.names)
         batch.needs_weight_grads = bool(status & _WANTS_WEIGHT_GRADS)
@@ -165,18 +165,20 @@ class InputDist:
             # IDs stay inside the replica group; the status needed all ranks.
             peers = slice(self._first, self._first + self._env.shard.size)
             rows, received = rows[peers], received[peers]
-        header, own_header = (rows[:, :_HEADER], own[:, :_HEADER]) if self._sequence else (rows, own)
-        *sent, local_words = map(_words_of, asked)
+        header, local_header = (
+            (rows[:, :_HEADER], local_row[:, :_HEADER]) if self._sequence else (rows, local_row)
+        )
+        *sent, local_words = map(_words_of, requested)
         words, local = payload[: sum(sent)], payload[sum(sent) : sum(sent) + local_words]
         splits = Splits(sent, list(map(_words_of, received)))
         batch.in_flight = all_to_all(words, splits, self._env.shard, "ids")
         elements: tuple[int, ...] = ()
         local_elements: tuple[int, ...] = ()
         if self._sequence:
-            elements, local_elements = tuple(map(_elements_of, received)), (asked[-1][_HEADER],)
+            elements, local_elements = tuple(map(_elements_of, received)), (requested[-1][_HEADER],)
         batch.source = batch.source._replace(counts=sizes[2])
         batch.message = PackedIds(words[:0], header, elements)
-        batch.local_message = PackedIds(local, own_header[-1:], local_elements)
+        batch.local_message = PackedIds(local, local_header[-1:], local_elements)
         batch.arguments, batch.routed = (), None
 
     def unpack(self, message: PackedIds, blocks: list[int], num_routes: int) -> LookupIds:
@@ -220,8 +222,8 @@ class InputDist:
         # A pooled result is a single [B, D] matrix, so bags must be aligned by sample.
         if not self._sequence and features.variable_stride_per_key():
             features = _expanded(features)
-        if self._own_keys:
-            features, positions = with_copied_keys(features, positions, self._own_keys)
+        if self._shared_uses:
+            features, positions = with_copied_keys(features, positions, self._shared_uses)
             keys = features.keys()
         weights = sample_weights(features, is_weighted=True) if self._weighted else None
         values, offsets = features.values(), features.offsets()
@@ -229,7 +231,8 @@ class InputDist:
         if self._seeds:
             seeds = {positions[use]: seed for use, seed in self._seeds.items()}
             values = mix_ids(values, key_bounds(offsets, features.segments_or_none(), num_keys), seeds)
-        check_device(values, self._routing.tables[0].name, self.device)
+        if values.device != self.device:
+            check_device(values, self._routing.tables[0].name, self.device)
         strides, segments = features.stride_per_key(), features.segments_or_none()
         arguments = (
             values,
@@ -250,10 +253,10 @@ class InputDist:
         source = SourceIds(
             values, offsets, segments, num_keys, positions, torch.empty(0), batches, weights, versions
         )
-        wanted = (
+        weights_with_grad = (
             weights if weights is not None and weights.requires_grad and torch.is_grad_enabled() else None
         )
-        return source, wanted, arguments
+        return source, weights_with_grad, arguments
 
     def _world_rows(self, header: Tensor) -> Tensor:
         """Return header rows for all ranks in the world. Other replica groups get the status only."""

@@ -26,8 +26,8 @@ def as_played(batch: LookupBatch) -> list[PackedIds]:
         )
     words, header, elements = batch.message
     return [
-        PackedIds(own, header[rank : rank + 1], elements[rank : rank + 1])
-        for rank, own in enumerate(words.split(header[:, 1].tolist()))
+        PackedIds(rank_words, header[rank : rank + 1], elements[rank : rank + 1])
+        for rank, rank_words in enumerate(words.split(header[:, 1].tolist()))
     ]
 
 
@@ -51,7 +51,7 @@ def gathered(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupI
     Returns:
         Rows from all ranks, flat, in rank order.
     """
-    found = [rows.view(-1)]
-    for part, own in zip(played[1:], ids[1:], strict=True):
-        found.append(part.forward(own, sum(part.block_sizes(own))).view(-1).to(rows.device))
-    return torch.cat(found)
+    gathered_rows = [rows.view(-1)]
+    for part, rank_ids in zip(played[1:], ids[1:], strict=True):
+        gathered_rows.append(part.forward(rank_ids, sum(part.block_sizes(rank_ids))).view(-1).to(rows.device))
+    return torch.cat(gathered_rows)

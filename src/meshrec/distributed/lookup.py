@@ -16,6 +16,7 @@ from meshrec.tables.index import Index, KeyReader, slots_of
 from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.storage import RowStorage, lookup_of
+from meshrec.tables.updates import LookedUp, TableGradient
 
 # K: routes on this rank, L: lookups, T: rectangles
 
@@ -104,15 +105,20 @@ class LookupTables:
         """Return the same lookups minus some tables, cached by table set."""
         # The set depends on batch sizes, so a few variants recur.
         if tables not in self._parts:
-            kept = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
-            place = {route: number for number, route in enumerate(kept)}
+            routes = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
+            number = {route: number for number, route in enumerate(routes)}
             work = RankWork(
                 self.work.rectangles,
-                tuple(self.work.routes[q] for q in kept),
-                tuple(x._replace(route=place[x.route]) for x in self.work.lookups if x.route in place),
+                tuple(self.work.routes[q] for q in routes),
+                tuple(x._replace(route=number[x.route]) for x in self.work.lookups if x.route in number),
             )
             self._parts[tables] = LookupTables(
-                self._routing, work, self.held, sequence=self.sequence, out_dtype=self._out_dtype, routes=kept
+                self._routing,
+                work,
+                self.held,
+                sequence=self.sequence,
+                out_dtype=self._out_dtype,
+                routes=routes,
             )
         return self._parts[tables]
 
@@ -137,16 +143,16 @@ class LookupTables:
             grad: the whole output's gradient.
             ids: the IDs looked up.
         """
-        kept = set(part.routes)
-        chosen = [i for i, lookup in enumerate(self.work.lookups) if lookup.route in kept]
+        routes = set(part.routes)
+        selected = [i for i, lookup in enumerate(self.work.lookups) if lookup.route in routes]
         if not self.is_flat(ids):
             columns = [columns.tolist() for columns in torch.arange(self._dim).split(self._widths)]
-            return grad.view(-1, self._dim)[:, [c for i in chosen for c in columns[i]]].reshape(-1)
+            return grad.view(-1, self._dim)[:, [c for i in selected for c in columns[i]]].reshape(-1)
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
         rows = starts.diff().view(-1, len(self.work.routes))[:, self._layout[1]]
         pieces = grad.reshape(-1).split((rows * torch.tensor(self._widths)).view(-1).tolist())
         number = len(self.work.lookups)
-        return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in chosen])
+        return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in selected])
 
     def is_flat(self, ids: LookupIds) -> bool:
         """Return whether outputs lie piece by piece, because row counts differ between lookups."""
@@ -188,6 +194,10 @@ class LookupTables:
             return grad.reshape(-1)
         return grad.view(-1, self._dim)
 
+    def gradient(self, grad: Tensor, ids: LookupIds) -> TableGradient:
+        """Return the tables' gradient from an output gradient in any shape."""
+        return TableGradient(LookedUp(self.shaped(grad, ids), self.lookups(ids)), {}, ids.pins)
+
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
         """Return touched rows and their gradients by rectangle.
 
@@ -208,8 +218,8 @@ class LookupTables:
         return tbe.sample_weight_grad(self.shaped(grad, ids), self.weights, self.lookups(ids))
 
     def _heights(self, rectangles: list[int]) -> list[int]:
-        chosen = [self.work.rectangles[i] for i in rectangles]
-        return [rectangle.r1 - rectangle.r0 for rectangle in chosen]
+        selected = [self.work.rectangles[i] for i in rectangles]
+        return [rectangle.r1 - rectangle.r0 for rectangle in selected]
 
 
 def _pooling(routing: Routing, use: int, sequence: bool) -> int:

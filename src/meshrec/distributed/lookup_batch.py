@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight
-from meshrec.ops.tbe.lookup import BATCH_TENSORS
-from meshrec.ops.versions import check_unchanged
 
 # U: uses, Q: routes, R: ranks, K: keys, N: IDs
 
@@ -48,10 +46,6 @@ class SourceIds(NamedTuple):
     """Per-sample weights, fp32 [N]."""
     versions: Sequence[int] = ()
     """``values``, ``offsets`` and ``weights`` versions at the time of sending."""
-
-    def check_unchanged(self) -> None:
-        """Raise ValueError if the caller has written to the batch since it was sent."""
-        check_unchanged(BATCH_TENSORS, (self.values, self.offsets, self.weights), self.versions)
 
     def bag_bounds(self) -> list[int]:
         """Return the first bag by key, and the total number of bags, [K + 1]."""

@@ -43,7 +43,7 @@ from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec, first_key
 from meshrec.ops import operators
 from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.packing import RowGradients
-from meshrec.tables.updates import LookedUp, TableGradient
+from meshrec.tables.updates import TableGradient
 
 # M: nodes, B: bands, U: distinct IDs in a band, Q: routes
 
@@ -56,7 +56,7 @@ class _Owner(NamedTuple):
 
     work: RankWork
     bands: list[int]
-    """Band numbers among the bands on all nodes."""
+    """Band band_index among the bands on all nodes."""
     columns: list[tuple[Columns, Columns]]
     """Columns on the wire in both directions, by lookup."""
 
@@ -75,11 +75,11 @@ def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEn
         )
     size = env.local.size
     work = tuple(
-        rank_work([r for own in routing.work[local::size] for r in own.rectangles], list(routing.uses))
+        rank_work([r for work in routing.work[local::size] for r in work.rectangles], list(routing.uses))
         for local in range(size)
     )
-    others = Axis(size=env.world.size // size, rank=env.world.rank // size)
-    return replace(routing, work=work), ShardingEnv(world=env.world, shard=env.local, replicate=others)
+    peers = Axis(size=env.world.size // size, rank=env.world.rank // size)
+    return replace(routing, work=work), ShardingEnv(world=env.world, shard=env.local, replicate=peers)
 
 
 class NodeRows:
@@ -107,25 +107,25 @@ class NodeRows:
         assert env.node is not None
         assert env.local is not None
         self._routing, self._node, self._rank = routing, env.node, env.shard.rank
-        self.codecs = Codecs(*(Codec(routing, wires, way, clock) for way in (FORWARD, BACKWARD)))
+        self.codecs = Codecs(*(Codec(routing, wires, direction, clock) for direction in (FORWARD, BACKWARD)))
         self.fetched = FetchedRows()
         self._work = inside.work[env.local.rank]
         bands = sorted({_band_of(routing, route) for route in self._work.routes})
         # Bands owned by all peers with this local rank, numbered in table order.
-        place = {band: number for number, band in enumerate(bands)}
+        band_index = {band: number for number, band in enumerate(bands)}
         self._band_of_route = torch.tensor(
-            [place[_band_of(routing, route)] for route in self._work.routes], dtype=torch.int64
+            [band_index[_band_of(routing, route)] for route in self._work.routes], dtype=torch.int64
         )
         self._edges = torch.tensor([0, *accumulate(r1 - r0 for _, r0, r1 in bands)], dtype=torch.int64)
         # Peers with the same local rank, by node: only these exchange rows across the network.
         ranks = range(env.local.rank, env.shard.size, env.local.size)
-        self._owners = [_owner(routing, rank, place, self.codecs) for rank in ranks]
+        self._owners = [_owner(routing, rank, band_index, self.codecs) for rank in ranks]
         self._ids = SortedIdExchange(
             env.node, [len(owner.bands) for owner in self._owners], wide=routing.wide
         )
         self._tables = LookupTables(
             routing,
-            self._own.work,
+            self._local_owner.work,
             held,
             sequence=True,
             out_dtype=self.codecs.forward.encoding.kernel_dtype,
@@ -134,7 +134,7 @@ class NodeRows:
         self._first_rectangle = list(accumulate(rectangles, initial=0))
 
     @property
-    def _own(self) -> _Owner:
+    def _local_owner(self) -> _Owner:
         return self._owners[self._node.rank]
 
     def ask(self, ids: LookupIds, *, train: bool) -> Fetch:
@@ -151,8 +151,8 @@ class NodeRows:
         distinct = [keys[a:b] - edges[band] for band, (a, b) in enumerate(pairwise(ends))]
         sent = [[len(distinct[band]) for band in owner.bands] for owner in self._owners]
         parts = [distinct[band] for owner in self._owners for band in owner.bands]
-        asked, counts = self._ids.exchange(torch.cat([*parts, keys[:0]]), sent)
-        owned = self._tables.resolve(self._as_ids(asked, counts), train=train)
+        requested, counts = self._ids.exchange(torch.cat([*parts, keys[:0]]), sent)
+        owned = self._tables.resolve(self._as_ids(requested, counts), train=train)
         return Fetch(ids._replace(values=slots), distinct, owned, counts)
 
     def look_up(self, fetch: Fetch) -> Sequence[Tensor]:
@@ -167,18 +167,18 @@ class NodeRows:
             sent, received = self._blocks(fetch, FORWARD)
             if encodes:
                 keys = self._keys(fetch) if codec.draws else None
-                rows = codec.encode(rows, [block for each in sent for block in each], keys=keys)
+                rows = codec.encode(rows, [block for blocks in sent for block in blocks], keys=keys)
             splits = Splits(_units(codec, sent, encodes=encodes), _units(codec, received, encodes=encodes))
             message = all_to_all(rows.view(-1), splits, self._node, "embeddings between nodes").wait()
-            flat = [block for each in received for block in each]
+            flat = [block for blocks in received for block in blocks]
             if encodes:
                 message = codec.decode(message, flat)
             parts = message.split([block.num_rows * block.columns.width for block in flat])
-        found: list[Tensor] = [message] * self._first_rectangle[-1]
-        places = self._places()
-        for part, block, place in zip(parts, flat, places, strict=True):
-            found[place] = part.view(block.num_rows, block.columns.width)
-        return found
+        rows_by_rectangle: list[Tensor] = [message] * self._first_rectangle[-1]
+        rectangle_indices = self._rectangle_indices()
+        for part, block, number in zip(parts, flat, rectangle_indices, strict=True):
+            rows_by_rectangle[number] = part.view(block.num_rows, block.columns.width)
+        return rows_by_rectangle
 
     def send_home(self, fetch: Fetch, gradients: Sequence[RowGradients]) -> TableGradient:
         """Return the gradient for this rank's rectangles, summed over all nodes. Collective.
@@ -189,8 +189,8 @@ class NodeRows:
         """
         codec, encodes = self.codecs.backward, self.codecs.backward.encodes(self._node)
         received, sent = self._blocks(fetch, BACKWARD)
-        flat = [block for each in sent for block in each]
-        parts = [gradients[place].grads.reshape(-1) for place in self._places()]
+        flat = [block for blocks in sent for block in blocks]
+        parts = [gradients[number].grads.reshape(-1) for number in self._rectangle_indices()]
         device = fetch.slots.values.device
         grad = torch.cat(parts) if parts else torch.empty(0, device=device)
         bands = [owner.bands[x.route] for owner in self._owners for x in owner.work.lookups]
@@ -201,45 +201,44 @@ class NodeRows:
         splits = Splits(_units(codec, sent, encodes=encodes), _units(codec, received, encodes=encodes))
         grad = all_to_all(grad, splits, self._node, "gradients between nodes").wait()
         if encodes:
-            grad = codec.decode(grad, [block for each in received for block in each])
-        looked_up = LookedUp(self._tables.shaped(grad, fetch.owned), self._tables.lookups(fetch.owned))
-        return TableGradient(looked_up, {}, fetch.owned.pins)
+            grad = codec.decode(grad, [block for blocks in received for block in blocks])
+        return self._tables.gradient(grad, fetch.owned)
 
     def _as_ids(self, values: Tensor, counts: Sequence[Sequence[int]]) -> LookupIds:
         """Return the IDs from all nodes as single-ID bags."""
-        widths = [0] * len(self._own.bands)
-        for lookup in self._own.work.lookups:
+        widths = [0] * len(self._local_owner.bands)
+        for lookup in self._local_owner.work.lookups:
             widths[lookup.route] += lookup.width
         return LookupIds(
             values=values,
             offsets=torch.arange(len(values) + 1, device=values.device),
             weights=None,
-            segments=torch.tensor([0, *accumulate(n for each in counts for n in each)], dtype=torch.int64),
+            segments=torch.tensor([0, *accumulate(n for row in counts for n in row)], dtype=torch.int64),
             batches=[-1] * len(counts),
             ragged=True,
-            elements=tuple(sum(n * width for n, width in zip(each, widths, strict=True)) for each in counts),
+            elements=tuple(sum(n * width for n, width in zip(row, widths, strict=True)) for row in counts),
         )
 
-    def _blocks(self, fetch: Fetch, way: int) -> tuple[list[list[Block]], list[list[Block]]]:
+    def _blocks(self, fetch: Fetch, direction: int) -> tuple[list[list[Block]], list[list[Block]]]:
         """Return the blocks this rank owns and the blocks it fetches, both by node."""
-        keys = [first_key(self._rank) if way == BACKWARD else 0] * len(self._owners)
+        keys = [first_key(self._rank) if direction == BACKWARD else 0] * len(self._owners)
         owned = [
             [
-                Block(counts[x.route], columns[way])
-                for x, columns in zip(self._own.work.lookups, self._own.columns, strict=True)
+                Block(counts[x.route], columns[direction])
+                for x, columns in zip(self._local_owner.work.lookups, self._local_owner.columns, strict=True)
             ]
             for counts in fetch.counts
         ]
         fetched = [
             [
-                Block(len(fetch.distinct[owner.bands[x.route]]), columns[way], key)
+                Block(len(fetch.distinct[owner.bands[x.route]]), columns[direction], key)
                 for x, columns in zip(owner.work.lookups, owner.columns, strict=True)
             ]
             for owner, key in zip(self._owners, keys, strict=True)
         ]
         return owned, fetched
 
-    def _places(self) -> list[int]:
+    def _rectangle_indices(self) -> list[int]:
         """Return the rectangle number for every fetched block."""
         return [
             first + x.rectangle
@@ -249,12 +248,12 @@ class NodeRows:
 
     def _keys(self, fetch: Fetch) -> Tensor:
         """Return the whole-table ID for every row looked up here, so equal IDs are rounded alike."""
-        starts, own = fetch.owned.segments.tolist(), self._own
+        starts, owner = fetch.owned.segments.tolist(), self._local_owner
         parts = [
             fetch.owned.values[starts[first + x.route] : starts[first + x.route + 1]].long()
-            + own.work.routes[x.route].r0
-            for first in range(0, len(starts) - 1, max(len(own.bands), 1))
-            for x in own.work.lookups
+            + owner.work.routes[x.route].r0
+            for first in range(0, len(starts) - 1, max(len(owner.bands), 1))
+            for x in owner.work.lookups
         ]
         return torch.cat(parts) if parts else fetch.owned.values.new_empty(0, dtype=torch.int64)
 
@@ -263,7 +262,9 @@ def _band_of(routing: Routing, route: Route) -> tuple[int, int, int]:
     return routing.uses[route.use].table, route.r0, route.r1
 
 
-def _owner(routing: Routing, rank: int, place: dict[tuple[int, int, int], int], codecs: Codecs) -> _Owner:
+def _owner(
+    routing: Routing, rank: int, band_index: dict[tuple[int, int, int], int], codecs: Codecs
+) -> _Owner:
     rectangles = routing.work[rank].rectangles
     first_use = {use.table: number for number, use in reversed(list(enumerate(routing.uses)))}
     bands = sorted({(x.table, x.r0, x.r1) for x in rectangles if x.table in first_use})
@@ -279,22 +280,22 @@ def _owner(routing: Routing, rank: int, place: dict[tuple[int, int, int], int], 
         span = Span(0, routing.columns[x.use] + x.c0, x.width)
         row = routes[x.route].r0
         columns.append((codecs.forward.columns([span], [row]), codecs.backward.columns([span], [row])))
-    return _Owner(RankWork(rectangles, routes, tuple(lookups)), [place[band] for band in bands], columns)
+    return _Owner(RankWork(rectangles, routes, tuple(lookups)), [band_index[band] for band in bands], columns)
 
 
 def _units(codec: Codec, blocks: Sequence[Sequence[Block]], *, encodes: bool) -> list[int]:
     """Return the elements sent per node."""
     if not encodes:
-        return [sum(block.num_rows * block.columns.width for block in each) for each in blocks]
-    return [sum(block.num_rows * codec.encoding.units(block.columns) for block in each) for each in blocks]
+        return [sum(block.num_rows * block.columns.width for block in group) for group in blocks]
+    return [sum(block.num_rows * codec.encoding.units(block.columns) for block in group) for group in blocks]
 
 
 def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the distinct keys, ascending, and every key's index among them."""
-    found: tuple[Tensor, Tensor]
+    distinct: tuple[Tensor, Tensor]
     # Marking is linear in table rows, sorting is linearithmic in IDs.
     if num_keys > _MARKED * max(len(keys), 1):
-        found = torch.unique(keys, return_inverse=True)
+        distinct = torch.unique(keys, return_inverse=True)
     else:
-        found = operators.distinct_ids(keys, num_keys)
-    return found
+        distinct = operators.distinct_ids(keys, num_keys)
+    return distinct

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
@@ -108,7 +109,7 @@ class Hop:
             codecs=codecs,
             columns=columns,
             grad_columns=grad_columns,
-            dims=[own.width for own in columns],
+            dims=[source_columns.width for source_columns in columns],
             units=list(map(codecs.forward.encoding.units, columns)),
             grad_units=list(map(codecs.backward.encoding.units, grad_columns)),
             pieces=_pieces(sources, local, parts.order),
@@ -130,11 +131,11 @@ class Hop:
             num_rows: rows that arrive from every rank.
             name: collective name.
         """
-        own = self.axis.rank
+        rank = self.axis.rank
         if self.encodes:
-            blocks = [Block(count, self.columns[own], first_key(p)) for p, count in enumerate(rows_sent)]
+            blocks = [Block(count, self.columns[rank], first_key(p)) for p, count in enumerate(rows_sent)]
             rows = self.codecs.forward.encode(rows, blocks)
-        unit = self.units[own]
+        unit = self.units[rank]
         splits = Splits(list(map(unit.__mul__, rows_sent)), list(map(num_rows.__mul__, self.units)))
         return all_to_all(rows.view(-1), splits, self.axis, name)
 
@@ -269,17 +270,17 @@ def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, 
     assert env.local is not None
     size = env.local.size
     nodes = [_node_spans(routing, range(n * size, (n + 1) * size), n) for n in range(env.node.size)]
-    own = nodes[env.node.rank]
-    place = _places(own)
+    node_spans = nodes[env.node.rank]
+    position = _source_positions(node_spans)
     inside = [
         [
-            span._replace(source=local, column=place[span.column])
+            span._replace(source=local, column=position[span.column])
             for span in rank_spans(routing, env.node.rank * size + local, divide=False)
         ]
         for local in range(size)
     ]
     ranks = [env.node.rank * size + local for local in range(size)]
-    width, parts = sum(span.width for span in own), TableParts.of(routing, ranks)
+    width, parts = sum(span.width for span in node_spans), TableParts.of(routing, ranks)
     first = Hop.of(env.local, inside, [], width, codecs=codecs, parts=parts)
     return first, Hop.of(env.node, nodes, local_spans(routing), routing.columns[-1], codecs=codecs)
 
@@ -314,7 +315,7 @@ class PooledOutput:
             (_, num_rows), (rows_sent, _) = self._rows(batch)
             first, second = self._hops
             rows = first.gather(in_flight, None, num_rows, None)
-            # The first hop's sums are fp32; the second hop takes the dtype of its own format.
+            # The first hop's sums are fp32; the second hop has another format.
             rows = rows.to(second.codecs.forward.encoding.kernel_dtype)
             in_flight = second.send(rows, rows_sent, source.batches[0], "embeddings between nodes")
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
@@ -342,9 +343,9 @@ class PooledOutput:
         if len(self._hops) == 2:
             first, second = self._hops
             received = second.send_back(sent, *rows[1], "gradients between nodes", names=names_of)
-            own = second.gradient(received, rows[1][0])
-            own = own.view(rows[0][1], first.out_dim)  # no -1: a node may hold nothing
-            sent, _ = first.scatter(own, None, 1.0)
+            node_grad = second.gradient(received, rows[1][0])
+            node_grad = node_grad.view(rows[0][1], first.out_dim)  # no -1: a node may hold nothing
+            sent, _ = first.scatter(node_grad, None, 1.0)
             return first.send_back(sent, *rows[0], "gradients of embeddings"), local
         hop = self._hops[0]
         return hop.send_back(sent, *rows[0], "gradients of embeddings", names=names_of), local
@@ -364,11 +365,40 @@ class PooledOutput:
         return [(by_local, sum(by_node)), (by_node, batch.source.batches[0])]
 
 
+def return_weight_grads(
+    by_rank: Sequence[Tensor], local: Tensor | None, source: SourceIds, routing: Routing, axis: Axis
+) -> Tensor:
+    """Return the per-sample weight gradient, summed over all lookups of an ID, fp32 [N]. Collective.
+
+    Args:
+        by_rank: gradients by the rank that sent the IDs here, in message order.
+        local: gradients from the data-parallel tables; None if there are none.
+        source: this rank's IDs.
+        routing: the compiled plan.
+        axis: the ranks.
+    """
+    num_routes = [len(work.routes) for work in (*routing.work, routing.local)]
+    *routes, _ = source.counts.split(num_routes)
+    splits = Splits([part.numel() for part in by_rank], [int(counts.sum()) for counts in routes])
+    received = all_to_all(torch.cat(list(by_rank)), splits, axis, "gradients of weights").wait()
+    gradient: Tensor = operators.gather_weight_grads(
+        received if local is None else torch.cat([received, local]),
+        source.values,
+        source.offsets,
+        source.segments,
+        source.num_keys,
+        source.keys,
+        routing.router,
+        source.counts,
+    )
+    return gradient
+
+
 def _pieces(
     sources: Sequence[Sequence[Span]], local: Sequence[Span], order: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    own = [span._replace(source=len(sources)) for span in local]
-    return as_tensor(pieces_of([*sources, own], order))
+    unsent = [span._replace(source=len(sources)) for span in local]
+    return as_tensor(pieces_of([*sources, unsent], order))
 
 
 def bags_of(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
@@ -383,11 +413,11 @@ def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]
     They are cut at the boundaries of every lookup, so a summed row is also encoded by a single lookup's
     columns.
     """
-    found = [span for rank in ranks for span in rank_spans(routing, rank)]
+    held = [span for rank in ranks for span in rank_spans(routing, rank)]
     columns = {
-        (span.mean_use, column) for span in found for column in range(span.column, span.column + span.width)
+        (span.mean_use, column) for span in held for column in range(span.column, span.column + span.width)
     }
-    edges = {edge for span in found for edge in (span.column, span.column + span.width)}
+    edges = {edge for span in held for edge in (span.column, span.column + span.width)}
     spans: list[Span] = []
     for mean_use, column in sorted(columns, key=lambda pair: pair[1]):
         last = spans[-1] if spans else None
@@ -399,7 +429,7 @@ def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]
     return spans
 
 
-def _places(spans: Sequence[Span]) -> dict[int, int]:
+def _source_positions(spans: Sequence[Span]) -> dict[int, int]:
     """Return the position in a source row for every result column."""
     columns = [column for span in spans for column in range(span.column, span.column + span.width)]
-    return {column: place for place, column in enumerate(columns)}
+    return {column: position for position, column in enumerate(columns)}

@@ -46,15 +46,15 @@ def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] 
     """
     pieces: list[Piece] = []
     written: set[int] = set()
-    found = []
+    ordered = []
     for number, spans in enumerate(sources):
         source_column = 0
         for i, span in enumerate(spans):
-            place = order[number][i] if number < len(order) else 0
-            found.append((place, number, source_column, span))
+            rank = order[number][i] if number < len(order) else 0
+            ordered.append((rank, number, source_column, span))
             source_column += span.width
     # Part order comes first: the kernel adds pieces in list order, which fixes the bits.
-    for _, _, source_column, span in sorted(found, key=lambda each: each[:3]):
+    for _, _, source_column, span in sorted(ordered, key=lambda entry: entry[:3]):
         pieces += _split(span, source_column, written)
     return _joined(pieces)
 
@@ -93,11 +93,12 @@ def row_order(routing: Routing, rank: int) -> list[int]:
     """Return each span's rank among the parts of its table, by row."""
     work = routing.work[rank]
     starts: dict[int, list[int]] = {}
-    for own in routing.work:
-        for rectangle in own.rectangles:
+    for rank_work in routing.work:
+        for rectangle in rank_work.rectangles:
             starts.setdefault(rectangle.table, []).append(rectangle.r0)
     ranks = {
-        table: {row: place for place, row in enumerate(sorted(set(rows)))} for table, rows in starts.items()
+        table: {row: position for position, row in enumerate(sorted(set(rows)))}
+        for table, rows in starts.items()
     }
     return [ranks[routing.uses[lookup.use].table][work.routes[lookup.route].r0] for lookup in work.lookups]
 

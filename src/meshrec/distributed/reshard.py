@@ -144,13 +144,13 @@ class _New(NamedTuple):
 
 def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
     """Return the unfrozen tables as (module, name), from the ranks that hold a part. Collective."""
-    own = {
+    local = {
         (path, name)
         for path, module in built.items()
         for name, shards in module.shards.items()
         if not shards.over_devices and shards.rectangles and shards.weight.requires_grad
     }
-    return set().union(*gather_objects(own, env.world, "trained tables"))
+    return set().union(*gather_objects(local, env.world, "trained tables"))
 
 
 def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]) -> None:
@@ -168,10 +168,10 @@ def _allocated(
     path: str, built: ModuleParts, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
 ) -> _New:
     routing = compiled(built.routing.tables, plan, built.rules, built.storages, built.env)
-    own = routing.work[built.env.shard.rank].rectangles
+    split = routing.work[built.env.shard.rank].rectangles
     flags = [(path, table.name) in trained for table in routing.tables]
     local = routing.local.rectangles
-    return _New(plan, routing, flags, _empty(own, built, flags), _empty(local, built, flags))
+    return _New(plan, routing, flags, _empty(split, built, flags), _empty(local, built, flags))
 
 
 def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> LocalShards:
@@ -184,11 +184,11 @@ def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
     """Return a table's rectangles with their ranks; None if every rank holds the whole table."""
     if routing.replicated[table]:
         return None
-    found = []
+    owners = []
     for rank, work in enumerate(routing.work):
-        own = [rectangle for rectangle in work.rectangles if rectangle.table == table]
-        found += [RankRectangle(rank, number, rectangle) for number, rectangle in enumerate(own)]
-    return found
+        rank_rectangles = [rectangle for rectangle in work.rectangles if rectangle.table == table]
+        owners += [RankRectangle(rank, number, rectangle) for number, rectangle in enumerate(rank_rectangles)]
+    return owners
 
 
 def transfers_of(
@@ -203,11 +203,11 @@ def transfers_of(
     """
     if old is None and new is None:
         return
-    everyone = range(axis.size)
+    ranks = range(axis.size)
     if new is None:
         assert old is not None
         whole = _hull(old)
-        new = [RankRectangle(rank, 0, whole) for rank in everyone]
+        new = [RankRectangle(rank, 0, whole) for rank in ranks]
     for target in new:
         sources = old if old is not None else [RankRectangle(target.rank, 0, _hull(new))]
         for source in sources:
@@ -222,10 +222,10 @@ def _hull(held: Sequence[RankRectangle]) -> Rectangle:
     """Return the whole table's rectangle, which the rectangles cover."""
     return Rectangle(
         held[0].rectangle.table,
-        min(each.rectangle.r0 for each in held),
-        max(each.rectangle.r1 for each in held),
+        min(part.rectangle.r0 for part in held),
+        max(part.rectangle.r1 for part in held),
         0,
-        max(each.rectangle.c1 for each in held),
+        max(part.rectangle.c1 for part in held),
     )
 
 
@@ -242,7 +242,9 @@ def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
 
 
 def _num_travelling(transfers: Sequence[Transfer]) -> int:
-    return sum(each.r1 - each.r0 for each in transfers if each.source.rank != each.target.rank)
+    return sum(
+        transfer.r1 - transfer.r0 for transfer in transfers if transfer.source.rank != transfer.target.rank
+    )
 
 
 class _Move:
@@ -269,9 +271,9 @@ class _Move:
             sent: list[tuple[_BlockHeader, RowBlock]] = []
             size = 0
             with together(self._axis, "resharding"):  # rows that stay are loaded here, possibly into files
-                while size < _ROUND_BYTES and (found := next(outgoing, None)) is not None:
-                    sent.append(found)
-                    size += self._num_bytes(found[0])
+                while size < _ROUND_BYTES and (pair := next(outgoing, None)) is not None:
+                    sent.append(pair)
+                    size += self._num_bytes(pair[0])
             headers = gather_objects([header for header, _ in sent], self._axis, "resharding")
             # All ranks see the same headers, so they stop together.
             if not any(headers):
@@ -290,15 +292,17 @@ class _Move:
                     continue
                 transfers = list(transfers_of(before, after, self._axis))
                 with_per_row = set(_per_row(transfers))
-                for each in transfers:
-                    if each.source.rank != self._axis.rank:
+                for transfer in transfers:
+                    if transfer.source.rank != self._axis.rank:
                         continue
-                    blocks = _blocks(shards.tables[each.source.number], each, each in with_per_row)
-                    if each.target.rank == self._axis.rank:
-                        targets[each.target.number].load(blocks)
+                    blocks = _blocks(
+                        shards.tables[transfer.source.number], transfer, transfer in with_per_row
+                    )
+                    if transfer.target.rank == self._axis.rank:
+                        targets[transfer.target.number].load(blocks)
                         continue
                     for block in blocks:
-                        yield _header(m, t, each.target, block), block
+                        yield _header(m, t, transfer.target, block), block
 
     def _outgoing_keys(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
         """Yield the future hashed-table keys on other ranks."""
@@ -308,18 +312,18 @@ class _Move:
                 before, after = _holders(old.routing, t), _holders(new.routing, t)
                 if not old.storages[t].is_growable or (before is None and after is None):
                     continue
-                for each in _per_row(list(transfers_of(before, after, self._axis))):
-                    if each.source.rank != self._axis.rank:
+                for transfer in _per_row(list(transfers_of(before, after, self._axis))):
+                    if transfer.source.rank != self._axis.rank:
                         continue
-                    source = shards.tables[each.source.number]
+                    source = shards.tables[transfer.source.number]
                     assert has_growable_rows(source)
-                    keys, columns = source.listed((each.r0, each.r1))[0], (each.c0, each.c1)
+                    keys, columns = source.listed((transfer.r0, transfer.r1))[0], (transfer.c0, transfer.c1)
                     for some in keys.split(_TRANSFER_BYTES // keys.itemsize):
                         block = RowBlock(some, columns, {})
-                        if each.target.rank == self._axis.rank:
-                            self._take(targets[each.target.number], block)
+                        if transfer.target.rank == self._axis.rank:
+                            self._take(targets[transfer.target.number], block)
                         else:
-                            yield _header(m, t, each.target, block), block
+                            yield _header(m, t, transfer.target, block), block
 
     def _take(self, table: Table, block: RowBlock) -> None:
         """Load an arriving block. A block without parts announces keys."""
@@ -334,18 +338,18 @@ class _Move:
         self, sent: Sequence[tuple[_BlockHeader, RowBlock]], headers: Sequence[Sequence[_BlockHeader]]
     ) -> None:
         """Exchange a round's blocks, ordered by target rank, and load the arriving blocks."""
-        rank, everyone = self._axis.rank, range(self._axis.size)
+        rank, ranks = self._axis.rank, range(self._axis.size)
         # all_to_all splits the buffer by target rank; the receiver walks headers in the same order.
         by_target = sorted(sent, key=lambda item: item[0].target)
-        arriving = [header for own in headers for header in own if header.target == rank]
+        arriving = [header for rank_headers in headers for header in rank_headers if header.target == rank]
         splits = Splits(
-            [sum(self._num_bytes(h) for h in headers[rank] if h.target == each) for each in everyone],
-            [sum(self._num_bytes(h) for h in headers[each] if h.target == rank) for each in everyone],
+            [sum(self._num_bytes(h) for h in headers[rank] if h.target == other) for other in ranks],
+            [sum(self._num_bytes(h) for h in headers[other] if h.target == rank) for other in ranks],
         )
         buffer = torch.empty(sum(splits.sent), dtype=torch.uint8, device=self._old[0].device)
-        begin = 0
+        start = 0
         for header, block in by_target:
-            room, begin = buffer[begin:], begin + self._num_bytes(header)
+            room, start = buffer[start:], start + self._num_bytes(header)
             for name, part in self._laid_out(header, room).items():
                 part.copy_(block.keys if name is None else block.parts[name])  # type: ignore[arg-type]
         buffer = all_to_all(buffer, splits, self._axis, "resharding").wait()
@@ -354,9 +358,9 @@ class _Move:
 
     def _load(self, arriving: Sequence[_BlockHeader], buffer: Tensor) -> None:
         """Load a round's blocks, which are consecutive in a buffer."""
-        begin = 0
+        start = 0
         for header in arriving:
-            room, begin = buffer[begin:], begin + self._num_bytes(header)
+            room, start = buffer[start:], start + self._num_bytes(header)
             parts = self._laid_out(header, room)
             keys = (
                 parts.pop(None)
@@ -386,13 +390,13 @@ class _Move:
 
     def _laid_out(self, header: _BlockHeader, room: Tensor) -> dict[str | None, Tensor]:
         """Return views into a buffer that starts with the block, by part name."""
-        found: dict[str | None, Tensor] = {}
-        begin = 0
+        views: dict[str | None, Tensor] = {}
+        start = 0
         for name, dtype, shape in self._sizes(header):
             num_bytes = prod(shape) * dtype.itemsize
-            found[name] = room[begin : begin + num_bytes].view(dtype).view(shape)
-            begin += _aligned(num_bytes)
-        return found
+            views[name] = room[start : start + num_bytes].view(dtype).view(shape)
+            start += _aligned(num_bytes)
+        return views
 
 
 def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[RowBlock]:

@@ -132,11 +132,11 @@ class Routing:
     @property
     def holders(self) -> list[list[list[Rectangle]]]:
         """Rectangles by table and rank. Data-parallel tables have none."""
-        found: list[list[list[Rectangle]]] = [[[] for _ in self.work] for _ in self.tables]
+        owned: list[list[list[Rectangle]]] = [[[] for _ in self.work] for _ in self.tables]
         for rank, work in enumerate(self.work):
             for rectangle in work.rectangles:
-                found[rectangle.table][rank].append(rectangle)
-        return found
+                owned[rectangle.table][rank].append(rectangle)
+        return owned
 
     @cached_property
     def row_split(self) -> list[bool]:
@@ -175,18 +175,18 @@ class Routing:
         of_use: list[list[tuple[int, int, int]]] = [[] for _ in self.uses]
         for number, (_, use, r0, r1) in enumerate(routes):
             of_use[use].append((number, r0, r1))
-        cut_begin, cuts, interval_begin, interval_routes = [0], [], [0], []
-        for reader, own in zip(self.uses, of_use, strict=True):
+        cut_start, cuts, interval_start, interval_routes = [0], [], [0], []
+        for reader, use_routes in zip(self.uses, of_use, strict=True):
             edges = set(self.tables[reader.table].keys)
-            use_cuts = sorted(edges.union(*((r0, r1) for _, r0, r1 in own)))
+            use_cuts = sorted(edges.union(*((r0, r1) for _, r0, r1 in use_routes)))
             cuts += use_cuts
-            cut_begin.append(len(cuts))
+            cut_start.append(len(cuts))
             for first in use_cuts[:-1]:
-                interval_routes += [number for number, r0, r1 in own if r0 <= first < r1]
-                interval_begin.append(len(interval_routes))
+                interval_routes += [number for number, r0, r1 in use_routes if r0 <= first < r1]
+                interval_start.append(len(interval_routes))
         # The end of all keys, 2^63, does not fit int64.
         cuts = [min(cut, _LAST_KEY) for cut in cuts]
-        columns = [cut_begin, cuts, interval_begin, interval_routes, [x for q in routes for x in q[:3]]]
+        columns = [cut_start, cuts, interval_start, interval_routes, [x for q in routes for x in q[:3]]]
         return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
     @cached_property
@@ -246,12 +246,12 @@ def compile_plan(
     for t, table in enumerate(tables):
         if plan[table.name].sharding_type is ShardingType.DATA_PARALLEL:
             local.append(Rectangle(t, *table.keys, 0, table.dim))
-        for rank, own in _by_rank(plan[table.name], t, in_bands=t in whole_rows).items():
-            rectangles[rank] += [x._replace(r0=table.key_at(x.r0), r1=table.key_at(x.r1)) for x in own]
+        for rank, cuts in _by_rank(plan[table.name], t, in_bands=t in whole_rows).items():
+            rectangles[rank] += [x._replace(r0=table.key_at(x.r0), r1=table.key_at(x.r1)) for x in cuts]
     return Routing(
         tables=tuple(tables),
         uses=tuple(uses),
-        work=tuple(rank_work(own, uses) for own in rectangles),
+        work=tuple(rank_work(rank_rectangles, uses) for rank_rectangles in rectangles),
         local=rank_work(local, uses),
         replicated=tuple(plan[table.name].sharding_type is ShardingType.DATA_PARALLEL for table in tables),
     )
@@ -259,29 +259,29 @@ def compile_plan(
 
 def _by_rank(sharding: ParameterSharding, table: int, *, in_bands: bool) -> dict[int, list[Rectangle]]:
     """Return a table's rectangles by rank, merged where possible."""
-    own: dict[int, list[Rectangle]] = {}
+    by_rank: dict[int, list[Rectangle]] = {}
     for shard in sharding.shards:
-        own.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))
-    if in_bands or len(own) == 1:
-        return _in_bands(own)
-    return {rank: _merged(rectangles) for rank, rectangles in own.items()}
+        by_rank.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))
+    if in_bands or len(by_rank) == 1:
+        return _in_bands(by_rank)
+    return {rank: _merged(rectangles) for rank, rectangles in by_rank.items()}
 
 
-def _in_bands(own: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
+def _in_bands(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
     """Cut a table's rectangles at common rows, but only where column owners change."""
-    edges = sorted({edge for rectangles in own.values() for x in rectangles for edge in (x.r0, x.r1)})
+    edges = sorted({edge for rectangles in by_rank.values() for x in rectangles for edge in (x.r0, x.r1)})
     columns: list[list[tuple[int, int, int]]] = [[] for _ in edges[1:]]
-    for rank, rectangles in own.items():
+    for rank, rectangles in by_rank.items():
         for x in rectangles:
             for band in range(bisect_left(edges, x.r0), bisect_left(edges, x.r1)):
                 columns[band].append((x.c0, x.c1, rank))
-    owners = [_joined_columns(sorted(each)) for each in columns]
-    found: dict[int, list[Rectangle]] = {rank: [] for rank in own}
+    owners = [_joined_columns(sorted(band_columns)) for band_columns in columns]
+    cut_by_rank: dict[int, list[Rectangle]] = {rank: [] for rank in by_rank}
     for same, bands in groupby(zip(pairwise(edges), owners, strict=True), key=itemgetter(1)):
         rows = [edge for band, _ in bands for edge in band]
         for c0, c1, rank in same:
-            found[rank].append(Rectangle(own[rank][0].table, rows[0], rows[-1], c0, c1))
-    return found
+            cut_by_rank[rank].append(Rectangle(by_rank[rank][0].table, rows[0], rows[-1], c0, c1))
+    return cut_by_rank
 
 
 def _joined_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -34,7 +34,7 @@ class RowArrival:
         bands = Counter(
             band for work in routing.work for band in {(r.table, r.r0, r.r1) for r in work.rectangles}
         )
-        self._bands = {band: place for place, band in enumerate(b for b in sorted(bands) if bands[b] > 1)}
+        self._bands = {band: number for number, band in enumerate(b for b in sorted(bands) if bands[b] > 1)}
 
     def wait(self, pins: Sequence[object]) -> None:
         """Wait for the pinned rows. Collective.
@@ -48,28 +48,28 @@ class RowArrival:
         if not self.may_fail:
             return
         error: Exception | None = None
-        told = torch.full((1 + len(self._bands),), -1, dtype=torch.int64)
+        status = torch.full((1 + len(self._bands),), -1, dtype=torch.int64)
         # An error must not keep this rank from the collective below.
         for arriving in arriving_rows(pins):
             try:
                 arriving.wait()
             except Exception as caught:
                 error = error or caught
-            if (place := self._bands.get(arriving.band)) is not None:
-                told[1 + place] = arriving.trace
-        told[0] = error is not None
+            if (number := self._bands.get(arriving.band)) is not None:
+                status[1 + number] = arriving.trace
+        status[0] = error is not None
         world = self._env.world
         if world.size == 1:
             if error is not None:
                 raise error
             return
-        everyone = all_gather(told, world, "arrival of rows").wait().view(world.size, -1)
-        if everyone[:, 0].any():
+        statuses = all_gather(status, world, "arrival of rows").wait().view(world.size, -1)
+        if statuses[:, 0].any():
             errors = gather_errors(error, world, "rows that cannot come", _KINDS)
             raise combined(errors, world.size, _KINDS) from error
         # Slots may differ between replicas, but not inside a replica group.
         first = self._env.replicate.rank * self._env.shard.size
-        traces = everyone[first : first + self._env.shard.size, 1:]
+        traces = statuses[first : first + self._env.shard.size, 1:]
         most = traces.max(0).values
         if bool(((traces != most) & (traces != -1)).any()):
             raise RuntimeError(

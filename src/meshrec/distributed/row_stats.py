@@ -35,8 +35,8 @@ class ColumnPeers:
         self._bands: list[list[_Band]] = []
         """Row bands with columns on a rank, by rank."""
         for work in routing.work:
-            chosen = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
-            self._bands.append(sorted({_band(rectangle) for rectangle in chosen}))
+            selected = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
+            self._bands.append(sorted({_band(rectangle) for rectangle in selected}))
         columns: dict[_Band, dict[int, int]] = {}
         for rank, work in enumerate(routing.work):
             for x in work.rectangles:
@@ -46,8 +46,8 @@ class ColumnPeers:
                     first[rank] = min(x.c0, first.get(rank, x.c0))
         self._in_order = {band: sorted(first, key=first.__getitem__) for band, first in columns.items()}
         """Ranks with columns in a band, in column order."""
-        own = routing.work[axis.rank].rectangles
-        self._own = [_band(rectangle) for rectangle in own if rectangle.table in tables]
+        rectangles = routing.work[axis.rank].rectangles
+        self._local_bands = [_band(rectangle) for rectangle in rectangles if rectangle.table in tables]
 
     def summed(self, partial: Sequence[Tensor]) -> list[Tensor]:
         """Sum partial values over all columns.
@@ -63,7 +63,7 @@ class ColumnPeers:
         """
         mine: dict[_Band, Tensor] = {}
         # Add this rank's own column shards of a band first.
-        for band, part in zip(self._own, partial, strict=True):
+        for band, part in zip(self._local_bands, partial, strict=True):
             mine[band] = mine[band] + part if band in mine else part
         shared = [
             [band for band in bands if band in mine and rank != self._axis.rank]
@@ -82,7 +82,7 @@ class ColumnPeers:
             for rank in self._in_order[band]:
                 term = terms[band, rank]
                 total[band] = total[band] + term if band in total else term
-        return [total[band] for band in self._own]
+        return [total[band] for band in self._local_bands]
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
         """Return mean squared gradients over whole rows, fp32 [total rows].
@@ -94,7 +94,7 @@ class ColumnPeers:
         """
         with phase("row_stats") if recorders else OFF:
             sums = self.summed(squares.split(counts))
-            means = [each / dim for each, dim in zip(sums, row_dims, strict=True)]
+            means = [total / dim for total, dim in zip(sums, row_dims, strict=True)]
             return torch.cat([squares[:0], *means])  # there may be none
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
@@ -112,12 +112,12 @@ class ColumnPeers:
         formula = formula_of(optimizer)
         whole = [rows.grad.new_zeros(rows.grad.shape[0], len(RowSum)) for rows in touched]
         for sums in _rounds(formula):
-            own = [
-                torch.stack([_own_sum(which, formula, rows, h, known) for which in sums], 1)
-                for rows, h, known in zip(touched, hyper, whole, strict=True)
+            partial = [
+                torch.stack([_local_sum(which, formula, rows, h, sums_so_far) for which in sums], 1)
+                for rows, h, sums_so_far in zip(touched, hyper, whole, strict=True)
             ]
-            for known, total in zip(whole, self.summed(own), strict=True):
-                known[:, sums] = total
+            for sums_so_far, total in zip(whole, self.summed(partial), strict=True):
+                sums_so_far[:, sums] = total
         return whole
 
 
@@ -172,9 +172,9 @@ def _rounds(formula: Formula) -> list[list[int]]:
     return [[*first]]
 
 
-def _own_sum(which: int, formula: Formula, touched: Touched, h: Hyper, known: Tensor) -> Tensor:
+def _local_sum(which: int, formula: Formula, touched: Touched, h: Hyper, sums_so_far: Tensor) -> Tensor:
     """Return the sum over this rectangle's columns, [U]."""
-    rows = Rows(touched.weight, touched.grad, touched.slots, known)
+    rows = Rows(touched.weight, touched.grad, touched.slots, sums_so_far)
     if which == RowSum.WEIGHT:
         return _squares(rows.weight)
     if which == RowSum.GRADIENT:

@@ -31,24 +31,24 @@ class SequenceOutput:
         ranks, widths = routing.route_elements
         self._route_ranks = torch.tensor(ranks[:first_route], dtype=torch.int64)
         self._route_widths = torch.tensor(widths[:first_route], dtype=torch.int64)
-        own = routing.work[env.shard.rank]
-        self._own_routes = own.routes
+        local_work = routing.work[env.shard.rank]
+        self._local_routes = local_work.routes
         self._all_routes: list[Route] = [route for work in routing.work for route in work.routes]
         all_columns = [_single_columns(codecs, routing, rank) for rank in range(env.shard.size)]
-        self._own = [
+        self._local = [
             (lookup.route, *pair)
-            for lookup, pair in zip(own.lookups, all_columns[env.shard.rank], strict=True)
+            for lookup, pair in zip(local_work.lookups, all_columns[env.shard.rank], strict=True)
         ]
         flat = [pair for of_rank in all_columns for pair in of_rank]
         self._all = [(route, *pair) for (route, *_), pair in zip(lookups, flat, strict=True)]
-        self._ways = [
-            _Way(
+        self._directions = [
+            _Direction(
                 codec,
                 codec.encodes(env.shard),
-                _units_per_route(codec, way, self._own, len(own.routes)),
-                _units_per_route(codec, way, self._all, first_route),
+                _units_per_route(codec, number, self._local, len(local_work.routes)),
+                _units_per_route(codec, number, self._all, first_route),
             )
-            for way, codec in enumerate(codecs)
+            for number, codec in enumerate(codecs)
         ]
         replicated = [routing.replicated[use.table] for use in routing.uses]
         # Stable sort: split uses first, data-parallel uses last, as ``receive_rows`` concatenates them.
@@ -61,11 +61,13 @@ class SequenceOutput:
 
     def send_rows(self, out: Tensor, batch: LookupBatch) -> InFlight:
         """Send the lookup's rows. ``out`` is flat, block by block."""
-        way = self._ways[0]
-        if way.encodes:
-            blocks = self._own_blocks(batch, FORWARD)
-            out = way.codec.encode(out, blocks, keys=self._keys(batch) if way.codec.draws else None)
-        return all_to_all(out, self._splits(way, batch), self._axis, "embeddings")
+        direction = self._directions[0]
+        if direction.encodes:
+            blocks = self._local_blocks(batch, FORWARD)
+            out = direction.codec.encode(
+                out, blocks, keys=self._keys(batch) if direction.codec.draws else None
+            )
+        return all_to_all(out, self._splits(direction, batch), self._axis, "embeddings")
 
     def receive_rows(self, in_flight: InFlight, local: Tensor | None, batch: LookupBatch) -> Tensor:
         """Return rows by use, flat fp32 [ids, dim], with the data-parallel rows (``local``) last.
@@ -75,9 +77,9 @@ class SequenceOutput:
             local: data-parallel rows, flat; None if there are none.
             batch: the batch.
         """
-        received, way = in_flight.wait(), self._ways[0]
-        if way.encodes:
-            received = way.codec.decode(received, self._all_blocks(batch, FORWARD))
+        received, direction = in_flight.wait(), self._directions[0]
+        if direction.encodes:
+            received = direction.codec.decode(received, self._all_blocks(batch, FORWARD))
         rows: Tensor = operators.gather_sequence(received, *self._ids(batch))
         return rows if local is None else torch.cat([rows, local])
 
@@ -92,16 +94,16 @@ class SequenceOutput:
         Returns:
             The collective in flight, and the local rows' gradient.
         """
-        way = self._ways[1]
-        splits = self._splits(way, batch)
+        direction = self._directions[1]
+        splits = self._splits(direction, batch)
         split = sum(splits.received)  # every element in a split row came from a single rank
-        if not way.codec.encoding.is_cast:
+        if not direction.codec.encoding.is_cast:
             split = int((batch.source.counts[: self._route_widths.numel()] * self._route_widths).sum())
         sent = operators.scatter_sequence(
-            grad[:split], *self._ids(batch), scale, way.codec.encoding.kernel_dtype
+            grad[:split], *self._ids(batch), scale, direction.codec.encoding.kernel_dtype
         )
-        if way.encodes:
-            sent = way.codec.encode(
+        if direction.encodes:
+            sent = direction.codec.encode(
                 sent, self._all_blocks(batch, BACKWARD), names=lambda block, _: self._ids_of(block, batch)
             )
         back = Splits(splits.received, splits.sent)
@@ -109,9 +111,9 @@ class SequenceOutput:
 
     def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
         """Return gradients for the rows from ``send_rows``, fp32, flat."""
-        message, way = in_flight.wait(), self._ways[1]
-        if way.encodes:
-            message = way.codec.decode(message, self._own_blocks(batch, BACKWARD))
+        message, direction = in_flight.wait(), self._directions[1]
+        if direction.encodes:
+            message = direction.codec.decode(message, self._local_blocks(batch, BACKWARD))
         return message.float()
 
     def _ids(self, batch: LookupBatch) -> tuple[object, ...]:
@@ -125,41 +127,45 @@ class SequenceOutput:
             self._dims,
         )
 
-    def _splits(self, way: "_Way", batch: LookupBatch) -> Splits:
+    def _splits(self, direction: "_Direction", batch: LookupBatch) -> Splits:
         counts = batch.source.counts[: self._route_ranks.numel()]
         received: list[int] = (
             torch.zeros(self._axis.size, dtype=torch.int64)
-            .index_add_(0, self._route_ranks, counts * way.all_units)
+            .index_add_(0, self._route_ranks, counts * direction.all_units)
             .tolist()
         )
-        sent = (self._own_counts(batch) @ way.own_units).tolist() if way.encodes else batch.block_sizes
+        sent = (
+            (self._local_counts(batch) @ direction.local_units).tolist()
+            if direction.encodes
+            else batch.block_sizes
+        )
         return Splits(sent, received)
 
-    def _own_counts(self, batch: LookupBatch) -> Tensor:
+    def _local_counts(self, batch: LookupBatch) -> Tensor:
         """Return the requested IDs by rank and local route, int64 [R, Q]."""
         ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
-        return starts.diff().view(len(ids.batches), self._ways[0].own_units.numel())
+        return starts.diff().view(len(ids.batches), self._directions[0].local_units.numel())
 
-    def _own_blocks(self, batch: LookupBatch, way: int) -> list[Block]:
+    def _local_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
         """Return the row blocks looked up here: rank by rank, lookup by lookup."""
-        counts_RQ = self._own_counts(batch).tolist()
-        return [Block(counts[q], pair[way]) for counts in counts_RQ for q, *pair in self._own]
+        counts_RQ = self._local_counts(batch).tolist()
+        return [Block(counts[q], pair[direction]) for counts in counts_RQ for q, *pair in self._local]
 
-    def _all_blocks(self, batch: LookupBatch, way: int) -> list[Block]:
+    def _all_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
         """Return the row blocks that all ranks look up for this rank, in the same order."""
         counts, key = batch.source.counts.tolist(), first_key(self._axis.rank)
-        return [Block(counts[q], pair[way], key) for q, *pair in self._all]
+        return [Block(counts[q], pair[direction], key) for q, *pair in self._all]
 
     def _keys(self, batch: LookupBatch) -> Tensor:
-        """Return the whole-table ID for every row in ``_own_blocks``, so equal IDs are rounded alike."""
+        """Return the whole-table ID for every row in ``_local_blocks``, so equal IDs are rounded alike."""
         ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
-        num_routes = len(self._own_routes)
+        num_routes = len(self._local_routes)
         parts = [
-            batch.keys[starts[first + q] : starts[first + q + 1]].long() + self._own_routes[q].r0
+            batch.keys[starts[first + q] : starts[first + q + 1]].long() + self._local_routes[q].r0
             for first in range(0, len(starts) - 1, max(num_routes, 1))
-            for q, *_ in self._own
+            for q, *_ in self._local
         ]
         return torch.cat(parts) if parts else batch.keys.new_empty(0, dtype=torch.int64)
 
@@ -175,16 +181,16 @@ class SequenceOutput:
         return ids[(ids >= r0) & (ids < r1)]
 
 
-class _Way(NamedTuple):
+class _Direction(NamedTuple):
     """A single direction in the sequence exchange."""
 
     codec: Codec
     encodes: bool
     """Whether rows are encoded after their kernel and decoded before the next kernel."""
-    own_units: Tensor
+    local_units: Tensor
     """Encoded elements per ID, by local route."""
     all_units: Tensor
-    """Like ``own_units``, for the routes on all ranks."""
+    """Like ``local_units``, for the routes on all ranks."""
 
 
 def _single_columns(codecs: Codecs, routing: Routing, rank: int) -> list[tuple[Columns, Columns]]:
@@ -197,9 +203,9 @@ def _single_columns(codecs: Codecs, routing: Routing, rank: int) -> list[tuple[C
 
 
 def _units_per_route(
-    codec: Codec, way: int, lookups: Sequence[tuple[int, Columns, Columns]], num_routes: int
+    codec: Codec, direction: int, lookups: Sequence[tuple[int, Columns, Columns]], num_routes: int
 ) -> Tensor:
     units = torch.zeros(num_routes, dtype=torch.int64)
     for route, *pair in lookups:
-        units[route] += codec.encoding.units(pair[way])
+        units[route] += codec.encoding.units(pair[direction])
     return units

@@ -25,27 +25,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshrec.comms.collectives import release_read
+from meshrec.comms.collectives import all_reduce, release_read
 from meshrec.comms.failures import announced_on_failure
-from meshrec.comms.mesh import ShardingEnv
+from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.comms.wire import FULL_PRECISION, TableWires
-from meshrec.distributed.collected import GradientSignal
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.local_axis import as_played, gathered, moved_to
 from meshrec.distributed.lookup import FetchedRows, LookupTables
 from meshrec.distributed.lookup_batch import LookupBatch, PackedIds, Stage
 from meshrec.distributed.node_rows import NodeRows
-from meshrec.distributed.output_dist import Codecs, PooledOutput
+from meshrec.distributed.output_dist import Codecs, PooledOutput, return_weight_grads
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_arrival import RowArrival
 from meshrec.distributed.row_stats import column_peers
 from meshrec.distributed.sequence_output import SequenceOutput
-from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec
+from meshrec.ops.tbe.lookup import BATCH_TENSORS
+from meshrec.ops.versions import check_unchanged
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.hashed.admission_eviction import AdmissionEviction
@@ -53,6 +53,25 @@ from meshrec.tables.index import check_pinned, release_pins
 from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.optimizer import FusedTable
 from meshrec.tables.updates import TableGradient, TableUpdates, WriteCounter
+
+
+class GradientSignal:
+    """Collective flag for gradients collected for the optimizer step: present or absent, finite or not.
+
+    All ranks agree, including ranks without tables. ``signal`` is a parameter for the optimizer's groups.
+    Only ``signal.grad`` matters: None before the first backward pass and after ``zero_grad``; otherwise 0, or
+    infinity if some rank has a non-finite gradient. A GradScaler or a gradient norm thus decides alike on all
+    ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.signal = nn.Parameter(torch.zeros(1, device=device))
+
+    def agree(self, finite: bool, axis: Axis) -> None:
+        """Set the signal from the flags on all ranks in the axis. Collective."""
+        signal = torch.full_like(self.signal, 0.0 if finite else torch.inf).detach()
+        all_reduce(signal, axis, "finite gradients")
+        self.signal.grad = signal
 
 
 class ShardedTables:
@@ -103,14 +122,14 @@ class ShardedTables:
             here, ranks = inside
             self._nodes = NodeRows(routing, here, env, split, wires=wires, clock=self._step)
             wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
-        codecs = Codecs(*(Codec(here, wires, way, self._step) for way in (FORWARD, BACKWARD)))
+        codecs = Codecs(*(Codec(here, wires, direction, self._step) for direction in (FORWARD, BACKWARD)))
         self.feedback = (codecs if self._nodes is None else self._nodes.codecs).backward.feedback
         """Residuals for this rank's gradients; None without error feedback."""
         out_dtype = codecs.forward.encoding.kernel_dtype
         works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
         self._played = [
-            LookupTables(here, work, own, sequence=sequence, out_dtype=out_dtype)
-            for work, own in zip(works, looked_up, strict=True)
+            LookupTables(here, work, shards, sequence=sequence, out_dtype=out_dtype)
+            for work, shards in zip(works, looked_up, strict=True)
         ]
         self.split = self._played[0]
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
@@ -127,13 +146,13 @@ class ShardedTables:
         # The index is ``replicated``: split tables first, then data-parallel tables.
         self._updates = [
             TableUpdates(
-                own,
+                shards,
                 {t: table for t, table in fused.items() if routing.replicated[t] == replicated},
                 writes=self._writes,
                 peers=None if replicated else functools.partial(column_peers, routing, env.shard),
                 admission_eviction=admission_evictions[replicated],
             )
-            for own, replicated in ((split, False), (local, True))
+            for shards, replicated in ((split, False), (local, True))
         ]
         # Order matters: ``receive_grad`` returns gradients in this order.
         self._parameters = [*split.parameters, *local.parameters]
@@ -150,9 +169,13 @@ class ShardedTables:
         """Sequence uses, in result order."""
         # A process that plays all ranks has a message per rank, and gets none from elsewhere.
         self._blocks = [0] if env.devices else self._output.blocks
-        self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
-        self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
-        self._weight_grads = WeightGrads(here, ranks.shard)
+        # Ranks with the same rows as this rank; None if there are none.
+        self._replicas = self._data_parallel = None
+        if env.replicate.size > 1:
+            blocks = self._output.blocks
+            self._replicas = Replicas(self.split, env.replicate, input_dist, blocks, name="replicas")
+        if env.world.size > 1:
+            self._data_parallel = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
         self._axis, self.routing = ranks.shard, here
 
     def recount(self) -> None:
@@ -322,7 +345,8 @@ class ShardedTables:
         Raises:
             ValueError: the batch, or a table, was written to since the forward pass.
         """
-        batch.source.check_unchanged()
+        source = batch.source
+        check_unchanged(BATCH_TENSORS, (source.values, source.offsets, source.weights), source.versions)
         if self.needs_resolve:
             check_pinned(batch.ids[0].pins)
         # Own updates by other batches are fine; writes by the user invalidate the gradient.
@@ -353,7 +377,10 @@ class ShardedTables:
         local = None
         if batch.local_ids is not None:
             # Local tables first: their exchange overlaps with the gradients in flight.
-            local = self._everywhere.sum_of_all(batch.local_message, batch.local_ids, local_grad)
+            if self._data_parallel is None:
+                local = self.local.gradient(local_grad, batch.local_ids)
+            else:
+                local = self._data_parallel.sum_of_all(batch.local_message, batch.local_ids, local_grad)
         with phase("gradient") if recorders else OFF:
             split_grad = self._output.receive_gradient(batch.in_flight, batch)
             batch.in_flight, sample_grad = None, None
@@ -364,6 +391,8 @@ class ShardedTables:
                 sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
         if self._nodes is not None:
             split = self._gradient_at_home(batch, split_grad)
+        elif self._replicas is None:
+            split = self.split.gradient(split_grad, batch.ids[0])
         else:
             split = self._replicas.sum_of_all(batch.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
@@ -404,8 +433,8 @@ class ShardedTables:
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
         # Tables change from here on. All communication that can fail has completed.
         self.num_changes += 1
-        for (updates, gradient), each in zip(pairs, prepared, strict=True):
-            updates.apply(each, gradient)
+        for (updates, gradient), update in zip(pairs, prepared, strict=True):
+            updates.apply(update, gradient)
 
     def _gradient_at_home(self, batch: LookupBatch, grad: Tensor) -> TableGradient:
         """Return the gradient for this rank's rectangles from the fetched rows' gradient."""
@@ -431,15 +460,15 @@ class ShardedTables:
     def _sample_weight_grad(self, batch: LookupBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
         """Return the per-sample weight gradient for this rank's own loss, fp32 [N], not averaged."""
         header = batch.message.header
-        own = self.split.sample_weight_grad(split_grad, batch.ids[0])
+        split_grads = self.split.sample_weight_grad(split_grad, batch.ids[0])
         local = None
         if batch.local_ids is not None:
             local = self.local.sample_weight_grad(local_grad, batch.local_ids)
-        blocks = own.split(header[self._output.blocks, 2].tolist())
-        by_rank = [own] * len(blocks)
+        blocks = split_grads.split(header[self._output.blocks, 2].tolist())
+        by_rank = [split_grads] * len(blocks)
         for rank, block in zip(self._output.blocks, blocks, strict=True):
             by_rank[rank] = block
-        grads = self._weight_grads.send_home(by_rank, local, batch.source)
+        grads = return_weight_grads(by_rank, local, batch.source, self.routing, self._axis)
         # Undo the scale in ``send_grad``: these gradients stay on the rank.
         return grads.mul_(self._env.world.size)
 

@@ -91,7 +91,7 @@ class _Sharder:
                 f"{type(self).__name__} shards {self.module_type.__name__}s, got a {type(module).__name__}. "
                 "Use the sharder for its kind."
             )
-        env, device = _place(env, device)
+        env, device = _device_of(env, device)
         tables = {"": [config.name for config, _ in module.tables().values()]}
         self.by_path(tables, tables)  # the options must name tables in the module
         fused = module.fused_optimizer if module.is_fused else None
@@ -184,7 +184,7 @@ class EmbeddingCollectionSharder(_Sharder):
         return ShardedEmbeddingCollection(module, self.built(module, plan, env, device))
 
 
-def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
+def _device_of(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
     env = default_env() if env is None else env
     needed = env.devices[0] if env.devices else group_device(env.world.group)
     if device is None:
@@ -211,12 +211,12 @@ def _checked(update: UpdateMode | None) -> UpdateMode | None:
 def _spec(fused_params: FusedParams) -> OptimizerSpec | None:
     if fused_params is None or isinstance(fused_params, OptimizerSpec):
         return fused_params
-    rest = dict(fused_params)
-    optimizer = rest.pop("optimizer", None)
-    if isinstance(optimizer, OptimizerSpec) and not rest:
+    arguments = dict(fused_params)
+    optimizer = arguments.pop("optimizer", None)
+    if isinstance(optimizer, OptimizerSpec) and not arguments:
         return optimizer
     if isinstance(optimizer, type):
-        return from_torch(optimizer, rest)
+        return from_torch(optimizer, arguments)
     raise ValueError(
         f"fused_params must name an optimizer, got {dict(fused_params)!r}. "
         "Pass RowWiseAdagrad(lr=0.02), or {'optimizer': RowWiseAdagrad, 'lr': 0.02}."

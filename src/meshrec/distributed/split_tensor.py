@@ -49,11 +49,11 @@ class LocalRectangles(Tensor):
             like: a tensor with the dtype and device; needed if a rank has no rectangle.
             size: the whole table's size, or 1-D for state with a value per row.
         """
-        made: LocalRectangles = Tensor._make_wrapper_subclass(
+        tensor: LocalRectangles = Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=like.dtype, device=like.device
         )
-        made._parts, made._rectangles = list(parts), list(rectangles)
-        return made
+        tensor._parts, tensor._rectangles = list(parts), list(rectangles)
+        return tensor
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class LocalRectangles(Tensor):
         return LocalRectangles([fn(part) for part in self._parts], self._rectangles, like, self.shape)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"LocalRectangles({_places(self._rectangles)} of {list(self.shape)})"
+        return f"LocalRectangles({_describe(self._rectangles)} of {list(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -113,8 +113,8 @@ class LocalRectangles(Tensor):
             args[0].copy_from(args[1])
             return args[0]
         if func in _MAPPED:
-            local, *rest = args
-            return local.mapped(lambda part: func(part, *rest, **kwargs))
+            local, *options = args
+            return local.mapped(lambda part: func(part, *options, **kwargs))
         if func is _aten.equal.default and all(isinstance(arg, LocalRectangles) for arg in args[:2]):
             one, other = args[:2]
             return one._rectangles == other._rectangles and all(map(torch.equal, one._parts, other._parts))
@@ -145,7 +145,7 @@ class SplitTensor(DTensor):
         """Create a split tensor.
 
         Per-row state is cut at the same rows on all ranks, because DCP does not accept overlapping parts. If
-        there are no rows, the parts stay: DCP would drop a tensor without parts.
+        the table is empty, the parts stay: DCP would drop a tensor without parts.
 
         Args:
             local: this rank's rectangles.
@@ -156,9 +156,9 @@ class SplitTensor(DTensor):
             local, holders = _cut_at_common_rows(local, holders)
         stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
         spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(local.shape, stride, local.dtype))
-        made: SplitTensor = SplitTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        made._holders = holders
-        return made
+        tensor: SplitTensor = SplitTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        tensor._holders = holders
+        return tensor
 
     @property
     def local(self) -> LocalRectangles:
@@ -180,21 +180,21 @@ class SplitTensor(DTensor):
         group = self.device_mesh.get_group()
         axis = Axis(size=group.size(), rank=group.rank(), group=group)
         local = self.local
-        own = dict(zip(local._rectangles, local._parts, strict=True))
+        local_parts = dict(zip(local._rectangles, local._parts, strict=True))
         whole = torch.empty(self.shape, dtype=self.dtype, device=group_device(group))
         seen: set[tuple[int, ...]] = set()
         # All ranks walk all rectangles in the same order, because broadcasts must match.
         for rank, rectangles in enumerate(self._holders):
             for rectangle in rectangles:
-                place = tuple(rectangle[1:] if self.dim() == 2 else rectangle[1:3])
-                if place in seen:
+                region_bounds = tuple(rectangle[1:] if self.dim() == 2 else rectangle[1:3])
+                if region_bounds in seen:
                     continue  # columns in the same rows share per-row state
-                seen.add(place)
+                seen.add(region_bounds)
                 target = region(whole, rectangle)
                 # Broadcast needs contiguous memory, which column shards in the whole are not.
                 buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
                 if rank == axis.rank:
-                    buffer.copy_(own[rectangle])
+                    buffer.copy_(local_parts[rectangle])
                 broadcast(buffer, axis, "a whole table", source=rank)
                 if buffer is not target:
                     target.copy_(buffer)
@@ -261,7 +261,7 @@ class SplitTensor(DTensor):
         return copied
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"SplitTensor({list(self.shape)}, {self.dtype}, here: {_places(self.local._rectangles)})"
+        return f"SplitTensor({list(self.shape)}, {self.dtype}, here: {_describe(self.local._rectangles)})"
 
     @classmethod
     def __torch_function__(
@@ -312,8 +312,8 @@ def _cut_at_common_rows(
         for whole, part in zip(local._rectangles, local._parts, strict=True)
         for band in bands(whole)
     ]
-    made = LocalRectangles([part for _, part in cut], [band for band, _ in cut], local, local.shape)
-    return made, [[band for rectangle in held for band in bands(rectangle)] for held in holders]
+    cut_local = LocalRectangles([part for _, part in cut], [band for band, _ in cut], local, local.shape)
+    return cut_local, [[band for rectangle in held for band in bands(rectangle)] for held in holders]
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
@@ -342,5 +342,5 @@ def _refusal(func: object) -> ValueError:
     )
 
 
-def _places(rectangles: Sequence[Rectangle]) -> str:
+def _describe(rectangles: Sequence[Rectangle]) -> str:
     return " ".join(f"[{r.r0}:{r.r1}, {r.c0}:{r.c1}]" for r in rectangles) or "nothing"

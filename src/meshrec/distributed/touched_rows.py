@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.ops import tbe
 from meshrec.tables.hashed.table import ALIVE, HashedTable, has_growable_rows
@@ -15,78 +14,24 @@ from meshrec.tables.updates import TableGradient
 _NEVER = -1
 
 
-class TouchedRows:
-    """Rows in a module's tables that updates touch from now on.
+class _FixedMarks:
+    """Mark of the last update, by row of a table with fixed rows."""
 
-    Args:
-        tables: the module's tables.
-        fused: fused table numbers. Only these are watched.
-        now: returns the current mark.
-    """
+    def __init__(self, table: Table) -> None:
+        r = table.rectangle
+        self.table, self._first = table, r.r0
+        self._marks = torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
 
-    def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
-        self._fused, self._now = set(fused), now
-        self._parts = [tables.split, tables.local]
-        self._marks = [[_marks(rows) for rows in _tables(part)] for part in self._parts]
-        # Only one watcher at a time: a new record replaces the previous one.
-        tables.watch = self._mark
+    def mark(self, slots: Tensor, now: int) -> None:
+        """Mark the rows in an update."""
+        if self.table.index is not None:
+            # Slots may change owners later, so marks are by key.
+            slots = self.table.index.keys_of(slots) - self._first
+        self._marks.index_fill_(0, slots, now)
 
-    def touched(self, table: int, since: int) -> Iterator[tuple[Table, Tensor]]:
-        """Yield (local rectangle, keys marked above ``since``, ascending) for a table."""
-        for rows, marks in self._of(table):
-            if isinstance(marks, _HashedMarks):
-                yield rows, marks.touched(since)
-            else:
-                yield rows, (marks > since).nonzero()[:, 0] + rows.rectangle.r0
-
-    def gone(self, table: int, since: int, now: int) -> Iterator[tuple[HashedTable, Tensor]]:
-        """Yield (local rectangle, evicted keys without a new row) for a hashed table.
-
-        Args:
-            table: table number.
-            since: only evictions after this mark count. Earlier evictions are forgotten.
-            now: number of the last update.
-        """
-        for _, marks in self._of(table):
-            if isinstance(marks, _HashedMarks):
-                yield marks.table, marks.gone(since, now)
-
-    def _of(self, table: int) -> Iterator[tuple[Table, "Tensor | _HashedMarks"]]:
-        for part, marks in zip(self._parts, self._marks, strict=True):
-            for rows, own in zip(_tables(part), marks, strict=True):
-                if rows.rectangle.table == table:
-                    yield rows, own
-
-    def _mark(self, gradients: Sequence[TableGradient]) -> None:
-        now = self._now()
-        for part, marks, gradient in zip(self._parts, self._marks, gradients, strict=False):
-            for i, rows in gradient.rows.items():
-                self._set(part, marks, i, rows.rows, now)
-            if gradient.looked_up is None:
-                continue
-            lookups = gradient.looked_up.lookups
-            values = by_key(lookups)
-            for key, rectangle in zip(lookups.keys, lookups.tables, strict=True):
-                if rectangle not in gradient.rows:
-                    self._set(part, marks, rectangle, values[key], now)
-
-    def _set(
-        self,
-        part: LookupTables,
-        marks: "Sequence[Tensor | _HashedMarks]",
-        i: int,
-        rows: Tensor,
-        now: int,
-    ) -> None:
-        if part.work.rectangles[i].table in self._fused:
-            own = marks[i]
-            if isinstance(own, _HashedMarks):
-                own.mark(rows.long(), now)
-                return
-            if (index := part.held.indexes.get(i)) is not None:
-                # Slots may change owners later, so marks are by key.
-                rows = index.keys_of(rows.long()) - part.work.rectangles[i].r0
-            own.index_fill_(0, rows.long(), now)
+    def touched(self, since: int) -> Tensor:
+        """Return the keys marked above ``since``, ascending."""
+        return (self._marks > since).nonzero()[:, 0] + self._first
 
 
 class _HashedMarks:
@@ -98,7 +43,7 @@ class _HashedMarks:
     def __init__(self, table: HashedTable) -> None:
         self.table = table
         self._marks = torch.empty(0, dtype=torch.int32)
-        self._gone, self._gone_marks = torch.empty(2, 0, dtype=torch.int64)
+        self._evicted, self._evicted_marks = torch.empty(2, 0, dtype=torch.int64)
         table.accounting.is_watched = True
 
     def mark(self, slots: Tensor, now: int) -> None:
@@ -117,39 +62,89 @@ class _HashedMarks:
         slots = ((self._marks > since)[: len(alive)] & alive).nonzero()[:, 0]
         return self.table.keys_of(slots).sort().values
 
-    def gone(self, since: int, now: int) -> Tensor:
+    def evicted(self, since: int, now: int) -> Tensor:
         """Return dead keys evicted after ``since``, ascending; forget earlier evictions."""
         self._drain(now)
-        late = self._gone_marks > since
-        self._gone, self._gone_marks = self._gone[late], self._gone_marks[late]
-        keys: Tensor = self._gone.unique()
+        is_late = self._evicted_marks > since
+        self._evicted, self._evicted_marks = self._evicted[is_late], self._evicted_marks[is_late]
+        keys: Tensor = self._evicted.unique()
         return keys[~is_alive(self.table, keys)]
 
     def _drain(self, now: int) -> None:
+        """Take the table's list of evicted keys, which no other reader needs."""
         evicted, self.table.accounting.evicted = self.table.accounting.evicted, []
         for keys in evicted:
-            self._gone = torch.cat([self._gone, keys])
-            self._gone_marks = torch.cat([self._gone_marks, torch.full_like(keys, now)])
+            self._evicted = torch.cat([self._evicted, keys])
+            self._evicted_marks = torch.cat([self._evicted_marks, torch.full_like(keys, now)])
+
+
+class TouchedRows:
+    """Rows in a module's tables that updates touch from now on.
+
+    Args:
+        tables: the module's tables.
+        fused: fused table numbers. Only these are watched.
+        now: returns the current mark.
+    """
+
+    def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
+        self._fused, self._now = set(fused), now
+        # By part (split, data-parallel) and rectangle, in the order of ``tables.watch``.
+        self._marks: list[list[_FixedMarks | _HashedMarks]] = [
+            [
+                _HashedMarks(table) if has_growable_rows(table) else _FixedMarks(table)
+                for shard in part.held.held
+                for table in shard.tables
+            ]
+            for part in (tables.split, tables.local)
+        ]
+        # Only one watcher at a time: a new record replaces the previous one.
+        tables.watch = self._mark
+
+    def touched(self, table: int, since: int) -> Iterator[tuple[Table, Tensor]]:
+        """Yield (local rectangle, keys marked above ``since``, ascending) for a table."""
+        for marks in self._marks_of(table):
+            yield marks.table, marks.touched(since)
+
+    def evicted(self, table: int, since: int, now: int) -> Iterator[tuple[HashedTable, Tensor]]:
+        """Yield (local rectangle, evicted keys without a new row) for a hashed table.
+
+        Args:
+            table: table number.
+            since: only evictions after this mark count. Earlier evictions are forgotten.
+            now: number of the last update.
+        """
+        for marks in self._marks_of(table):
+            if isinstance(marks, _HashedMarks):
+                yield marks.table, marks.evicted(since, now)
+
+    def _marks_of(self, table: int) -> Iterator[_FixedMarks | _HashedMarks]:
+        for part in self._marks:
+            yield from (marks for marks in part if marks.table.rectangle.table == table)
+
+    def _mark(self, gradients: Sequence[TableGradient]) -> None:
+        now = self._now()
+        for part, gradient in zip(self._marks, gradients, strict=False):
+            slots = [(i, rows.rows) for i, rows in gradient.rows.items()]
+            if gradient.looked_up is not None:
+                lookups = gradient.looked_up.lookups
+                values = by_key(lookups)
+                slots += [
+                    (i, values[key])
+                    for key, i in zip(lookups.keys, lookups.tables, strict=True)
+                    if i not in gradient.rows
+                ]
+            for i, rectangle_slots in slots:
+                if part[i].table.rectangle.table in self._fused:
+                    part[i].mark(rectangle_slots.long(), now)
 
 
 def is_alive(table: HashedTable, keys: Tensor) -> Tensor:
     """Return whether each key has a row, bool [N]."""
     slots = table.slots.find(keys)
-    found = slots >= 0
-    found[found.clone()] = table.memory[ALIVE][slots[found]]
-    return found
-
-
-def _marks(rows: Table) -> Tensor | _HashedMarks:
-    if has_growable_rows(rows):
-        return _HashedMarks(rows)
-    r = rows.rectangle
-    return torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
-
-
-def _tables(part: LookupTables) -> list[Table]:
-    """Return a part's rectangles, in work order."""
-    return [rows for held in part.held.held for rows in held.tables]
+    is_present = slots >= 0
+    is_present[is_present.clone()] = table.memory[ALIVE][slots[is_present]]
+    return is_present
 
 
 def by_key(lookups: tbe.Lookups) -> list[Tensor]:
@@ -158,8 +153,8 @@ def by_key(lookups: tbe.Lookups) -> list[Tensor]:
     bounds = lookups.offsets[lookups.segments.to(lookups.offsets.device)].tolist()
     num_keys = lookups.num_keys
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
-    found = []
+    ids = []
     for key in range(num_keys):
-        places = [block * num_keys + key for block in range(num_blocks)]
-        found.append(torch.cat([lookups.values[bounds[p] : bounds[p + 1]] for p in places]))
-    return found
+        segments = [block * num_keys + key for block in range(num_blocks)]
+        ids.append(torch.cat([lookups.values[bounds[s] : bounds[s + 1]] for s in segments]))
+    return ids

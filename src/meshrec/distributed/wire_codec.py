@@ -1,10 +1,11 @@
 """Encoding for a single direction in a module: formats by table, rounding, and a watch on damaged values."""
 
 import logging
+import operator
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ _READ_EVERY = 256
 """Read the damaged-row count after this many GPU messages."""
 
 FORWARD, BACKWARD = 0, 1
-_WAYS = ("embeddings", "gradients")
+_PAYLOADS = ("embeddings", "gradients")
 
 
 def first_key(rank: int) -> int:
@@ -36,22 +37,22 @@ class Codec:
     Args:
         routing: the compiled plan.
         wires: formats by table number.
-        way: ``FORWARD`` or ``BACKWARD``.
+        direction: ``FORWARD`` or ``BACKWARD``.
         clock: returns the number of table updates so far.
     """
 
     def __init__(
-        self, routing: Routing, wires: Sequence[WireFormats], way: int, clock: Callable[[], int]
+        self, routing: Routing, wires: Sequence[WireFormats], direction: int, clock: Callable[[], int]
     ) -> None:
-        self._routing, self._way, self._clock = routing, way, clock
-        self._formats: list[WireFormat] = [pair[way] for pair in wires]
-        split = [each for each, own in zip(self._formats, routing.replicated, strict=True) if not own]
+        self._routing, self._direction, self._clock = routing, direction, clock
+        self._formats: list[WireFormat] = [pair[direction] for pair in wires]
+        split = list(compress(self._formats, map(operator.not_, routing.replicated)))
         # Replicated tables send no rows. Their formats matter only if all tables are replicated.
         self.encoding = RowEncoding.of(split or self._formats)
-        self._watch = _Watch(_WAYS[way])
-        self.feedback = ErrorFeedback() if any(each.feedback for each in split) else None
+        self._watch = _Watch(_PAYLOADS[direction])
+        self.feedback = ErrorFeedback() if any(wire_format.feedback for wire_format in split) else None
         """This rank's residuals; None if no format has feedback."""
-        self.draws = any(each.stochastic for each in split)
+        self.draws = any(wire_format.stochastic for wire_format in split)
         """Whether some format uses stochastic rounding."""
 
     def encodes(self, axis: Axis) -> bool:
@@ -75,7 +76,7 @@ class Codec:
             formats=tuple(self._formats[routing.uses[use].table] for use in uses),
             seeds=tuple(
                 # Seeds from names, not numbers: they survive another table order.
-                zlib.crc32(f"{name}, {_WAYS[self._way]}, {row}".encode())
+                zlib.crc32(f"{name}, {_PAYLOADS[self._direction]}, {row}".encode())
                 for name, row in zip(names, rows, strict=True)
             ),
             origins=tuple(span.column - starts[use] for span, use in zip(spans, uses, strict=True)),

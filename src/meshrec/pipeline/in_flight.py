@@ -1,21 +1,111 @@
-"""A batch in flight to the model, and the state of its lookups."""
+"""A batch in flight to the model: its copy to the device, its tensors, and the state of its lookups."""
 
+import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.lookup_batch import Stage
-from meshrec.pipeline.batch_paths import Path, text_of, walk
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.sparse.jagged_tensor import Jagged
 
 Collection = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+_LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
+
+
+class Mover:
+    """Copies batches to ``device``, on CUDA in a separate stream. None leaves batches where they are."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+
+    def moved(self, batch: Any) -> Any:
+        """Return the batch on the device. The copy may still be in flight, see ``wait``.
+
+        Objects with a ``to`` method are moved, alone or in tuples, lists and mappings.
+        """
+        if self._device is None:
+            return batch
+        with torch.cuda.stream(self._stream):  # no stream on a CPU
+            return _moved(batch, self._device)
+
+    def wait(self, batch: Any) -> None:
+        """Make computation from now on wait for the copy."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            # The copy's memory belongs to the side stream; without this, it could be reused too early.
+            _record(batch, current)
+
+
+class PathStep(NamedTuple):
+    """A step from an object to a part: an attribute, or an item in a mapping or sequence."""
+
+    name: Any
+    is_item: bool
+
+    def __str__(self) -> str:
+        return f"[{self.name!r}]" if self.is_item else f".{self.name}"
+
+
+Path = tuple[PathStep, ...]
+
+
+def walk(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
+    """List (path, tensor or jagged tensor) pairs in ``batch``. An object appears once."""
+    leaves: list[tuple[Path, Tensor | Jagged]] = []
+    seen: set[int] = set()
+    # A stack instead of recursion: every step walks a batch, and most time was spent in calls.
+    stack: list[tuple[Path, Any]] = [((), batch)]
+    while stack:
+        path, part = stack.pop()
+        if isinstance(part, _LEAVES) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor | Jagged):
+            leaves.append((path, part))
+            continue
+        children: list[tuple[Path, Any]] = []
+        if isinstance(part, Mapping):
+            for name, child in part.items():
+                children.append(((*path, PathStep(name, True)), child))
+        elif isinstance(part, Sequence):
+            for number, child in enumerate(part):
+                children.append(((*path, PathStep(number, True)), child))
+        else:
+            slots = _slots(type(part))  # type: ignore[arg-type]  # the type's hash is not that of its instances
+            for name in (*getattr(part, "__dict__", ()), *slots):
+                children.append(((*path, PathStep(name, False)), getattr(part, name, None)))
+        # Reversed, so leaves are listed in batch order.
+        stack += reversed(children)
+    return leaves
+
+
+def find(batch: Any, features: KeyedJaggedTensor) -> Path | None:
+    """Return the path to this very object in the batch; None if the batch does not contain it."""
+    return next((path for path, part in walk(batch) if part is features), None)
+
+
+def follow(batch: Any, path: Path) -> Any:
+    """Return the object at ``path``; None if there is none."""
+    for name, is_item in path:
+        try:
+            batch = batch[name] if is_item else getattr(batch, name)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return None
+    return batch
+
+
+def text_of(path: Path) -> str:
+    """Return the path as Python code, such as ``batch.sparse['user']``."""
+    return "batch" + "".join(map(str, path))
 
 
 class Call(NamedTuple):
@@ -107,7 +197,7 @@ class BatchInFlight:
         except Exception as error:
             self._fail(error)
 
-    def begin_rows(self) -> None:
+    def start_reads(self) -> None:
         """Start reading rows outside memory, while the previous batch computes. Collective.
 
         This waits for the ID exchange, and only tables with rows outside memory need it.
@@ -193,3 +283,35 @@ def _mode(module: Collection) -> tuple[Any, ...]:
     """Return a lookup's dependencies other than IDs and weights. It changes on all ranks or on none."""
     trained = list(map(operator.attrgetter("requires_grad"), module.parameters()))
     return id(module.tables), torch.is_grad_enabled(), trained
+
+
+@functools.lru_cache
+def _slots(kind: type) -> Sequence[str]:
+    """Return a type's instance attributes outside ``__dict__``."""
+    slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
+    return [name for name in names if name not in ("__weakref__", "__dict__")]
+
+
+def _moved(thing: Any, device: torch.device) -> Any:
+    if hasattr(thing, "to"):
+        return thing.to(device, non_blocking=True)
+    if isinstance(thing, Mapping):
+        return {name: _moved(part, device) for name, part in thing.items()}
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(_moved(part, device) for part in thing))
+    if isinstance(thing, list | tuple):
+        return type(thing)(_moved(part, device) for part in thing)
+    return thing
+
+
+def _record(thing: Any, stream: Any) -> None:
+    """Keep the copy's memory until ``stream`` has used it."""
+    if hasattr(thing, "record_stream"):
+        thing.record_stream(stream)
+    elif isinstance(thing, Mapping):
+        for part in thing.values():
+            _record(part, stream)
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            _record(part, stream)

@@ -10,22 +10,99 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from meshrec.comms.mesh import Axis, default_env
+from meshrec.comms.agreement import gather_errors
+from meshrec.comms.collectives import all_gather, gather_objects
+from meshrec.comms.failures import combined
+from meshrec.comms.mesh import Axis, default_env, group_device
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.pipeline.agreement import Agreed, Checking, Read, Telling, Uneven
-from meshrec.pipeline.batch_paths import find, follow
-from meshrec.pipeline.in_flight import BatchInFlight, Call, Collection
-from meshrec.pipeline.moving import Mover
+from meshrec.pipeline.in_flight import BatchInFlight, Call, Collection, Mover, find, follow
 from meshrec.sparse import KeyedJaggedTensor
 
 _logger = logging.getLogger("meshrec")
+Uneven = Literal["stop", "error"]
+# Status of a rank without a next batch. 0: the rank has a batch.
+_END, _FAILED = 1, 2
+
+
+class _Decision(NamedTuple):
+    """The ranks' common decision on the batches they have read."""
+
+    continues: bool
+    """Whether all ranks have a batch."""
+    has_input: list[bool]
+    """Whether all ranks' batches contain the input, by sharded-module call."""
+    error: Exception | None
+    """The error to raise once all earlier batches are trained."""
+    ended: list[int]
+    """Ranks without a batch, if others have one."""
+
+
+class _StatusExchange:
+    """Background exchange of batch status between ranks.
+
+    Args:
+        batch: the batch this rank got from its loader; None at the end of the data and after an error.
+        has_input: whether the batch contains the input, by sharded-module call.
+        error: the loader's error.
+        axis: the ranks.
+        device: device for the exchange.
+    """
+
+    def __init__(
+        self,
+        batch: BatchInFlight | None,
+        has_input: list[bool],
+        error: Exception | None,
+        axis: Axis,
+        device: torch.device,
+    ) -> None:
+        self.batch, self._error, self._axis = batch, error, axis
+        # Every rank sends in every step, even at the end or after an error, so the collectives match.
+        status = _FAILED if error is not None else _END if batch is None else 0
+        words = torch.tensor([status, *has_input], dtype=torch.int64, device=device)
+        self._words = all_gather(words, axis, "status of batches")
+
+    def decide(self) -> _Decision:
+        """Wait for all ranks' status. Error messages are exchanged only if there are any."""
+        words = self._words.wait().cpu()
+        statuses, has_input = words[:, 0].tolist(), words[:, 1:].bool().all(0).tolist()
+        error = self._error
+        if _FAILED in statuses and self._axis.size > 1:
+            error = combined(gather_errors(self._error, self._axis, "errors of loaders"), self._axis.size)
+            # Keep this rank's traceback.
+            error.__cause__ = self._error
+        ended = [rank for rank, status in enumerate(statuses) if status == _END]
+        return _Decision(not any(statuses), has_input, error, ended)
+
+
+class _WriteCheck:
+    """Background check on all ranks for writes to the next batch.
+
+    Args:
+        change: describes this rank's write; None: no write.
+        axis: the ranks.
+        device: device for the exchange.
+    """
+
+    def __init__(self, change: str | None, axis: Axis, device: torch.device) -> None:
+        self._change, self._axis = change, axis
+        word = torch.tensor([change is not None], dtype=torch.int64, device=device)
+        self._words = all_gather(word, axis, "checks of batches")
+
+    def finish(self) -> None:
+        """Raise ValueError on every rank if some rank has a change."""
+        if bool(self._words.wait().any()):
+            texts = enumerate(gather_objects(self._change, self._axis, "changes of batches"))
+            changes = "; ".join(f"rank {rank}: {text}" for rank, text in texts if text is not None)
+            raise ValueError(f"{changes}. Give every batch tensors of its own.")
 
 
 class Lookahead:
@@ -58,6 +135,7 @@ class Lookahead:
             raise ValueError(f"uneven must be 'stop' or 'error', got {uneven!r}.")
         self._uneven, self._strict = uneven, strict
         self._axis = _axis_of(model)
+        self._device = group_device(self._axis.group)
         self._modules: dict[str, Collection] = {
             name: module
             for name, module in model.named_modules()
@@ -73,8 +151,8 @@ class Lookahead:
         # Batches read after the current batch, at most two.
         self._waiting: deque[BatchInFlight] = deque()
         # Exchanges in flight: a batch's status until ``_agree``, and a write check until ``_check``.
-        self._telling: Telling | None = None
-        self._checking: Checking | None = None
+        self._status: _StatusExchange | None = None
+        self._write_check: _WriteCheck | None = None
         # The error to raise after the batches in flight.
         self._failure: Exception | None = None
         self.has_ended = False
@@ -115,16 +193,16 @@ class Lookahead:
         if current.error is not None:
             _raise(current.take_error())
         if self._waiting:
-            self._waiting[0].begin_rows()
+            self._waiting[0].start_reads()
         if current.lookups:
-            self._checking = Checking(current.take_change(), self._axis)
+            self._write_check = _WriteCheck(current.take_change(), self._axis, self._device)
         return current.batch
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Let sharded-module calls take the matching lookups in flight."""
         for name, module in self._modules.items():
-            module.ahead = self._asked(name, module)
+            module.ahead = partial(self._take, name, module)
         try:
             yield
         finally:
@@ -144,7 +222,7 @@ class Lookahead:
         self._check()
         if self._waiting:
             self._waiting[0].send_ids()
-        if self._telling is None and not self.has_ended and len(self._waiting) < 2:
+        if self._status is None and not self.has_ended and len(self._waiting) < 2:
             self._read(iterator)
 
     def look_up(self, is_ready: Callable[[Collection], bool] | None = None) -> None:
@@ -166,17 +244,15 @@ class Lookahead:
 
     def reset(self) -> None:
         """Drop the batches in flight. Call this on all ranks."""
-        self._current = self._telling = self._checking = self._failure = None
+        self._current = self._status = self._write_check = self._failure = None
         self._waiting.clear()
         self.has_ended = False
 
-    def _asked(self, name: str, module: Collection) -> Any:
-        def ahead(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
-            if self._calls is None:
-                self._seen.append((name, module, features))
-            return None if self._current is None else self._current.take(module, features)
-
-        return ahead
+    def _take(self, name: str, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
+        """Return the result of the lookup in flight for this module call; None if there is none."""
+        if self._calls is None:
+            self._seen.append((name, module, features))
+        return None if self._current is None else self._current.take(module, features)
 
     def _learned(self, seen: list[tuple[str, Collection, KeyedJaggedTensor]], batch: Any) -> list[Call]:
         """Return the position in the batch for every module input."""
@@ -194,19 +270,12 @@ class Lookahead:
 
     def _check(self) -> None:
         """Wait for the check started in ``next``."""
-        checking, self._checking = self._checking, None
-        if checking is not None:
-            checking.finish()
-
-    def _start(self, batch: BatchInFlight, found: list[bool]) -> None:
-        """Start the lookups whose input all ranks have found."""
-        self._mover.wait(batch.batch)
-        for call, is_found in zip(self._calls or (), found, strict=True):
-            if is_found and call.path is not None:
-                batch.route(call.module, follow(batch.batch, call.path))
+        check, self._write_check = self._write_check, None
+        if check is not None:
+            check.finish()
 
     def _read(self, iterator: Iterator[Any]) -> None:
-        """Take a batch from the loader and tell the other ranks. An error is raised at the batch's turn."""
+        """Take a batch from the loader and send its status. An error is raised at the batch's turn."""
         batch = error = None
         try:
             batch = BatchInFlight(self._mover.moved(next(iterator)))
@@ -214,41 +283,44 @@ class Lookahead:
             pass
         except Exception as caught:
             error = caught
-        found = [
+        has_input = [
             batch is not None
             and call.path is not None
             and isinstance(follow(batch.batch, call.path), KeyedJaggedTensor)
             for call in self._calls or ()
         ]
-        self._telling = Telling(Read(batch, found, error), self._axis)
+        self._status = _StatusExchange(batch, has_input, error, self._axis, self._device)
         del error  # a cycle through the traceback and this frame would keep exchanges in flight alive
 
     def _agree(self) -> None:
         """Apply the ranks' common decision to the batch just read."""
-        if self._telling is None:
+        if self._status is None:
             return
-        telling, self._telling = self._telling, None
-        agreed = telling.agreed()
-        if not agreed.goes_on:
-            self._end(agreed)
+        status, self._status = self._status, None
+        decision = status.decide()
+        if not decision.continues:
+            self._end(decision)
             return
-        batch = telling.read.batch
+        batch = status.batch
         assert batch is not None
         self._waiting.append(batch)
         if self._calls is not None:
-            self._start(batch, agreed.found)
+            self._mover.wait(batch.batch)
+            for call, has_input in zip(self._calls, decision.has_input, strict=True):
+                if has_input and call.path is not None:
+                    batch.route(call.module, follow(batch.batch, call.path))
 
-    def _end(self, agreed: Agreed) -> None:
-        self.has_ended, self._failure = True, agreed.error
-        if agreed.error is not None or len(agreed.ended) == self._axis.size:
+    def _end(self, decision: _Decision) -> None:
+        self.has_ended, self._failure = True, decision.error
+        if decision.error is not None or len(decision.ended) == self._axis.size:
             return
-        ranks = ", ".join(map(str, agreed.ended))
+        ranks = ", ".join(map(str, decision.ended))
         text = f"rank {ranks} of {self._axis.size} has no batch left, while others have one"
         if self._uneven == "error":
             self._failure = ValueError(
                 f"{text}. Give every rank as many batches, or use uneven='stop' to end all of them here."
             )
-        elif self._axis.rank not in agreed.ended:
+        elif self._axis.rank not in decision.ended:
             _logger.warning("%s: this rank drops the batch that it has read, and all ranks end.", text)
 
 

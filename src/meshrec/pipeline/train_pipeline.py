@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshrec.pipeline.agreement import Uneven
-from meshrec.pipeline.lookahead import Lookahead
+from meshrec.pipeline.lookahead import Lookahead, Uneven
 from meshrec.pipeline.update import Update
 
 Forward = Callable[[Any], tuple[Tensor, Any]]

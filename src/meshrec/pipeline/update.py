@@ -71,8 +71,8 @@ class Update:
         """Return whether only this optimizer and the backward pass update the module's tables."""
         if not module.has_ordinary_gradients:
             return True  # the tables count their own updates
-        own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        return all(id(parameter) in own or parameter.numel() == 0 for parameter in module.parameters())
+        stepped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        return all(id(parameter) in stepped or parameter.numel() == 0 for parameter in module.parameters())
 
 
 def _parts(
@@ -83,12 +83,12 @@ def _parts(
     if type(optimizer) is not CombinedOptimizer:
         return [], [optimizer]
     tables: list[FusedOptimizer] = []
-    rest: list[torch.optim.Optimizer] = []
-    for _, each in optimizer.optimizers:
-        if isinstance(each, FusedOptimizer):
-            tables.append(each)
+    other_optimizers: list[torch.optim.Optimizer] = []
+    for _, member in optimizer.optimizers:
+        if isinstance(member, FusedOptimizer):
+            tables.append(member)
         else:
-            of_tables, others = _parts(each)
-            tables += of_tables
-            rest += others
-    return tables, rest
+            nested_tables, nested_optimizers = _parts(member)
+            tables += nested_tables
+            other_optimizers += nested_optimizers
+    return tables, other_optimizers

@@ -86,15 +86,16 @@ class WholeTables(tbe.Updater):
             num_rows, dim = weight.shape
             make = tables[index].train_hashed
             if make is not None and rule is not None:
-                own = hashed[index] = make(spec)
+                table = hashed[index] = make(spec)
                 # An unsharded hashed table does not know its index in the collection.
-                own.rectangle = own.rectangle._replace(table=index)
-                here = table_shard(weight, Packing([own.rectangle], storage), [own])
+                table.rectangle = table.rectangle._replace(table=index)
+                here = table_shard(weight, Packing([table.rectangle], storage), [table])
                 held.append(here)
-                gradient_buffers = [each.parameter for each in here.gradient_buffers] if rule.deferred else []
-                state_now = functools.partial(_slots_of, own, rule.slot_names)
+                buffers = [buffer.parameter for buffer in here.gradient_buffers] if rule.deferred else []
+
+                state_now = functools.partial(_slots_of, table, rule.slot_names)
                 fused[index] = FusedTable(
-                    weight, rule, KeyOrderedState(0, state_now), f"table {name!r}", dim, gradient_buffers
+                    weight, rule, KeyOrderedState(0, state_now), f"table {name!r}", dim, buffers
                 )
                 mark_in_backward(weight, rule.spec)
                 continue
@@ -176,5 +177,5 @@ class WholeTables(tbe.Updater):
 
 def _slots_of(table: HashedTable, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the optimizer state for a table's current rows."""
-    found = table.tensors()
-    return {name: found[name] for name in names}
+    tensors = table.tensors()
+    return {name: tensors[name] for name in names}

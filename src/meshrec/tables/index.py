@@ -85,8 +85,8 @@ class SearchableIndex(Protocol):
 
     slots: HashIndex
 
-    def release(self, *others: Self) -> None:
-        """Free slots no batch needs any more, here and in ``others``; called before a search."""
+    def release(self, *more: Self) -> None:
+        """Free slots no batch needs any more, here and in ``more``; called before a search."""
 
     def hold(
         self,
@@ -141,9 +141,9 @@ def slots_of(
         The values [N], in the same dtype, and the pins (see ``Resolved``).
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
-    found, missing = _searched(values, bounds, readers, num_keys)
+    replaced, missing = _searched(values, bounds, readers, num_keys)
     # A second tensor on the same memory, not a view: slots hold the pins, and pins must not hold the slots.
-    memory = found.new_empty(0).set_(found.untyped_storage(), 0, found.shape, found.stride())
+    memory = replaced.new_empty(0).set_(replaced.untyped_storage(), 0, replaced.shape, replaced.stride())
     pins: list[object] = []
     by_indexes: dict[tuple[int, ...], list[int]] = {}
     for key, reader in readers.items():
@@ -153,29 +153,29 @@ def slots_of(
     fills = Fills()
     for keys in by_indexes.values():
         reader = readers[keys[0]]
-        places = [block * num_keys + key for key in keys for block in range(num_blocks)]
-        parts = [memory[bounds[place] : bounds[place + 1]] for place in places]
-        if places[0] in missing:
-            num_missing = sum(missing[place] for place in places)
+        segments = [block * num_keys + key for key in keys for block in range(num_blocks)]
+        parts = [memory[bounds[segment] : bounds[segment + 1]] for segment in segments]
+        if segments[0] in missing:
+            num_missing = sum(missing[segment] for segment in segments)
             indexes: list[SearchableIndex] = list(reader.indexes)  # type: ignore[arg-type]
             if num_missing == 0:
                 if not at_once:
                     pins += [index.hold(parts, train=train, fills=fills) for index in indexes]
                 continue
-            ids, slots = (_joined(each, bounds, places).long().contiguous() for each in (values, memory))
+            ids, slots = (_joined(x, bounds, segments).long().contiguous() for x in (values, memory))
             # Every column shard's index assigns its own copy; equal call order gives equal slots.
-            own = [slots, *(slots.clone() for _ in indexes[1:])]
+            slots_by_index = [slots, *(slots.clone() for _ in indexes[1:])]
             jobs = [
-                UnassignedIds(index.slots, ids, each, num_missing, reader.first_row, reader.mix_seed)
-                for index, each in zip(indexes, own, strict=True)
+                UnassignedIds(index.slots, ids, slots, num_missing, reader.first_row, reader.mix_seed)
+                for index, slots in zip(indexes, slots_by_index, strict=True)
             ]
             unseen.append((parts, indexes, jobs))
             continue
-        given = _joined(values, bounds, places).long()
+        given = _joined(values, bounds, segments).long()
         if reader.mix_seed is not None:
             given = mix(given, reader.mix_seed)
         resolved = [index.resolve(given + reader.first_row, train=train) for index in reader.indexes]
-        pins += [each.pin for each in resolved]
+        pins += [result.pin for result in resolved]
         _write(resolved[0].slots, parts)
     # New keys from all tables get slots in a single call.
     fresh = iter(assign_slots([job for _, _, jobs in unseen for job in jobs]))
@@ -189,12 +189,12 @@ def slots_of(
         _write(jobs[0].slots, parts)
     # Fills from all tables are written together.
     fills.run()
-    return found, pins
+    return replaced, pins
 
 
-def _joined(values: Tensor, bounds: Sequence[int], places: Sequence[int]) -> Tensor:
+def _joined(values: Tensor, bounds: Sequence[int], segments: Sequence[int]) -> Tensor:
     """Return the values at some positions: a view for a single position, else a copy."""
-    parts = [values[bounds[place] : bounds[place + 1]] for place in places]
+    parts = [values[bounds[segment] : bounds[segment + 1]] for segment in segments]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -202,8 +202,8 @@ def _write(slots: Tensor, parts: Sequence[Tensor]) -> None:
     """Write slots to their positions, unless they already share memory."""
     if slots.data_ptr() == parts[0].data_ptr():
         return
-    for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
-        part.copy_(own)
+    for part, part_slots in zip(parts, slots.split([len(part) for part in parts]), strict=True):
+        part.copy_(part_slots)
 
 
 def _searched(
@@ -224,15 +224,16 @@ def _searched(
     parts: dict[int, IdSpan] = {}
     for block in range((len(bounds) - 1) // max(1, num_keys)):
         for key, (reader, indexes) in searched.items():
-            place = block * num_keys + key
+            segment = block * num_keys + key
             # Searching the first index is enough: column shards have equal slots.
-            parts[place] = IdSpan(
-                bounds[place], bounds[place + 1], indexes[0].slots, reader.first_row, reader.mix_seed
+            parts[segment] = IdSpan(
+                bounds[segment], bounds[segment + 1], indexes[0].slots, reader.first_row, reader.mix_seed
             )
-    first, *others = {id(each): each for _, indexes in searched.values() for each in indexes}.values()
-    first.release(*others)
-    found, missing = find_spans(values.long().contiguous(), list(parts.values()))
-    return found.to(values.dtype), dict(zip(parts, missing, strict=True))
+    distinct = {id(index): index for _, indexes in searched.values() for index in indexes}
+    first, *more = distinct.values()
+    first.release(*more)
+    slots, missing = find_spans(values.long().contiguous(), list(parts.values()))
+    return slots.to(values.dtype), dict(zip(parts, missing, strict=True))
 
 
 def _is_searchable(index: Index) -> TypeGuard[SearchableIndex]:
@@ -274,5 +275,5 @@ def pin(slots: Tensor, pins: Sequence[object]) -> None:
 
 def pins_of(slots: Tensor) -> Sequence[object]:
     """Return the pins stored in a slot tensor."""
-    found: Sequence[object] = vars(slots).get("_pins", ())
-    return found
+    pins: Sequence[object] = vars(slots).get("_pins", ())
+    return pins

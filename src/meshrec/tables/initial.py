@@ -37,14 +37,14 @@ def initial_rows(
     height = block_rows(num_rows, dim)
     memory = torch.empty(height, dim)
     for block in range(r0 // height, -(-r1 // height)):
-        begin = block * height
+        start = block * height
         # Always draw the whole block, even if only some rows are needed.
-        values = memory[: num_rows - begin]
+        values = memory[: num_rows - start]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_seed(seed, table, block))
             init_fn(values)
-        low, high = max(begin, r0), min(begin + len(values), r1)
-        yield low, values[low - begin : high - begin]
+        low, high = max(start, r0), min(start + len(values), r1)
+        yield low, values[low - start : high - start]
 
 
 def block_rows(num_rows: int, dim: int) -> int:
@@ -92,11 +92,11 @@ def drawn_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, col
     Returns:
         fp32 [N, columns].
     """
-    found = torch.empty(len(seeds), columns[1] - columns[0])
+    rows = torch.empty(len(seeds), columns[1] - columns[0])
     row = torch.empty(1, dim)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for number, seed in enumerate(seeds.tolist()):
             torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
             init_fn(row)
-            found[number] = row[0, columns[0] : columns[1]]
-    return found
+            rows[number] = row[0, columns[0] : columns[1]]
+    return rows

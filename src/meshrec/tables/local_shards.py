@@ -86,12 +86,12 @@ class LocalShards:
 
     def __init__(self, held: Sequence[LocalShard]) -> None:
         self.held = list(held)
-        self.parameters = [each.parameter for each in held]
-        self.packings = [each.packing for each in held]
+        self.parameters = [shard.parameter for shard in held]
+        self.packings = [shard.packing for shard in held]
         self.rectangles = [rectangle for packing in self.packings for rectangle in packing.rectangles]
-        self._owners = [place for place, each in enumerate(held) for _ in each.tables]
+        self._owners = [i for i, shard in enumerate(held) for _ in shard.tables]
 
-        tables = [table for each in held for table in each.tables]
+        tables = [table for shard in held for table in shard.tables]
         self.state = [table.state for table in tables]
         self.is_packed = len(tables) > len(self.held)
         """Whether some parameter holds several rectangles."""
@@ -113,11 +113,11 @@ class LocalShards:
         """Memory by rectangle. Packed parameters return new views, because their memory may change."""
         if not self.is_packed:
             return self._rows
-        return [rows for each in self.held for rows in each.rows()]
+        return [rows for shard in self.held for rows in shard.rows()]
 
     def of_table(self, table: int) -> "LocalShard | None":
         """Return a table's local shard; None if there is none."""
-        return next((each for each in self.held if each.packing.table == table), None)
+        return next((shard for shard in self.held if shard.packing.table == table), None)
 
     def gradient(self, rectangle: int) -> Tensor | None:
         """Return ``grad`` on the parameter that holds the rectangle."""
@@ -130,16 +130,16 @@ class LocalShards:
     def gradients(self, parts: Mapping[int, Tensor]) -> list[Tensor | None]:
         """Merge rectangle gradients by parameter; None for a parameter without any."""
         return [
-            packing.pack([parts[i] for i in own]) if own[0] in parts else None
-            for own, packing in zip(self._rectangles(), self.packings, strict=True)
+            packing.pack([parts[i] for i in group]) if group[0] in parts else None
+            for group, packing in zip(self._rectangles(), self.packings, strict=True)
         ]
 
     def collect(self, parts: Mapping[int, RowGradients]) -> bool:
         """Add sparse gradients to ``parameter.grad``; return whether all gradients are finite."""
         finite = True
-        for own, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
-            if own[0] in parts:
-                new = packing.pack_rows([parts[i] for i in own], parameter.dtype)
+        for group, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
+            if group[0] in parts:
+                new = packing.pack_rows([parts[i] for i in group], parameter.dtype)
                 parameter.grad = new if parameter.grad is None else sum_of_rows(parameter.grad, new)
                 finite &= bool(parameter.grad._values().isfinite().all())
         return finite
@@ -153,29 +153,29 @@ class LocalShards:
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.
         """
-        found: dict[int, RowGradients] = {}
-        for own, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
+        gradients: dict[int, RowGradients] = {}
+        for group, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
             if parameter.grad is not None and packing.table in names:
                 if not parameter.grad.is_sparse:
                     raise ValueError(
                         f"the gradient of {names[packing.table]} is dense; a fused optimizer applies the "
                         "sparse gradients that its backward pass collected. Leave parameter.grad to it."
                     )
-                found.update(zip(own, packing.unpack_rows(parameter.grad.coalesce()), strict=True))
-        return found
+                gradients.update(zip(group, packing.unpack_rows(parameter.grad.coalesce()), strict=True))
+        return gradients
 
     def gradient_buffers(self) -> dict[int, GradientBuffer]:
         """Return gradient buffers by rectangle number, for rows outside a parameter."""
         return {
             i: gradient_buffer
-            for own, held in zip(self._rectangles(), self.held, strict=True)
-            for i, gradient_buffer in zip(own, held.gradient_buffers, strict=False)
+            for group, held in zip(self._rectangles(), self.held, strict=True)
+            for i, gradient_buffer in zip(group, held.gradient_buffers, strict=False)
         }
 
     def _rectangles(self) -> list[list[int]]:
         """Return rectangle numbers by parameter."""
         ends = list(accumulate((len(packing.rectangles) for packing in self.packings), initial=0))
-        return [list(range(begin, end)) for begin, end in pairwise(ends)]
+        return [list(range(start, end)) for start, end in pairwise(ends)]
 
 
 def parameter_shard(
@@ -192,7 +192,7 @@ def parameter_shard(
         state: optimizer slots by rectangle.
         spec: the fused optimizer; None: ordinary gradients.
     """
-    tables = [FixedTable(parameter, packing, i, each, spec) for i, each in enumerate(state)]
+    tables = [FixedTable(parameter, packing, i, slots, spec) for i, slots in enumerate(state)]
     return LocalShard(parameter, packing, tables)
 
 
@@ -229,17 +229,17 @@ def allocate(
     """
     held = []
     for table, group in groupby(rectangles, key=lambda rectangle: rectangle.table):
-        own, storage, spec = list(group), storages[table], specs[table]
-        packing = Packing(own, storage)
+        parts, storage, spec = list(group), storages[table], specs[table]
+        packing = Packing(parts, storage)
         height, width = packing.shape
         side = storage if isinstance(storage, ExternalRows) else None
         # External rows get an empty parameter, with only columns and dtype.
         rows = storage.allocate(height if side is None else 0, width, device)
         if side is not None:
             parameter = placeholder(rows, names[table], trained[table])
-            held.append(table_shard(parameter, packing, [side.table(r, spec, device) for r in own]))
+            held.append(table_shard(parameter, packing, [side.table(r, spec, device) for r in parts]))
             continue
         parameter = nn.Parameter(rows, trained[table])
-        state = [storage.new_state(spec, r.r1 - r.r0, r.c1 - r.c0, device) for r in own]
+        state = [storage.new_state(spec, r.r1 - r.r0, r.c1 - r.c0, device) for r in parts]
         held.append(parameter_shard(parameter, packing, state, spec))
     return LocalShards(held)

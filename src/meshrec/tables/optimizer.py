@@ -29,12 +29,12 @@ class UpdateRule:
         """The spec, with the hyperparameters from the last update."""
         self.deferred, self.seed = deferred, seed
         self.slot_names = [slot.name for slot in spec.state_slots()]
-        numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        self.group: dict[str, Any] = {"params": [], **numbers}
+        hyper = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        self.group: dict[str, Any] = {"params": [], **hyper}
         """torch's param_group: the tables' parameters and the current hyperparameters."""
-        self._read = operator.itemgetter(*numbers)
+        self._read = operator.itemgetter(*hyper)
         # Values that ``spec`` was built from; ``refresh`` compares them with the param_group in every step.
-        self._numbers = tuple(numbers.values())
+        self._values = tuple(hyper.values())
         self._hyper = HyperOfSteps(spec, seed)
 
     @property
@@ -54,12 +54,12 @@ class UpdateRule:
             ValueError: a hyperparameter is out of range.
         """
         now = self._read(self.group)
-        if now != self._numbers:
-            numbers: list[Any] = [number.item() if isinstance(number, Tensor) else number for number in now]
+        if now != self._values:
+            values: list[Any] = [number.item() if isinstance(number, Tensor) else number for number in now]
             names = [field.name for field in dataclasses.fields(self.spec)]
-            self.spec = dataclasses.replace(self.spec, **dict(zip(names, numbers, strict=True)))
+            self.spec = dataclasses.replace(self.spec, **dict(zip(names, values, strict=True)))
             self._hyper = HyperOfSteps(self.spec, self.seed)
-            self._numbers = tuple(numbers)
+            self._values = tuple(values)
 
     def hyper_at(self, step: int) -> Tensor:
         """Return update ``step``'s hyperparameters as of the last ``refresh``, valid until the next call."""
@@ -150,7 +150,8 @@ class Deferred(NamedTuple):
 
     step: Callable[[], None]
     signal: nn.Parameter | None = None
-    """Parameter whose ``grad`` tells whether all ranks' gradients are finite; see ``distributed.collected``.
+    """Parameter whose ``grad`` tells whether all ranks' gradients are finite; see
+    ``distributed.sharded_tables.GradientSignal``.
     None in a single process.
     """
 

@@ -52,8 +52,8 @@ class Packing:
         if len(self._shapes) == 1:
             return [packed]
         return [
-            packed[begin:end].view(shape)
-            for begin, end, shape in zip(self._begin, self._begin[1:], self._shapes, strict=False)
+            packed[start:end].view(shape)
+            for start, end, shape in zip(self._begin, self._begin[1:], self._shapes, strict=False)
         ]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
@@ -65,8 +65,8 @@ class Packing:
     def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
         """Merge the rectangles' sparse gradients into a coalesced gradient."""
         rows = [
-            _stretched(part.rows, n) + begin
-            for part, n, begin in zip(parts, self._stretch, self._begin, strict=False)
+            _stretched(part.rows, n) + start
+            for part, n, start in zip(parts, self._stretch, self._begin, strict=False)
         ]
         grads = [part.grads.reshape(-1, self._width) for part in parts]
         return torch.sparse_coo_tensor(
@@ -83,8 +83,8 @@ class Packing:
         # Coalesced rows ascend, so every rectangle is a contiguous range.
         bounds = torch.searchsorted(rows, torch.tensor(self._begin, device=rows.device)).tolist()
         return [
-            RowGradients((rows[low:high:n] - begin) // n, grads[low:high].reshape(-1, n * self._width))
-            for low, high, n, begin in zip(bounds, bounds[1:], self._stretch, self._begin, strict=False)
+            RowGradients((rows[low:high:n] - start) // n, grads[low:high].reshape(-1, n * self._width))
+            for low, high, n, start in zip(bounds, bounds[1:], self._stretch, self._begin, strict=False)
         ]
 
 

@@ -29,11 +29,11 @@ class PlaceholderTensor(Tensor):
 
     @staticmethod
     def __new__(cls, table: str, like: Tensor, owner: object = None) -> "PlaceholderTensor":
-        made: PlaceholderTensor = Tensor._make_wrapper_subclass(
+        tensor: PlaceholderTensor = Tensor._make_wrapper_subclass(
             cls, (0, like.shape[1]), dtype=like.dtype, device=like.device
         )
-        made.table, made.owner = table, object() if owner is None else owner
-        return made
+        tensor.table, tensor.owner = table, object() if owner is None else owner
+        return tensor
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class PlaceholderTensor(Tensor):
         raise _refusal(self.table, "share_memory_")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        made = placeholder(self, self.table, self.requires_grad)
-        memo[id(self)] = made
-        return made
+        copied = placeholder(self, self.table, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {name: value for name, value in vars(self).items() if name not in ("table", "owner")}
@@ -87,9 +87,9 @@ def placeholder(rows: Tensor, table: str, requires_grad: bool) -> nn.Parameter:
 
 
 def _restored(rows: Tensor, table: str, requires_grad: bool, attributes: dict[str, Any]) -> nn.Parameter:
-    made = placeholder(rows, table, requires_grad)
-    vars(made).update(attributes)
-    return made
+    parameter = placeholder(rows, table, requires_grad)
+    vars(parameter).update(attributes)
+    return parameter
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Any]:
@@ -100,9 +100,9 @@ def _tensors(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-def _refusal(table: str, what: str) -> ValueError:
+def _refusal(table: str, call: str) -> ValueError:
     return ValueError(
-        f"{what} is not for the parameter of table {table!r}, which has no rows: an index finds them, or "
+        f"{call} is not for the parameter of table {table!r}, which has no rows: an index finds them, or "
         "they are in a file. Read and replace rows with state_dict() and load_state_dict(), choose first "
         "values in the table's configuration, and copy models with checkpoints."
     )

@@ -12,15 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshrec.ops import nbit, operators, tbe
+from meshrec.ops import nbit, tbe
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.index import Index
 from meshrec.tables.table import ExternalTable, Rectangle, RowPart, Span
 
 # D width
-
-# ``ops.tbe.forward`` without an intermediate call: every lookup passes here.
-_look_up: Callable[..., Tensor] = operators.tbe_forward
 
 
 class RowStorage(Protocol):
@@ -98,7 +95,7 @@ class RowStorage(Protocol):
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
         """Return the ``row_parts`` for rows of ``dim`` values, as views into their memory."""
 
-    def encode(self, numbers: Tensor) -> Tensor:
+    def encode(self, values: Tensor) -> Tensor:
         """Convert whole rows of values ``[n, dim]`` to this format.
 
         Raises:
@@ -131,7 +128,7 @@ class ExternalRows(ABC):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> ExternalTable:
-        """Create a table for a rectangle; see [Note: what a table is] in ``tables/table.py``.
+        """Create a table for a rectangle; see [Note: the parts of a table] in ``tables/table.py``.
 
         Args:
             rectangle: keys and columns.
@@ -157,9 +154,9 @@ def cut(
         columns: table columns.
         first_column: table column at which the tensors start.
     """
-    begin, first, end = map(storage.part_column, (first_column, *columns))
+    start, first, end = map(storage.part_column, (first_column, *columns))
     return {
-        name: tensor[rows] if tensor.dim() == 1 else tensor[rows, first - begin : end - begin]
+        name: tensor[rows] if tensor.dim() == 1 else tensor[rows, first - start : end - start]
         for name, tensor in tensors.items()
     }
 
@@ -177,7 +174,7 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
     if not storage.is_trainable and value.dtype != storage.dtype:
         raise ValueError(
             f"{name}: the table is quantised to {storage.bits} bits, and the state dict has {value.dtype}. "
-            "Load numbers into the model as it was, and quantise it with meshrec.quant.quantize."
+            "Load values into the model as it was, and quantise it with meshrec.quant.quantize."
         )
 
 
@@ -188,8 +185,4 @@ LookUp = Callable[[Sequence[Tensor], tbe.Lookups, tbe.LookupOptions], Tensor]
 def lookup_of(storages: Sequence[RowStorage]) -> LookUp:
     """Return the function that looks up rows in several tables at once, given storage by table."""
     bits = [storage.bits for storage in storages]
-    return functools.partial(nbit.forward, bits) if any(bits) else _look_up_dense
-
-
-def _look_up_dense(weights: Sequence[Tensor], lookups: tbe.Lookups, options: tbe.LookupOptions) -> Tensor:
-    return _look_up(list(weights), *lookups[:-1], *options)
+    return functools.partial(nbit.forward, bits) if any(bits) else tbe.forward

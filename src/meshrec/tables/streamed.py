@@ -42,12 +42,12 @@ class StreamedPart(Tensor):
         source: ExternalTable | TableSnapshot | None = None,
     ) -> "StreamedPart":
         height, width = keys[1] - keys[0], columns[1] - columns[0]
-        made: StreamedPart = Tensor._make_wrapper_subclass(
+        tensor: StreamedPart = Tensor._make_wrapper_subclass(
             cls, (height,) if part.per_row else (height, width), dtype=part.dtype, device=table.rows.device
         )
-        made.table, made.part, made.keys, made.columns = table, part, keys, columns
-        made.source = table if source is None else source
-        return made
+        tensor.table, tensor.part, tensor.keys, tensor.columns = table, part, keys, columns
+        tensor.source = table if source is None else source
+        return tensor
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -57,18 +57,18 @@ class StreamedPart(Tensor):
         position = 0
         for block in self.source.stream(self.columns, keys=self.keys):
             assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"
-            begin, end = block.keys.start - self.keys[0], block.keys.stop - self.keys[0]
-            assert begin == position, "blocks follow each other"
-            yield (begin, end), block.parts[self.part.name]
+            start, end = block.keys.start - self.keys[0], block.keys.stop - self.keys[0]
+            assert start == position, "blocks follow each other"
+            yield (start, end), block.parts[self.part.name]
             position = end
         assert position == self.keys[1] - self.keys[0]
 
     def read(self) -> Tensor:
         """Read the values into an ordinary tensor."""
-        found = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for (begin, end), rows in self.blocks():
-            found[begin:end] = rows
-        return found
+        values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for (start, end), rows in self.blocks():
+            values[start:end] = rows
+        return values
 
     def frozen(self, snapshot: TableSnapshot) -> "StreamedPart":
         """Return the same part from a table snapshot."""
@@ -76,9 +76,9 @@ class StreamedPart(Tensor):
 
     def is_same(self, other: object) -> bool:
         """Return whether both stand for the same values in the same table."""
-        return isinstance(other, StreamedPart) and other._place() == self._place()
+        return isinstance(other, StreamedPart) and other._identity() == self._identity()
 
-    def _place(self) -> tuple[object, ...]:
+    def _identity(self) -> tuple[object, ...]:
         return id(self.source), self.part.name, self.keys, self.columns
 
     def _slice(
@@ -88,8 +88,8 @@ class StreamedPart(Tensor):
             raise _refusal("a slice with a step")
         span = self.columns if dim else self.keys
         first, last, _ = slice(start, end).indices(span[1] - span[0])
-        chosen = span[0] + first, span[0] + max(first, last)
-        keys, columns = (self.keys, chosen) if dim else (chosen, self.columns)
+        selected = span[0] + first, span[0] + max(first, last)
+        keys, columns = (self.keys, selected) if dim else (selected, self.columns)
         return StreamedPart(self.table, self.part, keys=keys, columns=columns, source=self.source)
 
     def _load(self, source: Tensor) -> None:
@@ -104,11 +104,11 @@ class StreamedPart(Tensor):
             pieces = iter([((0, len(self)), source.expand(self.shape))])
         self.table.load(
             RowBlock(
-                range(self.keys[0] + begin, self.keys[0] + end),
+                range(self.keys[0] + start, self.keys[0] + end),
                 self.columns,
                 {self.part.name: values.detach()},
             )
-            for (begin, end), values in pieces
+            for (start, end), values in pieces
         )
 
     def check_saver(self, name: str) -> None:
@@ -159,8 +159,8 @@ class StreamedPart(Tensor):
             if isinstance(first, StreamedPart):
                 first._load(args[1])
             else:
-                for (begin, end), values in args[1].blocks():
-                    first[begin:end].copy_(values)
+                for (start, end), values in args[1].blocks():
+                    first[start:end].copy_(values)
             return first
         if func is _aten.is_pinned.default:
             return False
@@ -197,8 +197,8 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr()
 
 
-def _refusal(what: str) -> ValueError:
+def _refusal(call: str) -> ValueError:
     return ValueError(
-        f"{what} is not for a table whose rows are not in one tensor. Read the rows that are wanted first: "
+        f"{call} is not for a table whose rows are not in one tensor. Read the rows that are wanted first: "
         "part[first:end].clone()."
     )

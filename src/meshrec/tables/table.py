@@ -1,6 +1,6 @@
 """Table protocol, for all code that reads, writes or moves rows.
 
-[Note: what a table is]
+[Note: the parts of a table]
 
 A ``Table`` holds the rows in a single rectangle on a single rank. It has three parts: an index (keys to
 slots), the memory that kernels read (``rows`` and ``state``, indexed by slot), and the backing for that
@@ -67,7 +67,7 @@ class RowBlock(NamedTuple):
 
 
 class Table(Protocol):
-    """Table rows on a rank, whole or a rectangle. See [Note: what a table is]."""
+    """Table rows on a rank, whole or a rectangle. See [Note: the parts of a table]."""
 
     @property
     def rectangle(self) -> Rectangle:
@@ -138,7 +138,7 @@ class ExternalTable(Table, Protocol):
 class LazyRows(Protocol):
     """A table with initial rows created on demand."""
 
-    def begin_with(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
+    def start_with(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
         """Take initial row values from a function of the keys."""
 
 
@@ -151,7 +151,7 @@ def start_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]], *, l
         lazily: whether a table may call ``initial`` later, when it needs the rows.
     """
     if lazily and isinstance(table, LazyRows):
-        table.begin_with(initial)
+        table.start_with(initial)
     else:
         table.load(initial((table.rectangle.r0, table.rectangle.r1)))
 
@@ -160,13 +160,13 @@ def weights_at(table: Table, keys: Tensor) -> Tensor:
     """Read ``weight`` at some keys, int64 [n], ascending. All keys must have a row."""
     if len(keys) == 0:
         return table.rows.new_empty(0, table.rows.shape[1])
-    found = []
+    weights = []
     for block in table.stream(keys=(int(keys[0]), int(keys[-1]) + 1)):
         here = block.keys
         if isinstance(here, range):
             first, end = torch.searchsorted(keys, torch.tensor([here.start, here.stop], device=keys.device))
-            places = keys[first:end] - here.start
+            positions = keys[first:end] - here.start
         else:
-            places = torch.isin(here, keys).nonzero()[:, 0]
-        found.append(block.parts["weight"][places])
-    return torch.cat(found)
+            positions = torch.isin(here, keys).nonzero()[:, 0]
+        weights.append(block.parts["weight"][positions])
+    return torch.cat(weights)

@@ -1,4 +1,4 @@
-"""The update path shared by unsharded and sharded tables: what a gradient does to a rank's tables.
+"""The update path shared by unsharded and sharded tables: from a gradient to a rank's changed rows.
 
 [Note: what makes an update deterministic]
 
@@ -62,21 +62,21 @@ class WriteCounter:
         self._own = [0] * len(self._weights)
         self._lock = threading.Lock()
 
-    def place_of(self, weight: Tensor) -> int:
+    def index_of(self, weight: Tensor) -> int:
         """Return the index of a parameter in ``weights``, as ``count`` takes it."""
-        return next(place for place, each in enumerate(self._weights) if each is weight)
+        return next(index for index, parameter in enumerate(self._weights) if parameter is weight)
 
     def foreign(self) -> list[int]:
         """Return external write counts by table."""
         with self._lock:
             return list(map(operator.sub, map(_version, self._weights), self._own))
 
-    def count(self, places: Sequence[int]) -> None:
-        """Count an own write for the tables at ``places`` in ``weights``."""
+    def count(self, indices: Sequence[int]) -> None:
+        """Count an own write for the tables at ``indices`` in ``weights``."""
         with self._lock:
-            increment_version([self._weights[place] for place in places])
-            for place in places:
-                self._own[place] += 1
+            increment_version([self._weights[index] for index in indices])
+            for index in indices:
+                self._own[index] += 1
 
     def check(self, before: Sequence[int]) -> None:
         """Raise if a table was written externally since ``foreign`` returned ``before``.
@@ -84,10 +84,10 @@ class WriteCounter:
         Raises:
             ValueError: names the table.
         """
-        found = self.foreign()
-        if found == before:
+        counts = self.foreign()
+        if counts == before:
             return
-        for name, now, then in zip(self._names, found, before, strict=True):
+        for name, now, then in zip(self._names, counts, before, strict=True):
             if now != then:
                 raise ValueError(changed_message(name))
 
@@ -180,6 +180,8 @@ class _Group:
         """Optimizer state for ``whole``, cached because every update needs it."""
         self.origins: list[int] = []
         """Origins of ``whole``."""
+        self.weights: list[Tensor] | None = None
+        """Row memory for ``whole``; None if it may change, as in packed parameters."""
         self.members: list[tuple[int, FusedTable, dict[str, Any]]] = []
         """Number, table and state by table: every step walks them."""
 
@@ -246,16 +248,18 @@ class TableUpdates:
         self._held, self._fused, self._writes = held, dict(fused), writes
         self._rectangles = held.rectangles
         # Index of each fused table's parameter in ``writes``, which both ``TableUpdates`` of a module share.
-        self._place = {number: writes.place_of(table.weight) for number, table in fused.items()}
+        self._write_index = {number: writes.index_of(table.weight) for number, table in fused.items()}
         self._groups: list[_Group] = []
         for rule in distinct([table.rule for table in fused.values()]):
             tables = [number for number, table in fused.items() if table.rule is rule]
-            split, found = (frozenset[int](), None) if peers is None else peers(rule, tables)
-            group = _Group(rule, tables, found)
+            split, row_peers = (frozenset[int](), None) if peers is None else peers(rule, tables)
+            group = _Group(rule, tables, row_peers)
             for number, rectangle in enumerate(self._rectangles):
                 if rectangle.table in tables:
                     (group.split if rectangle.table in split else group.whole).append(number)
             group.state = slot_major([held.state[i] for i in group.whole])
+            if not held.is_packed:
+                group.weights = [held.weights[i] for i in group.whole]
             group.origins = [start for i in group.whole for start in self._rectangles[i].origin]
             group.members = [(number, fused[number], fused[number].state) for number in tables]
             self._groups.append(group)
@@ -291,7 +295,7 @@ class TableUpdates:
         if self.admission_eviction is None:
             return PreparedUpdates(prepared, None)
         # Only tables updated now admit and evict; frozen tables keep their rows.
-        steps = {t: step for each in prepared for step, members in each.steps.items() for t in members}
+        steps = {t: step for update in prepared for step, members in update.steps.items() for t in members}
         hashed = {table: step for table, step in steps.items() if table in self.admission_eviction.live}
         decision = self.admission_eviction.prepare(gradient.pins, hashed) if hashed else None
         return PreparedUpdates(prepared, decision)
@@ -301,19 +305,23 @@ class TableUpdates:
         decision = prepared.admission_eviction
         if self.admission_eviction is not None and decision is not None:
             self.admission_eviction.apply(decision)
-        for each in prepared.groups:
-            group = each.group
-            for step, members in each.steps.items():
-                chosen = group.whole
+        for update in prepared.groups:
+            group = update.group
+            for step, members in update.steps.items():
+                rectangles = group.whole
                 if len(members) < len(group.tables):
-                    chosen = [i for i in chosen if self._rectangles[i].table in members]
-                self._update_whole(chosen, gradient, group, step)
+                    rectangles = [i for i in rectangles if self._rectangles[i].table in members]
+                self._update_whole(rectangles, gradient, group, step)
             if group.split:
-                self._update_split(each, gradient, {table for own in each.steps.values() for table in own})
-            for step, members in each.steps.items():
+                self._update_split(
+                    update,
+                    gradient,
+                    {table for members in update.steps.values() for table in members},
+                )
+            for step, members in update.steps.items():
                 for table in members:
                     self._fused[table].state["step"] = step
-                self._writes.count([self._place[table] for table in members])
+                self._writes.count([self._write_index[table] for table in members])
         if self.admission_eviction is not None and decision is not None:
             self.admission_eviction.finish(decision)
 
@@ -346,18 +354,18 @@ class TableUpdates:
         rows = self._held.collected({t: self._fused[t].label for t in deferred})
         pins: list[object] = []
         for i, gradient_buffer in self._carriers.items():
-            if (found := gradient_buffer.collected()) is not None:
-                rows[i] = found
+            if (gradient := gradient_buffer.collected()) is not None:
+                rows[i] = gradient
                 pins += [pin for pin in gradient_buffer.pins if pin not in pins]
         return TableGradient(None, rows, pins)
 
     def _prepared(self, group: _Group, gradient: TableGradient) -> Prepared:
-        chosen = [each for each in group.members if each[1].weight.requires_grad]
+        members = [member for member in group.members if member[1].weight.requires_grad]
         if group.rule.deferred:
-            chosen = [each for each in chosen if not self._lacks_gradient(each[1])]
-        counts = {state["step"] for _, _, state in chosen}
+            members = [member for member in members if not self._lacks_gradient(member[1])]
+        counts = {state["step"] for _, _, state in members}
         steps = {
-            count + 1: [number for number, _, state in chosen if state["step"] == count]
+            count + 1: [number for number, _, state in members if state["step"] == count]
             for count in sorted(counts)
         }
         return Prepared(
@@ -368,18 +376,17 @@ class TableUpdates:
         # A rank without rows counts the step along with the ranks that have rows.
         return table.weight.numel() > 0 and table.weight.grad is None
 
-    def _update_whole(self, chosen: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
+    def _update_whole(self, rectangles: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
         """Update rectangles with whole rows: a single kernel call per gradient kind."""
         rule, hyper = group.rule, group.rule.hyper_at(step)
-        together = [i for i in chosen if i not in gradient.rows] if gradient.rows else chosen
+        together = [i for i in rectangles if i not in gradient.rows] if gradient.rows else rectangles
         # The common case, with the group's cached state and origins.
         if together and together is group.whole and gradient.looked_up is not None:
             grad, lookups = gradient.looked_up
-            weights = self._held.weights
             tbe.update(
                 grad,
-                *lookups.of_tables(together),
-                [weights[i] for i in together],
+                *(lookups if len(together) == len(self._rectangles) else lookups.of_tables(together)),
+                group.weights or [self._held.weights[i] for i in together],
                 group.state,
                 rule.code,
                 hyper,
@@ -390,7 +397,7 @@ class TableUpdates:
             return
         if together and gradient.looked_up is not None:
             self._call(gradient.looked_up, together, rule, hyper)
-        if summed := [i for i in chosen if i in gradient.rows]:
+        if summed := [i for i in rectangles if i in gradient.rows]:
             parts = [gradient.rows[i] for i in summed]
             lookups = rows_as_lookups(
                 [part.rows for part in parts], [part.grads.shape[1] for part in parts], summed
@@ -438,9 +445,9 @@ class TableUpdates:
         if isinstance(split, _RunUpdate):
             assert gradient.looked_up is not None
             for step, members in prepared.steps.items():
-                chosen = [i for i in group.split if self._rectangles[i].table in members]
-                assert chosen == group.split, "runs are of all split rectangles at once"
-                self._call(gradient.looked_up, chosen, group.rule, group.rule.hyper_at(step), runs=split)
+                rectangles = [i for i in group.split if self._rectangles[i].table in members]
+                assert rectangles == group.split, "runs are of all split rectangles at once"
+                self._call(gradient.looked_up, rectangles, group.rule, group.rule.hyper_at(step), runs=split)
             return
         for i, rows, hyper, sums in split:
             if self._rectangles[i].table in tables:
@@ -459,8 +466,8 @@ class TableUpdates:
         dims = [self._fused[self._rectangles[i].table].dim for i in split]
         steps = [self._fused[self._rectangles[i].table].state["step"] + 1 for i in split]
         hypers = [rule.hyper(step, dim) for step, dim in zip(steps, dims, strict=True)]
-        numbers = [Hyper.from_tensor(hyper) for hyper in hypers]
-        at_once = all(needs_gradient_only(rule.code, h) for h in numbers) and len(set(steps)) == 1
+        values = [Hyper.from_tensor(hyper) for hyper in hypers]
+        at_once = all(needs_gradient_only(rule.code, h) for h in values) and len(set(steps)) == 1
         at_once &= self._trained(split) == split and not gradient.rows.keys() & split
         if not split or looked_up is None or not at_once:
             return self._touched(group, peers, gradient, hypers)
@@ -473,13 +480,13 @@ class TableUpdates:
         self, group: _Group, peers: RowPeers, gradient: TableGradient, hypers: Sequence[Tensor]
     ) -> list[_RowUpdate]:
         weights, rule = self._held.weights, group.rule
-        numbers = [Hyper.from_tensor(hyper) for hyper in hypers]
+        values = [Hyper.from_tensor(hyper) for hyper in hypers]
         parts = self._by_row(gradient, group.split)
         touched = [
             self._rows(i, parts.get(i) or _no_rows(weights[i]), not needs_gradient_only(rule.code, h))
-            for i, h in zip(group.split, numbers, strict=True)
+            for i, h in zip(group.split, values, strict=True)
         ]
-        stats = peers.row_stats(touched, rule.code, numbers)
+        stats = peers.row_stats(touched, rule.code, values)
         return [
             _RowUpdate(i, RowGradients(part.rows, part.grad), hyper, sums)
             for i, part, hyper, sums in zip(group.split, touched, hypers, stats, strict=True)
@@ -494,27 +501,27 @@ class TableUpdates:
 
     def _by_row(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
         """Return gradients by rectangle and touched row."""
-        found = {i: gradient.rows[i] for i in rectangles if i in gradient.rows}
-        if gradient.looked_up is not None and (rest := [i for i in rectangles if i not in found]):
+        by_rectangle = {i: gradient.rows[i] for i in rectangles if i in gradient.rows}
+        if gradient.looked_up is not None and (remaining := [i for i in rectangles if i not in by_rectangle]):
             grad, lookups = gradient.looked_up
-            pairs = tbe.sparse_grad(grad, lookups.of_tables(rest), self._heights(rest))
-            found.update({i: RowGradients(*pair) for i, pair in zip(rest, pairs, strict=True)})
-        return found
+            pairs = tbe.sparse_grad(grad, lookups.of_tables(remaining), self._heights(remaining))
+            by_rectangle.update({i: RowGradients(*pair) for i, pair in zip(remaining, pairs, strict=True)})
+        return by_rectangle
 
     def _dense(self, gradient: TableGradient) -> dict[int, Tensor]:
         """Return the ordinary gradients by rectangle."""
         weights = self._held.weights
-        wanted = self._trained(self._ordinary)
-        found = {
+        trained = self._trained(self._ordinary)
+        by_rectangle = {
             i: torch.zeros_like(weights[i]).index_copy_(0, rows.rows, rows.grads.to(weights[i].dtype))
-            for i in wanted
+            for i in trained
             if (rows := gradient.rows.get(i)) is not None
         }
-        if gradient.looked_up is not None and (rest := [i for i in wanted if i not in found]):
+        if gradient.looked_up is not None and (remaining := [i for i in trained if i not in by_rectangle]):
             grad, lookups = gradient.looked_up
-            dense = tbe.dense_grad(grad, [weights[i] for i in rest], lookups.of_tables(rest))
-            found.update(zip(rest, dense, strict=True))
-        return found
+            dense = tbe.dense_grad(grad, [weights[i] for i in remaining], lookups.of_tables(remaining))
+            by_rectangle.update(zip(remaining, dense, strict=True))
+        return by_rectangle
 
     def _heights(self, rectangles: Sequence[int]) -> list[int]:
         weights = self._held.weights

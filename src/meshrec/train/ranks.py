@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshrec.comms.collectives import set_timeout
 from meshrec.comms.joining import form_group
 from meshrec.comms.launchers import launched
 from meshrec.comms.mesh import Axis, ShardingEnv
-from meshrec.comms.timeouts import set_timeout
 
 # A barrier takes no infinite timeout.
 _NO_TIMEOUT = timedelta(days=30)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshrec.comms.waiting import blocked
+from meshrec.comms.collectives import blocked
 from meshrec.train.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -9,7 +9,7 @@ straggler; transfers block all ranks and cancel out. Host clocks are never compa
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshrec.comms.waiting import blocked_seconds
+from meshrec.comms.collectives import blocked_time
 from meshrec.train.ranks import Ranks
 
 
@@ -27,15 +27,15 @@ class WaitClock:
         # Blocked seconds per step since the last `take`.
         self._steps: list[float] = []
         # Total blocked seconds at the last step or start.
-        self._before = blocked_seconds()
+        self._before = blocked_time.seconds
 
     def start(self) -> None:
         """Reset the clock: time blocked since the last step, as in an evaluation, does not count."""
-        self._before = blocked_seconds()
+        self._before = blocked_time.seconds
 
     def stepped(self) -> None:
         """Record a step."""
-        now = blocked_seconds()
+        now = blocked_time.seconds
         self._steps.append(now - self._before)
         self._before = now
 

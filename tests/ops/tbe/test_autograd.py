@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-import meshrec.ops.tbe.autograd  # noqa: F401 - registers what is tested here
+import meshrec.ops.tbe.naive  # noqa: F401 - registers what is tested here
 from meshrec.ops import operators
 from meshrec.ops.tbe.formulas import Hyper
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from meshrec.distributed import LazyAwaitable, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.pipeline.batch_paths import Path, find, follow
-from meshrec.pipeline.in_flight import BatchInFlight, Collection
+from meshrec.pipeline.in_flight import BatchInFlight, Collection, Path, find, follow
 from meshrec.sparse import KeyedJaggedTensor
 
 _MAX_BATCHES = 4  # whose lookups are under way: the model may leave a batch out

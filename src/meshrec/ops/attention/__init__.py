@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops import operators
-from meshrec.ops.attention import (
-    autograd,  # noqa: F401 - registers the gradient
-    fakes,  # noqa: F401 - registers the shapes
-    triton,
-)
+from meshrec.ops.attention import triton
 from meshrec.ops.attention.naive import BUCKET_WIDTH, time_buckets
 from meshrec.ops.device_copies import copy_to_host
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.library import implement
 
 BUCKET_WIDTH = 0.301
@@ -191,3 +192,48 @@ def time_buckets(seconds: Tensor, num_buckets: int) -> Tensor:
 
 
 implement([jagged_attention, jagged_attention_grad])
+
+
+# Shapes for tracing, and the gradient, shared by all kernels.
+
+_NUM_TENSORS = 9  # query, key, value, offsets, query_offsets, num_targets, position, time, timestamps
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    is_softmax = options[8]
+    num_queries, num_heads, _ = query.shape
+    out = value.new_empty(num_queries, num_heads, value.shape[2])
+    return out, query.new_empty(num_queries if is_softmax else 0, num_heads)
+
+
+def _fake_grad(
+    grad: Tensor, out: Tensor, log_sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    biases = [query.new_empty(0 if bias is None else len(bias)) for bias in options[3:5]]
+    return (*(tensor.new_empty(tensor.shape) for tensor in (query, key, value)), *biases)
+
+
+torch.library.register_fake("meshrec::jagged_attention", _fake)
+torch.library.register_fake("meshrec::jagged_attention_grad", _fake_grad)
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
+    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.mark_non_differentiable(output[1])
+    # The log-sum output gets no gradient. Do not allocate zeros for it.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    num_inputs = _NUM_TENSORS + len(ctx.options)
+    if grad is None:
+        return (None,) * num_inputs
+    saved = ctx.saved_tensors
+    *token_grads, position_grad, time_grad = operators.jagged_attention_grad(grad, *saved, *ctx.options)
+    position, time = saved[-3:-1]
+    bias_grads = (None if position is None else position_grad, None if time is None else time_grad)
+    return (*token_grads, None, None, None, *bias_grads, *(None,) * (num_inputs - 8))
+
+
+torch.library.register_autograd("meshrec::jagged_attention", _backward, setup_context=_context)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.dist.average_naive  # noqa: F401 - the ops must exist before fakes are registered for them
-import meshrec.ops.dist.naive  # noqa: F401
 from meshrec.ops.dist import wire_naive
+from meshrec.ops.dist.naive import IdsToRoute
 
 # R ranks, Q routes, U uses
 
@@ -17,23 +17,14 @@ _register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fak
 
 
 @_register_fake("meshrec::route_ids")
-def _route_ids(
-    values: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    num_ranks: int,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch = IdsToRoute(*arguments)
     words = torch.library.get_ctx().new_dynamic_size()
     return (
-        values.new_empty(words, dtype=torch.int32),
-        values.new_empty(num_ranks, 4, dtype=torch.int64),
-        values.new_empty(router[4].numel() // 3, dtype=torch.int64),
-        values.new_empty(len(keys), dtype=torch.int64),
+        batch.values.new_empty(words, dtype=torch.int32),
+        batch.values.new_empty(batch.num_ranks, 4, dtype=torch.int64),
+        batch.values.new_empty(batch.router[4].numel() // 3, dtype=torch.int64),
+        batch.values.new_empty(len(batch.keys), dtype=torch.int64),
     )
 
 

@@ -5,9 +5,9 @@ Terms shared by the operators (U uses, Q routes, K keys, R ranks, N IDs, B bags 
 - A *use* is a feature read from a table; its IDs belong to key ``keys[u]``. ``values_N``, ``offsets`` and
   ``segments`` (int64 [K + 1] on the CPU: first bag per key; None: equal bag counts per key) describe the IDs.
 - ``router``: five int64 tensors on the CPU. ``cuts`` holds the row cuts 0 = c_0 < ... < c_P = rows of use u
-  in ``cut_begin[u]`` to ``cut_begin[u + 1]``. (Hashed keys have cuts from -2^63 to 2^63 - 1, which means
+  in ``cut_start[u]`` to ``cut_start[u + 1]``. (Hashed keys have cuts from -2^63 to 2^63 - 1, which means
   unbounded: every int64 is inside.) Adjacent cuts delimit an interval; intervals are numbered across all
-  uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take the IDs in interval i.
+  uses. ``interval_routes`` holds, from ``interval_start[i]``, the routes that take the IDs in interval i.
   ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
 - A *message* is a sequence of int32 words: [bags per route, if they differ between uses][lengths, route by
   route][IDs minus the route's first row, as int32, or int64 with ``wide``][weights, fp32]. ``header`` int64
@@ -17,6 +17,7 @@ Terms shared by the operators (U uses, Q routes, K keys, R ranks, N IDs, B bags 
 - ``lookups`` int64 [L, 4]: (route, use, first column, width), by rank: row pieces for sequence lookups.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -42,16 +43,16 @@ class _Router(NamedTuple):
 
 
 def _parse_router(router: list[Tensor]) -> _Router:
-    cut_begin, cuts, interval_begin, interval_routes, routes = (tensor.tolist() for tensor in router)
+    cut_start, cuts, interval_start, interval_routes, routes = (tensor.tolist() for tensor in router)
     intervals: list[list[int]] = [[] for _ in range(len(routes) // 3)]
     number = 0
-    for start, end in pairwise(cut_begin):
+    for start, end in pairwise(cut_start):
         for interval in range(end - start - 1):
-            for route in interval_routes[interval_begin[number] : interval_begin[number + 1]]:
+            for route in interval_routes[interval_start[number] : interval_start[number + 1]]:
                 intervals[route].append(interval)
             number += 1
     return _Router(
-        [cuts[start:end] for start, end in pairwise(cut_begin)],
+        [cuts[start:end] for start, end in pairwise(cut_start)],
         intervals,
         [routes[i : i + 3] for i in range(0, len(routes), 3)],
     )
@@ -83,33 +84,33 @@ def _use_ids(
     return _UseIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
 
 
-def route_ids(
-    values: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    num_ranks: int,
-    wide: bool,
-    check_ids: bool,
-    names: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Pack the ID messages for all ranks.
+class IdsToRoute(NamedTuple):
+    r"""Batch and plan: arguments of ``route_ids``."""
 
-    Args:
-        values: IDs, int32 or int64 [N].
-        offsets: first ID per bag, and N.
-        weights: per-sample weights, fp32 [N], or None.
-        segments: first bag per key, or None.
-        num_keys: K.
-        keys: key per use.
-        router: see the module docstring.
-        num_ranks: R.
-        wide: send int64 IDs.
-        check_ids: raise for IDs outside the table and NaN weights. Otherwise such IDs count as row 0.
-        names: UTF-8 bytes of ``"table\\tfeature\\n"`` per use, uint8, for messages.
+    values: Tensor
+    """IDs, int32 or int64 [N]."""
+    offsets: Tensor
+    """First ID per bag, and N."""
+    weights: Tensor | None
+    """Per-sample weights, fp32 [N]."""
+    segments: Tensor | None
+    """First bag per key."""
+    num_keys: int
+    keys: list[int]
+    """Key per use."""
+    router: list[Tensor]
+    """See the module docstring."""
+    num_ranks: int
+    wide: bool
+    """Whether to send int64 IDs."""
+    check_ids: bool
+    """Whether to raise for IDs outside the table and NaN weights. Otherwise such IDs count as row 0."""
+    names: Tensor
+    r"""UTF-8 bytes of ``"table\tfeature\n"`` per use, uint8, for messages."""
+
+
+def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pack the ID messages for all ranks, given the fields of ``IdsToRoute``.
 
     Returns:
         Payload (int32), header [R, 4], IDs per route [Q], and IDs outside the table per use [U].
@@ -117,6 +118,9 @@ def route_ids(
     Raises:
         ValueError: invalid offsets; or, with ``check_ids``, an ID outside the table or a NaN weight.
     """
+    values, offsets, weights, segments, num_keys, keys, router, num_ranks, wide, check_ids, names = (
+        IdsToRoute(*arguments)
+    )
     check_offsets(offsets, values.numel())
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _parse_router(router)
@@ -199,39 +203,48 @@ def unpack_ids(
     return torch.cat(values), offsets, torch.cat(weights) if weighted else empty, segments
 
 
-def gather_pooled(
-    received: Tensor,
-    local: Tensor | None,
-    pieces: Tensor,
-    dims: list[int],
-    batch: int,
-    out_dim: int,
-    offsets: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    link: int = 0,
-    exchange: int = 0,
-) -> Tensor:
+class PooledRows(NamedTuple):
+    """Columns from all sources, and the output they form: arguments of ``gather_pooled`` and
+    ``gather_coded``.
+    """
+
+    received: Tensor
+    """Pooled rows from all ranks, flat."""
+    local: Tensor | None
+    """Pooled rows of tables on this rank, fp32 [B, columns]."""
+    pieces: Tensor
+    """See the module docstring."""
+    dims: list[int]
+    """Columns per rank."""
+    batch: int
+    out_dim: int
+    """Output columns."""
+    offsets: Tensor | None
+    """First ID per bag, for mean pooling."""
+    segments: Tensor | None
+    """First bag per key."""
+    num_keys: int
+    keys: list[int]
+    """Key per use."""
+
+    @classmethod
+    def split(cls, arguments: Sequence[Any]) -> tuple["PooledRows", Sequence[Any]]:
+        """Split operator arguments into the shared ones and the remaining ones."""
+        shared = len(cls._fields)
+        return cls(*arguments[:shared]), arguments[shared:]
+
+
+def gather_pooled(*arguments: Any) -> Tensor:
     """Assemble the pooled output from the columns of all sources, fp32 [B, out_dim].
 
-    Later pieces add to earlier ones if so marked.
+    Later pieces add to earlier ones if so marked. The arguments are the fields of ``PooledRows``, and:
 
-    Args:
-        received: pooled rows from all ranks, flat.
-        local: pooled rows of tables on this rank, fp32 [B, columns], or None.
-        pieces: see the module docstring.
-        dims: columns per rank.
-        batch: B.
-        out_dim: output columns.
-        offsets: first ID per bag, for mean pooling.
-        segments: first bag per key, or None.
-        num_keys: K.
-        keys: key per use.
-        link: handle of a ``HostLink``: the compiled kernel reads the other ranks' rows in place
-            (comms/host_link.py). ``received`` is then empty, and only gives the dtype.
-        exchange: exchange number on the link.
+    - ``link``: handle of a ``HostLink``: the compiled kernel reads the other ranks' rows in place
+      (comms/host_link.py). ``received`` is then empty, and only gives the dtype.
+    - ``exchange``: exchange number on the link.
     """
+    rows, _ = PooledRows.split(arguments)
+    received, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys = rows
     if received.numel() != batch * sum(dims):
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
     sources = [
@@ -250,79 +263,51 @@ def gather_pooled(
     return out
 
 
-def gather_coded(
-    received: Tensor,
-    local: Tensor | None,
-    pieces: Tensor,
-    dims: list[int],
-    batch: int,
-    out_dim: int,
-    offsets: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    starts: list[int],
-    widths: list[int],
-    formats: list[int],
-    link: int = 0,
-    exchange: int = 0,
-) -> Tensor:
+def gather_coded(*arguments: Any) -> Tensor:
     """Run ``gather_pooled`` on rows encoded by ``wire_encode``, uint8, with a block per source.
 
-    Args:
-        received: encoded rows from all ranks, uint8.
-        local: see ``gather_pooled``.
-        pieces: see ``gather_pooled``.
-        dims: see ``gather_pooled``.
-        batch: see ``gather_pooled``.
-        out_dim: see ``gather_pooled``.
-        offsets: see ``gather_pooled``.
-        segments: see ``gather_pooled``.
-        num_keys: see ``gather_pooled``.
-        keys: see ``gather_pooled``.
-        starts: first column per source, see ``wire_naive``.
-        widths: column widths.
-        formats: column formats.
-        link: see ``gather_pooled``.
-        exchange: see ``gather_pooled``.
+    The fields of ``PooledRows`` are followed by ``starts`` (first column per source, see ``wire_naive``),
+    ``widths`` and ``formats`` of the columns, and by ``link`` and ``exchange``.
     """
+    rows, (starts, widths, formats, *_) = PooledRows.split(arguments)
     ops = torch.ops.meshrec
-    values = ops.wire_decode(received, [batch] * len(dims), starts, widths, formats)
-    out: Tensor = ops.gather_pooled(
-        values, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys
-    )
+    values = ops.wire_decode(rows.received, [rows.batch] * len(rows.dims), starts, widths, formats)
+    out: Tensor = ops.gather_pooled(*rows._replace(received=values))
     return out
 
 
-def scatter_pooled(
-    grad: Tensor,
-    pieces: Tensor,
-    dims: list[int],
-    local_dim: int,
-    offsets: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Invert ``gather_pooled`` for gradients, times ``scale``.
+class PooledGradient(NamedTuple):
+    """Output gradient, and the columns it is split into: arguments of ``scatter_pooled``."""
 
-    Args:
-        grad: output gradient, fp32 [B, out_dim].
-        pieces: see the module docstring.
-        dims: columns per rank.
-        local_dim: columns of ``local``.
-        offsets: first ID per bag, for mean pooling.
-        segments: first bag per key, or None.
-        num_keys: K.
-        keys: key per use.
-        scale: gradient factor.
-        dtype: payload dtype.
+    grad: Tensor
+    """fp32 [B, out_dim]."""
+    pieces: Tensor
+    """See the module docstring."""
+    dims: list[int]
+    """Columns per rank."""
+    local_dim: int
+    """Columns of ``local``."""
+    offsets: Tensor | None
+    """First ID per bag, for mean pooling."""
+    segments: Tensor | None
+    """First bag per key."""
+    num_keys: int
+    keys: list[int]
+    """Key per use."""
+    scale: float
+    """Gradient factor."""
+    dtype: torch.dtype
+    """Payload dtype."""
+
+
+def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Invert ``gather_pooled`` for gradients, times ``scale``, given the fields of ``PooledGradient``.
 
     Returns:
         Payload to the ranks (1-D), and the local columns.
     """
+    gradient = PooledGradient(*arguments)
+    grad, pieces, dims, local_dim, offsets, segments, num_keys, keys, scale, dtype = gradient
     batch = grad.shape[0]
     sources = [grad.new_empty(batch, dim) for dim in (*dims, local_dim)]
     for source, source_column, width, column, _, mean_use in pieces.tolist():
@@ -379,28 +364,32 @@ def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
     return out
 
 
-def gather_weight_grads(
-    received: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    counts: Tensor,
-) -> Tensor:
+class WeightGradients(NamedTuple):
+    """Per-sample weight gradients of a batch, by route: arguments of ``gather_weight_grads``."""
+
+    received: Tensor
+    """fp32, a value per sent ID, route by route."""
+    values: Tensor
+    """IDs [N]."""
+    offsets: Tensor
+    """First ID per bag, and N."""
+    segments: Tensor | None
+    """First bag per key."""
+    num_keys: int
+    keys: list[int]
+    """Key per use."""
+    router: list[Tensor]
+    """See the module docstring."""
+    counts: Tensor
+    """IDs per route, int64 [Q]."""
+
+
+def gather_weight_grads(*arguments: Any) -> Tensor:
     """Return the sum of values received on an ID's routes, fp32 [N]; 0 for IDs without a use.
 
-    Args:
-        received: fp32, a value per sent ID, route by route.
-        values: IDs [N].
-        offsets: first ID per bag, and N.
-        segments: first bag per key, or None.
-        num_keys: K.
-        keys: key per use.
-        router: see the module docstring.
-        counts: IDs per route, int64 [Q].
+    The arguments are the fields of ``WeightGradients``.
     """
+    received, values, offsets, segments, num_keys, keys, router, counts = WeightGradients(*arguments)
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _parse_router(router)
     if received.numel() != int(counts.sum()):

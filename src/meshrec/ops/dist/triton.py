@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.device_copies import cached_on_device, copy_to_device, device_tensor
-from meshrec.ops.dist.naive import SequenceRows
+from meshrec.ops.dist.naive import IdsToRoute, PooledGradient, PooledRows, SequenceRows, WeightGradients
 from meshrec.ops.dist.triton_plans import (
     ColumnGroups,
     PlanRoutes,
@@ -98,37 +98,14 @@ def _build_slots(
     return slots
 
 
-def route_ids(
-    values: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    num_ranks: int,
-    wide: bool,
-    check_ids: bool,
-    names: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``naive.route_ids`` with Triton kernels; see the module docstring for differences.
-
-    Args:
-        values: see ``naive.route_ids``.
-        offsets: see ``naive.route_ids``.
-        weights: see ``naive.route_ids``.
-        segments: see ``naive.route_ids``.
-        num_keys: see ``naive.route_ids``.
-        keys: see ``naive.route_ids``.
-        router: see ``naive.route_ids``.
-        num_ranks: see ``naive.route_ids``.
-        wide: see ``naive.route_ids``.
-        check_ids: see ``naive.route_ids``.
-        names: see ``naive.route_ids``.
-    """
+def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute ``naive.route_ids`` with Triton kernels; see the module docstring for differences."""
     from meshrec.ops.dist import triton_kernels
     from meshrec.ops.tbe.triton_kernels import check_offsets
 
+    values, offsets, weights, segments, num_keys, keys, router, num_ranks, wide, check_ids, _ = IdsToRoute(
+        *arguments
+    )
     device, num_ids = values.device, values.numel()
     values, offsets = values.contiguous(), offsets.contiguous()
     weights = None if weights is None else weights.contiguous()
@@ -252,38 +229,12 @@ def _bags_of_routes(
     return [next(prefix_iterator) if batches[rank] < 0 else [batches[rank]] * num_routes for rank in blocks]
 
 
-def gather_pooled(
-    received: Tensor,
-    local: Tensor | None,
-    pieces: Tensor,
-    dims: list[int],
-    batch: int,
-    out_dim: int,
-    offsets: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    link: int = 0,
-    exchange: int = 0,
-) -> Tensor:
-    """Compute ``naive.gather_pooled`` with Triton kernels.
-
-    Args:
-        received: see ``naive.gather_pooled``.
-        local: see ``naive.gather_pooled``.
-        pieces: see ``naive.gather_pooled``.
-        dims: see ``naive.gather_pooled``.
-        batch: see ``naive.gather_pooled``.
-        out_dim: see ``naive.gather_pooled``.
-        offsets: see ``naive.gather_pooled``.
-        segments: see ``naive.gather_pooled``.
-        num_keys: see ``naive.gather_pooled``.
-        keys: see ``naive.gather_pooled``.
-        link: unused on GPUs.
-        exchange: unused on GPUs.
-    """
+def gather_pooled(*arguments: Any) -> Tensor:
+    """Compute ``naive.gather_pooled`` with Triton kernels. A link is unused on GPUs."""
     from meshrec.ops.dist import triton_kernels
 
+    rows, _ = PooledRows.split(arguments)
+    received, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys = rows
     if received.numel() != batch * sum(dims):
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
     groups = groups_of(pieces, received.device)
@@ -311,34 +262,12 @@ def gather_pooled(
     return out
 
 
-def scatter_pooled(
-    grad: Tensor,
-    pieces: Tensor,
-    dims: list[int],
-    local_dim: int,
-    offsets: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Compute ``naive.scatter_pooled`` with Triton kernels.
-
-    Args:
-        grad: see ``naive.scatter_pooled``.
-        pieces: see ``naive.scatter_pooled``.
-        dims: see ``naive.scatter_pooled``.
-        local_dim: see ``naive.scatter_pooled``.
-        offsets: see ``naive.scatter_pooled``.
-        segments: see ``naive.scatter_pooled``.
-        num_keys: see ``naive.scatter_pooled``.
-        keys: see ``naive.scatter_pooled``.
-        scale: see ``naive.scatter_pooled``.
-        dtype: see ``naive.scatter_pooled``.
-    """
+def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute ``naive.scatter_pooled`` with Triton kernels."""
     from meshrec.ops.dist import triton_kernels
 
+    gradient = PooledGradient(*arguments)
+    grad, pieces, dims, local_dim, offsets, segments, num_keys, keys, scale, dtype = gradient
     (batch, out_dim), device = grad.shape, grad.device
     groups = groups_of(pieces, device)
     sent = torch.empty(batch * sum(dims), dtype=dtype, device=device)
@@ -427,30 +356,11 @@ def _copy_sequences(
     )
 
 
-def gather_weight_grads(
-    received: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    counts: Tensor,
-) -> Tensor:
-    """Compute ``naive.gather_weight_grads`` with Triton kernels.
-
-    Args:
-        received: see ``naive.gather_weight_grads``.
-        values: see ``naive.gather_weight_grads``.
-        offsets: see ``naive.gather_weight_grads``.
-        segments: see ``naive.gather_weight_grads``.
-        num_keys: see ``naive.gather_weight_grads``.
-        keys: see ``naive.gather_weight_grads``.
-        router: see ``naive.gather_weight_grads``.
-        counts: see ``naive.gather_weight_grads``.
-    """
+def gather_weight_grads(*arguments: Any) -> Tensor:
+    """Compute ``naive.gather_weight_grads`` with Triton kernels."""
     from meshrec.ops.dist import triton_kernels
 
+    received, values, offsets, segments, num_keys, keys, router, counts = WeightGradients(*arguments)
     num_sent = int(counts.sum())
     if received.numel() != num_sent:
         raise ValueError(f"received {received.numel()} elements in place of {num_sent}")

@@ -32,14 +32,14 @@ class PlanRoutes:
 
     @classmethod
     def of(cls, router: Sequence[Tensor]) -> "PlanRoutes":
-        cut_begin, cuts, interval_begin, interval_routes, flat = (tensor.tolist() for tensor in router)
+        cut_start, cuts, interval_start, interval_routes, flat = (tensor.tolist() for tensor in router)
         routes = [flat[i : i + 3] for i in range(0, len(flat), 3)]
         ends, max_routes, interval = [0] * len(routes), [], 0
         num_rows = []
-        for start, end in pairwise(cut_begin):
+        for start, end in pairwise(cut_start):
             use_max = 0
             for cut in range(start + 1, end):
-                takers = interval_routes[interval_begin[interval] : interval_begin[interval + 1]]
+                takers = interval_routes[interval_start[interval] : interval_start[interval + 1]]
                 use_max, interval = max(use_max, len(takers)), interval + 1
                 for route in takers:
                     ends[route] = cuts[cut]  # a route's intervals are consecutive

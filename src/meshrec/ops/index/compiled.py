@@ -284,7 +284,7 @@ def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tens
 
     Returns:
         IDs per index. If any slot is refused, no index changed, and every index gets a status instead:
-            ``Status.DONE`` where its slots were valid.
+            ``Status.SUCCESS`` where its slots were valid.
     """
     assert _library is not None
     ids = [torch.empty_like(index_slots) for index_slots in slots]

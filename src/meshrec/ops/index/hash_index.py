@@ -285,7 +285,7 @@ def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
         else naive.free(naive_indexes, slots_by_index)
     )
     for (index, _), index_slots, ids in zip(slots, slots_by_index, results, strict=True):
-        if isinstance(ids, Status) and ids is not Status.DONE:
+        if isinstance(ids, Status) and ids is not Status.SUCCESS:
             index._refuse(ids, index_slots)
     return [ids for ids in results if isinstance(ids, Tensor)]
 
@@ -340,8 +340,8 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
     if len(compiled) == len(requests):
         counts_inserted = assign(
             [
-                done.assign_args(request.ids, request.slots, buffer, request.mix_seed, request.first)
-                for done, request, buffer in zip(compiled, requests, buffers, strict=True)
+                index.assign_args(request.ids, request.slots, buffer, request.mix_seed, request.first)
+                for index, request, buffer in zip(compiled, requests, buffers, strict=True)
             ]
         )
     results: list[AssignedSlots | None] = []
@@ -350,13 +350,13 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
         results.append(None if num_inserted < 0 else AssignedSlots(slots, ids, counts))
     assigned: list[AssignedSlots] = []
     try:
-        for done, request in zip(results, requests, strict=True):
-            assigned.append(done or _assign_one(request))
+        for result, request in zip(results, requests, strict=True):
+            assigned.append(result or _assign_one(request))
     except Exception:
-        # All or nothing: also undo what the kernel inserted in later indexes.
-        for done, request in zip([*assigned, *results[len(assigned) :]], requests, strict=True):
-            if done is not None:
-                request.owner.free(done.slots)
+        # All or nothing: also remove the IDs inserted in later indexes.
+        for result, request in zip([*assigned, *results[len(assigned) :]], requests, strict=True):
+            if result is not None:
+                request.owner.free(result.slots)
         raise
     return assigned
 

@@ -178,7 +178,7 @@ class Status(IntEnum):
     """Why a call changed nothing, as in csrc/index/hash_index.h."""
 
     NO_MEMORY = -1
-    DONE = 0
+    SUCCESS = 0
     NOT_ASCENDING = 1
     PRESENT = 2
     FULL = 3
@@ -274,7 +274,7 @@ def free(indexes: Sequence[NaiveIndex], slots: Sequence[Tensor]) -> list[Tensor 
         if isinstance(results[number], Tensor) and len(set(index_slots.tolist())) < len(index_slots):
             results[number] = Status.REPEATS
     if not all(isinstance(ids, Tensor) for ids in results):
-        return [ids if isinstance(ids, Status) else Status.DONE for ids in results]
+        return [ids if isinstance(ids, Status) else Status.SUCCESS for ids in results]
     for index, ids in zip(indexes, results, strict=True):
         assert isinstance(ids, Tensor)
         index.remove(ids)

@@ -4,16 +4,13 @@ Also available as ``torch.ops.meshrec.<name>``. ``naive.py`` documents the tenso
 without a kernel.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from meshrec.ops import operators
-from meshrec.ops.jagged import (
-    autograd,  # noqa: F401 - registers the gradients
-    fakes,  # noqa: F401 - registers the shapes
-    naive,  # noqa: F401 - registers the ops in plain torch
-)
+from meshrec.ops.jagged import naive  # noqa: F401 - registers the ops in plain torch
 
 __all__ = ["Permuted", "lengths_to_offsets", "permute_jagged"]
 
@@ -26,15 +23,14 @@ class Permuted(NamedTuple):
     weights: Tensor | None
 
 
-def lengths_to_offsets(lengths: Tensor) -> Tensor:
-    """Return the offsets [B+1] for lengths [B]: cumulative sums with a leading 0, in the same dtype.
+# Without an intermediate call, because every batch passes here.
+lengths_to_offsets: Callable[[Tensor], Tensor] = operators.lengths_to_offsets
+"""Return the offsets [B+1] for lengths [B]: cumulative sums with a leading 0, in the same dtype.
 
-    Example::
+Example::
 
-        assert lengths_to_offsets(torch.tensor([2, 0, 3])).tolist() == [0, 2, 2, 5]
-    """
-    offsets: Tensor = operators.lengths_to_offsets(lengths)
-    return offsets
+    assert lengths_to_offsets(torch.tensor([2, 0, 3])).tolist() == [0, 2, 2, 5]
+"""
 
 
 def permute_jagged(

@@ -5,9 +5,12 @@ then key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag per
 per key.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.library import implement
 
 _LENGTH_DTYPES = (torch.int32, torch.int64)
@@ -138,3 +141,57 @@ def _num_rows(tensor: Tensor, name: str) -> int:
 
 
 implement([lengths_to_offsets, permute_jagged])
+
+
+# Shapes for tracing, and gradients, shared by all kernels.
+
+
+def _fake_lengths_to_offsets(lengths: Tensor) -> Tensor:
+    return lengths.new_empty(lengths.numel() + 1)
+
+
+def _fake_permute_jagged(order: list[int], num_keys: int, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lengths, values, weights, _, num_bags, num_values = arguments
+    return (
+        lengths.new_empty(num_bags),
+        values.new_empty(num_values, *values.shape[1:]),
+        no_weights(values) if weights is None else weights.new_empty(num_values, *weights.shape[1:]),
+    )
+
+
+for _name, _fake in (
+    ("lengths_to_offsets", _fake_lengths_to_offsets),
+    ("permute_jagged", _fake_permute_jagged),
+):
+    torch.library.register_fake(f"meshrec::{_name}", _fake)
+
+
+def _permute_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.order, ctx.num_keys, lengths, values, weights, segments, ctx.num_bags, ctx.num_values = inputs
+    ctx.save_for_backward(lengths, segments)
+    ctx.values_shape = values.shape
+    ctx.weights_shape = None if weights is None else weights.shape
+
+
+def _permute_backward(
+    ctx: Any, grad_lengths: Tensor, grad_values: Tensor | None, grad_weights: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    lengths, segments = ctx.saved_tensors
+    # Permuting positions gives the source of every result value. Recomputed here, because saving it would
+    # hold an int64 per value through the whole forward pass.
+    ids = torch.arange(ctx.values_shape[0], device=lengths.device)
+    _, sources, _ = operators.permute_jagged(
+        ctx.order, ctx.num_keys, lengths, ids, None, segments, ctx.num_bags, ctx.num_values
+    )
+
+    def _scatter(grad: Tensor | None, shape: torch.Size | None, needed: bool) -> Tensor | None:
+        if grad is None or shape is None or not needed:
+            return None
+        return grad.new_zeros(shape).index_add(0, sources, grad)
+
+    values_grad = _scatter(grad_values, ctx.values_shape, ctx.needs_input_grad[3])
+    weights_grad = _scatter(grad_weights, ctx.weights_shape, ctx.needs_input_grad[4])
+    return None, None, None, values_grad, weights_grad, None, None, None
+
+
+torch.library.register_autograd("meshrec::permute_jagged", _permute_backward, setup_context=_permute_context)

@@ -12,7 +12,6 @@ from torch import Tensor
 from meshrec.ops import operators
 from meshrec.ops.index import HashIndex
 from meshrec.ops.initial_rows import step_of
-from meshrec.ops.keyed import fakes  # noqa: F401 - registers the shape
 from meshrec.ops.keyed.naive import buckets_of, rows_of
 from meshrec.ops.tbe import LookupOptions, Lookups
 

@@ -226,3 +226,20 @@ def _find_rows(
 
 
 implement([keyed_forward, hashed_forward])
+
+
+# Shapes for tracing.
+
+
+def _fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
+    lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
+    return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)
+
+
+def _fake_hashed(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
+    out = _fake(weights, bits, *arguments)
+    return out, torch.empty(1, dtype=torch.int64)
+
+
+torch.library.register_fake("meshrec::keyed_forward", _fake)
+torch.library.register_fake("meshrec::hashed_forward", _fake_hashed)

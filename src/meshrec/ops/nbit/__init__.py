@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops import operators
-from meshrec.ops.nbit import (
-    autograd,  # noqa: F401 - registers the refusal to train
-    fakes,  # noqa: F401 - registers the shapes
-    triton,  # noqa: F401 - registers the lookup for GPUs
-)
+from meshrec.ops.nbit import triton  # noqa: F401 - registers the lookup for GPUs
 from meshrec.ops.nbit.naive import BITS, PARAM_BYTES, code_bytes, params_of, row_bytes
 from meshrec.ops.tbe import LookupOptions, Lookups
 

@@ -10,10 +10,10 @@ scale is ``(maximum - bias) / (2^bits - 1)`` in fp16, or 1 if that is 0. A code 
 scale)``, clamped and rounded to nearest even.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from meshrec.ops.library import implement
 from meshrec.ops.tbe import Lookups
@@ -205,3 +205,36 @@ def _check_bits(bits: int) -> None:
 
 
 implement([nbit_quantize, nbit_dequantize, nbit_forward])
+
+
+# Shapes for tracing, and the refusal to train.
+
+
+def _quantize_fake(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
+    num_rows, dim = weight.shape
+    return weight.new_empty([num_rows, row_bytes(dim, bits)], dtype=torch.uint8)
+
+
+def _dequantize_fake(rows: Tensor, bits: int, dim: int | SymInt) -> Tensor:
+    return rows.new_empty([rows.shape[0], dim], dtype=torch.float32)
+
+
+def _forward_fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
+    lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
+    return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)
+
+
+def _refuse(ctx: Any, grad: Tensor) -> NoReturn:
+    raise ValueError(
+        "quantised tables are for inference: a lookup in them has no gradient. Train the model as it was "
+        "before meshrec.quant.quantize, or call this one under torch.no_grad()."
+    )
+
+
+for _name, _fake in (
+    ("nbit_quantize", _quantize_fake),
+    ("nbit_dequantize", _dequantize_fake),
+    ("nbit_forward", _forward_fake),
+):
+    torch.library.register_fake(f"meshrec::{_name}", _fake)
+torch.library.register_autograd("meshrec::nbit_forward", _refuse)

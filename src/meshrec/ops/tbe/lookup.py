@@ -9,8 +9,7 @@ from torch import Tensor
 
 from meshrec.ops import operators
 from meshrec.ops.tbe import (
-    autograd,  # noqa: F401 - registers the gradient of tbe_forward
-    fakes,  # noqa: F401 - registers the shapes
+    naive,  # noqa: F401 - registers the ops in plain torch, and their shapes and gradients
     reporting,  # noqa: F401 - registers report_clamped
     triton,  # noqa: F401 - registers the ops for GPUs
 )
@@ -147,6 +146,19 @@ class _FusedLookup(torch.autograd.Function):
         dense_tables: list[int],
         *dense_weights: Tensor,
     ) -> Tensor:
+        """Look up the rows.
+
+        Args:
+            ctx: holds the lookup for the backward pass.
+            anchor: makes the result require a gradient.
+            per_sample_weights: the weights in ``lookups``, for their gradient.
+            weights: ``[rows, D]`` per table.
+            lookups: the batch.
+            updater: receives the gradient.
+            options: output size and dtype, and whether to check IDs.
+            dense_tables: tables with ordinary gradients.
+            dense_weights: the weights of ``dense_tables``.
+        """
         # Not saved for backward, because the update intentionally modifies the weights in place. Other
         # in-place writes are detected by comparing versions, as torch does for saved tensors.
         ctx.weights, ctx.lookups, ctx.updater, ctx.dense_tables = weights, lookups, updater, dense_tables

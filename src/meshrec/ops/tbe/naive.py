@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshrec.ops import operators
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.formulas import Hyper, formula_of
 from meshrec.ops.tbe.layout import (
@@ -362,3 +363,89 @@ implement(
         clamp_ids,
     ]
 )
+
+
+# Shapes for tracing, and the gradient of the lookup, shared by all kernels.
+
+
+def _forward_fake(weights: list[Tensor], values: Tensor, *arguments: Any) -> Tensor:
+    tables, _, flat, out_size, out_dtype, *_ = arguments[5:]
+    shape = [out_size] if flat else [out_size, sum(weights[table].shape[1] for table in tables)]
+    return values.new_empty(shape, dtype=out_dtype)
+
+
+def _sparse_grad_fake(grad: Tensor, *arguments: Any) -> list[Tensor]:
+    lookups, (num_rows,) = Lookups.split(arguments)
+    values, tables, dims = lookups.values, lookups.tables, lookups.dims
+    context = torch.library.get_ctx()
+    result: list[Tensor] = []
+    for table in range(len(num_rows)):
+        read = table in tables
+        num_touched = context.new_dynamic_size() if read else 0
+        dim = dims[tables.index(table)] if read else 0
+        result.append(values.new_empty([num_touched], dtype=torch.int64))
+        result.append(grad.new_empty([num_touched, dim], dtype=torch.float32))
+    return result
+
+
+def _row_squares_fake(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    context, num_tables = torch.library.get_ctx(), len(args[-1])
+    squares = grad.new_empty([context.new_dynamic_size()], dtype=torch.float32)
+    counts = torch.empty([num_tables], dtype=torch.int64)
+    return squares, counts, grad.new_empty([context.new_dynamic_size()], dtype=torch.int64)
+
+
+def _dense_grad_fake(grad: Tensor, weights: list[Tensor], *args: Any) -> list[Tensor]:
+    return [weight.new_empty(weight.shape) for weight in weights]
+
+
+def _sample_weight_grad_fake(grad: Tensor, weights: list[Tensor], values: Tensor, *args: Any) -> Tensor:
+    return values.new_empty(values.shape, dtype=torch.float32)
+
+
+def _clamp_ids_fake(
+    values: Tensor, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: list[int], *args: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(values), values.new_empty([len(keys)], dtype=torch.int64)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weights, values, offsets, per_sample_weights, segments, *options = inputs
+    ctx.save_for_backward(values, offsets, per_sample_weights, segments, *weights)
+    num_keys, keys, tables, pooling, flat = options[:5]
+    ctx.lookups = num_keys, keys, tables, pooling, flat
+    ctx.dims = [weights[table].shape[1] for table in tables]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    values, offsets, per_sample_weights, segments, *weights = ctx.saved_tensors
+    weights_grad: list[Tensor | None] = [None] * len(weights)
+    sample_grad = None
+    if any(ctx.needs_input_grad[0]):
+        dense = operators.tbe_dense_grad(
+            grad, weights, values, offsets, per_sample_weights, segments, *ctx.lookups, ctx.dims
+        )
+        needed = ctx.needs_input_grad[0]
+        weights_grad = [gradient if need else None for gradient, need in zip(dense, needed, strict=True)]
+    if ctx.needs_input_grad[3]:
+        sample_grad = operators.tbe_sample_weight_grad(
+            grad, weights, values, offsets, segments, *ctx.lookups, ctx.dims
+        ).to(per_sample_weights.dtype)
+    return (weights_grad, None, None, sample_grad, *[None] * 10)
+
+
+for _name, _fake in (
+    ("tbe_forward", _forward_fake),
+    ("tbe_update", lambda *_: None),
+    ("tbe_sparse_grad", _sparse_grad_fake),
+    ("tbe_row_squares", _row_squares_fake),
+    ("tbe_dense_grad", _dense_grad_fake),
+    ("tbe_sample_weight_grad", _sample_weight_grad_fake),
+    ("clamp_ids", _clamp_ids_fake),
+):
+    torch.library.register_fake(f"meshrec::{_name}", _fake)
+torch.library.register_autograd("meshrec::tbe_forward", _backward, setup_context=_save)
+
+# The update has no gradient. Without the fallthrough, torch inspects every argument tensor on every call.
+_registration = torch.library.Library("meshrec", "IMPL")
+_registration.impl("tbe_update", torch.library.fallthrough_kernel, "Autograd")

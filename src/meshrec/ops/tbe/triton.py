@@ -308,11 +308,11 @@ def _update_runs(
 
 def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
     """Expand mean squares per row to ``row_stats`` per entry, fp32 [E, 3]."""
-    _, order, run_numbers = runs.view(3, -1)
+    _, order, run_ids = runs.view(3, -1)
     stats = mean_squares.new_zeros(order.numel(), len(RowSum))
     if mean_squares.numel():
         # Padding entries come after the last run. Kernels do not read their values.
-        squares_by_entry = mean_squares[run_numbers.clamp(max=mean_squares.numel() - 1)]
+        squares_by_entry = mean_squares[run_ids.clamp(max=mean_squares.numel() - 1)]
         stats[:, int(RowSum.GRADIENT)].index_copy_(0, order, squares_by_entry)
     return stats
 
@@ -324,10 +324,10 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``naive.tbe_row_squares``. The runs hold row, order and run number per entry."""
-    summed, entries, run_numbers = _summed_rows(grad, *Lookups.split(arguments))
+    summed, entries, run_ids = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
     counts = torch.tensor([len(table_squares) for table_squares in squares], dtype=torch.int64)
-    return torch.cat(squares), counts, torch.cat([entries.rows.long(), entries.order, run_numbers])
+    return torch.cat(squares), counts, torch.cat([entries.rows.long(), entries.order, run_ids])
 
 
 def _summed_rows(
@@ -361,8 +361,8 @@ def _summed_rows(
             [0] * num_tables, targets, widths, num_rows=num_rows, origins=[], device=device
         )
         table_of = torch.searchsorted(first_rows, entries.rows, right=True) - 1
-        run_numbers = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
-        _sum_runs(entries, fields, run_numbers, widths, dense=False)
+        run_ids = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
+        _sum_runs(entries, fields, run_ids, widths, dense=False)
     return result, entries, runs_before[1:] - 1
 
 
@@ -387,9 +387,7 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
 
 
-def _sum_runs(
-    entries: _Entries, fields: Tensor, run_numbers: Tensor, widths: list[int], *, dense: bool
-) -> None:
+def _sum_runs(entries: _Entries, fields: Tensor, run_ids: Tensor, widths: list[int], *, dense: bool) -> None:
     from meshrec.ops.tbe import triton_kernels
 
     num_entries, block = entries.rows.numel(), _block(widths)
@@ -399,7 +397,7 @@ def _sum_runs(
             *entries[:6],
             fields,
             entries.parts(fields, block),
-            run_numbers,
+            run_ids,
             num_entries,
             entries.end_of_rows,
             DENSE=dense,

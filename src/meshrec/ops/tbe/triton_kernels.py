@@ -397,7 +397,7 @@ def sum_runs(
     tables_of,
     tables,
     parts,
-    run_numbers,
+    run_ids,
     num_entries,
     end_of_rows,
     DENSE: tl.constexpr,
@@ -416,7 +416,7 @@ def sum_runs(
         tables_of: table per entry.
         tables: ``TABLE_FIELDS`` per table, int64; the state slots are the outputs.
         parts: sums of parts, from ``sum_parts``.
-        run_numbers: run number within the table, per entry. Unused with DENSE: the row is the output
+        run_ids: run number within the table, per entry. Unused with DENSE: the row is the output
             position.
         num_entries: number of entries.
         end_of_rows: row number of padding entries.
@@ -438,7 +438,7 @@ def sum_runs(
     if DENSE:
         target_row = local
     else:
-        target_row = tl.load(run_numbers + at, first, 0)
+        target_row = tl.load(run_ids + at, first, 0)
         tl.store(tl.load(fields + 2, first, 0).to(tl.pointer_type(tl.int64)) + target_row, local, first)
     sums = tl.load(fields + 1, first, 0).to(tl.pointer_type(tl.float32))
     elements = (sums + target_row * width)[:, None] + columns[None, :]

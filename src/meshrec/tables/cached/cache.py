@@ -89,11 +89,11 @@ class RowCache:
         """
         num_free = len(self.keys) - self._index.num_live
         victims = keys[:0]
-        if (wanted := len(keys) - num_free) > 0:
+        if (num_victims := len(keys) - num_free) > 0:
             # Free slots are not victims: mask them as pinned.
             stays = self.pins if num_free == 0 else self.pins.masked_fill(self.keys < 0, 1)
-            victims, self._hand = records.victims(self._counts, stays, self._hand, wanted)
-            if len(victims) < wanted:
+            victims, self._hand = records.victims(self._counts, stays, self._hand, num_victims)
+            if len(victims) < num_victims:
                 return None
         leaving = victims[self.dirty[victims]]
         old_keys, order = self.keys[leaving].sort()
@@ -144,8 +144,8 @@ def _copied(part: Tensor, slots: Tensor) -> Tensor:
     """Copy slots' rows in this thread."""
     # Reader and writer threads keep the processors busy, and a torch thread may wait milliseconds for
     # a processor.
-    found = part.new_empty(len(slots), *part.shape[1:])
+    copied = part.new_empty(len(slots), *part.shape[1:])
     rows = max(1, (_SERIAL_ELEMENTS - 1) // max(1, part[:1].numel()))
-    for to, some in zip(found.split(rows), slots.split(rows), strict=True):
+    for to, some in zip(copied.split(rows), slots.split(rows), strict=True):
         torch.index_select(part, 0, some, out=to)
-    return found
+    return copied

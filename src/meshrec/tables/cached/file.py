@@ -1,6 +1,6 @@
 """File for a table larger than memory: rows and optimizer state in fixed-width records.
 
-[Note: what the file of a table is worth]
+[Note: the scratch file of a table]
 
 The file belongs to a single process, in a scratch folder inside the folder that FileRows names. A resumed run
 writes a new file from its checkpoint, which has separate files. So the file is never the only copy of
@@ -43,16 +43,16 @@ class RowFile:
 
     Args:
         path: a new file, from `file_in`.
-        what: table name in messages.
+        label: table name in messages.
         part_bytes: bytes per row, by part.
         first_key: the first key.
         num_rows: number of rows.
     """
 
     def __init__(
-        self, path: Path, what: str, part_bytes: Sequence[int], *, first_key: int, num_rows: int
+        self, path: Path, label: str, part_bytes: Sequence[int], *, first_key: int, num_rows: int
     ) -> None:
-        self.path, self._what = path, what
+        self.path, self._label = path, label
         record = sum(part_bytes) + 4
         # Blocks are whole sectors, as O_DIRECT requires, and hold as many records as fit in a sector.
         per_block = max(1, _SECTOR // record)
@@ -121,27 +121,26 @@ class RowFile:
     def _error(self, cause: int, key: int, verb: str) -> RowFileError:
         if verb == "make":
             return RowFileError(
-                f"{self._what}: its file {self.path} cannot be made: {os.strerror(cause)}. Give FileRows a "
+                f"{self._label}: its file {self.path} cannot be made: {os.strerror(cause)}. Give FileRows a "
                 "folder of a disk with room that this process may write to."
             )
         position = self.layout.position(key)
         if cause in (records.DAMAGED, records.END_OF_FILE):
-            found = (
+            damage = (
                 "the checksum of its record differs" if cause == records.DAMAGED else "the file is shorter"
             )
             return RowFileError(
-                f"{self._what}: row {key} is damaged: {found} in the block at byte {position:,} of "
+                f"{self._label}: row {key} is damaged: {damage} in the block at byte {position:,} of "
                 f"{self.path}. "
                 "Check the disk, and resume from the last checkpoint, which writes the file anew."
             )
         reason = "no space is left on the disk" if cause == errno.ENOSPC else os.strerror(cause)
-        what = f"{self._what}: cannot {verb} row {key} at byte {position:,} of {self.path}: {reason}."
+        message = f"{self._label}: cannot {verb} row {key} at byte {position:,} of {self.path}: {reason}."
         if verb == "read":
-            return RowFileError(f"{what} Check the disk, and resume from the last checkpoint.")
+            return RowFileError(f"{message} Check the disk, and resume from the last checkpoint.")
         return RowFileError(
-            f"{what} No row is lost: what could not be written stays in memory. Free space on that disk and "
-            f"go "
-            "on, or resume from the last checkpoint with another path in FileRows."
+            f"{message} No row is lost: what could not be written stays in memory. Free space on that disk "
+            "and go on, or resume from the last checkpoint with another path in FileRows."
         )
 
 
@@ -167,12 +166,12 @@ def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
 
-def places_in(keys: Tensor, wanted: Tensor) -> Tensor:
+def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
     """Return the index of each requested key among ascending keys, int64 [N]; -1 if it is missing."""
     if len(keys) == 0:
-        return torch.full_like(wanted, -1)
-    places = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-    return torch.where(keys[places] == wanted, places, -1)
+        return torch.full_like(requested, -1)
+    positions = torch.searchsorted(keys, requested).clamp_(max=len(keys) - 1)
+    return torch.where(keys[positions] == requested, positions, -1)
 
 
 def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tensor]:

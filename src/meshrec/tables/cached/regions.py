@@ -27,10 +27,10 @@ class StoredRows:
     def make(self, regions: Iterable[int]) -> None:
         """Write regions with their initial values."""
 
-    def made_by(self, first: int, end: int) -> None:
+    def mark_written(self, first: int, end: int) -> None:
         """Mark all rows in [first, end) as written."""
 
-    def partly(self, first: int, end: int) -> list[int]:
+    def partly_covered(self, first: int, end: int) -> list[int]:
         """Return the regions to write before all rows in [first, end) are written."""
         return []
 
@@ -49,7 +49,7 @@ class StoredRows:
 class RowRegions(StoredRows):
     """Rows [r0, r1) in a file that stores only regions with requested rows.
 
-    See [Note: what the file of a table is worth] in ``file.py``.
+    See [Note: the scratch file of a table] in ``file.py``.
 
     Args:
         file: the file.
@@ -74,9 +74,9 @@ class RowRegions(StoredRows):
 
     def missing(self, keys: Tensor) -> list[int]:
         """Return the keys' regions that are not yet in the file."""
-        numbers = keys.div(self._region_rows, rounding_mode="floor").unique() - self._offset
-        found: list[int] = numbers[~self._is_written[numbers]].tolist()
-        return found
+        regions = keys.div(self._region_rows, rounding_mode="floor").unique() - self._offset
+        unwritten: list[int] = regions[~self._is_written[regions]].tolist()
+        return unwritten
 
     def make(self, regions: Iterable[int]) -> None:
         """Write regions with their initial values.
@@ -91,20 +91,20 @@ class RowRegions(StoredRows):
             # Only after the write succeeded: a failed region is written again.
             self._is_written[number] = True
 
-    def made_by(self, first: int, end: int) -> None:
+    def mark_written(self, first: int, end: int) -> None:
         """Mark all rows in [first, end) as written."""
         for number in self._within(first, end):
-            begin, last = self._span(number)
+            start, last = self._span(number)
             # Regions at either end may be covered only partly.
-            self._is_written[number] |= first <= begin and last <= end
+            self._is_written[number] |= first <= start and last <= end
 
-    def partly(self, first: int, end: int) -> list[int]:
+    def partly_covered(self, first: int, end: int) -> list[int]:
         """Return the unwritten regions only partly covered by [first, end)."""
         spans = [(number, *self._span(number)) for number in self._within(first, end)]
         return [
             number
-            for number, begin, last in spans
-            if not self._is_written[number] and (begin < first or end < last)
+            for number, start, last in spans
+            if not self._is_written[number] and (start < first or end < last)
         ]
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
@@ -118,34 +118,34 @@ class RowRegions(StoredRows):
         Raises:
             RowFileError: a record is damaged, or the disk fails.
         """
-        numbers = keys.div(self._region_rows, rounding_mode="floor") - self._offset
-        on_file = self._is_written[numbers]
+        regions = keys.div(self._region_rows, rounding_mode="floor") - self._offset
+        on_file = self._is_written[regions]
         self.file.read(keys[on_file], parts, slots[on_file])
         # Compute unwritten regions without writing them: a snapshot may read in a forked process.
-        for number in numbers[~on_file].unique().tolist():
+        for number in regions[~on_file].unique().tolist():
             first, end = self._span(number)
             rows = self.first_rows(first, end)
-            chosen = numbers == number
+            selected = regions == number
             for part, values in zip(parts, rows, strict=True):
-                part[slots[chosen]] = values[keys[chosen] - first]
+                part[slots[selected]] = values[keys[selected] - first]
 
     def first_rows(self, first: int, end: int) -> list[Tensor]:
         """Return initial row parts for [first, end)."""
         width = self._rectangle.c1 - self._rectangle.c0
-        found = memory_for([part for part, _ in self._parts], end - first, width)
-        for (_, value), tensor in zip(self._parts, found, strict=True):
+        parts = memory_for([part for part, _ in self._parts], end - first, width)
+        for (_, value), tensor in zip(self._parts, parts, strict=True):
             tensor.fill_(value)
-        names = {part.name: tensor for (part, _), tensor in zip(self._parts, found, strict=True)}
+        names = {part.name: tensor for (part, _), tensor in zip(self._parts, parts, strict=True)}
         for block in self.first((first, end)) if self.first is not None else ():
             assert isinstance(block.keys, range)
             for name, values in block.parts.items():
                 names[name][block.keys.start - first : block.keys.stop - first] = values
-        return found
+        return parts
 
     def _span(self, number: int) -> Span:
-        begin = (number + self._offset) * self._region_rows
+        start = (number + self._offset) * self._region_rows
         r = self._rectangle
-        return max(begin, r.r0), min(begin + self._region_rows, r.r1)
+        return max(start, r.r0), min(start + self._region_rows, r.r1)
 
     def _within(self, first: int, end: int) -> Iterator[int]:
         yield from range(

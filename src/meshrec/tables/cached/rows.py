@@ -95,13 +95,13 @@ class FileBackedRows(ExternalRows, DenseRows):
         _, r0, r1, c0, c1 = rectangle
         parts = parts_of(self, spec)
         name = re.sub(r"\W", "_", self.name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
-        what = f"table {self.name!r}"
+        label = f"table {self.name!r}"
         path = file_in(Path(self.options.path), name)
-        file = RowFile(path, what, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
+        file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
         # Regions match the blocks of ``initial_rows``, so a region draws only its own block.
         starts = _starts(parts, spec)
         stored = RowRegions(file, starts, rectangle, block_rows(*self.size))
-        return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=what)
+        return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=label)
 
     def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
         num_rows, dim = self.size

@@ -38,7 +38,7 @@ from torch import Tensor
 from meshrec.durable import Created
 from meshrec.ops import records
 from meshrec.tables.cached.cache import Misses, RowCache
-from meshrec.tables.cached.file import RowFileError, memory_for, places_in
+from meshrec.tables.cached.file import RowFileError, memory_for, positions_in
 from meshrec.tables.cached.regions import FirstBlocks, StoredRows
 from meshrec.tables.index import Pin, Resolved
 from meshrec.tables.streamed import streamed
@@ -67,7 +67,7 @@ class _Leaving(NamedTuple):
 
     def without(self, keys: Tensor) -> "_Leaving":
         """Return the rows whose keys are not among the ascending ``keys``."""
-        stays = places_in(keys, self.keys) < 0
+        stays = positions_in(keys, self.keys) < 0
         return (
             self if stays.all() else self._replace(keys=self.keys[stays], rows=[p[stays] for p in self.rows])
         )
@@ -172,7 +172,7 @@ class FileTable:
         self._cache = RowCache(self.parts, r.c1 - r.c0, num_slots=num_slots)
         self.stored = stored
         self._born = _Leaving(
-            torch.empty(0, dtype=torch.int64), memory_for(self.parts, 0, r.c1 - r.c0), _done()
+            torch.empty(0, dtype=torch.int64), memory_for(self.parts, 0, r.c1 - r.c0), _finished()
         )
         """New rows that a batch will bring to memory and that are not in the file."""
         # In write order: a later copy of a row must reach the file last.
@@ -182,7 +182,7 @@ class FileTable:
         self._lock = threading.RLock()
         self._workers = _Workers()
         # The reader runs reads in order, so the last read's end is the end of all reads.
-        self._last_read: Future[None] = _done()
+        self._last_read: Future[None] = _finished()
         self.counts = RowCounts()
 
     @property
@@ -205,7 +205,7 @@ class FileTable:
         """Key by slot."""
         return self._cache.keys
 
-    def begin_with(self, first: FirstBlocks) -> None:
+    def start_with(self, first: FirstBlocks) -> None:
         """Take initial values from ``first`` for rows never written, when they are needed."""
         self.stored.first = first
 
@@ -245,7 +245,7 @@ class FileTable:
             return Resolved(slots, RowsInFlight(self.rectangle[:3], cache, used, arrival))
 
     @torch.no_grad()
-    def begin(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
+    def start_rows(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
         """Give keys new rows, replacing any previous rows.
 
         Rows outside memory are stored separately until a batch resolves them, or until ``drop``.
@@ -268,7 +268,7 @@ class FileTable:
     def drop(self, keys: Tensor) -> None:
         """Remove rows, int64 [N] keys and ascending, that no batch in flight uses.
 
-        Nothing reads them before ``begin`` or ``load`` replaces them.
+        Nothing reads them before ``start_rows`` or ``load`` replaces them.
         """
         with self._lock:
             self._cache.drop(keys)
@@ -303,8 +303,8 @@ class FileTable:
             RowFileError: the file cannot be written or read.
         """
         for block in blocks:
-            for begin in range(0, len(block.keys), self._rows_per_block):
-                rows = slice(begin, begin + self._rows_per_block)
+            for start in range(0, len(block.keys), self._rows_per_block):
+                rows = slice(start, start + self._rows_per_block)
                 parts = {name: part[rows] for name, part in block.parts.items()}
                 with self._lock:
                     self._settle_reads()
@@ -328,15 +328,15 @@ class FileTable:
     def leave(self, snapshot: "RowLog") -> None:
         """Stop writing to a snapshot's log."""
         with self._guard():
-            self._snapshots = [each for each in self._snapshots if each is not snapshot]
+            self._snapshots = [log for log in self._snapshots if log is not snapshot]
             self._last_read.exception()  # a read in flight may write to the log
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
         """Split a key interval into row blocks."""
         r, step = self.rectangle, self._rows_per_block
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
-        for begin in range(first, end, step):
-            yield begin, min(begin + step, end)
+        for start in range(first, end, step):
+            yield start, min(start + step, end)
 
     def block_of(self, keys: range, parts: Sequence[Tensor], columns: Span | None) -> RowBlock:
         """Return a row block from row parts.
@@ -355,30 +355,30 @@ class FileTable:
         return RowBlock(keys, (low, high), named)
 
     @torch.no_grad()
-    def rows_at(self, keys: Tensor, known: Tensor | None = None) -> list[Tensor]:
+    def rows_at(self, keys: Tensor, unneeded: Tensor | None = None) -> list[Tensor]:
         """Return current row parts.
 
         Args:
             keys: int64 [N], ascending.
-            known: bool [N], keys whose rows are not needed; None: all are needed.
+            unneeded: bool [N], keys whose rows are not needed; None: all are needed.
         """
         with self._guard():
             self._settle_reads()
-            found = memory_for(self.parts, len(keys), self.rectangle.c1 - self.rectangle.c0)
-            wanted = torch.ones(len(keys), dtype=torch.bool) if known is None else ~known
+            parts = memory_for(self.parts, len(keys), self.rectangle.c1 - self.rectangle.c0)
+            absent = torch.ones(len(keys), dtype=torch.bool) if unneeded is None else ~unneeded
             slots = self._cache.find(keys)
             sources = [(slots, self._cache.memory)]
             # Newest copy first, then the file.
             copies = (self._born, *reversed(self._leaving))
-            sources += [(places_in(each.keys, keys), each.rows) for each in copies]
-            for places, rows in sources:
-                here = wanted & (places >= 0)
-                for to, part in zip(found, rows, strict=True):
-                    to[here] = part[places[here]]
-                wanted &= ~here
-            left = wanted.nonzero()[:, 0]
-            self.stored.read(keys[left], found, left)
-            return found
+            sources += [(positions_in(copy.keys, keys), copy.rows) for copy in copies]
+            for positions, rows in sources:
+                here = absent & (positions >= 0)
+                for to, part in zip(parts, rows, strict=True):
+                    to[here] = part[positions[here]]
+                absent &= ~here
+            left = absent.nonzero()[:, 0]
+            self.stored.read(keys[left], parts, left)
+            return parts
 
     def close(self) -> None:
         """Stop the threads and remove the file."""
@@ -430,14 +430,14 @@ class FileTable:
         Raises:
             RowFileError: rows cannot be written; they stay in memory.
         """
-        for each in self._leaving:
-            each.written.exception()
+        for leaving in self._leaving:
+            leaving.written.exception()
         again = False
         while self._leaving:
-            each = self._leaving[0]
-            again |= each.written.exception() is not None
+            leaving = self._leaving[0]
+            again |= leaving.written.exception() is not None
             if again:  # in order: a later copy of a row goes last
-                self._write(each.keys, each.rows)
+                self._write(leaving.keys, leaving.rows)
             self._leaving.popleft()
 
     def _write(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
@@ -469,22 +469,22 @@ class FileTable:
 
     def _from_copies(self, misses: Misses) -> Misses | None:
         """Take rows missing in the file from their copies; return the remaining rows."""
-        wanted = torch.ones(len(misses.keys), dtype=torch.bool)
-        for each in (self._born, *reversed(self._leaving)):
-            if each.keys is misses.old_keys:
+        absent = torch.ones(len(misses.keys), dtype=torch.bool)
+        for copy in (self._born, *reversed(self._leaving)):
+            if copy.keys is misses.old_keys:
                 continue
-            places = places_in(each.keys, misses.keys)
-            here = wanted & (places >= 0)
+            positions = positions_in(copy.keys, misses.keys)
+            here = absent & (positions >= 0)
             if not here.any():
                 continue
             self._last_read.exception()  # a read for an abandoned batch may go to these slots
-            for part, rows in zip(self._cache.memory, each.rows, strict=True):
-                part[misses.slots[here]] = rows[places[here]]
-            if each is self._born:
+            for part, rows in zip(self._cache.memory, copy.rows, strict=True):
+                part[misses.slots[here]] = rows[positions[here]]
+            if copy is self._born:
                 self._cache.dirty[misses.slots[here]] = True
-            wanted &= ~here
+            absent &= ~here
         self._born = self._born.without(misses.keys)
-        return misses._replace(keys=misses.keys[wanted], slots=misses.slots[wanted]) if wanted.any() else None
+        return misses._replace(keys=misses.keys[absent], slots=misses.slots[absent]) if absent.any() else None
 
     def _bring(self, reads: Misses | None, logs: "Sequence[tuple[RowLog, Tensor]]") -> None:
         """Read rows to their slots, and log rows before they change. Runs in the reader thread."""
@@ -511,7 +511,7 @@ class FileTable:
         # Snapshots need the old rows.
         self.log(keys)
         is_new = span is not None and is_whole  # then regions within it need no initial values
-        stored.make(stored.partly(span.start, span.stop) if span and is_new else stored.missing(keys))
+        stored.make(stored.partly_covered(span.start, span.stop) if span and is_new else stored.missing(keys))
         rows = memory_for(self.parts, len(keys), r.c1 - r.c0) if is_whole else self.rows_at(keys)
         low, high = block.columns[0] - r.c0, block.columns[1] - r.c0
         for part, tensor in zip(self.parts, rows, strict=True):
@@ -519,7 +519,7 @@ class FileTable:
                 (tensor if part.per_row else tensor[:, low:high]).copy_(block.parts[part.name])
         stored.file.write(keys, rows, torch.arange(len(keys)))
         if span is not None:
-            stored.made_by(span.start, span.stop)
+            stored.mark_written(span.start, span.stop)
         self._born = self._born.without(keys)
         slots = self._cache.find(keys)
         here = slots >= 0
@@ -559,9 +559,9 @@ class RowLog:
             train: whether the batch may change rows.
         """
         self._is_logged[new] = False
-        found = slots[~self._is_logged[slots]] if train else slots[:0]
-        self._is_logged[found] = True
-        return found
+        unlogged = slots[~self._is_logged[slots]] if train else slots[:0]
+        self._is_logged[unlogged] = True
+        return unlogged
 
     def append(self, keys: Tensor, memory: Sequence[Tensor], slots: Tensor) -> None:
         """Write rows to the log.
@@ -574,9 +574,9 @@ class RowLog:
         Raises:
             RowFileError: the disk is full, or fails.
         """
-        places = torch.arange(self._num_rows, self._num_rows + len(slots))
+        entries = torch.arange(self._num_rows, self._num_rows + len(slots))
         # In order: the file never has a later row without all earlier rows.
-        failures = records.write(self._file, self._layout, places, [keys, *memory], slots)
+        failures = records.write(self._file, self._layout, entries, [keys, *memory], slots)
         if len(failures):
             cause = os.strerror(int(failures[0, 1]))
             raise RowFileError(
@@ -619,34 +619,34 @@ class RowLog:
         """Return every key's first log entry; -1 for keys without an entry."""
         with suppress(FileNotFoundError):
             self._catch_up()
-        places = places_in(keys, self._seen)
-        here = (places >= 0).nonzero()[:, 0]
+        positions = positions_in(keys, self._seen)
+        here = (positions >= 0).nonzero()[:, 0]
         none = len(self._seen)
         # The first entry counts: later entries have rows changed after the mark.
-        found = torch.full_like(keys, none).scatter_reduce_(0, places[here], here, "amin")
-        return torch.where(found < none, found, -1)
+        first_entries = torch.full_like(keys, none).scatter_reduce_(0, positions[here], here, "amin")
+        return torch.where(first_entries < none, first_entries, -1)
 
     def _catch_up(self) -> None:
         count = os.stat(self._path).st_size // self._layout.block_bytes
-        places = torch.arange(len(self._seen), count)
-        if len(places):
-            found, _ = self._read(places)
-            self._seen = torch.cat([self._seen, found])
+        entries = torch.arange(len(self._seen), count)
+        if len(entries):
+            new_keys, _ = self._read(entries)
+            self._seen = torch.cat([self._seen, new_keys])
 
-    def _read(self, places: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _read(self, entries: Tensor) -> tuple[Tensor, list[Tensor]]:
         kinds, width = self._parts
-        keys, rows = torch.empty(len(places), dtype=torch.int64), memory_for(kinds, len(places), width)
-        if len(places):
+        keys, rows = torch.empty(len(entries), dtype=torch.int64), memory_for(kinds, len(entries), width)
+        if len(entries):
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                here = torch.arange(len(places))
-                failures = records.read(file, self._layout, places, [keys, *rows], here)
+                here = torch.arange(len(entries))
+                failures = records.read(file, self._layout, entries, [keys, *rows], here)
             finally:
                 os.close(file)
             if len(failures):
                 raise RowFileError(
                     f"{self._path}, the log of rows that change while a checkpoint is written, is damaged at "
-                    f"entry {int(places[failures[0, 0]])}. The checkpoint before this one stays; check the "
+                    f"entry {int(entries[failures[0, 0]])}. The checkpoint before this one stays; check the "
                     f"disk."
                 )
         return keys, rows
@@ -658,7 +658,7 @@ def _remove(file: int, created: Created, owner: int) -> None:
         created.remove()
 
 
-def _done() -> "Future[None]":
+def _finished() -> "Future[None]":
     future: Future[None] = Future()
     future.set_result(None)
     return future

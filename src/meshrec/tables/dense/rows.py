@@ -68,8 +68,8 @@ class DenseRows:
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
         return [rows]
 
-    def encode(self, numbers: Tensor) -> Tensor:
-        return numbers.to(self.dtype)
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,6 @@ class QuantisedRows:
         codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]
         return [codes, params[:, 0], params[:, 1]]
 
-    def encode(self, numbers: Tensor) -> Tensor:
+    def encode(self, values: Tensor) -> Tensor:
         """Convert the rows to codes with FBGEMM's rounding."""
-        return nbit.quantize(numbers, self.bits)
+        return nbit.quantize(values, self.bits)

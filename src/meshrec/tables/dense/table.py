@@ -50,8 +50,8 @@ class FixedTable:
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the memory."""
         c0, c1 = self.rectangle.columns
-        found = [*self._packing.storage.parts(self.rows.detach(), c1 - c0), *self.state]
-        return {part.name: tensor for part, tensor in zip(self.parts, found, strict=True)}
+        tensors = [*self._packing.storage.parts(self.rows.detach(), c1 - c0), *self.state]
+        return {part.name: tensor for part, tensor in zip(self.parts, tensors, strict=True)}
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
         """Stream the memory as a single block."""

@@ -100,17 +100,17 @@ class ExactCounts(AdmissionCounts):
             counts: occurrences in this update, int64 [N].
             admitted: bool [N].
         """
-        known = self._slots.find(keys) >= 0
-        if bool((gone := known & admitted).any()):
-            self._counts[self._slots.remove(keys[gone])] = 0
+        is_counted = self._slots.find(keys) >= 0
+        if bool((is_finished := is_counted & admitted).any()):
+            self._counts[self._slots.remove(keys[is_finished])] = 0
         waits = ~admitted
         self._add(keys[waits], counts[waits])
 
     @override
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        found, slots = self._slots.items()
-        inside = in_span(found, keys)
-        yield found[inside], self._counts[slots[inside]]
+        all_keys, slots = self._slots.items()
+        inside = in_span(all_keys, keys)
+        yield all_keys[inside], self._counts[slots[inside]]
 
     @override
     def load(self, keys: Tensor, counts: Tensor) -> None:
@@ -122,9 +122,9 @@ class ExactCounts(AdmissionCounts):
 
     def _so_far(self, keys: Tensor) -> Tensor:
         slots = self._slots.find(keys)
-        found = torch.zeros_like(keys)
-        found[slots >= 0] = self._counts[slots[slots >= 0]]
-        return found
+        counts = torch.zeros_like(keys)
+        counts[slots >= 0] = self._counts[slots[slots >= 0]]
+        return counts
 
     def _add(self, keys: Tensor, counts: Tensor) -> None:
         slots = self._slots.find(keys)
@@ -171,9 +171,9 @@ class CountMinSketch(AdmissionCounts):
         words = self._cells.view(torch.int64)
         used = words.nonzero()[:, 0]
         per_row = self._num_cells // _WORD
-        found = first_keys(used // per_row + self._first, self._max_rows) + used % per_row
-        inside = in_span(found, keys)
-        yield found[inside], words[used[inside]]
+        all_keys = first_keys(used // per_row + self._first, self._max_rows) + used % per_row
+        inside = in_span(all_keys, keys)
+        yield all_keys[inside], words[used[inside]]
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
         """Copy words from ``stream`` into the cells, except words that fit only a larger sketch."""
@@ -193,9 +193,9 @@ class CountMinSketch(AdmissionCounts):
     def _added(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cells by ID, [N, C], and the whole update's counts in these cells."""
         bits = mix(keys, self._seed)
-        own = (bucket_of(keys, self._max_rows) - self._first) * self._num_cells
-        chosen = [((bits >> (16 * c)) & 0xFFFF) % self._num_cells for c in range(_CELLS)]
-        cells_NC = own[:, None] + torch.stack(chosen, 1)
+        first_cells = (bucket_of(keys, self._max_rows) - self._first) * self._num_cells
+        offsets = [((bits >> (16 * c)) & 0xFFFF) % self._num_cells for c in range(_CELLS)]
+        cells_NC = first_cells[:, None] + torch.stack(offsets, 1)
         distinct, inverse = torch.unique(cells_NC, return_inverse=True)
         sums = torch.zeros_like(distinct)
         # An ID that hashes to a cell twice counts once there.
@@ -243,7 +243,7 @@ def _rows_of(span: Span, max_rows: int) -> Span:
 
 def parts_of(waiting: AdmissionCounts) -> dict[str, Tensor]:
     """Return the waiting IDs' counts for state dicts: ascending keys, and counts."""
-    found = list(waiting.stream())
+    blocks = list(waiting.stream())
     empty = torch.empty(0, dtype=torch.int64)
-    keys, counts = found[0] if found else (empty, empty)
+    keys, counts = blocks[0] if blocks else (empty, empty)
     return {"waiting_ids": keys, "waiting": counts}

@@ -40,10 +40,10 @@ def set_event_time(model: nn.Module, seconds: int) -> None:
         seconds: time of the batch's latest event, such as a Unix time.
     """
     for module in model.modules():
-        own = getattr(module, "admission_evictions", None) or getattr(
+        members = getattr(module, "admission_evictions", None) or getattr(
             getattr(module, "tables", None), "admission_evictions", None
         )
-        for admission_eviction in own or ():
+        for admission_eviction in members or ():
             admission_eviction.seconds = max(admission_eviction.seconds, int(seconds))
 
 
@@ -60,7 +60,7 @@ class RowChanges(NamedTuple):
     """Occurrences in the update by ID in ``new``, int64 [U]."""
     admitted: Tensor | None
     """Whether an ID in ``new`` is admitted, bool [U]; None: all are."""
-    gone: Tensor
+    victims: Tensor
     """Slots to evict."""
     clock: Clock
     pins: Sequence[object]
@@ -69,7 +69,7 @@ class RowChanges(NamedTuple):
     num_admitted: int
     """Number of admitted IDs."""
 
-    def chosen(self, of_new: Tensor) -> Tensor:
+    def of_admitted(self, of_new: Tensor) -> Tensor:
         """Select the admitted IDs' values."""
         return of_new if self.num_admitted == len(of_new) else of_new[self.admitted]
 
@@ -139,48 +139,48 @@ class AdmissionEviction:
     def apply(self, decision: TableChanges) -> None:
         """Admit and evict rows. The caller updates the rows afterward."""
         due, self.live = decision
-        forget_rows((self.tables[i], each.gone, each.pins) for i, each in due.items())
+        forget_rows((self.tables[i], changes.victims, changes.pins) for i, changes in due.items())
         with Fills() as fills:
-            for i, each in due.items():
+            for i, changes in due.items():
                 table, report = self.tables[i], self.tables[i].accounting.report
-                if each.admitted is not None and len(each.new):
-                    table.admission_counts.count(each.keys, each.counts, each.admitted)
-                table.revive(each.chosen(each.new), fills)
-                report.evicted += len(each.gone)
-                report.new += each.num_admitted
-                report.refused += len(each.new) - each.num_admitted
+                if changes.admitted is not None and len(changes.new):
+                    table.admission_counts.count(changes.keys, changes.counts, changes.admitted)
+                table.revive(changes.of_admitted(changes.new), fills)
+                report.evicted += len(changes.victims)
+                report.new += changes.num_admitted
+                report.refused += len(changes.new) - changes.num_admitted
         with Fills() as fills:
-            for i, each in due.items():
+            for i, changes in due.items():
                 memory, policy = self.tables[i].memory, self.tables[i].storage.keys.evict
                 if policy is not None:
-                    is_whole = each.num_admitted == len(each.new)
-                    used = each.slots if is_whole else each.slots[memory[ALIVE][each.slots]]
-                    policy.use(memory, used, each.clock, fills)
+                    is_whole = changes.num_admitted == len(changes.new)
+                    used = changes.slots if is_whole else changes.slots[memory[ALIVE][changes.slots]]
+                    policy.use(memory, used, changes.clock, fills)
 
     def finish(self, decision: TableChanges) -> None:
         """Reset rejected IDs' rows to their initial values, after the update."""
         with Fills() as fills:
-            for i, each in decision.due.items():
-                if each.admitted is not None and each.num_admitted < len(each.new):
-                    self.tables[i].reset(each.new[~each.admitted], fills)
+            for i, changes in decision.due.items():
+                if changes.admitted is not None and changes.num_admitted < len(changes.new):
+                    self.tables[i].reset(changes.new[~changes.admitted], fills)
 
     def _counted(self, due: Mapping[int, RowChanges]) -> dict[int, list[int]]:
         """Return the future row counts by table and interval, over all ranks."""
         sizes = [len(spans) for spans in self.intervals.values()]
-        own = [0] * sum(sizes)
-        begins = dict(zip(self.intervals, itertools.accumulate(sizes, initial=0), strict=False))
+        counts = [0] * sum(sizes)
+        starts = dict(zip(self.intervals, itertools.accumulate(sizes, initial=0), strict=False))
         for i, table in self.tables.items():
             r = table.rectangle
             # Count a row once: only in the rectangle with column 0.
             if r.c0 == 0:
                 inside = [
-                    (begins[r.table] + number, span)
+                    (starts[r.table] + number, span)
                     for number, span in enumerate(self.intervals[r.table])
                     if r.r0 <= span[0] and span[1] <= r.r1
                 ]
-                for place, span in inside:
-                    own[place] = _num_rows(table, due.get(i), None if len(inside) == 1 else span)
-        total = iter(self._ranks.sum(torch.tensor(own, dtype=torch.int64)).tolist())
+                for position, span in inside:
+                    counts[position] = _num_rows(table, due.get(i), None if len(inside) == 1 else span)
+        total = iter(self._ranks.sum(torch.tensor(counts, dtype=torch.int64)).tolist())
         return {table: list(itertools.islice(total, len(spans))) for table, spans in self.intervals.items()}
 
     def _latest(self) -> int:
@@ -189,9 +189,9 @@ class AdmissionEviction:
         if not any(isinstance(policy, TTL) and policy.seconds is not None for policy in policies):
             return 0
         # A maximum through a sum: every rank fills its own entry.
-        own = torch.zeros(self._ranks.size, dtype=torch.int64)
-        own[self._ranks.rank] = self.seconds
-        return int(self._ranks.sum(own).max())
+        times = torch.zeros(self._ranks.size, dtype=torch.int64)
+        times[self._ranks.rank] = self.seconds
+        return int(self._ranks.sum(times).max())
 
     def _with_room(
         self, totals: Mapping[int, int], due: Mapping[int, RowChanges], clocks: Mapping[int, Clock]
@@ -205,46 +205,46 @@ class AdmissionEviction:
         """
         requests = {}
         for table, total in totals.items():
-            storage, most = self.storages[table], self.storages[table].max_rows
+            storage, max_rows = self.storages[table], self.storages[table].max_rows
             if storage.keys.evict is None:
                 raise ValueError(
                     f"table {storage.name!r} is full: with the new IDs of this update it would have "
-                    f"{total:,} rows, and max_rows is {most:,}. Nothing was changed. Raise max_rows, or "
+                    f"{total:,} rows, and max_rows is {max_rows:,}. Nothing was changed. Raise max_rows, or "
                     "choose which rows go: Hashed(evict=LRU())."
                 )
             staying = {
-                i: InUpdate(each.slots, each.gone)
-                for i, each in due.items()
+                i: InUpdate(changes.slots, changes.victims)
+                for i, changes in due.items()
                 if self.tables[i].rectangle.table == table
             }
-            least = total - most
-            requests[table] = EvictionRequest(staying, clocks[table], least, least + most // _SLACK)
-        found = {}
-        for table, gone in self._evictions.choose(requests).items():
-            if isinstance(gone, int):
+            excess = total - max_rows
+            requests[table] = EvictionRequest(staying, clocks[table], excess, excess + max_rows // _SLACK)
+        new_changes = {}
+        for table, victims in self._evictions.choose(requests).items():
+            if isinstance(victims, int):
                 storage = self.storages[table]
                 raise ValueError(
-                    f"table {storage.name!r}: this update alone has {totals[table] - gone:,} distinct IDs "
+                    f"table {storage.name!r}: this update alone has {totals[table] - victims:,} distinct IDs "
                     f"that need a row, and max_rows is {storage.max_rows:,}. Nothing was changed. Raise "
                     "max_rows, or make batches smaller."
                 )
-            for i, slots in gone.items():
-                before = due[i].gone
-                found[i] = due[i]._replace(gone=torch.cat([before, slots]) if len(before) else slots)
-        return found
+            for i, slots in victims.items():
+                before = due[i].victims
+                new_changes[i] = due[i]._replace(victims=torch.cat([before, slots]) if len(before) else slots)
+        return new_changes
 
 
 def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> RowChanges:
-    own = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
-    slots = own[0].slots if len(own) == 1 else torch.cat([_NONE, *(pin.slots for pin in own)])
+    held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
+    slots = held[0].slots if len(held) == 1 else torch.cat([_NONE, *(pin.slots for pin in held)])
     alive, policy = table.memory[ALIVE], table.storage.keys.evict
     new = keys = counts = _NONE
     admitted = None
     if table.slots.num_live > table.num_alive:
-        fresh = own[0].fresh() if len(own) == 1 else None
+        fresh = held[0].fresh() if len(held) == 1 else None
         # Rows may have come alive since the batch was resolved.
         if fresh is not None and (
-            own[0].changes == table.accounting.changes or not bool(alive[fresh.slots].any())
+            held[0].changes == table.accounting.changes or not bool(alive[fresh.slots].any())
         ):
             new, keys, counts = fresh
         else:
@@ -253,15 +253,15 @@ def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> RowChanges
             keys, order = table.keys_of(new).sort()
             new, counts = new[order], counts[order]
         admitted = table.admission_counts.admits(keys, counts, clock.step)
-    gone = _NONE
-    over = None if policy is None else policy.expired(table.memory, clock)
-    if over is not None:
-        over &= alive
+    victims = _NONE
+    is_expired = None if policy is None else policy.expired(table.memory, clock)
+    if is_expired is not None:
+        is_expired &= alive
         # The update's own rows stay.
-        over[slots] = False
-        gone = over.nonzero()[:, 0]
+        is_expired[slots] = False
+        victims = is_expired.nonzero()[:, 0]
     num_admitted = len(new) if admitted is None else int(admitted.sum())
-    return RowChanges(slots, new, keys, counts, admitted, gone, clock, own, num_admitted)
+    return RowChanges(slots, new, keys, counts, admitted, victims, clock, held, num_admitted)
 
 
 def _num_rows(table: HashedTable, due: RowChanges | None, span: Span | None) -> int:
@@ -269,10 +269,10 @@ def _num_rows(table: HashedTable, due: RowChanges | None, span: Span | None) -> 
     if span is None:
         if due is None:
             return table.num_alive
-        return table.num_alive - len(due.gone) + due.num_admitted
+        return table.num_alive - len(due.victims) + due.num_admitted
     # Slow path: the rectangle spans several intervals.
     num = int(in_span(table.listed()[0], span).sum())
     if due is not None:
-        num -= int(in_span(table.keys_of(due.gone), span).sum())
-        num += int(in_span(due.chosen(due.keys), span).sum())
+        num -= int(in_span(table.keys_of(due.victims), span).sum())
+        num += int(in_span(due.of_admitted(due.keys), span).sum())
     return num

@@ -101,7 +101,7 @@ class InUpdate(NamedTuple):
 
     slots: Tensor
     """Slots for all IDs in the update, possibly repeated."""
-    gone: Tensor
+    evicted: Tensor
     """Slots evicted anyway."""
 
 
@@ -112,9 +112,9 @@ class EvictionRequest(NamedTuple):
     """Rows that stay, by rectangle."""
     clock: Clock
     """Update time."""
-    least: int
+    min_rows: int
     """Minimum number of rows to evict."""
-    wanted: int
+    max_rows: int
     """Number of rows to evict if enough candidates exist."""
 
 
@@ -128,10 +128,10 @@ class NextRows(NamedTuple):
 
     def at(self, positions: Tensor) -> "NextRows":
         """Return the rows at some positions."""
-        return NextRows(*(each.index_select(0, positions) for each in self))
+        return NextRows(*(part.index_select(0, positions) for part in self))
 
 
-class FoundRows(NamedTuple):
+class Candidates(NamedTuple):
     """A table's first victims."""
 
     rows: Mapping[int, NextRows]
@@ -140,7 +140,7 @@ class FoundRows(NamedTuple):
     """Number of rows over all ranks."""
 
 
-class KeptRows(NamedTuple):
+class CachedCandidates(NamedTuple):
     """A table's next victims, cached from a search."""
 
     rows: Mapping[int, NextRows]
@@ -167,11 +167,11 @@ class Evictions:
         self._passed: dict[int, tuple[int, int]] = {}
         """Score and key of the last evicted row, by table."""
         # From a search until the cached rows run out, rows are loaded, or ``forget``.
-        self._kept: dict[int, KeptRows] = {}
+        self._cached: dict[int, CachedCandidates] = {}
 
     def forget(self) -> None:
         """Forget the rows from earlier searches."""
-        self._passed, self._kept = {}, {}
+        self._passed, self._cached = {}, {}
 
     def choose(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
         """Select rows to evict. Collective.
@@ -179,63 +179,65 @@ class Evictions:
         Returns:
             Slots by table and rectangle, or by table the number of candidates if they are too few.
         """
-        chosen: dict[int, dict[int, Tensor] | int] = {}
-        found = self._left(requests)
+        victims: dict[int, dict[int, Tensor] | int] = {}
+        candidates = self._left(requests)
         for number, request in requests.items():
-            own = found[number]
-            if own.number < request.wanted:
-                own = self._searched(number, request)
-            is_enough = own.number >= request.least
-            chosen[number] = self._first(number, own, request.wanted) if is_enough else own.number
-        return chosen
+            rows = candidates[number]
+            if rows.number < request.max_rows:
+                rows = self._searched(number, request)
+            is_enough = rows.number >= request.min_rows
+            victims[number] = self._first(number, rows, request.max_rows) if is_enough else rows.number
+        return victims
 
-    def _left(self, requests: Mapping[int, EvictionRequest]) -> dict[int, FoundRows]:
+    def _left(self, requests: Mapping[int, EvictionRequest]) -> dict[int, Candidates]:
         """Return cached rows that may still be evicted. Collective."""
-        kept = {}
+        cached = {}
         for number, request in requests.items():
             time = self._time(number, request)
-            own = self._kept.pop(number, None)
+            searched = self._cached.pop(number, None)
             # Cached scores are valid only if time has not gone back.
-            if own is not None and time is not None and time >= own.time:
-                kept[number] = own
-        places = [(number, i) for number, own in kept.items() for i in own.rows]
-        updates = [requests[number].update[i] for number, i in places]
-        rows = [kept[number].rows[i] for number, i in places]
+            if searched is not None and time is not None and time >= searched.time:
+                cached[number] = searched
+        rectangles = [(number, i) for number, searched in cached.items() for i in searched.rows]
+        updates = [requests[number].update[i] for number, i in rectangles]
+        rows = [cached[number].rows[i] for number, i in rectangles]
         *positions, skipped = first_left(
-            [each.scores for each in rows],
-            [each.slots for each in rows],
-            [self._scores(i, requests[number].clock) for number, i in places],
-            [self._tables[i].memory[ALIVE] for _, i in places],
-            [each.slots for each in updates],
-            [each.gone for each in updates],
-            [requests[number].wanted for number, _ in places],
+            [ordered.scores for ordered in rows],
+            [ordered.slots for ordered in rows],
+            [self._scores(i, requests[number].clock) for number, i in rectangles],
+            [self._tables[i].memory[ALIVE] for _, i in rectangles],
+            [update.slots for update in updates],
+            [update.evicted for update in updates],
+            [requests[number].max_rows for number, _ in rectangles],
         )
         left: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
-        found: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
-        for (number, i), each, own, num in zip(places, rows, positions, skipped.tolist(), strict=True):
-            found[number][i] = each.at(own)
-            left[number][i] = NextRows(each.scores[num:], each.slots[num:])
+        candidates: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
+        for (number, i), ordered, unchanged, num in zip(
+            rectangles, rows, positions, skipped.tolist(), strict=True
+        ):
+            candidates[number][i] = ordered.at(unchanged)
+            left[number][i] = NextRows(ordered.scores[num:], ordered.slots[num:])
         counts = torch.zeros(2, len(requests), dtype=torch.int64)
-        for place, (number, chosen) in enumerate(found.items()):
-            counts[0, place] = self._count(chosen)
-            if number in kept:
+        for column, (number, table_rows) in enumerate(candidates.items()):
+            counts[0, column] = self._count(table_rows)
+            if number in cached:
                 # Stale on any rank means stale on all ranks, which must search together.
-                counts[1, place] = kept[number].loads != self._loads(chosen)
+                counts[1, column] = cached[number].loads != self._loads(table_rows)
         totals, num_stale = self._ranks.sum(counts.view(-1)).view(2, -1).tolist()
         result = {}
         for number, total, is_stale in zip(requests, totals, num_stale, strict=True):
-            result[number] = FoundRows(found[number], 0 if is_stale else total)
-            if number in kept and not is_stale:
-                self._kept[number] = kept[number]._replace(rows=left[number])
+            result[number] = Candidates(candidates[number], 0 if is_stale else total)
+            if number in cached and not is_stale:
+                self._cached[number] = cached[number]._replace(rows=left[number])
         return result
 
-    def _searched(self, number: int, request: EvictionRequest) -> FoundRows:
+    def _searched(self, number: int, request: EvictionRequest) -> Candidates:
         """Find candidates: at least the requested number, or all. Cache the rows for later evictions.
         Collective.
         """
-        time, wanted = self._time(number, request), request.wanted
+        time, num_rows = self._time(number, request), request.max_rows
         judged = self._judged(number, request, with_update=time is not None)
-        owned = [each for i, each in judged.items() if self._counts(i)]
+        owned = [part for i, part in judged.items() if self._counts(i)]
         spread = range_of(owned, self._ranks)
         if time is not None:
             # Stagger the tables: first searches serve different numbers of evictions, so later
@@ -244,21 +246,21 @@ class Evictions:
             if spread.least >= time:
                 num_times = 1  # none may be cached
             num_staying = sum(
-                len(each.slots) + len(each.gone) for i, each in request.update.items() if self._counts(i)
+                len(part.slots) + len(part.evicted) for i, part in request.update.items() if self._counts(i)
             )
-            wanted = num_times * wanted + int(self._ranks.sum(torch.tensor([num_staying])))
-        wanted = min(wanted, spread.number)
-        if wanted == 0:
-            return FoundRows(dict.fromkeys(judged, NextRows(_NONE, _NONE)), 0)
-        last = nth(owned, wanted, spread, self._ranks)
-        rows = self._up_to(number, judged, last, wanted - last.below)
+            num_rows = num_times * num_rows + int(self._ranks.sum(torch.tensor([num_staying])))
+        num_rows = min(num_rows, spread.number)
+        if num_rows == 0:
+            return Candidates(dict.fromkeys(judged, NextRows(_NONE, _NONE)), 0)
+        last = nth(owned, num_rows, spread, self._ranks)
+        rows = self._up_to(number, judged, last, num_rows - last.below)
         if time is None:
-            return FoundRows(rows, int(self._ranks.sum(torch.tensor([self._count(rows)]))))
-        self._kept[number] = KeptRows(rows, time, self._loads(rows))
-        found = self._left({number: request})[number]
+            return Candidates(rows, int(self._ranks.sum(torch.tensor([self._count(rows)]))))
+        self._cached[number] = CachedCandidates(rows, time, self._loads(rows))
+        candidates = self._left({number: request})[number]
         if last.value >= time:
-            self._kept.pop(number, None)
-        return found
+            self._cached.pop(number, None)
+        return candidates
 
     def _time(self, number: int, request: EvictionRequest) -> int | None:
         """Return the score for rows used now, if a search may also serve later evictions."""
@@ -276,7 +278,7 @@ class Evictions:
 
     def _count(self, rows: Mapping[int, NextRows]) -> int:
         """Return the number of local rows that are counted."""
-        return sum(len(own.slots) for i, own in rows.items() if self._counts(i))
+        return sum(len(ordered.slots) for i, ordered in rows.items() if self._counts(i))
 
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:
         """Return scores by slot, for a policy without row reads."""
@@ -297,12 +299,12 @@ class Evictions:
         marks = {
             i: self._tables[i].memory[ALIVE][: self._tables[i].slots.num_slots]
             if with_update
-            else _candidates(self._tables[i], each)
-            for i, each in request.update.items()
+            else _candidates(self._tables[i], update)
+            for i, update in request.update.items()
         }
         if not policy.needs_rows:
-            return {i: SlotScores(self._scores(i, request.clock), own) for i, own in marks.items()}
-        slots = {i: own.nonzero()[:, 0] for i, own in marks.items()}
+            return {i: SlotScores(self._scores(i, request.clock), marked) for i, marked in marks.items()}
+        slots = {i: marked.nonzero()[:, 0] for i, marked in marks.items()}
         sums = []
         for i, candidates in slots.items():
             table, scores = self._tables[i], [_NONE]
@@ -313,11 +315,11 @@ class Evictions:
                 )
                 scores.append(policy.scores(rows, request.clock))
             sums.append(torch.cat(scores))
-        found = {}
-        for (i, own), own_sums in zip(marks.items(), self._ranks.row_sums(number, sums), strict=True):
-            by_slot = torch.zeros(len(own), dtype=torch.int64).index_copy_(0, slots[i], own_sums)
-            found[i] = SlotScores(by_slot, own)
-        return found
+        by_rectangle = {}
+        for (i, marked), row_sums in zip(marks.items(), self._ranks.row_sums(number, sums), strict=True):
+            by_slot = torch.zeros(len(marked), dtype=torch.int64).index_copy_(0, slots[i], row_sums)
+            by_rectangle[i] = SlotScores(by_slot, marked)
+        return by_rectangle
 
     def _up_to(
         self, number: int, judged: Mapping[int, SlotScores], last: Nth, num_tied: int
@@ -331,13 +333,13 @@ class Evictions:
             bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
         # With many ties, first try a key bound that saves sorting them all.
         for bound in bounds:
-            found = {i: _rows_up_to(self._tables[i], each, last, bound) for i, each in judged.items()}
+            rows = {i: _rows_up_to(self._tables[i], scores, last, bound) for i, scores in judged.items()}
             if bound == _LAST_KEY:
                 break
-            own = torch.tensor([self._count(found)])
-            if int(self._ranks.sum(own)) >= last.below + num_tied:
+            count = torch.tensor([self._count(rows)])
+            if int(self._ranks.sum(count)) >= last.below + num_tied:
                 break
-        return found
+        return rows
 
     def _likely_bound(self, number: int, last: Nth, num_tied: int) -> int:
         """Return a key with probably at least ``num_tied`` tied rows at or below it, but not many more.
@@ -347,38 +349,41 @@ class Evictions:
         score, key = self._passed.get(number, (last.value, FIRST_KEY))
         first = key if score == last.value else FIRST_KEY
         # About eight standard deviations above the mean, so a second pass is rare.
-        wanted = num_tied + 8 * math.isqrt(num_tied) + 64
-        return min(_LAST_KEY, first + (_LAST_KEY - first) * wanted // last.equal)
+        num_keys = num_tied + 8 * math.isqrt(num_tied) + 64
+        return min(_LAST_KEY, first + (_LAST_KEY - first) * num_keys // last.equal)
 
-    def _first(self, number: int, found: FoundRows, wanted: int) -> dict[int, Tensor]:
-        """Return the slots with the smallest (score, key), at most ``wanted``. Collective."""
-        rows, num_going = found.rows, min(wanted, found.number)
+    def _first(self, number: int, candidates: Candidates, num_victims: int) -> dict[int, Tensor]:
+        """Return the slots with the smallest (score, key), at most ``num_victims``. Collective."""
+        rows, num_going = candidates.rows, min(num_victims, candidates.number)
         # A single rectangle holds all rows in order already.
         if self._ranks.size == len(rows) == 1:
-            ((i, own),) = rows.items()
-            going = own.slots[:num_going]
-            self._passed[number] = int(own.scores[num_going - 1]), int(self._tables[i].keys_of(going[-1:]))
+            ((i, ordered),) = rows.items()
+            going = ordered.slots[:num_going]
+            self._passed[number] = (
+                int(ordered.scores[num_going - 1]),
+                int(self._tables[i].keys_of(going[-1:])),
+            )
             return {i: going}
         counted: list[tuple[Tensor, Tensor | None]] = [
-            (own.scores, None) for i, own in rows.items() if self._counts(i)
+            (ordered.scores, None) for i, ordered in rows.items() if self._counts(i)
         ]
         last = nth(counted, num_going, range_of(counted, self._ranks), self._ranks)
-        keys = {i: self._tables[i].keys_of(own.slots) for i, own in rows.items()}
-        tied = {i: own.scores == last.value for i, own in rows.items()}
+        keys = {i: self._tables[i].keys_of(ordered.slots) for i, ordered in rows.items()}
+        tied = {i: ordered.scores == last.value for i, ordered in rows.items()}
         counted = [(keys[i], tied[i]) for i in rows if self._counts(i)]
         spread_of_keys = range_of(counted, self._ranks)
         key = nth(counted, num_going - last.below, spread_of_keys, self._ranks).value
         self._passed[number] = last.value, key
         return {
-            i: own.slots[(keys[i] <= key).logical_and_(tied[i]).logical_or_(own.scores < last.value)]
-            for i, own in rows.items()
+            i: ordered.slots[(keys[i] <= key).logical_and_(tied[i]).logical_or_(ordered.scores < last.value)]
+            for i, ordered in rows.items()
         }
 
 
 def _candidates(table: HashedTable, update: InUpdate) -> Tensor:
     """Return which rows may be evicted, bool by slot: all except the update's rows."""
     free = table.memory[ALIVE][: table.slots.num_slots].clone()
-    for slots in (update.gone, update.slots):
+    for slots in (update.evicted, update.slots):
         free.index_fill_(0, slots, False)
     return free
 
@@ -397,7 +402,7 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) ->
         scores = judged.scores.new_full((1,), last.value).expand(len(slots))
     is_inside = (scores < last.value).logical_or_(keys <= most)
     if not bool(is_inside.all()):
-        scores, keys, slots = (each[is_inside] for each in (scores, keys, slots))
+        scores, keys, slots = (part[is_inside] for part in (scores, keys, slots))
     return NextRows(scores, slots).at(order_of_rows(scores, keys))
 
 
@@ -410,7 +415,7 @@ def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
     """
     if len(keys) == 0:
         return keys
-    least, greatest = (int(each) for each in scores.aminmax())
+    least, greatest = (int(bound) for bound in scores.aminmax())
     bits = (greatest - least).bit_length()
     if bits == 0:
         return order(keys)
@@ -433,12 +438,12 @@ def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) ->
         parts: this rank's values and marks, as ``marked_range`` takes them.
         ranks: the ranks.
     """
-    own = torch.zeros(ranks.size, 3, dtype=torch.int64)
-    found = [marked_range(*part) for part in parts]
-    if found:
-        least, greatest, numbers = torch.stack(found).unbind(1)
-        own[ranks.rank] = torch.stack([least.min(), greatest.max(), numbers.sum()])
-    rows = [row for row in ranks.sum(own.view(-1)).view(-1, 3).tolist() if row[2]]
+    ranges = torch.zeros(ranks.size, 3, dtype=torch.int64)
+    local_ranges = [marked_range(*part) for part in parts]
+    if local_ranges:
+        least, greatest, counts = torch.stack(local_ranges).unbind(1)
+        ranges[ranks.rank] = torch.stack([least.min(), greatest.max(), counts.sum()])
+    rows = [row for row in ranks.sum(ranges.view(-1)).view(-1, 3).tolist() if row[2]]
     if not rows:
         return ValueRange(0, 0, 0)
     least_of, greatest_of, number_of = zip(*rows, strict=True)
@@ -459,11 +464,11 @@ def nth(parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: ValueRang
         shift += 1
     base, below = spread.least, 0
     while True:
-        own = torch.zeros(size, dtype=torch.int64)
+        histogram = torch.zeros(size, dtype=torch.int64)
         for part in parts:
-            own += marked_histogram(*part, base, shift, size)
+            histogram += marked_histogram(*part, base, shift, size)
         # A round fixes the next 12 bits, so ranks exchange histograms and never the values.
-        counts = ranks.sum(own)
+        counts = ranks.sum(histogram)
         ends = counts.cumsum(0)
         digit = int(torch.searchsorted(ends, n - below))
         equal = int(counts[digit])

@@ -53,9 +53,9 @@ class HashedFile:
         parts = [start.part for start in starts]
         self._starts, self._rectangle = starts, rectangle
         file_name = re.sub(r"\W", "_", name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
-        what = f"table {name!r}"
+        label = f"table {name!r}"
         path = file_in(Path(options.path), file_name)
-        file = RowFile(path, what, part_bytes(parts, c1 - c0), first_key=0, num_rows=max_rows)
+        file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=0, num_rows=max_rows)
         cached = options.num_cached(sum(part_bytes(parts, dim)))
         share = -(-cached * (r1 - r0) // (ALL_KEYS[1] - ALL_KEYS[0]))
         self.table = FileTable(
@@ -63,7 +63,7 @@ class HashedFile:
             starts,
             StoredRows(file),
             num_slots=max(1, min(share, max_rows)),
-            name=what,
+            name=label,
         )
         """The file and its cache, keyed by index slot."""
         self.slot_keys = torch.zeros(len(self.table.slot_keys), dtype=torch.int64)
@@ -77,31 +77,31 @@ class HashedFile:
             keys: keys with these slots, int64 [N].
             train: whether the rows will be updated.
         """
-        found = self.table.resolve(slots, train=train)
-        here = self.table.slot_keys[found.slots] == slots  # false for rows without room
-        self.slot_keys[found.slots[here]] = keys[here]
-        assert isinstance(found.pin, RowsInFlight)
-        found.pin.band = self._rectangle[:3]
-        return found.slots, found.pin
+        resolved = self.table.resolve(slots, train=train)
+        here = self.table.slot_keys[resolved.slots] == slots  # false for rows without room
+        self.slot_keys[resolved.slots[here]] = keys[here]
+        assert isinstance(resolved.pin, RowsInFlight)
+        resolved.pin.band = self._rectangle[:3]
+        return resolved.slots, resolved.pin
 
-    def begin(self, slots: Tensor, weights: Tensor) -> None:
+    def start_rows(self, slots: Tensor, weights: Tensor) -> None:
         """Give slots new rows with initial optimizer state."""
         slots, order = slots.sort()
         rows = memory_for(self.table.parts, len(slots), weights.shape[1])
         rows[0].copy_(weights[order])
         for start, part in zip(self._starts[1:], rows[1:], strict=True):
             part.fill_(start.value)
-        self.table.begin(slots, rows)
+        self.table.start_rows(slots, rows)
 
     def read(self, slots: Tensor, frozen: RowLog | None = None) -> dict[str, Tensor]:
         """Read rows by slot, either current or from a snapshot."""
         ascending, order = slots.sort()
         source = self.table if frozen is None else frozen
-        found = {}
+        parts = {}
         for part, rows in zip(self.table.parts, source.rows_at(ascending), strict=True):
-            found[part.name] = torch.empty_like(rows)
-            found[part.name][order] = rows
-        return found
+            parts[part.name] = torch.empty_like(rows)
+            parts[part.name][order] = rows
+        return parts
 
     def load(self, slots: Tensor, columns: Span, parts: Mapping[str, Tensor]) -> None:
         """Replace columns in the given parts, for slots that are all in use.
@@ -112,9 +112,9 @@ class HashedFile:
             parts: new values by part name.
         """
         slots, order = slots.sort()
-        chosen = {part.name: parts[part.name][order] for part in self.table.parts if part.name in parts}
-        if chosen:
-            self.table.load([RowBlock(slots, columns, chosen)])
+        values = {part.name: parts[part.name][order] for part in self.table.parts if part.name in parts}
+        if values:
+            self.table.load([RowBlock(slots, columns, values)])
 
 
 @final

@@ -64,9 +64,9 @@ def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tenso
     inside = in_span(keys, (r.r0, r.r1)).nonzero()[:, 0]
     if len(inside):
         keys, order = keys[inside].sort()
-        chosen = inside[order]
-        first, end = table.places(r.columns)
-        cut = {name: v[chosen] if v.dim() == 1 else v[chosen, first:end] for name, v in parts.items()}
+        selected = inside[order]
+        first, end = table.part_columns(r.columns)
+        cut = {name: v[selected] if v.dim() == 1 else v[selected, first:end] for name, v in parts.items()}
         yield RowBlock(keys, r.columns, cut)
 
 
@@ -155,7 +155,7 @@ def joined_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[st
         for part in storage.row_parts
     }
     for table in tables:
-        start, end = table.places(table.rectangle.columns)
+        start, end = table.part_columns(table.rectangle.columns)
         for block in table.stream():
             assert isinstance(block.keys, Tensor)
             for name, values in block.parts.items():
@@ -173,6 +173,6 @@ def joined_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[st
 
 def _plain(value: Tensor) -> Tensor:
     full = value.full_tensor() if hasattr(value, "full_tensor") else value
-    found = values_of(full.detach())
-    assert isinstance(found, Tensor)
-    return found
+    plain = values_of(full.detach())
+    assert isinstance(plain, Tensor)
+    return plain

@@ -73,11 +73,11 @@ class Eviction(ABC):
     """Whether the score reads whole rows on a single rank, so plans cannot cut their columns."""
 
     @abstractmethod
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
+    def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Record that the rows at ``slots`` (possibly repeated) were used.
 
         Args:
-            own: the policy's parts by name, indexed by slot.
+            parts: the policy's parts by name, indexed by slot.
             slots: int64.
             clock: the time.
             fills: collects values that are equal for all rows: they are written with other tables' values,
@@ -96,7 +96,7 @@ class Eviction(ABC):
         """
         return None
 
-    def expired(self, own: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
+    def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
         """Return which rows to evict even if the table is not full, bool by slot; None: no row."""
         return None
 
@@ -107,16 +107,16 @@ class LRU(Eviction):
 
     parts = (RowPart("last", torch.int32, True),)
 
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
+    def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Record the update number.
 
         Args:
-            own: the policy's parts by name, indexed by slot.
+            parts: the policy's parts by name, indexed by slot.
             slots: int64.
             clock: the time.
             fills: collects the writes.
         """
-        fills.add(own["last"], slots, clock.step)
+        fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the last updates' numbers."""
@@ -143,16 +143,16 @@ class LFU(Eviction):
         if self.half_life is not None and (not isinstance(self.half_life, int) or self.half_life < 1):
             raise ValueError(f"LFU: half_life must be an integer >= 1 or None, got {self.half_life!r}.")
 
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
+    def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Apply the halvings since each row's last read, and add these reads.
 
         Args:
-            own: the policy's parts by name, indexed by slot.
+            parts: the policy's parts by name, indexed by slot.
             slots: int64.
             clock: the time.
             fills: collects the writes.
         """
-        uses, last = own["uses"], own["last"]
+        uses, last = parts["uses"], parts["last"]
         # Halve before adding: repeated slots write the same halved value.
         uses[slots] = uses[slots] >> self._halvings(last[slots], clock)
         uses.index_add_(0, slots, torch.full_like(slots, _USE))
@@ -185,23 +185,23 @@ class TTL(Eviction):
     parts = (RowPart("last", torch.int64, True),)
 
     def __post_init__(self) -> None:
-        given = [each for each in (self.steps, self.seconds) if each is not None]
+        given = [limit for limit in (self.steps, self.seconds) if limit is not None]
         if len(given) != 1 or not isinstance(given[0], int) or given[0] < 1:
             raise ValueError(
                 f"TTL takes either steps or seconds, an integer >= 1; got steps={self.steps!r}, "
                 f"seconds={self.seconds!r}."
             )
 
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
+    def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Record the update number, or the event time.
 
         Args:
-            own: the policy's parts by name, indexed by slot.
+            parts: the policy's parts by name, indexed by slot.
             slots: int64.
             clock: the time.
             fills: collects the writes.
         """
-        fills.add(own["last"], slots, self._now(clock))
+        fills.add(parts["last"], slots, self._now(clock))
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the last updates' times."""
@@ -211,11 +211,11 @@ class TTL(Eviction):
         """Return the update number, or the event time."""
         return self._now(clock)
 
-    def expired(self, own: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
+    def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
         """Return which rows were not updated within the time."""
         if self.steps is not None and clock.step % max(1, self.steps // 16):
             return None
-        return own["last"] <= self._now(clock) - (self.steps or self.seconds or 0)
+        return parts["last"] <= self._now(clock) - (self.steps or self.seconds or 0)
 
     def _now(self, clock: Clock) -> int:
         return clock.step if self.steps is not None else clock.seconds
@@ -228,7 +228,7 @@ class LowestNorm(Eviction):
     needs_rows = True
 
     @override
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
+    def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         pass
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
@@ -252,16 +252,16 @@ class Score(Eviction):
     needs_rows = True
     needs_whole_rows = True
 
-    def use(self, own: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
+    def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
         """Record the update number, which the score reads as ``rows.parts["last"]``.
 
         Args:
-            own: the policy's parts by name, indexed by slot.
+            parts: the policy's parts by name, indexed by slot.
             slots: int64.
             clock: the time.
             fills: collects the writes.
         """
-        fills.add(own["last"], slots, clock.step)
+        fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Return the scores as integers in the same order.
@@ -269,16 +269,16 @@ class Score(Eviction):
         Raises:
             ValueError: the function returns anything but a number per row.
         """
-        found = self.score(rows)
-        if not isinstance(found, Tensor) or found.shape != rows.ids.shape or bool(found.isnan().any()):
-            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        scores = self.score(rows)
+        if not isinstance(scores, Tensor) or scores.shape != rows.ids.shape or bool(scores.isnan().any()):
+            got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(
                 f"the score of an eviction policy must be a tensor of {len(rows.ids)} numbers, none of them "
                 f"NaN; got {got}."
             )
-        if not found.is_floating_point():
-            return found.long()
-        bits = (found.double() + 0.0).view(torch.int64)  # no -0.0
+        if not scores.is_floating_point():
+            return scores.long()
+        bits = (scores.double() + 0.0).view(torch.int64)  # no -0.0
         # IEEE bits of negative values descend, so flip them to keep the order.
         return torch.where(bits < 0, bits ^ _WORD, bits)
 
@@ -407,8 +407,8 @@ class HashedKeys:
         for name, kind in (("admit", Admission), ("evict", Eviction)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                known = ", ".join(sorted(each.__name__ for each in kind.__subclasses__()))
-                raise ValueError(f"Hashed: {name} must be None or one of {known}; got {value!r}.")
+                policies = ", ".join(sorted(policy.__name__ for policy in kind.__subclasses__()))
+                raise ValueError(f"Hashed: {name} must be None or one of {policies}; got {value!r}.")
         if self.admit is not None and self.max_rows is not None:
             self.admit.check(self.max_rows)
 
@@ -426,15 +426,15 @@ class HashedKeys:
         if self.max_rows is not None:
             return self.max_rows
         assert self.max_bytes is not None
-        found = self.max_bytes // (row_bytes + INDEX_BYTES)
-        if found < 1:
+        num_rows = self.max_bytes // (row_bytes + INDEX_BYTES)
+        if num_rows < 1:
             raise ValueError(
                 f"Hashed: max_bytes={self.max_bytes:,} has no room for a row of {row_bytes} bytes and its "
                 f"{INDEX_BYTES} bytes in the index. Raise max_bytes."
             )
         if self.admit is not None:
-            self.admit.check(found)
-        return found
+            self.admit.check(num_rows)
+        return num_rows
 
 
 Hashed = HashedKeys
@@ -460,6 +460,6 @@ def bucket_of(keys: Tensor, max_rows: int) -> Tensor:
 
 def first_keys(rows: Tensor, max_rows: int) -> Tensor:
     """Return ``key_at`` by row, int64 [N]; ``max_rows`` must be below 2^31."""
-    whole, rest = divmod(1 << 64, max_rows)
+    whole, remainder = divmod(1 << 64, max_rows)
     whole = (whole - FIRST_KEY) % (1 << 64) + FIRST_KEY  # as int64, whose product wraps
-    return rows * whole - (-(rows * rest) // max_rows) + FIRST_KEY
+    return rows * whole - (-(rows * remainder) // max_rows) + FIRST_KEY

@@ -12,9 +12,12 @@ rows. Their height is a power of two, not the reserved height: kernels divide a 
 height.
 """
 
+import copy
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -34,7 +37,7 @@ class GrowingRows:
         row: tensors in a row, each ``[1, ...]``, filled with the new-row value.
         max_rows: maximum rows the table may ever have.
         name: table name in messages.
-        beside: other memory that grows with the rows.
+        beside: more memory that grows with the rows.
 
     Attributes:
         first: the tensors in ``row``.
@@ -45,12 +48,12 @@ class GrowingRows:
     def __init__(
         self, row: Sequence[Tensor], *, max_rows: int, name: str, beside: Sequence[GrowingRegion] = ()
     ) -> None:
-        self.first, self._max_rows, self._name = [each.detach().clone() for each in row], max_rows, name
-        found = [reserve_pages((max_rows, *each.shape[1:]), each.dtype, each.device) for each in row]
-        self._reserved = [each for each in found if each is not None]
-        if len(self._reserved) < len(found):
+        self.first, self._max_rows, self._name = [part.detach().clone() for part in row], max_rows, name
+        reserved = [reserve_pages((max_rows, *part.shape[1:]), part.dtype, part.device) for part in row]
+        self._reserved = [part for part in reserved if part is not None]
+        if len(self._reserved) < len(reserved):
             self._reserved = []
-            num_bytes = max_rows * sum(each.nbytes for each in row)
+            num_bytes = max_rows * sum(part.nbytes for part in row)
             _log.warning(
                 "%s: the system does not reserve %s bytes of address space for %s rows on %s; rows are moved "
                 "to twice the room whenever the room is full",
@@ -59,12 +62,12 @@ class GrowingRows:
                 f"{max_rows:,}",
                 row[0].device,
             )
-        self._bits = [bits_of(each) for each in self.first]
-        """Fill value by tensor in ``row``, as bits."""
-        own = [GrowingRegion(each, each[:1].nbytes) for each in self._reserved]
-        self._pages = PagePrefaulter([*own, *beside])
+        self._bits = [bits_of(part) for part in self.first]
+        """Fill value by part in ``row``, as bits."""
+        regions = [GrowingRegion(part, part[:1].nbytes) for part in self._reserved]
+        self._pages = PagePrefaulter([*regions, *beside])
         self.num_rows = 0
-        self.tensors = [each.new_empty(0, *each.shape[1:]) for each in self.first]
+        self.tensors = [part.new_empty(0, *part.shape[1:]) for part in self.first]
 
     @property
     def is_reserved(self) -> bool:
@@ -90,14 +93,14 @@ class GrowingRows:
         if num_rows > len(self.tensors[0]):
             self._make_room(min(self._max_rows, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())))
         rows = zip(self.tensors, self.first, self._bits, strict=True)
-        for tensor, begin, bits in islice(rows, num_written, None):
+        for part, initial, bits in islice(rows, num_written, None):
             if bits or not self.is_reserved:  # fresh reserved pages hold zeros
-                tensor.data[self.num_rows : num_rows] = begin  # not counted as a write: see ``WriteCounter``
+                part.data[self.num_rows : num_rows] = initial  # not counted as a write: see ``WriteCounter``
         self.num_rows = num_rows
         self._pages.grow(num_rows)
 
-    def begin(
-        self, slots: Tensor, end: int, fills: Fills, *, num_written: int, kept: Collection[int]
+    def start_rows(
+        self, slots: Tensor, end: int, fills: Fills, *, num_written: int, unchanged: Collection[int]
     ) -> None:
         """Add rows up to ``end``, and reset reused slots.
 
@@ -106,21 +109,56 @@ class GrowingRows:
             end: minimum number of rows afterward.
             fills: collects the writes.
             num_written: see ``grow``.
-            kept: tensor numbers whose reused rows stay unchanged.
+            unchanged: tensor numbers whose reused rows stay unchanged.
         """
         num_rows = self.num_rows
         self.grow(end, num_written=num_written)
         if int(slots.min()) < num_rows:
-            for number, (tensor, value) in enumerate(zip(self.tensors, self._bits, strict=True)):
-                if number not in kept:
-                    fills.add(tensor, slots, value)
+            for number, (part, value) in enumerate(zip(self.tensors, self._bits, strict=True)):
+                if number not in unchanged:
+                    fills.add(part, slots, value)
 
     def _make_room(self, height: int) -> None:
         # Everything that can fail comes first, before a tensor changes.
-        room = [each[:height] for each in self._reserved]
+        room = [part[:height] for part in self._reserved]
         if not room:
-            room = [empty_pages((height, *each.shape[1:]), each.dtype, each.device) for each in self.first]
+            room = [empty_pages((height, *part.shape[1:]), part.dtype, part.device) for part in self.first]
             for new, old in zip(room, self.tensors, strict=True):
                 new[: self.num_rows] = old[: self.num_rows]
-        for tensor, new in zip(self.tensors, room, strict=True):
-            tensor.data = new
+        for part, new in zip(self.tensors, room, strict=True):
+            part.data = new
+
+
+def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
+    """Redirect copies and pickles of an owner's memory to the copied owner's memory.
+
+    Updates and lookups hold these tensors, whose reserved room must not be copied.
+
+    Args:
+        owner: an object with an attribute ``memory``.
+        memory: the tensors in it, by name.
+    """
+    reference = ref(owner)
+    for name, tensor in memory.items():
+        copied = _CopiedMemory(reference, name)
+        tensor.__deepcopy__ = copied.deep_copied  # type: ignore[method-assign]
+        tensor.__reduce_ex__ = copied.reduced  # type: ignore[method-assign]
+
+
+class _CopiedMemory:
+    """Copy and pickle hooks for a memory tensor: they return the copied owner's tensor."""
+
+    def __init__(self, owner: Callable[[], Any], name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def deep_copied(self, memo: dict[int, Any]) -> Tensor:
+        return _memory_of(copy.deepcopy(self._owner(), memo), self._name)
+
+    def reduced(self, protocol: Any) -> tuple[Any, ...]:
+        return _memory_of, (self._owner(), self._name)
+
+
+def _memory_of(owner: Any, name: str) -> Tensor:
+    assert owner is not None, "whoever keeps the memory of a table keeps the table"
+    tensor: Tensor = owner.memory[name]
+    return tensor

@@ -48,7 +48,7 @@ from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.hashed.admission import AdmissionCounts, admission_counts_for, in_span
 from meshrec.tables.hashed.file import CachedKeys, HashedFile
 from meshrec.tables.hashed.keys import Hashed
-from meshrec.tables.hashed.memory import GrowingRows
+from meshrec.tables.hashed.memory import GrowingRows, copy_with_owner
 from meshrec.tables.index import Index, Pin, Resolved
 from meshrec.tables.initial import drawn_rows, seed_of_rows
 from meshrec.tables.storage import ExternalRows, RowStorage
@@ -61,8 +61,9 @@ _NONE = torch.empty(0, dtype=torch.int64)
 _BLOCK_BYTES = 1 << 23
 ALIVE = "is_alive"
 """Name of the part in ``HashedTable.memory`` that tells which slots are alive, bool by slot."""
-_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1
 IDS = "ids"
+"""Name of the part with the IDs, in key order."""
+_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1
 
 
 class PinnedRows(Pin):
@@ -196,7 +197,7 @@ class HashedTable:
             )
         elif storage.dtype.itemsize == 2:
             row["key"] = torch.zeros(1, dtype=torch.int64)
-        row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.kept_parts}
+        row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.policy_parts}
         row |= {ALIVE: torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
         label = f"table {storage.name!r}"
         self.slots = HashIndex(most, seed=storage.keys.seed, name=label)
@@ -211,7 +212,7 @@ class HashedTable:
         # Pending slots from finished batches, until the next lookup frees them.
         self.released: deque[Tensor] = deque()
         self.accounting = RowAccounting()
-        _attach_memory(self)
+        copy_with_owner(self, self.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_in_memory()
@@ -306,7 +307,7 @@ class HashedTable:
             num_absent: entries in ``parts`` with new keys.
         """
         if fresh is not None:
-            self._begin(fresh.slots, fresh.ids, fills)
+            self._write_new_rows(fresh.slots, fresh.ids, fills)
         if train and self.storage.is_trainable:
             self.accounting.note_reads(sum(map(len, parts)), num_absent)
         pending, num_pending = _NONE, self.slots.num_live - self.num_alive
@@ -332,9 +333,9 @@ class HashedTable:
         """Return the IDs with these keys."""
         return unmix(keys, self.storage.keys.seed)
 
-    def release(self, *others: "HashedTable") -> None:
+    def release(self, *more_tables: "HashedTable") -> None:
         """Free the pending slots, here and in other tables, that no batch in flight uses any more."""
-        release_rows((self, *others))
+        release_rows((self, *more_tables))
 
     def revive(self, slots: Tensor, fills: Fills) -> None:
         """Mark pending rows as alive, with their present values."""
@@ -345,21 +346,23 @@ class HashedTable:
 
     def reset(self, slots: Tensor, fills: Fills) -> None:
         """Reset pending rows to their initial values."""
-        self._begin(slots, self.keys_of(slots), fills)
+        self._write_new_rows(slots, self.keys_of(slots), fills)
 
-    def _begin(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
+    def _write_new_rows(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
         """Write initial rows and optimizer state. Grow the memory if necessary."""
         if len(slots) == 0:
             return
         # A free or unused slot is not alive and has no pins.
-        kept = [each for each, name in enumerate(self.memory) if name in ("weight", "key", "pins", ALIVE)]
+        unchanged = [i for i, name in enumerate(self.memory) if name in ("weight", "key", "pins", ALIVE)]
         num_written = int("weight" in self.memory)
-        self._grown.begin(slots, self.slots.num_slots, fills, num_written=num_written, kept=kept)
+        self._grown.start_rows(
+            slots, self.slots.num_slots, fills, num_written=num_written, unchanged=unchanged
+        )
         ids, columns = self.ids_of(keys), self.rectangle.columns
         if self.file is None:
-            self.storage.begin_at(self.memory["weight"].data, slots, ids, columns)
+            self.storage.write_new_rows(self.memory["weight"].data, slots, ids, columns)
         else:
-            self.file.begin(slots, self.storage.begin(ids, columns))
+            self.file.start_rows(slots, self.storage.new_rows(ids, columns))
         if self.slot_keys is not None:
             self.slot_keys.data.index_copy_(0, slots, keys)
 
@@ -367,12 +370,12 @@ class HashedTable:
 
     def listed(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
         """Return the live keys, ascending, and their slots."""
-        found, slots = self.slots.items()
-        chosen = self.memory[ALIVE][slots] if self.slots.num_live > self.num_alive else None
+        all_keys, slots = self.slots.items()
+        selected = self.memory[ALIVE][slots] if self.slots.num_live > self.num_alive else None
         if keys is not None:
-            inside = in_span(found, keys)
-            chosen = inside if chosen is None else inside & chosen
-        return (found, slots) if chosen is None else (found[chosen], slots[chosen])
+            inside = in_span(all_keys, keys)
+            selected = inside if selected is None else inside & selected
+        return (all_keys, slots) if selected is None else (all_keys[selected], slots[selected])
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the row parts in key order; see [Note: hashed tables in key order]."""
@@ -383,21 +386,21 @@ class HashedTable:
 
         While nothing changes and a caller holds the result, further calls return the same object.
         """
-        found = self.accounting.key_ordered_ref() if self.accounting.key_ordered_ref is not None else None
-        if found is None or found.rectangle.r0 != first or not found.is_of(self):
-            found = KeyOrderedRows(self, first)
+        rows = self.accounting.key_ordered_ref() if self.accounting.key_ordered_ref is not None else None
+        if rows is None or rows.rectangle.r0 != first or not rows.is_of(self):
+            rows = KeyOrderedRows(self, first)
             # Weak, so the listing lives only as long as a caller holds it.
-            self.accounting.key_ordered_ref = ref(found)
-        return found
+            self.accounting.key_ordered_ref = ref(rows)
+        return rows
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
         """Yield the live rows in blocks, followed by the waiting IDs' counts."""
-        found, slots = self.listed(keys)
+        live_keys, slots = self.listed(keys)
         columns = columns or self.rectangle.columns
         step = self.block_rows
-        for first in range(0, len(found), step):
+        for first in range(0, len(live_keys), step):
             here = slots[first : first + step]
-            yield RowBlock(found[first : first + step], columns, self.gathered(here, columns))
+            yield RowBlock(live_keys[first : first + step], columns, self.gathered(here, columns))
         for waiting, counts in self.admission_counts.stream(keys):
             for first in range(0, len(waiting), 1 << 18):
                 piece = slice(first, first + (1 << 18))
@@ -408,16 +411,16 @@ class HashedTable:
         keys = storage.keys if storage.is_trainable else replace(storage.keys, admit=None)
         return admission_counts_for(keys, storage.max_rows, span, storage.name)
 
-    def places(self, columns: Span) -> Span:
+    def part_columns(self, columns: Span) -> Span:
         """Return the position of columns in the whole table's ``weight`` part."""
         return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
 
-    def columns_at(self, places: Span) -> Span:
-        """Return the table columns at a position in ``weight``: the inverse of ``places``."""
-        if places == self.places(self.rectangle.columns):
+    def columns_at(self, positions: Span) -> Span:
+        """Return the table columns at a position in ``weight``: the inverse of ``positions``."""
+        if positions == self.part_columns(self.rectangle.columns):
             return self.rectangle.columns
         bits = self.storage.bits or 8
-        return places[0] * 8 // bits, places[1] * 8 // bits
+        return positions[0] * 8 // bits, positions[1] * 8 // bits
 
     @property
     def block_rows(self) -> int:
@@ -477,7 +480,7 @@ class HashedTable:
             self._grown.grow(1 + int(slots.max()) if len(slots) else 0)
             new = ~self.memory[ALIVE][slots]
             with Fills() as fills:
-                self._begin(slots[new], keys[new], fills)
+                self._write_new_rows(slots[new], keys[new], fills)
                 self.revive(slots[new], fills)
             if self.file is not None:
                 self.file.load(slots, block.columns, block.parts)
@@ -560,7 +563,7 @@ class KeyOrderedRows:
         self._keys, self._slots = table.listed()
         r = table.rectangle
         # Columns refer to the part: state dicts show codes as they lie in bytes.
-        self.rectangle = Rectangle(r.table, first, first + len(self._keys), *table.places(r.columns))
+        self.rectangle = Rectangle(r.table, first, first + len(self._keys), *table.part_columns(r.columns))
         self.parts = [*table.parts, RowPart(IDS, torch.int64, True)]
         self.index = None
         self.rows, self.state = table.rows, ()
@@ -580,10 +583,10 @@ class KeyOrderedRows:
         r = self.rectangle
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         columns = columns or r.columns
-        for begin in range(first, end, self._table.block_rows):
-            here = range(begin, min(begin + self._table.block_rows, end))
-            own = slice(here.start - self._first, here.stop - self._first)
-            parts = _Parts(self._table, self._keys[own], self._slots[own], columns, self._frozen)
+        for start in range(first, end, self._table.block_rows):
+            here = range(start, min(start + self._table.block_rows, end))
+            positions = slice(here.start - self._first, here.stop - self._first)
+            parts = _Parts(self._table, self._keys[positions], self._slots[positions], columns, self._frozen)
             yield RowBlock(here, columns, parts)
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
@@ -601,9 +604,9 @@ class KeyOrderedRows:
 
     def snapshot(self) -> TableSnapshot:
         """Return the current rows as a snapshot. A fork freezes memory, and a log freezes a file."""
-        made = copy.copy(self)
-        made._frozen = self._table.freeze()
-        return made
+        snapshot = copy.copy(self)
+        snapshot._frozen = self._table.freeze()
+        return snapshot
 
     def close(self) -> None:
         """Close the snapshot."""
@@ -665,7 +668,7 @@ class HashedRows(ExternalRows):
         return self.bits == 0
 
     @property
-    def kept_parts(self) -> tuple[RowPart, ...]:
+    def policy_parts(self) -> tuple[RowPart, ...]:
         """Per-row values for the eviction policy."""
         policy = self.keys.evict
         return policy.parts if policy is not None and self.is_trainable else ()
@@ -673,7 +676,7 @@ class HashedRows(ExternalRows):
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
         """Row values, followed by the eviction policy's values."""
-        return (*self.form.row_parts, *self.kept_parts)
+        return (*self.form.row_parts, *self.policy_parts)
 
     @property
     def counts(self) -> bool:
@@ -702,8 +705,8 @@ class HashedRows(ExternalRows):
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
         """Return the bytes for rows, including per-row values for the eviction policy."""
-        own = sum(part.dtype.itemsize for part in self.kept_parts)
-        return self.form.num_bytes(num_rows, dim) + num_rows * own
+        policy_bytes = sum(part.dtype.itemsize for part in self.policy_parts)
+        return self.form.num_bytes(num_rows, dim) + num_rows * policy_bytes
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
@@ -721,8 +724,8 @@ class HashedRows(ExternalRows):
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
         return self.form.parts(rows, dim)
 
-    def encode(self, numbers: Tensor) -> Tensor:
-        return self.form.encode(numbers)
+    def encode(self, values: Tensor) -> Tensor:
+        return self.form.encode(values)
 
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
@@ -749,7 +752,7 @@ class HashedRows(ExternalRows):
         """Initial-row seed, from the table's name and seed."""
         return seed_of_rows(self.seed_name or self.name, self.keys.seed)
 
-    def begin_at(self, rows: Tensor, slots: Tensor, ids: Tensor, columns: Span) -> None:
+    def write_new_rows(self, rows: Tensor, slots: Tensor, ids: Tensor, columns: Span) -> None:
         """Write initial rows for IDs to their slots.
 
         Args:
@@ -762,9 +765,9 @@ class HashedRows(ExternalRows):
             low, high = self.bounds
             write_uniform_rows(rows, slots, ids, seed=self.row_seed, low=low, high=high, column=columns[0])
             return
-        rows.index_copy_(0, slots, self.begin(ids, columns))
+        rows.index_copy_(0, slots, self.new_rows(ids, columns))
 
-    def begin(self, ids: Tensor, columns: Span) -> Tensor:
+    def new_rows(self, ids: Tensor, columns: Span) -> Tensor:
         """Return initial rows in memory format; codes have the whole row's scale and bias."""
         if not self.bits or columns == (0, self.dim):
             return self.encode(self.first_rows(ids, columns))
@@ -797,15 +800,16 @@ def has_growable_rows(table: Table) -> TypeGuard[HashedTable]:
 
 def release_rows(tables: Iterable[HashedTable]) -> None:
     """Free the pending slots unused by batches in flight."""
-    left = [(table, own) for table in tables if table.released and len(own := _released(table))]
-    if left:
-        memories, slots = [table.memory for table, _ in left], [own for _, own in left]
+    releasing = [(table, ended) for table in tables if table.released and len(ended := _released(table))]
+    if releasing:
         free, counts = release_slots(
-            [own["pins"] for own in memories], [own[ALIVE] for own in memories], slots
+            [table.memory["pins"] for table, _ in releasing],
+            [table.memory[ALIVE] for table, _ in releasing],
+            [slots for _, slots in releasing],
         )
         if len(free):
-            listed = zip(left, free.split(counts.tolist()), strict=True)
-            _free([(table, own) for (table, _), own in listed if len(own)])
+            listed = zip(releasing, free.split(counts.tolist()), strict=True)
+            _free([(table, table_slots) for (table, _), table_slots in listed if len(table_slots)])
 
 
 def forget_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
@@ -815,7 +819,7 @@ def forget_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]])
         going: (table, slots to evict, pins for batches without any of these slots).
     """
     with Fills() as fills:
-        left = [(each[0], *_leave(*each, fills)) for each in going if len(each[1])]
+        left = [(eviction[0], *_leave(*eviction, fills)) for eviction in going if len(eviction[1])]
     freed = _free([(table, slots) for table, _, slots in left])
     for (table, held, _), keys in zip(left, freed, strict=True):
         if table.accounting.is_watched:
@@ -824,15 +828,15 @@ def forget_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]])
 
 def _released(table: HashedTable) -> Tensor:
     """Return finished batches' pending slots; a slot from two batches appears twice."""
-    found = [_NONE]
+    parts = [_NONE]
     while table.released:
-        found.append(table.released.popleft())
-    found = [slots for slots in found if len(slots)]
-    return found[0] if len(found) == 1 else torch.cat([_NONE, *found])
+        parts.append(table.released.popleft())
+    parts = [slots for slots in parts if len(slots)]
+    return parts[0] if len(parts) == 1 else torch.cat([_NONE, *parts])
 
 
 def _leave(
-    table: HashedTable, slots: Tensor, besides: Collection[object], fills: Fills
+    table: HashedTable, slots: Tensor, updating: Collection[object], fills: Fills
 ) -> tuple[Tensor, Tensor]:
     """Mark rows as evicted. Return the slots held by a batch in flight, and the slots to free."""
     fills.add(table.memory[ALIVE], slots, 0)
@@ -841,13 +845,13 @@ def _leave(
     if table.file is not None:
         table.file.table.log(slots.sort().values)
     # The updating batches' own rows are never victims, so only other batches may hold these.
-    others = [pin for pin in table.in_flight if pin not in besides]
-    if not others and not table.released:
+    other_pins = [pin for pin in table.in_flight if pin not in updating]
+    if not other_pins and not table.released:
         return _NONE, slots
     pins = table.memory["pins"]
-    gone = torch.zeros_like(table.memory[ALIVE]).index_fill_(0, slots, True)
-    for pin in others:
-        held = unique(pin.slots[gone[pin.slots]])[0]
+    is_victim = torch.zeros_like(table.memory[ALIVE]).index_fill_(0, slots, True)
+    for pin in other_pins:
+        held = unique(pin.slots[is_victim[pin.slots]])[0]
         pin.pending = torch.cat([pin.pending, held])
         pins[held] += 1
     is_held = pins.index_select(0, slots) > 0
@@ -865,36 +869,6 @@ def _free(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
         if table.file is not None and len(slots):
             table.file.table.drop(slots.sort().values)
     return keys
-
-
-def _attach_memory(table: HashedTable) -> None:
-    """Redirect copies and pickles of a table's memory to the copied table's memory.
-
-    Updates and lookups hold these tensors, whose reserved room must not be copied.
-    """
-    owner = ref(table)
-    for name, tensor in table.memory.items():
-        copied = _CopiedMemory(owner, name)
-        tensor.__deepcopy__ = copied.deep_copied  # type: ignore[method-assign]
-        tensor.__reduce_ex__ = copied.reduced  # type: ignore[method-assign]
-
-
-class _CopiedMemory:
-    """Copy and pickle hooks for a table's memory tensor: they return the copied table's tensor."""
-
-    def __init__(self, owner: Callable[[], HashedTable | None], name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def deep_copied(self, memo: dict[int, Any]) -> Tensor:
-        return _memory_of(copy.deepcopy(self._owner(), memo), self._name)
-
-    def reduced(self, protocol: Any) -> tuple[Any, ...]:
-        return _memory_of, (self._owner(), self._name)
-
-
-def _memory_of(table: HashedTable | None, name: str) -> Tensor:
-    assert table is not None, "whoever keeps the memory of a table keeps the table"
-    return table.memory[name]
 
 
 def _restored(arguments: tuple[Any, ...], blocks: Iterable[RowBlock], report: TableCounts) -> HashedTable:

@@ -1,7 +1,7 @@
 import torch
 
-from meshrec.distributed.gradient_exchange import ReplicaSizes, pack_routes, reduce_bytes
 from meshrec.distributed.lookup_batch import LookupIds
+from meshrec.distributed.replicas import ReplicaSizes, pack_routes, reduce_bytes
 from meshrec.ops import operators
 
 
