@@ -1,4 +1,4 @@
-// The one place where op schemas are registered. Implementations register themselves beside their code.
+// Registers all op schemas; no other file does. Each implementation is registered next to its code.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(meshrec, m) {

@@ -21,8 +21,8 @@ namespace meshrec {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Throws an error about invalid input. Its type in Python depends on the version of torch, so its text says
-// what it is: see [Note: errors of operators] in src/meshrec/ops/operators.py.
+// Throws an error about invalid input. Its type in Python depends on the version of torch, so the message
+// starts with the kind of error: see [Note: errors of operators] in src/meshrec/ops/operators.py.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;

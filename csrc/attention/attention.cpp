@@ -35,7 +35,7 @@ TimeBuckets time_buckets(int64_t num_buckets) {
   return found;
 }
 
-// What is read in place if its tokens lie in rows: the parts of one projection do.
+// Returns the tensor itself if its tokens lie in rows, as in the parts of one projection; else a copy.
 Tensor as_tokens(const Tensor& tensor) {
   const bool in_rows = tensor.stride(2) == 1 && tensor.stride(1) == tensor.size(2);
   return in_rows ? tensor : torch::stable::contiguous(tensor);

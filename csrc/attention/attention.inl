@@ -102,7 +102,8 @@ inline void prepare_tile(const AttentionArgs& a, const AttentionUnit& unit, cons
       std::memset(bias, 0, tile.columns * sizeof(float));
     }
     if (times != nullptr) {
-      // The time of the next token of the history: of what is predicted. A target has its own.
+      // The time of the next history token, which this row predicts. The last history token and the targets
+      // use their own times.
       const int64_t from = times[row + 1 < unit.length - unit.num_targets ? row + 1 : row];
       int32_t* buckets = work.buckets + at;
       for (int64_t j = 0; j < tile.columns; ++j) {
@@ -147,7 +148,7 @@ inline void for_tiles(const AttentionArgs& a, const AttentionUnit& unit, int64_t
   }
 }
 
-// Adds the biases to the scaled products; where a softmax follows, hides what the mask forbids.
+// Adds the biases to the scaled products. Where a softmax follows, hides the scores that the mask forbids.
 inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, AttentionWork& work) {
   const bool biased = a.position != nullptr || a.time != nullptr, hides = a.softmax && !tile.is_full;
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -201,8 +202,8 @@ inline float total_of(Vec part) {
   return total;
 }
 
-// Turns the scores of a tile into weights of a softmax that is not divided yet, and scales what was summed
-// before to the new maximum of each row.
+// Turns the scores of a tile into softmax weights that are not divided yet, and rescales the sums of earlier
+// tiles to the new maximum of each row.
 inline void softmax_tile(const AttentionTile& tile, AttentionWork& work, float* out, float* sums,
                          float* most) {
   for (int64_t r = 0; r < tile.rows; ++r) {

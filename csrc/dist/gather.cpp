@@ -261,7 +261,7 @@ std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vecto
   return {sent, own};
 }
 
-// What a rank's lookup returns for one route: some columns of every id that the route sent.
+// The rows that a rank's lookup returns for one route: some columns of every id that the route sent.
 struct SequenceLookup {
   int64_t route, use, column, width;
 };

@@ -11,7 +11,7 @@ constexpr float kWireLeastScale = 0x1p-110f;
 
 struct WireRowsArgs {
   const float* rows;  // to encode: row i begins at i * row_stride
-  float* decoded;     // to decode, in place of rows
+  float* decoded;     // to decode, instead of rows
   int64_t row_stride, num_rows, dim;
   uint8_t* message;  // row i begins at i * message_stride
   int64_t message_stride;

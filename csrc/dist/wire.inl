@@ -3,8 +3,8 @@
 // A coded row is its fp32 scale, its fp32 middle, and a signed code for each number, in two's complement of 8
 // bits or, with the first in the lower half of a byte, as code + 8 in 4 bits. The number is scale * code +
 // middle. The scale has 16 significant bits, so the product is exact and the sum is rounded once: all
-// instruction sets give the same result. The two lowest bits of the scale say what the code that no number
-// has (-128, or -8) stands for: nothing, infinity, minus infinity, NaN.
+// instruction sets give the same result. No finite number has the code -128, or -8 in 4 bits. The two lowest
+// bits of the scale give the meaning of this code: nothing, infinity, minus infinity, NaN.
 
 typedef int32_t WireInts __attribute__((vector_size(4 * kLanes)));
 typedef int8_t WireBytes __attribute__((vector_size(kLanes)));
@@ -110,7 +110,7 @@ struct WireRounding {
     return below < -top ? -top : below;
   }
 
-  // Rounding may lead one step beyond the range. What is not finite gives any code.
+  // Rounding may lead one step beyond the range. Infinities and NaN give arbitrary codes.
   WireInts unclamped(Vec numbers, int64_t column) const {
     WireInts codes = rounded_to_ints((numbers - middle) * inverse);
     if constexpr (kStochastic) {

@@ -33,7 +33,7 @@ struct WireColumns {
   const std::vector<int64_t>&begins, &widths, &formats;
   std::vector<int64_t> row_elements, row_bytes;  // by block
   // Whether all columns of a block have one width and one format that draws nothing. Each column of a row may
-  // then be taken for a row of its own, so that memory is read and written in one go.
+  // then be treated as a separate row, so that memory is read and written in one pass.
   std::vector<char> is_uniform;
 
   WireColumns(size_t num_blocks, const std::vector<int64_t>& block_begins,

@@ -1,5 +1,5 @@
-// Rows in records of a file: reads to and writes from the memory of a cache. See ops/records/naive.py for
-// what the operations mean.
+// Rows in records of a file: reads to and writes from the memory of a cache. ops/records/naive.py
+// defines the operations.
 #include <algorithm>
 #include <array>
 #include <cstring>

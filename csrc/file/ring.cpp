@@ -128,7 +128,7 @@ class Ring {
     __atomic_store_n(tail_, *tail_ + 1, __ATOMIC_RELEASE);
     ++num_new_;
   }
-  // Hands over what was pushed, and waits for `wanted` completions. Returns 0 or errno.
+  // Submits the pushed requests, and waits for `wanted` completions. Returns 0 or errno.
   int submit(unsigned wanted) {
     for (;;) {
       const long taken =
@@ -204,7 +204,7 @@ bool transfer_on_ring(int file, const Transfers& transfers, int64_t in_flight) {
     ring.push(lane.kind == Transfer::kWrite, file, buffer(number) + lane.done, lane.size - lane.done,
               lane.position + lane.done, number);
   };
-  // Goes on with the lane's task, or with new ones, until one has a request.
+  // Continues the lane's task, or starts new ones, until a task has a request.
   const auto fill = [&](size_t number) {
     Lane& lane = lanes[number];
     for (;;) {

@@ -9,14 +9,14 @@ namespace meshrec {
 
 enum class Transfer { kRead, kWrite, kDone };
 
-// What is transferred: tasks [0, count), each with one stretch of a file and a buffer of its size.
+// Tasks [0, count) to transfer, each with one stretch of a file and a buffer of the same size.
 struct Transfers {
   int64_t count;
   int64_t largest;  // bytes of the longest stretch
   // The position and the size of a task's stretch.
   std::function<std::pair<int64_t, int64_t>(int64_t task)> stretch;
-  // Called with phase 0 before anything is transferred, and after each transfer with the number of those so
-  // far: does what the buffer is for, and returns what comes next.
+  // Called with phase 0 before anything is transferred, and after each transfer with the number of transfers
+  // so far. Fills or uses the buffer, and returns the next transfer.
   std::function<Transfer(int64_t task, int phase, char* buffer)> advance;
   // A transfer failed: kEndOfFile or an errno.
   std::function<void(int64_t task, int64_t cause)> failed;

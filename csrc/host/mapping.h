@@ -2,8 +2,8 @@
 //
 // Whoever reads a mapped page behind the end of its file gets SIGBUS, which ends the process. A guarded
 // mapping survives that: the handler of SIGBUS puts a page of zeros where the file had one, and counts. The
-// reader looks at the count after it has computed, and discards what it computed from zeros. Every other
-// SIGBUS goes to the handler that was there before.
+// reader looks at the count after it has computed, and discards results that were computed from zeros. Every
+// other SIGBUS goes to the handler that was there before.
 #pragma once
 
 #include <cstddef>

@@ -55,7 +55,7 @@ int32_t shim_type(ScalarType type) {
 
 namespace {
 
-constexpr size_t kSmallest = size_t(1) << 17, kLargest = size_t(1) << 25;  // bytes of what is kept
+constexpr size_t kSmallest = size_t(1) << 17, kLargest = size_t(1) << 25;  // bytes of a kept buffer
 
 // Keeps the large buffers of a training step, allocated first fit in one piece of address space: what one
 // phase of the step frees, the next one reuses. In malloc's heap, smaller blocks would settle between them;
@@ -110,7 +110,7 @@ class Buffers {
         piece = previous;
       }
     }
-    // Free memory at the end, beyond what the next step may want, goes back to the system.
+    // Free memory at the end goes back to the system, except kKept bytes that the next step may need.
     if (piece->first + kKept < touched_ && piece->first + piece->second >= touched_) {
       const size_t end = piece->first + kKept;
       (void)madvise(memory_ + end, touched_ - end, MADV_DONTNEED);

@@ -7,10 +7,10 @@
 namespace meshrec {
 
 constexpr int kMostShards = 16;
-constexpr int64_t kReach = 16;           // a key lies in one of so many buckets from its home on
+constexpr int64_t kReach = 16;           // buckets, from its home on, in which a key may lie
 constexpr int64_t kMostFound = 1 << 11;  // IDs of a search
 
-// What a search reads of an index.
+// The parts of an index that a search reads.
 struct IndexView {
   const uint8_t* buckets;
   int64_t room;  // the buckets of a shard

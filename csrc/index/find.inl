@@ -156,7 +156,7 @@ inline GroupFound compare(const uint64_t* keys, const uint64_t* buckets) {
 
 #endif
 
-// Adds the places of displaced keys to a list that has room for a whole group. Returns its new end.
+// Adds the positions of displaced keys to a list with room for a whole group. Returns the list's new end.
 inline uint32_t* collect(uint32_t* list, int64_t first, unsigned displaced) {
 #if defined(__AVX512F__)
   const __m256i places =

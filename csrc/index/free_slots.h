@@ -33,7 +33,7 @@ class FreeSlots {
     if ((words_[word] &= ~(uint64_t(1) << (slot % 64))) == 0)
       summary_[word / 64] &= ~(uint64_t(1) << (word % 64));
   }
-  // Takes the lowest ones; there must be so many.
+  // Takes the `count` lowest free slots; at least `count` slots must be free.
   void take_lowest(int64_t count, int64_t* slots) {
     int64_t& at = header_.lowest_free;
     for (int64_t i = 0; i < count;) {

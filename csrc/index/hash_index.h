@@ -237,7 +237,7 @@ class Index {
     for (const Shard& shard : shards_)
       for (int64_t b = 0; b < shard.end(); b += kScanBuckets)
         scans.push_back(shard.scan_args(b, std::min(b + kScanBuckets, shard.end())));
-    // Nobody knows how many keys lie before a bucket, so each scan writes to memory of its own.
+    // The number of keys before a bucket is unknown, so each scan writes to separate memory.
     std::vector<std::vector<int64_t>> found(scans.size());
     parallel_tasks(int64_t(scans.size()), [&](int64_t k) {
       constexpr int64_t kRoom = kScanBuckets * kEntries;

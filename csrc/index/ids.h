@@ -1,4 +1,4 @@
-// What the ops on IDs share: their tensors, and pieces of a batch for parallel work.
+// Helpers that the ops on IDs share: tensors, and pieces of a batch for parallel work.
 #pragma once
 
 #include "host/memory.h"

@@ -9,9 +9,9 @@
 // one line for most keys, and further ones while the last key of a line is below the key (keyed.inl). All of
 // it is a mapped file, and is read as it is. Rows that came later lie in a second, small table.
 //
-// [Note: rows beside the table]
+// [Note: rows outside the table]
 //
-// An ID without a row reads its first row, which is computed here, into memory of its own. The kernels read
+// An ID without a row reads its first row, which is computed here, into separate memory. The kernels read
 // row i of a table at base + i * row_bytes. So that memory begins at a distance from the table that is a
 // whole number of rows, and the slot of such an ID is that number. The kernels need no second case, and no
 // known row is copied.
@@ -151,7 +151,7 @@ class KeyedFinder : public RowFinder {
   }
 
  private:
-  // Gives the negative slots rows beside the table.
+  // Gives the negative slots rows outside the table.
   void place_others(int64_t begin, int64_t end, int64_t* slots, std::unique_ptr<char[]>& beside) const {
     const TableRows& rows = table_.rows();
     const int64_t num_ids = end - begin;
@@ -249,7 +249,7 @@ Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
   check_dims(batch, weights);
   std::deque<KeyedTable> own_tables;
   std::deque<KeyedFinder> finders;
-  alignas(64) static char nowhere;  // rows that lie beside a table without rows are counted from here
+  alignas(64) static char nowhere;  // rows outside an empty table are counted from here
   for (size_t k = 0; k < keyed.size(); ++k) {
     const int64_t t = keyed[k];
     if (t < 0 || t >= int64_t(bits.size())) fail("table ", t, " of ", bits.size(), " has keys.");

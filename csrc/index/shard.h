@@ -5,7 +5,7 @@
 // IDs are mixed to keys, and buckets of one cache line hold the keys in ascending order: a shard of B buckets
 // has bucket floor(f * B / 2^64) as the home of the key with the fraction f. A full bucket passes its largest
 // key on to the next one. So every key lies at its home or a little behind, a search ends at the first larger
-// key, and a removal moves keys back: there are no tombstones.
+// key, and a removal moves keys back instead of leaving a tombstone.
 //
 // A shard grows from B to B2 buckets in place, and from the end: the homes of keys that lie at p or beyond
 // among B buckets are those among B2, and p moves down, as many buckets for each new key as keep the load. No
@@ -17,8 +17,8 @@
 // S bits: the bucket tells the others. They suffice as all keys of a bucket have their homes in kReach
 // buckets, which span less than 2^(72 - S) keys: a table has about as many buckets as slots.
 //
-// Beside them each slot has the highest 24 bits of its key (`tags`), from which its bucket is found, and a
-// bit that says whether it is free. Together that is at most 16 bytes for an ID.
+// In addition, each slot has the highest 24 bits of its key (`tags`), from which the key's bucket is found,
+// and a bit that says whether the slot is free. Together that is at most 16 bytes for an ID.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,7 @@
 namespace meshrec::index {
 
 constexpr int kEntries = 7, kBucketBytes = 64, kLeastSlotBits = 8;
-// A key that comes lies in one of so many buckets from its home on: growth may round it further away, to
-// kReach.
+// Buckets, from its home on, in which a new key may lie. Growth may round the key further away, to kReach.
 constexpr int64_t kFarthest = 12;
 constexpr int64_t kLeast = 8;     // buckets of a new shard
 constexpr int64_t kStretch = 16;  // buckets that move at least when a shard grows
@@ -145,7 +144,7 @@ struct Bucket {
 };
 static_assert(sizeof(Bucket) == kBucketBytes);
 
-// What a shard remembers, in the index's header.
+// The state of a shard, in the index's header.
 struct ShardState {
   int64_t num_keys, before, after, moved;  // before, after: B and B2 of the note; moved: p
 };
@@ -183,8 +182,8 @@ class Shard {
   // The bytes of buckets that have been in use.
   int64_t num_bytes() const { return num_buckets() * kBucketBytes; }
 
-  // Makes room for more keys, whose slots have so many bits beyond the least. Returns false, with nothing
-  // changed, if there is no memory for so many buckets.
+  // Makes room for `more` keys, whose slots have `slot_extra` bits more than kLeastSlotBits. Returns false,
+  // with nothing changed, if memory does not suffice for the buckets.
   bool prepare(int64_t more, int slot_extra);
   // Inserts a key with the home b, once there is room. Nothing changes if it is here already, or if too many
   // keys have homes near by.
@@ -198,7 +197,7 @@ class Shard {
   Place place_of(int64_t b, uint64_t slot) const;
   uint64_t key_at(Place place) const { return get(place.bucket, place.entry).key; }
 
-  // What a scan of some buckets reads.
+  // The arguments of a scan of the buckets [begin, end).
   ScanArgs scan_args(int64_t begin, int64_t end) const {
     return {.buckets = buckets_->bytes,
             .begin = begin,
@@ -255,7 +254,7 @@ class Shard {
   int shard_bits_;
 };
 
-// Buckets for so many keys at the load of 0.72.
+// Number of buckets for `num_keys` keys at a load of 0.72.
 inline int64_t buckets_for(int64_t num_keys) { return std::max(kLeast, (num_keys * 25 + 125) / 126); }
 
 }  // namespace meshrec::index

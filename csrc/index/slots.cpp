@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor> release_slots(std::vector<Tensor> pins, std::vector<T
   return {copied(free), copied(counts)};
 }
 
-// Rows that a search has found, in their order, and what is known of their slots now.
+// Rows that a search has found, in their order, and the current state of their slots.
 struct Kept {
   const Tensor &scores, &slots, &scores_now, &alive, &used, &gone;
   int64_t wanted;

@@ -40,8 +40,8 @@ void pass(const Item* from, Item* to, int64_t count, int shift, int bits) {
   for (int64_t i = 0; i < count; ++i) to[next[from[i].value >> shift & mask]++] = from[i];
 }
 
-// Sorts items that differ in their low `bits` only: by the highest 16 of these with a radix sort, which puts
-// nearly all of evenly spread values in order, then what is still equal there.
+// Sorts items that differ in their low `bits` only. A radix sort by the highest 16 of these bits puts nearly
+// all of evenly spread values in order. Then items that are equal in these 16 bits are sorted.
 void sort_part(Item* items, Item* spare, int64_t count, int bits) {
   if (count <= kFewItems) return insertion_sort(items, count);
   uint64_t any = 0;
@@ -62,7 +62,7 @@ void sort_part(Item* items, Item* spare, int64_t count, int bits) {
   }
 }
 
-// Distributes the IDs over parts by their highest bits; each chunk of IDs writes to its own places of a part.
+// Distributes the IDs over parts by their highest bits. Each chunk of IDs has its own positions in a part.
 std::vector<int64_t> distribute(const int64_t* ids, int64_t count, uint64_t least, int shift,
                                 int64_t num_parts, Item* items) {
   const int64_t chunks = std::clamp<int64_t>(count >> 15, 1, torch::stable::get_num_threads());

@@ -43,7 +43,7 @@ inline float to_float(Half value) {
 
 inline Vec load(const float* p) { return *reinterpret_cast<const VecMemory*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<VecMemory*>(p) = v; }
-// Stores without filling the caches, which keep what is read again. Whole cache lines only; call
+// Stores without filling the caches, which keep data that is read again. Whole cache lines only; call
 // finish_stores() before another thread reads.
 inline void store_past_caches(float* p, Vec v) {
 #if defined(__AVX512F__)
@@ -79,7 +79,7 @@ inline Vec load(const Half* p) {
 
 constexpr std::integral_constant<int, 3> kToL1;
 constexpr std::integral_constant<int, 2> kToL2;
-constexpr std::integral_constant<int, 0> kToL1Once;  // evicted first, to keep what is used more often
+constexpr std::integral_constant<int, 0> kToL1Once;  // evicted first, to keep data that is used more often
 
 // Prefetches to the L2 cache, which can have far more lines under way than L1. Always inlined, as are the
 // lambdas that end in it: GCC considers a call of a function that only prefetches as without effect, and

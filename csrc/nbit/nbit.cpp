@@ -1,4 +1,4 @@
-// Quantised rows: quantise, dequantise, and look up beside tables of numbers.
+// Quantised rows: quantise, dequantise, and look up together with tables of plain numbers.
 #include <numeric>
 
 #include "host/memory.h"

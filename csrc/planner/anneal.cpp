@@ -247,7 +247,7 @@ class Annealer : public PlanState {
     return true;
   }
 
-  // Exchanges the shapes and places of two tables with equal numbers of columns. When ranks are nearly full
+  // Exchanges the shapes and ranks of two tables with equal numbers of columns. When ranks are nearly full
   // in one phase, single pieces hardly move any more; this move leaves the largest loads unchanged.
   void swap_roles() {
     int64_t rank = some_rank();

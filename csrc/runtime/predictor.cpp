@@ -41,7 +41,7 @@ std::size_t memory_limit() {
       static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
     std::size_t limit = 0;
-    if (std::ifstream(path) >> limit) found = std::min(found, limit);  // "max" is no number
+    if (std::ifstream(path) >> limit) found = std::min(found, limit);  // "max" is not a number
   }
   return found;
 }
@@ -83,7 +83,7 @@ class Memory {
     return static_cast<char*>(memory_) + offset;
   }
 
-  // Throws if the file was cut short since it was mapped: what was computed from it is wrong.
+  // Throws if the file was cut short since it was mapped: results computed from it are wrong.
   void check() const {
     struct stat status{};
     if (!is_mapped_) return;
@@ -215,7 +215,7 @@ void check_machine(const Layout& layout, const std::string& folder) {
 
 namespace {
 
-// Nothing of a package is used before its files are compared with what was written.
+// Checks a package's files against their signature or checksums, as the options say, before any is used.
 Layout checked_layout(const std::string& folder, const Options& options) {
   if (!std::ifstream(folder + "/layout.txt")) {
     fail(folder + " is no package of this version. Export the model again.");

@@ -97,7 +97,7 @@ std::string content_of(const std::string& path) {
   return content;
 }
 
-// What a line of digests.txt or signature.txt says of a file.
+// The entry of one file in digests.txt or signature.txt.
 struct Line {
   std::int64_t num_bytes = -1;
   std::string hash, checksums, name;

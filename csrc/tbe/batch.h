@@ -18,8 +18,8 @@ class RowFinder {
   RowFinder(const RowFinder&) = delete;
   virtual ~RowFinder() = default;
   // Writes the rows of the IDs at [begin, end) of the batch. They are not checked, and may lie outside the
-  // table, in memory that `beside` gets; see [Note: rows beside the table] in index/keyed.cpp. Returns false
-  // if nobody will read the result.
+  // table, in memory that the last argument receives; see [Note: rows outside the table] in index/keyed.cpp.
+  // Returns false if nobody will read the result.
   virtual bool find(int64_t begin, int64_t end, int64_t* rows, std::unique_ptr<char[]>& beside) const = 0;
 };
 

@@ -5,7 +5,7 @@
 template <int kOptimizer>
 struct Code {};
 
-// What a row's step needs to know besides the row.
+// The inputs of a row's step, apart from the row.
 struct Step {
   const Hyper& hyper;
   const float* stats;        // of this row, or null

@@ -69,16 +69,16 @@ inline int64_t rows_announced(const RunArgs& a) {
 template <typename Touch>
 __attribute__((always_inline)) inline void touch_far(const RunArgs& a, uint32_t row, const Touch& touch) {
   if (a.to_l1) {
-    touch(row, kToL1Once);  // and they must not evict from L2 what the rest of the step needs
+    touch(row, kToL1Once);  // and must not evict from L2 the data that the rest of the step needs
   } else {
     touch(row, kToL2);
   }
 }
 // Calls touch(row, locality) for the rows of the pairs after pair i: to L1, and long before that out of
 // memory if they come from there. So the rows of the next range arrive while this one is updated and that one
-// is sorted, and the memory is never idle. Another thread may be sorting the next range at this moment: what
-// is read of it only decides what to prefetch. The current row is not touched again, since a hot row has
-// thousands of pairs.
+// is sorted, and the memory is never idle. Another thread may be sorting the next range at this moment, so
+// the pairs read from it only decide which rows to prefetch. The current row is not touched again, since a
+// hot row has thousands of pairs.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
   const uint32_t row = a.pairs[i].row;
@@ -90,7 +90,7 @@ __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i,
   }
   if (near < a.num_pairs && a.pairs[near].row != row) touch(a.pairs[near].row, kToL1);
 }
-// Touches what the next range has beyond the length of this one.
+// Touches the rows of the next range that announce() has not reached, if it is longer than this one.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce_rest(const RunArgs& a, const Touch& touch) {
   for (int64_t i = rows_announced(a); i < a.num_next; ++i) touch_far(a, a.next[i].row, touch);

@@ -25,7 +25,7 @@ void check_sample_weights(const Batch& batch, const Lookup& lookup, const Tensor
              bag - lookup.first_bag, ") is NaN. Weights must be numbers; find where this one comes from.");
 }
 
-// `slots`: the rows to read in place of the piece's ids; null: the ids are rows.
+// `slots`: the rows to read instead of the piece's ids; null: the ids are rows.
 void look_up(const Batch& batch, const Weights& weights, const Piece& piece, const int64_t* slots,
              float* out) {
   const Lookup& lookup = batch.lookups[piece.lookup];

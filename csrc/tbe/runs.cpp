@@ -53,7 +53,7 @@ bool count_parts(const void* values, int64_t count, const TableRuns& table, uint
   return fit;
 }
 
-// Writes each id's pair to the next free place of its part.
+// Writes each id's pair to the next free position in its part.
 template <typename Id, typename Slot>
 void deal(const void* values, int64_t count, const TableRuns& table, const Slot& slot, uint32_t* positions) {
   const Id* ids = static_cast<const Id*>(values);
@@ -291,7 +291,7 @@ bool is_large(const Range& range, const TableRuns& table) {
 }  // namespace
 
 // Cuts one table's chunks into ranges. Parts lie in order, and within a part the streams of the chunks in
-// order; a range is one or more neighbouring parts. A part with many pairs (hot rows) is a range of its own.
+// order; a range is one or more neighbouring parts. A part with many pairs (hot rows) is a separate range.
 void Runs::cut(size_t first_chunk, size_t last_chunk) {
   const int64_t t = chunks_[first_chunk].table;
   const TableRuns& table = tables[t];

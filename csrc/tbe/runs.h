@@ -22,13 +22,13 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Releases what was taken from `offset` on.
+  // Releases the memory taken from `offset` on.
   void rewind(size_t offset) { next_ = static_cast<char*>(memory_.get()) + offset; }
   template <typename T>
   T* take(size_t count) {
     char *start = next_, *end = start + count * sizeof(T);
     next_ += bytes<T>(count);
-    if (next_ > end) std::memset(end, 0, next_ - end);  // what is saved must hold nothing undefined
+    if (next_ > end) std::memset(end, 0, next_ - end);  // saved memory must hold no undefined bytes
     return reinterpret_cast<T*>(start);
   }
   template <typename T>
@@ -169,7 +169,7 @@ class Runs {
   void pack_slots(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
 
   std::vector<Chunk> chunks_;
-  // By chunk, stream and part: first the number of pairs, then the place of the next pair.
+  // By chunk, stream and part: first the number of pairs, then the position of the next pair.
   std::vector<uint32_t> positions_;
   std::unique_ptr<Arena> arena_;
   std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][two numbers][ranges]
