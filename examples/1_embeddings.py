@@ -253,8 +253,8 @@ print(f"losses {losses[0]:.6f} -> {losses[1]:.6f}; changed without a step():", c
 
 # %% [markdown]
 # Only the products moved, and the loss with them, from {{ f"{losses[0]:.4f}" }} to
-# {{ f"{losses[1]:.4f}" }}. What is left over for an ordinary optimizer? A filter tells: the parameters that
-# no optimizer in the backward pass owns.
+# {{ f"{losses[1]:.4f}" }}. Which parameters remain for an ordinary optimizer? A filter returns the
+# parameters that no optimizer in the backward pass owns.
 
 # %%
 left_over = dict(in_backward_optimizer_filter(model.named_parameters()))

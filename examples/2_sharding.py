@@ -3,9 +3,9 @@
 #
 # Two large tables and two small ones, sharded in every way there is: table-wise, row-wise, column-wise and
 # data-parallel over two processes, then table-row-wise, table-column-wise and grid over two simulated nodes
-# of two processes each. For each: constraints, the planner's plan, a picture of it, and what a training
-# step sends over the wire. At the end the same batch has gone through all of them, and the results are the
-# same.
+# of two processes each. Each type comes with constraints, the planner's plan, a picture of the plan, and
+# the bytes that a training step sends over the wire. At the end the same batch has gone through all types,
+# and the results are the same.
 
 # %%
 import tempfile
@@ -337,6 +337,6 @@ if __name__ == "__main__":
 # %% [markdown]
 # For this batch on two ranks, {{ least.value }} sent least ({{ f"{two_ranks[least]:,}" }} bytes) and
 # {{ most.value }} most ({{ f"{two_ranks[most]:,}" }}). Which one is fastest depends on the tables, the ids
-# and the network; to weigh that is what the planner is for, and without constraints it may mix all of them.
+# and the network; the planner weighs them, and without constraints it may mix all types.
 #
 # Next: [device meshes](3_meshes.md).

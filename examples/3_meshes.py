@@ -44,9 +44,9 @@ def on_all(function: Callable[..., Any], *args: Any) -> list[Any]:
 # %% [markdown]
 # ## Process groups by hand
 #
-# Shard groups are the rows of the arrangement, replicate groups its columns. `new_group` has to be called
-# by all processes, for all groups, in the same order, also for groups that a process is not in; each
-# process keeps the two it is in.
+# Shard groups are the rows of the arrangement, replicate groups its columns. All processes must call
+# `new_group` for all groups, in the same order, also for groups that a process is not in; each process
+# keeps the two it is in.
 
 
 # %%

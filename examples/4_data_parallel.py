@@ -3,8 +3,8 @@
 #
 # The tables of a recommender model are split; the dense rest (a few layers) is small, and every process has
 # all of it. Keeping those copies equal is PyTorch's own job: `DistributedDataParallel`, DDP. This tutorial
-# opens it up by hand: what it sends, when, and what overlaps. Then it does the same with
-# `DistributedModelParallel`, which sets DDP up around the tables.
+# opens DDP up by hand: which messages it sends, when, and which work they overlap with. Then it does the
+# same with `DistributedModelParallel`, which sets DDP up around the tables.
 
 # %%
 import tempfile
@@ -28,7 +28,7 @@ NUM_PROCESSES = 2
 # ## Starting processes by hand
 #
 # `spawn` starts functions of this script in new processes; each joins the process group, works, and saves
-# what it saw. `leave_process_group` stands where `dist.destroy_process_group` would: it also sees to it that
+# its result. `leave_process_group` stands where `dist.destroy_process_group` would: it also sees to it that
 # gloo's threads end before Python does.
 
 
@@ -52,7 +52,7 @@ def on_all(work: Callable[[], object]) -> list:
 # %% [markdown]
 # ## What DDP broadcasts
 #
-# Every process builds the model with a seed of its own, so the copies differ. Wrapping it in DDP gives all
+# Every process builds the model with a different seed, so the copies differ. Wrapping it in DDP gives all
 # processes the parameters and buffers of rank 0. After each backward pass the gradients are averages over
 # all processes, so that equal optimizers take equal steps.
 
@@ -94,7 +94,7 @@ if __name__ == "__main__":
 # ## Buckets, and their overlap with the backward pass
 #
 # DDP does not wait for the end of the backward pass. Parameters are put into *buckets*, last layers first;
-# as soon as all gradients of a bucket are there, its all-reduce starts, while the backward pass goes on
+# as soon as all gradients of a bucket are there, its all-reduce starts, while the backward pass continues
 # with earlier layers. The profiler sees both.
 
 
@@ -163,7 +163,7 @@ if __name__ == "__main__":
 
 # %%
 class TwoParts(nn.Module):
-    """Two layers, each on a device of its own."""
+    """Two layers, on separate devices."""
 
     def __init__(self, first: torch.device, second: torch.device) -> None:
         super().__init__()

@@ -128,8 +128,9 @@ figure.savefig("precisions.svg")
 # ![Bytes of the tables, and how far the AUC moves](precisions.svg)
 #
 # Eight bits take {{ f"{found['int8'][0] / found['fp32'][0]:.0%}" }} of the bytes and move the AUC by
-# {{ f"{abs(found['int8'][2]):.0e}" }}. The search takes the squared error of four bits to
-# {{ f"{found['int4, search'][1] / found['int4'][1]:.2f}" }} of what it was, at the same bytes.
+# {{ f"{abs(found['int8'][2]):.0e}" }}. The search reduces the squared error of four bits to
+# {{ f"{found['int4, search'][1] / found['int4'][1]:.2f}" }} of the error without
+# the search, at the same bytes.
 #
 # ## Faster, too
 #

@@ -52,7 +52,7 @@ def seconds_of(model: nn.Module, repeats: int = 5) -> float:
 # ## Two devices, one of them idle
 #
 # The whole batch is one split: the second stage begins when the first is done, and backward it is the other
-# way round. Two devices are no faster than one.
+# way round. Two devices are not faster than one.
 
 # %%
 alone = seconds_of(copy.deepcopy(model))
@@ -64,7 +64,7 @@ print("busy:", [f"{share:.0%}" for share in halves.timeline.busy()])
 # %% [markdown]
 # ## The batch in splits
 #
-# With 8 splits the first stage goes on with the second split while the second stage has the first. The result
+# With 8 splits the first stage starts the second split while the second stage has the first. The result
 # is that of the whole batch, to rounding.
 
 # %%
@@ -89,10 +89,11 @@ for size, seconds in measured.items():
     print(f"{len(images) // size:3d} splits of {size:2d}: {1e3 * seconds:5.0f} ms  {bar}")
 
 # %% [markdown]
-# ## Copies beside the work
+# ## Copies during the work
 #
-# Values go from one device to the next over a link. A stage does not wait for what it sent: a carrier brings
-# it over while the stage has its next split. This link takes as long as half of a split's forward pass.
+# Values go from one device to the next over a link. A stage does not wait for the values that it sent: a
+# carrier brings them over while the stage has its next split. This link takes as long as half of a split's
+# forward pass.
 
 
 # %%

@@ -3,7 +3,7 @@
 #
 # A trained model answers requests: over HTTP, from clients that the field already has, and from C++
 # without Python. This tutorial trains the demo's model for one epoch, exports it, serves it, and asks
-# it in four ways. What it runs are commands, as one would type them.
+# it in four ways. The commands are the ones that a user would type.
 
 # %%
 import json
@@ -24,7 +24,7 @@ place = Path(tempfile.mkdtemp(prefix="meshrec-tutorial-"))
 
 
 def run(*words: object, lines: int = 4, **options: object) -> str:
-    """Runs a command in a folder of its own, and shows the last lines of what it says."""
+    """Run a command in a temporary folder, and print the last lines of its output."""
     command = [str(word) for word in words]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     if done.returncode:
@@ -41,7 +41,7 @@ run(*MESHREC, "train", "movielens_dlrm", "--training.epochs", "1", "--name", "de
 #
 # `meshrec export` compiles the model for this machine and writes its weights into one file, which is
 # mapped and never copied. With `--shared`, a second program looks up once what belongs to the user, for
-# requests that rank many items: here the user and the history of what they rated.
+# requests that rank many items: here the user and the history of rated items.
 
 # %%
 run(*MESHREC, "export", "demo", "--out", "clicks", "--shared", "user", "history")
@@ -93,8 +93,8 @@ run("curl", "-s", f"{url}/predict", "-d", json.dumps({**sample, "movie": 10**9})
 # %% [markdown]
 # ## Rank many items for one user
 #
-# What the samples have in common is given once. The scores are those of the same values repeated; only
-# faster.
+# Values that all samples share are given once. The scores equal those of the same values repeated, and
+# come faster.
 
 # %%
 user = {name: sample[name] for name in ("user", "history")}
@@ -175,9 +175,8 @@ np.testing.assert_allclose(own.numpy(), score, rtol=1e-5)
 # %% [markdown]
 # ## The end
 #
-# SIGTERM ends the server after the last answer. What else there is: fresh weights from a training that
-# goes on, several models and workers, metrics for Prometheus, limits and deadlines; the page on `serve`
-# has them.
+# SIGTERM ends the server after the last answer. The page on `serve` has more: fresh weights from a
+# running training, several models and workers, metrics for Prometheus, limits and deadlines.
 
 # %%
 server.terminate()

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Raw IDs of a stream
 #
-# Items of a shop, videos, users: their IDs are 64-bit numbers that nobody has numbered, and every hour there
-# are new ones. A table with a fixed number of rows needs a rule that makes a row of an ID. This tutorial
+# Items of a shop, videos, users: their IDs are arbitrary 64-bit integers, and every hour there are new
+# ones. A table with a fixed number of rows needs a rule that makes a row of an ID. This tutorial
 # compares the two usual rules, a vocabulary and the hashing trick, with tables whose keys are hashed, on a
 # stream whose items come and go: how well each predicts, and how much memory it takes.
 
@@ -51,11 +51,11 @@ print(f"{num_ids[0]:,} items and {num_ids[1]:,} shops came; tables have {ROWS:,}
 #
 # ## Four ways to a row
 #
-# - **Exact**: every ID that ever comes has a row of its own. It shows what can be learned, and grows with
+# - **Exact**: every ID that ever comes has a separate row. It shows what can be learned, and grows with
 #   every day.
 # - **Vocabulary**: the most frequent IDs of the first tenth of the stream have rows; all others share one.
 # - **Hashing trick**: a hash of the ID, modulo the rows. IDs that share a row disturb each other, and a new
-#   one starts from what a dead one has left.
+#   one starts from the weights of a dead one.
 # - **Hashed keys**: an ID gets a row when it is first trained, and loses it when the table is full and it was
 #   not seen for the longest time.
 
@@ -95,7 +95,7 @@ class Clicks(torch.nn.Module):
 
 
 def train(rows, batches):
-    """Train on a stream; return the model, and what it said of each click before it learned from it.
+    """Train on a stream; return the model, and its prediction of each click before training on it.
 
     ``rows`` has the number of rows of each feature's table, or its keys.
     """

@@ -89,7 +89,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _say_stopped() -> None:
-    if "RANK" not in os.environ:  # a launcher speaks for its ranks
+    if "RANK" not in os.environ:  # a launcher speaks for the ranks
         print("meshrec: stopped", file=sys.stderr)
 
 

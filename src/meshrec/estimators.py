@@ -291,7 +291,7 @@ class _OfTables:
         array = _checks.validate_data(
             self, X, reset=reset, dtype=None, ensure_all_finite="allow-nan", ensure_min_samples=least
         )
-        # Use the column names pandas would give the array: a table's seed depends on its name.
+        # Use the column names pandas would give the array: a table's seed depends on the table name.
         names = map(str, range(array.shape[1]))
         return pa.table({name: _column(array[:, number]) for number, name in enumerate(names)})
 

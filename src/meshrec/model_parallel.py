@@ -1,4 +1,4 @@
-"""DistributedModelParallel: a model with its tables split over ranks and a data-parallel dense part."""
+"""DistributedModelParallel: a model with tables split over ranks and a data-parallel dense part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,7 +36,7 @@ class DistributedModelParallel(nn.Module):
     parallel.
 
     Parameters keep the names of the unsharded model. Embedding modules on ``meta`` are allocated here, and
-    each rank allocates only its own part. Dense modules on ``meta`` are initialised by their
+    each rank allocates only the local part. Dense modules on ``meta`` are initialised by their
     ``reset_parameters``, equally on all ranks. Buffers that a module names in its attribute
     ``constant_buffers`` are not broadcast: they must be equal on all ranks, and never change in training.
 
@@ -225,7 +225,7 @@ class DistributedModelParallel(nn.Module):
         self._plan = _running(plan, self._sharded)
 
     def with_sharded(self, module: nn.Module, sharded: Mapping[str, Any]) -> "DistributedModelParallel":
-        """Return another model for inference over the same ranks and plan. Its dense part is not data-
+        """Return another model for inference over the same ranks and plan. The dense part is not data-
         parallel.
 
         Args:
@@ -417,7 +417,7 @@ def _ddp_fqn_modifiers() -> dict[str, str]:
 def _embedding_modules(
     module: nn.Module, sharders: Sequence[Sharder]
 ) -> dict[str, tuple[nn.Module, Sharder]]:
-    """Return each module that a sharder shards, with its sharder for these tables, by path.
+    """Return each module that a sharder shards, with the sharder for these tables, by path.
 
     Raises:
         ValueError: an option of a sharder names no table, or a name that several modules have.

@@ -25,7 +25,7 @@ class CheckpointManager:
     """Checkpoints of one run, named ``folder/step-0000000100``. Saves, loads and ``wait`` are collective.
 
     Old checkpoints in the folder are deleted, including copies you put there: keep copies elsewhere. Other
-    files are kept. A link to a checkpoint elsewhere is removed without touching its target.
+    files are kept. A link to a checkpoint elsewhere is removed without touching the target.
 
     Args:
         folder: folder visible to all ranks, created when first needed. With ``store``, a folder of this host
@@ -67,7 +67,7 @@ class CheckpointManager:
         self._group = group
         self._stored = None if store is None else StoredCheckpoints(store, self.folder)
         self._checkpoints = self._stored or _FolderCheckpoints(self.folder)
-        # The background save and its step, from `async_save` until the next `wait`.
+        # The background save and the step number, from `async_save` until the next `wait`.
         self._pending: PendingSave | None = None
         self._pending_step: int | None = None
 

@@ -130,7 +130,7 @@ class TensorRecord(NamedTuple):
 
 
 class PlacedPiece(NamedTuple):
-    """Piece, together with its tensor's name and record."""
+    """Piece, together with the tensor's name and record."""
 
     name: str
     record: TensorRecord

@@ -64,7 +64,7 @@ def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
     """Return a file's tensors as views on ``content``, uint8 [bytes].
 
     Raises:
-        DamageError: the tensors do not tile the file from the header to its end.
+        DamageError: the tensors do not tile the file from the header to the end of the file.
     """
     length = _header_length(content[:8].numpy().tobytes(), len(content), path)
     entries = _entries(content[8 : 8 + length].numpy().tobytes(), len(content), path)

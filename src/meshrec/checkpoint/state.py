@@ -499,7 +499,7 @@ def _common(
 def _restorer(
     state: Mapping[str, Any], entry: str, item: Any, kind: str, *, content: Any, buffers: dict[str, Tensor]
 ) -> Callable[[], None]:
-    """Return a function which restores an item from its saved value, because DCP cannot fill it in place.
+    """Return a function which restores an item from the saved value, because DCP cannot fill it in place.
 
     The function passes the saved value to a stateful object's ``load_state_dict``, or replaces a plain value
     in ``state``. Call it once ``buffers`` has been filled from the checkpoint.

@@ -15,7 +15,7 @@ _MARKS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Encode ``value`` as JSON, collecting its tensors.
+    """Encode ``value`` as JSON, collecting the tensors.
 
     Args:
         value: plain value, tensor, or container of these.

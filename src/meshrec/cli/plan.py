@@ -41,7 +41,7 @@ _MAX_WORK = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Plan where embedding tables go on a cluster, and prove how close the plan is to the best one.
+    """Plan the placement of embedding tables on a cluster, and prove how close the plan is to the best one.
 
     SOURCE is a recipe (as for `meshrec train`), a task file (tables as JSON), or a plan that this command or
     a training run saved.

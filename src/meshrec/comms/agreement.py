@@ -8,7 +8,7 @@ it in a small collective, and then all ranks raise:
 
 - here, `together` runs a block without collectives, and `raise_as_one` exchanges caught errors;
 - `agreed` exchanges a function's results or errors (checkpoint/agreement.py);
-- a lookup sends its input status together with the sizes, without an extra collective
+- a lookup sends the input status together with the sizes, without an extra collective
   (distributed/input_dist.py);
 - the train pipeline sends a word per batch in the background (pipeline/lookahead.py);
 - stages send an error instead of a value (stages/messages.py);
@@ -19,10 +19,10 @@ it in a small collective, and then all ranks raise:
 Whether a rank has failed never depends on the exception type, which may differ between torch versions and
 between ranks. The ranks agree on a common type afterwards.
 
-Where an agreement would cost a collective per step, a rank announces its error instead:
+Where an agreement would cost a collective per step, a rank announces the error instead:
 [Note: a rank that fails alone] in comms/failures.py.
 
-A dead rank cannot report. Its peers see closed sockets or a timeout, and the launcher reports the error of
+A dead rank cannot report. The peers see closed sockets or a timeout, and the launcher reports the error of
 the first rank to fail (train/launch.py).
 """
 

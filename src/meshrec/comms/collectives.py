@@ -10,7 +10,7 @@ the same order on all ranks. A rank's threads are
 
 1. the main thread: runs steps, checkpoints and evaluations, and starts all collectives of the forward pass.
 Signal handlers only set a flag, which the main thread reads after a step (train/stopping.py);
-2. autograd's threads: on a GPU they run the backward pass and start its collectives, while the main thread
+2. autograd's threads: on a GPU they run the backward pass including the collectives, while the main thread
 waits. Two backward passes through the same module must not overlap; table locks (tables/fused.py,
 tables/updates.py) protect only updates of unsharded tables;
 3. kernel threads: split the rows of a call, and finish with it;
@@ -21,7 +21,7 @@ rank writes the data (checkpoint/snapshot.py); it must not use threads, devices 
 7. two threads per file-backed table (tables/cached/table.py): a reader, and a writer for evicted rows. They
 start no collectives, and no work on torch's threads;
 8. the "dense gradients" thread of a model on several hosts (comms/peer_average.py): waits for point-to-point
-messages of dense gradients, adds them, and sends the means under tags of its own.
+messages of dense gradients, adds them, and sends the means under separate tags.
 
 The launcher has a thread that kills ranks blocking their peers (train/launch.py). A server answers on the
 event loop thread, reads packed requests on another, and computes on one thread per model (serve/batching.py);
@@ -156,7 +156,7 @@ class _CopyBack:
 
 
 class _Watched:
-    """A collective of gloo; its wait also ends when a rank has failed alone."""
+    """A gloo collective. ``wait`` also ends when a rank has failed alone."""
 
     def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
         self._work, self._group = work, group
@@ -302,7 +302,7 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
 
 
 def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
-    """Copy the tensor from rank ``source`` on an axis to all its ranks, in place.
+    """Copy the tensor from rank ``source`` on an axis to all ranks on the axis, in place.
 
     Args:
         tensor: source and result.
@@ -448,7 +448,7 @@ def _count(name: str, tensor: Tensor, elements: list[int], rank: int) -> None:
 
 
 def _has_failed(work: Any) -> bool:
-    """Return whether the collective failed, as opposed to the computation of its result."""
+    """Return whether the collective failed, as opposed to the result computation."""
     return not isinstance(work, Reading) or bool(work.link.failure)
 
 

@@ -167,6 +167,16 @@ class DenseGradients:
             return all_to_all(mean, Splits(local_sizes, sizes), self._axis, DENSE_GRADIENTS, same=True)
 
         def read(_: Tensor, link: int, exchange: int) -> Tensor:
+            """Average this rank's share from the peers' memory.
+
+            Args:
+                _: unused: on a host link the messages are never assembled.
+                link: host link handle.
+                exchange: number of the exchange to read.
+
+            Returns:
+                The means of this rank's share, 1-D.
+            """
             average(mean, [], size, link, exchange)
             return mean
 
@@ -188,12 +198,12 @@ def average_gradients(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average gradients over ranks, with equal bits on all ranks.
 
-    A hook for ``DistributedDataParallel.register_comm_hook``. It publishes a bucket when its gradients are
+    A hook for ``DistributedDataParallel.register_comm_hook``. It publishes a bucket when the gradients are
     ready. All buckets are averaged after the last one, so no rank waits for a peer earlier; see
     ``ends_with_backward``.
     """
     if bucket.index() == 0:
-        state.forget()  # what a failed backward pass has left
+        state.forget()  # averages left by a failed backward pass
     future = state.start(bucket.buffer())
     if bucket.is_last() and not state.is_late:
         if state.ends_with_backward:

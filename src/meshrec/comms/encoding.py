@@ -36,7 +36,7 @@ class Columns(NamedTuple):
 
 
 class Block(NamedTuple):
-    """``num_rows`` rows with the same columns. Row i seeds its rounding noise with key ``first_key + i``."""
+    """``num_rows`` rows with the same columns. Row i seeds the rounding noise with key ``first_key + i``."""
 
     num_rows: int
     columns: Columns

@@ -3,7 +3,7 @@
 [Note: a rank that fails alone]
 
 Lookups and updates may run out of memory on a single rank. Agreement on errors there would cost a collective
-per step. Instead the rank announces its error in the process group's store (``announced_on_failure``). A rank
+per step. Instead the rank announces the error in the process group's store (``announced_on_failure``). A rank
 waiting for a CPU collective polls the store twice a second, and raises the same error without waiting for the
 timeout.
 
@@ -109,7 +109,7 @@ def as_agreed(error: Exception) -> Exception:
 
 
 def announced_on_failure(stage: F) -> F:
-    """Decorate a function to announce its exceptions; see [Note: a rank that fails alone]."""
+    """Decorate a function to announce exceptions; see [Note: a rank that fails alone]."""
 
     @functools.wraps(stage)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -154,7 +154,7 @@ def count_start(group: dist.ProcessGroup) -> None:
 
 
 def check_group(group: dist.ProcessGroup) -> None:
-    """Before a collective, check that the ranks of its group are still in step.
+    """Before a collective, check that the group's ranks are still in step.
 
     If this rank has announced an error since the last check, waits until all other ranks have announced an
     error at the same collective. If one has not after ``_SAME_ERROR_SECONDS``, or reports a lone failure, the

@@ -1,6 +1,6 @@
 """Message exchange between CPU ranks on the same host by reading peer memory, without sockets.
 
-Gloo uses TCP sockets even within a host. A link replaces its collectives for a process group whose ranks all
+Gloo uses TCP sockets even within a host. A link replaces gloo collectives for a process group whose ranks all
 run on the same Linux host and may read each other's memory. The ranks determine this together in the group's
 first collective; if no link is possible, a log line explains why. Results are bit-identical.
 ``MESHREC_HOST_LINK=0`` on any rank disables links. ``MESHREC_HOST=NAME`` names a rank's host: ranks with

@@ -8,7 +8,7 @@ peers, and torch unpickles objects received through them: whoever can connect ca
   and no rank hosts it, so peers can still query it when a rank is stopped.
 - Another launcher, such as torchrun, gives an address. If rank 0 hosts the store, it listens on that address
   only; torch alone would listen on all interfaces.
-- If all ranks are on the same machine, sockets listen on its loopback interface.
+- If all ranks are on the same machine, sockets listen on the loopback interface.
 - Across machines, gloo would listen on the interface the host name resolves to, often loopback. Unless
   GLOO_SOCKET_IFNAME names an interface, ranks use the one that routes to MASTER_ADDR.
 """
@@ -86,7 +86,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
     folder = os.environ.get(STORE_VARIABLE)
     if folder is not None:
         # A new file per start: restarted ranks must not find the addresses of dead ranks.
-        join_scratch(Path(folder))  # the launcher may be killed before its ranks end
+        join_scratch(Path(folder))  # the launcher may be killed before the ranks end
         path = Path(folder) / f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return FileStore(str(path), size)
     if os.environ.get(_AGENT_VARIABLE) == "True":

@@ -10,7 +10,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 class _Launcher(NamedTuple):
-    """Launcher: its variables in the order of `_RANK_VARIABLES`, and its option to set a variable."""
+    """Launcher: variables in the order of `_RANK_VARIABLES`, and the option to set a variable."""
 
     name: str
     variables: tuple[str, ...]
@@ -22,7 +22,7 @@ _OPEN_MPI, _MVAPICH = (
     tuple(f"{prefix}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     for prefix in ("OMPI", "MV2")
 )
-# mpiexec may start its daemons through a Slurm step, which also sets Slurm's variables: check MPI first.
+# mpiexec may start daemons through a Slurm step, which also sets Slurm's variables: check MPI first.
 _LAUNCHERS = (
     _Launcher("Open MPI", _OPEN_MPI, "mpiexec -x "),
     _Launcher("MVAPICH", _MVAPICH, "mpiexec -env "),

@@ -1,7 +1,7 @@
 """Process group shutdown: backend threads must not outlive the interpreter.
 
 gloo's threads end with the last reference to their group, not with ``destroy_process_group``. At exit such a
-thread may still hold its last work item, such as a DDP communication hook's callback. Freeing it requires the
+thread may still hold the last work item, such as a DDP communication hook's callback. Freeing it requires the
 interpreter, which is shutting down, so the process aborts: "terminate called without an active exception"
 (pytorch issues 38228 and 190489). Three things keep a group alive: function default arguments, DTensor's
 caches, and reference cycles such as a sharded model.

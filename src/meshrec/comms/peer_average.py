@@ -1,8 +1,8 @@
 """Averages over gloo ranks without a host link, from point-to-point messages.
 
-Gloo's all-to-all sends its two directions one after the other: between two hosts it takes up to twice as long
+Gloo's all-to-all sends the two directions one after the other: between two hosts it takes up to twice as long
 as messages that are sent and received at once. A thread waits for the messages, adds in rank order and sends
-the means, so that the program's threads go on meanwhile.
+the means, while the program's threads continue.
 
 [Note: messages of an average]
 Every rank averages a share of the elements. It receives this share from all peers (``terms_tag``), and sends
@@ -33,7 +33,7 @@ _FIRST_TAG = 1 << 20
 _BLOCK = 1 << 14
 """Elements per kernel call. The kernel runs blocks of this size on the calling thread, without a pool."""
 _num_averages: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-"""Per group. Each has its own tags, because the threads of two models may send means in any order."""
+"""Averages per group. Tags differ, because the threads of two models may send means in any order."""
 
 
 class PeerAverage:
@@ -73,14 +73,32 @@ class PeerAverage:
         return in_flight
 
     def send(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> list[Any]:
-        """Start sending a tensor to some ranks."""
+        """Start sending a tensor to some ranks.
+
+        Args:
+            tensor: tensor to send; an empty tensor is not sent.
+            ranks: receivers, as ranks of the group.
+            tag: message tag; see [Note: messages of an average].
+
+        Returns:
+            Work to wait for, per receiver.
+        """
         if not tensor.numel():
             return []
         count_sent(self._name, len(ranks) * tensor.nbytes)
         return [self.group.send([tensor], rank, tag) for rank in ranks]
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> list[Any]:
-        """Start receiving a tensor from a rank."""
+        """Start receiving a tensor from a rank.
+
+        Args:
+            tensor: tensor to fill; for an empty tensor, nothing is received.
+            rank: sender, as a rank of the group.
+            tag: message tag; see [Note: messages of an average].
+
+        Returns:
+            Work to wait for: one item, or none for an empty tensor.
+        """
         return [self.group.recv([tensor], rank, tag)] if tensor.numel() else []
 
 
@@ -131,7 +149,7 @@ class _Job:
             self._target = self.mean.tensor_split(self._size)[self._rank]
         own = shares[self._rank]
         self._terms: dict[int, Tensor] = {self._rank: own}
-        # Receive first: a sender then need not ask whether its peer is ready.
+        # Receive first: a sender then need not ask whether the peer is ready.
         self._receiving: list[Any] = []
         for rank in reversed(peers):
             self._terms[rank] = operators.new_buffer(own, own.numel())
@@ -180,7 +198,7 @@ class _Job:
             receiving[owner] = average.receive(shares[owner], source, tag)
         targets = routes.targets(self._rank, self._rank)
         self._sending += average.send(shares[self._rank], targets, average.means_tag)
-        # A mean to pass on comes from its owner, so no rank waits here for a rank that passes on.
+        # A mean to pass on comes from the share's owner, so no rank waits here for a rank that passes on.
         for owner in owners:
             if targets := routes.targets(owner, self._rank):
                 _wait(receiving[owner])

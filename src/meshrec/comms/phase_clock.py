@@ -28,7 +28,7 @@ def record_phases(*, device: torch.device | None = None, overlap: bool = True) -
     Args:
         device: model device. On CUDA, times are measured with events on the current stream, and the end of
             the block synchronizes.
-        overlap: False waits for every collective where it starts, so its phase includes the whole exchange
+        overlap: False waits for every collective where it starts, so the phase includes the whole exchange
             instead of the part not hidden by other work. Planner estimates refer to these times. The step
             takes longer.
 

@@ -185,7 +185,7 @@ bag.
 """
 
 Wire = WireFormat | torch.dtype | str
-"""Accepted format arguments: a format, its name, or a cast's dtype."""
+"""Accepted format arguments: a format, a format name, or a cast's dtype."""
 
 
 def wire_format(given: Wire) -> WireFormat:
@@ -228,7 +228,7 @@ class WireFormats(NamedTuple):
         return cls(wire_format(names[0]), wire_format(names[-1])).checked()
 
     def checked(self) -> "WireFormats":
-        """Return these formats. Raises ValueError if a format is not allowed in its direction."""
+        """Return these formats. Raises ValueError if a format is not allowed in that direction."""
         if not self.backward.is_for_gradients:
             allowed = ", ".join(name for name, format in FORMATS.items() if format.is_for_gradients)
             raise ValueError(

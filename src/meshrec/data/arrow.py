@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
 
     class _LateModule:
-        """Stand-in for a module that is imported when one of its attributes is first read."""
+        """Stand-in for a module that is imported when an attribute is first read."""
 
         def __init__(self, name: str) -> None:
             self._name = name

@@ -12,7 +12,7 @@ from meshrec.sparse import KeyedJaggedTensor
 class Batch:
     """B samples: model inputs and labels.
 
-    ``DLRMTrain`` accepts a batch directly: ``dense_features`` and ``sparse_features`` are its input names.
+    ``DLRMTrain`` accepts a batch directly: ``dense_features`` and ``sparse_features`` are the input names.
     """
 
     dense: Tensor

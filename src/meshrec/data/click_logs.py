@@ -38,7 +38,7 @@ def features_of_clicks(columns: LogColumns, label: str, history: int) -> Feature
 def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> pa.Table:
     """Return the valid rows of a log, with a ``history`` column: items the user clicked before.
 
-    Oldest first. A row's history excludes its own timestamp and later: simultaneous clicks are not included.
+    Oldest first. A history ends before the row's timestamp: simultaneous clicks are not included.
     The time column becomes a timestamp. An existing ``history`` column is preserved.
 
     Args:

@@ -14,7 +14,7 @@ from meshrec.data.locations import File, codec_of, is_tsv, opened
 _logger = logging.getLogger("meshrec")
 
 _HEAD_BYTES, _HEAD_ROWS = 1 << 16, 100
-"""Part of a file in which its dialect is detected."""
+"""Part of a file in which the dialect is detected."""
 _DELIMITERS = ",;\t|"
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 """UTF-16 byte order marks. Arrow skips the UTF-8 mark."""

@@ -19,7 +19,7 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Feature description, as needed by models and the planner to size its table.
+    """Feature description, as needed by models and the planner to size the table.
 
     Args:
         name: key in ``Batch.sparse``.
@@ -27,7 +27,7 @@ class Feature:
             them.
         average_length: mean IDs per sample.
         sequence: whether the IDs are ordered, oldest first.
-        table: table name. Features with the same table share its rows. None: a table with the feature's name.
+        table: table name. Features with the same table share rows. None: a table with the feature's name.
         keys: hashed key options: any int64 is an ID, and ``num_embeddings`` is the maximum number of rows.
             None: IDs are rows.
         max_length: maximum IDs per sample; None: unknown.

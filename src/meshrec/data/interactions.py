@@ -5,7 +5,7 @@
 Every user has at most one validation item and one test item. ``leave_last_out``: the last two items of users
 with three or more, as in Kang, McAuley: "Self-attentive sequential recommendation" (2018). ``time``: two
 moments divide the log, and a user's first item after each is held out; later items are unused. Everything
-before an item may be in its history, including validation items. Training data has no held-out items.
+before an item may be in the item's history, including validation items. Training data has no held-out items.
 """
 
 from collections.abc import Mapping
@@ -269,6 +269,13 @@ def _features(log: Interactions, pairs: _Pairs, history: int, *, exclude_seen: b
     average = float(pairs.lengths.mean())
 
     def item_feature(name: str, length: float, *, sequence: bool = False) -> Feature:
+        """Describe a feature that reads the item table.
+
+        Args:
+            name: feature name.
+            length: mean IDs per sample.
+            sequence: whether the IDs are ordered; then a sample has at most ``history`` IDs.
+        """
         return Feature(
             name=name,
             num_embeddings=log.item.num_embeddings,
@@ -309,7 +316,7 @@ def _single(firsts: Ints, stops: Ints, history: int) -> _Pairs:
 
 
 def _catalogue(log: Interactions) -> KeyedJaggedTensor:
-    """Return a sample per item, with its features."""
+    """Return a sample per item, with features."""
     num = len(log.catalogue)
     ranges = {log.item.name: Ranges(log.catalogue, np.arange(num), np.ones(num, np.int64))}
     ranges |= {name: values for name, (_, values) in log.described.items()}

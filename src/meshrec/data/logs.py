@@ -25,7 +25,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class LogTable(NamedTuple):
-    """Log table, and its column names."""
+    """Log table, and the column names."""
 
     name: str
     """Display name."""
@@ -82,7 +82,7 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
 
 
 def fit_log(log: LogTable, *, users: bool) -> Features:
-    """Fit the vocabularies of a log on its valid rows; ``users``: whether users are a feature."""
+    """Fit the vocabularies of a log on the valid rows; ``users``: whether users are a feature."""
     names = {ITEM: log.columns.item} | ({USER: log.columns.user} if users else {})
     names |= {name: name for name in log.columns.item_features}
     features = tuple(Vocabulary(name=name, column=column) for name, column in names.items())
@@ -166,7 +166,7 @@ def interactions(
 def requests_of_histories(
     item: Vocabulary, *, history: int, times: bool, more: Sequence[Vocabulary] = ()
 ) -> tuple[Features, pa.Schema]:
-    """Return the features of a recommendation request, and its column types.
+    """Return the features of a recommendation request, and the column types.
 
     Args:
         item: item vocabulary.

@@ -106,7 +106,7 @@ def lane_sizes(num_samples: int, lanes: int) -> npt.NDArray[np.int64]:
 
 
 def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LanePart]:
-    """Return the lane parts a rank reads for a step: its slice of the samples, sorted by lane.
+    """Return the lane parts a rank reads for a step: the rank's slice of the samples, sorted by lane.
 
     Args:
         step: samples of the step.

@@ -39,7 +39,7 @@ _MIN_SHARE = 0.002
 _DEVIATIONS = 3.0
 """Minimum gain in standard errors. Dozens of pairs are tried, so two would accept some by chance."""
 _MAX_COLUMNS = 10
-"""Number of columns whose pairs are tried: the pairs grow with its square."""
+"""Number of columns whose pairs are tried: their number grows quadratically."""
 
 
 def with_useful_crosses(

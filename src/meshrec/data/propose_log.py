@@ -45,7 +45,7 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
 
     Args:
         paths: files of the log.
-        columns: its columns.
+        columns: columns of the log.
         form: known format of CSV files.
 
     Raises:

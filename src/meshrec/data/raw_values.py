@@ -219,7 +219,7 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[in
         if value_kind == "time" and any(isinstance(value, str) for value in values):
             return _times(values, kind)
         if value_kind == "integer" and any(value is not None for value in values):
-            # Files may have wider integers than training data, so do not cast to its width.
+            # Files may have wider integers than training data, so do not cast to the training width.
             array = array_of(values)
             if pa.types.is_decimal(array.type) and not pa.types.is_decimal(kind):
                 raise ValueError("it holds integers beyond 64 bits")

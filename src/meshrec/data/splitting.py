@@ -91,7 +91,7 @@ class Split:
         parts = [self._by_quantile(block) for block in quantiles]
         shares = (1, self.validation, self.test)
         empty = [part for part, share in zip(Part, shares, strict=True) if share and not _has(parts, part)]
-        # Few rows may leave a part empty by chance. Then it gets its share of the rows in random order.
+        # Few rows may leave a part empty by chance. Then it gets a share of the rows in random order.
         return self._by_time(quantiles) if self.by == "random" and empty else parts
 
     def parts_of(self, source: Source) -> list[Parts]:

@@ -1,6 +1,6 @@
 """Synthetic clicks from a planted teacher: any number of samples, with a known best AUC or drifting items.
 
-Every block of samples uses random numbers seeded by its block number, so any part can be generated at any
+Every block of samples uses random numbers seeded by the block number, so any part can be generated at any
 time, on any rank, without storage.
 """
 
@@ -23,7 +23,7 @@ from meshrec.metrics.areas import area_under_curve
 from meshrec.tables.hashed.keys import LRU, Hashed
 
 _BLOCK = 4096
-"""Samples per block. A block has its own random numbers, so another size would draw other samples."""
+"""Samples per block. Random numbers are drawn per block, so another size would draw other samples."""
 # Logit variance shares of single IDs, dense values and ID pairs. Pairs take longest to learn: with a larger
 # share, a few million samples would not suffice.
 _ID_SHARE, _DENSE_SHARE, _PAIR_SHARE = 0.75, 0.2, 0.05
@@ -241,7 +241,7 @@ def synthetic_clicks(
     seed: int = 0,
     lanes: int = 8,
 ) -> Dataset:
-    """Create a dataset with a planted `Teacher`; ``best_auc`` is the AUC of its validation probabilities.
+    """Create a dataset with a planted `Teacher`; ``best_auc`` is the AUC of the validation probabilities.
 
     Args:
         num_samples: training samples.

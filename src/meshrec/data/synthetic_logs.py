@@ -11,7 +11,7 @@ from meshrec.data.order import check_seed
 
 
 class SyntheticLog(NamedTuple):
-    """Log table, and its best hit rate."""
+    """Log table, and the best possible hit rate."""
 
     table: "pa.Table"
     """Columns user, item and time, in time order."""

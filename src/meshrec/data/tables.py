@@ -40,6 +40,13 @@ class EncodedRows(ABC):
         """
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        """Encode the block, and yield windows of ``size`` rows.
+
+        Args:
+            block: block number.
+            first: first window.
+            size: rows per window.
+        """
         yield from rewindowed(self.pieces(block, first * size, size), first * size, size)
 
 
@@ -200,7 +207,7 @@ def ordered_reader(
     on_error: OnError = "raise",
     window: int = 8192,
 ) -> StreamReader:
-    """Open data in its original order: with labels for evaluation, or without for scoring.
+    """Open data in the original order: with labels for evaluation, or without for scoring.
 
     Args:
         open_source: opens data.

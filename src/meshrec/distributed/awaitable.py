@@ -1,4 +1,4 @@
-"""An awaitable that stands in for its value and waits at first use."""
+"""An awaitable that stands in for a value and waits at first use."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -56,7 +56,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         self.tables: ShardedTables = built.tables
         """This rank's work for the module. ``rebuild`` replaces it."""
         self.has_ordinary_gradients = None in built.rules
-        """Whether some table lacks a fused optimizer, so autograd returns its gradient."""
+        """Whether some table lacks a fused optimizer, so autograd returns the gradient."""
 
     def rebuild(self, built: ModuleParts) -> None:
         """Continue with the same tables under another plan, see ``reshard.moved``. Call this between steps

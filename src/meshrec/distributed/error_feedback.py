@@ -1,10 +1,10 @@
 """Error feedback: add a bag's rounding error to the next gradient for that bag.
 
-A gradient row has no identity, but its bag has: a hash over the bag's IDs. The sender keeps a residual
+A gradient row has no identity, but the bag has: a hash over the bag's IDs. The sender keeps a residual
 per bag and use, so the accumulated gradients sent for a bag differ from the true sum by at most one residual
 (Seide et al., "1-bit stochastic gradient descent", 2014).
 
-If a bag occurs several times in a batch, its first row takes the residual, and the errors from all rows are
+If a bag occurs several times in a batch, the first row takes the residual, and the errors from all rows are
 summed. Memory is bounded at ``CAPACITY`` bags per column. Beyond that limit, the least recently seen bags
 lose their residuals, as if rounded without feedback, and a single log line reports this. Checkpoints contain
 the residuals per rank (``checkpoint/residuals.py``), so a run resumed under the same plan rounds as the

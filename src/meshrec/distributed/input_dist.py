@@ -182,7 +182,7 @@ class InputDist:
         batch.arguments, batch.routed = (), None
 
     def unpack(self, message: PackedIds, blocks: list[int], num_routes: int) -> LookupIds:
-        """Unpack a message with its blocks in the given order.
+        """Unpack a message, with the blocks in the given order.
 
         Args:
             message: messages from all source ranks.

@@ -42,7 +42,7 @@ def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] 
 
     Args:
         sources: spans by source.
-        order: for every span, its rank among the parts of the table; the default is source order.
+        order: for every span, the span's rank among the table parts; the default is source order.
     """
     pieces: list[Piece] = []
     written: set[int] = set()
@@ -90,7 +90,7 @@ def first_rows(routing: Routing, rank: int) -> list[int]:
 
 
 def row_order(routing: Routing, rank: int) -> list[int]:
-    """Return each span's rank among the parts of its table, by row."""
+    """Return each span's rank among the table parts, by row."""
     work = routing.work[rank]
     starts: dict[int, list[int]] = {}
     for rank_work in routing.work:

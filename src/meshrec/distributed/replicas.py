@@ -57,7 +57,7 @@ class Replicas:
         tables: this rank's tables.
         axis: ranks with the same rows, at least two.
         input_dist: unpacks messages.
-        blocks: order in which a rank unpacks its messages.
+        blocks: order in which a rank unpacks messages.
         name: phase name.
     """
 

@@ -407,7 +407,7 @@ def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[Ro
         if not parts:
             continue  # counts of waiting IDs, which another rectangle with the same rows sends
         num_rows = len(block.keys)
-        # Bound the blocks, so a round exceeds its byte limit by at most a block.
+        # Bound the blocks, so a round exceeds the byte limit by at most a block.
         step = max(1, _TRANSFER_BYTES * num_rows // max(1, sum(part.nbytes for part in parts.values())))
         for first in range(0, num_rows, step):
             rows = slice(first, first + step)

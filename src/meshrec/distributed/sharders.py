@@ -117,7 +117,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
 
     Args:
         fused_params: default optimizer for tables without an optimizer (``apply_optimizer_in_backward``): a
-            spec, or a mapping with ``"optimizer"`` (a spec, or a class together with its arguments, such as
+            spec, or a mapping with ``"optimizer"`` (a spec, or a class together with arguments, such as
             ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: these tables get ordinary gradients. A
             GradScaler for them must be torch's ShardedGradScaler, because an overflow shows only on the ranks
             that hold the table.

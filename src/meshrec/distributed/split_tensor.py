@@ -300,7 +300,7 @@ _OF_RECTANGLES = (
 def _cut_at_common_rows(
     local: LocalRectangles, holders: Sequence[Sequence[Rectangle]]
 ) -> tuple[LocalRectangles, list[list[Rectangle]]]:
-    """Cut per-row state and its rectangles wherever any rectangle starts or ends."""
+    """Cut per-row state and the rectangles wherever any rectangle starts or ends."""
     edges = sorted({row for held in holders for rectangle in held for row in (rectangle.r0, rectangle.r1)})
 
     def bands(of: Rectangle) -> list[Rectangle]:
@@ -317,7 +317,7 @@ def _cut_at_common_rows(
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
-    """Return a rectangle in the whole's memory; for per-row state, its rows."""
+    """Return a rectangle in the whole's memory; for per-row state, the rows."""
     rows = whole[rectangle.r0 : rectangle.r1]
     return rows if whole.dim() == 1 else rows[:, rectangle.c0 : rectangle.c1]
 

@@ -76,7 +76,7 @@ class FixedSplit:
             parts: a tensor per rectangle.
             like: supplies dtype and device if the rank holds nothing.
             size: the whole's size.
-            position: maps a table column to its position in a part.
+            position: maps a table column to a position in a part.
         """
         # Imported here, because torch's DTensor is slow to import.
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
@@ -184,7 +184,7 @@ class GrowableSplit:
         }
 
     def _positions(self, counts: Sequence[int]) -> Callable[[Rectangle], Span]:
-        """Return a function from a rectangle to its first row position and the end."""
+        """Return a function from a rectangle to the first row position and the end."""
         spans = self._admission_eviction.intervals[self._table]
         edges = [span[0] for span in spans] + [spans[-1][1]]
         position = dict(zip(edges, accumulate(counts, initial=0), strict=True))

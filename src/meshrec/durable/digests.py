@@ -181,7 +181,7 @@ def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
 
 
 def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool = False) -> None:
-    """Compare an open file with its digest.
+    """Compare an open file with a digest.
 
     Args:
         descriptor: open file.

@@ -54,7 +54,7 @@ def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
             the temporary file behind.
 
     Raises:
-        FileExistsError: the path is a device, a pipe or the like. Root could put a file in its place.
+        FileExistsError: the path is a device, a pipe or the like. Root could replace it by a file.
     """
     _check_replaceable(path)
     temporary = path.with_name(f".{path.name}.{token or secrets.token_hex(8)}")
@@ -95,7 +95,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Open a regular file for reading, and yield its descriptor.
+    """Open a regular file for reading, and yield the descriptor.
 
     Opening a pipe without a writer would hang, and a device may have no end.
 
@@ -156,7 +156,7 @@ def name_full_disk(error: OSError, paths: Iterable[Path | str]) -> None:
     Args:
         error: error from a write.
         paths: files and folders on the disks written to. The path on the disk with the least free space is
-            named, or its nearest existing parent.
+            named, or the nearest existing parent.
     """
     if error.errno not in FULL or error.filename is not None:
         return

@@ -44,7 +44,7 @@ class Mark(NamedTuple):
         remove_named(self.folder, [self.path.name])
 
     def remove_all(self) -> None:
-        """Delete the folder and its content."""
+        """Delete the folder and all content."""
         remove_tree(self.folder, last=self.path.name)
 
 
@@ -107,7 +107,7 @@ def release(lock: int) -> None:
 
 
 def _is_valid(candidate: Mark, moved: bool) -> bool:
-    """Return whether a mark belongs to this user and folder, and its lock is free."""
+    """Return whether a mark belongs to this user and folder, and the lock is free."""
     try:
         # NFS grants an exclusive lock only on a file opened for writing.
         descriptor = os.open(candidate.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

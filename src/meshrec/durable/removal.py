@@ -9,7 +9,7 @@ folder is deleted only with one of these proofs:
 2. It carries a valid mark with a free lock. A mark (``marks.py``) is a file ``.meshrec-ID`` written by this
 version, with a random ID, the folder's kind, creator and path, and the inodes of folder and mark. A copy of
 the folder has a different path and inodes: it is the user's. A scratch folder is deleted with its content,
-but only at its original path. A checkpoint may have been moved (matching inodes) or restored from a backup
+but only at the original path. A checkpoint may have been moved (matching inodes) or restored from a backup
 (matching path); only files whose names contain the ID are deleted.
 3. A manifest in the same folder lists it, with size and checksum: checkpoint data from an earlier version
 without marks.
@@ -43,7 +43,7 @@ class Created(NamedTuple):
 
     @classmethod
     def file(cls, path: Path, mode: int = 0o666) -> tuple[int, "Created"]:
-        """Create a file, and return its descriptor for reading and writing.
+        """Create a file, and return a descriptor for reading and writing.
 
         Raises:
             FileExistsError: the path exists, even as a dangling link.
@@ -55,7 +55,7 @@ class Created(NamedTuple):
 
     @classmethod
     def folders(cls, path: Path) -> list["Created"]:
-        """Create a folder and its parents; return the newly created ones, innermost first."""
+        """Create a folder and missing parents; return the newly created ones, innermost first."""
         created: list[Created] = []
         for folder in (*reversed(path.parents), path):
             with contextlib.suppress(FileExistsError):
@@ -77,7 +77,7 @@ class Created(NamedTuple):
                 os.unlink(self.path)
 
     def remove_tree(self) -> None:
-        """Delete the folder and its content, unless another folder has replaced it."""
+        """Delete the folder and all content, unless another folder has replaced it."""
         with contextlib.suppress(OSError):
             descriptor = _open_folder(self.path)
             try:
@@ -153,7 +153,7 @@ def remove_empty(folder: Path) -> bool:
 
 
 def remove_tree(folder: Path, *, last: str) -> None:
-    """Delete a folder and its content, and the file named ``last`` at the end. Links are not followed.
+    """Delete a folder and all content, and the file named ``last`` at the end. Links are not followed.
 
     The caller has proven ownership by that file, so an interrupted removal can be resumed.
     """

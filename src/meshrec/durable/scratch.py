@@ -94,7 +94,7 @@ def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def durable_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, and rename it to ``folder`` once all its files are on disk.
+    """Yield a folder to fill, and rename it to ``folder`` once all files are on disk.
 
     Until then it is in a scratch folder next to ``folder``. After an error it is removed.
 

@@ -48,7 +48,7 @@ class Encoder(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module) -> "Encoder | None":
-        """Describe a model; return None if it has no cache, or its table is not a plain float32 table."""
+        """Describe a model; return None if it has no cache, or the table is not a plain float32 table."""
         if not isinstance(model, HSTU):
             return None
         ((config, _),) = model.embedding_collection.tables().values()

@@ -103,7 +103,7 @@ class OnnxModel(nn.Module):
 
     Args:
         model: see `export_onnx`.
-        features: the keys of its input.
+        features: the input keys.
         scores: see `export_onnx`.
 
     Raises:
@@ -122,7 +122,13 @@ class OnnxModel(nn.Module):
         self._features, self._scores = list(features), scores
 
     def forward(self, dense: Tensor, values: list[Tensor], lengths: list[Tensor]) -> Tensor:
-        """Return scores [B], or vectors [B, V]; see `export_onnx`."""
+        """Return scores [B], or vectors [B, V]; see `export_onnx`.
+
+        Args:
+            dense: dense features [B, F].
+            values: IDs per feature, [N].
+            lengths: IDs per sample for each feature, [B].
+        """
         bags = dict(zip(self._features, zip(values, lengths, strict=True), strict=True))
         for collection in self._bags:
             collection.bags = bags

@@ -97,8 +97,8 @@ def export(
         items: items to recommend with the model's vectors; servers then answer ``/recommend``.
         rounding: quantized tables' rounding (`meshrec.quant.Rounding`), applied to deltas as well.
         about: information about the weights for the manifest, such as run and step.
-        compile: compile the program for this machine (needs a C++ compiler). Without compilation, or if there
-            is no compiler, Python serves the package.
+        compile: compile the program for this machine (needs a C++ compiler). Without compilation or
+            without a compiler, Python serves the package.
         torchscript: also write ``torchscript.pt``, including weights; see `write_torchscript`.
         sign: PEM file with the ed25519 private key to sign with.
 
@@ -226,7 +226,7 @@ def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> s
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} is not installed; set CXX"
-    if " " in torch.__file__:  # inductor splits its compiler commands at spaces
+    if " " in torch.__file__:  # inductor splits compiler commands at spaces
         return f"torch cannot compile from a folder with a space in its path: {Path(torch.__file__).parent}"
     with warnings.catch_warnings():
         # Inductor uses a deprecated tree spec class.

@@ -81,7 +81,7 @@ class _Sharing:
         self._columns_of: dict[Node, SharedColumns] = {}
         # Nodes created or replaced here, erased at the end if unused.
         self._touched: set[Node] = set()
-        # Node being rewritten: new nodes are inserted before it and take its metadata.
+        # Node being rewritten: new nodes are inserted before it and take the same metadata.
         self._at: Node = group
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""A single tower of a two-tower model, exported for item vectors of an index or for its queries."""
+"""A single tower of a two-tower model, exported for an index's item vectors or for queries."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -112,7 +112,7 @@ def vectors_of_catalogue(predictor: Predictor, catalogue: KeyedJaggedTensor) -> 
 
 
 def vectors_of_rows(predictor: Predictor) -> Floats:
-    """Compute the tower's vector for every row of its embedding table, [I, V].
+    """Compute the tower's vector for every embedding table row, [I, V].
 
     For towers which read a single feature, so that a row is an item.
 

@@ -47,7 +47,7 @@ def totals(index_n: Ints, values_n: Floats) -> Floats:
 def _running_sums(values_T: Floats, group_T: Ints, totals_G: Floats) -> Floats:
     """Return cumulative sums within every group.
 
-    Subtracting a global cumulative sum would leave its rounding error. `bincount` and `cumsum` add in the
+    Subtracting a global cumulative sum would leave a rounding error. `bincount` and `cumsum` add in the
     same order, so subtracting a group's total at the start of the next group gives exactly 0 there.
     """
     starts = np.flatnonzero(np.diff(group_T)) + 1

@@ -59,7 +59,7 @@ def leading_metric(metrics: Mapping[str, float]) -> str | None:
 
 
 def leading_text(metrics: Mapping[str, float]) -> str:
-    """Format the leading metric and its value, such as "AUC 0.7906" or "loss 0.5000"."""
+    """Format the leading metric and value, such as "AUC 0.7906" or "loss 0.5000"."""
     name = leading_metric(metrics) or ("loss" if "loss" in metrics else None)
     return "-" if name is None else f"{title_of(name)} {metrics[name]:.4f}"
 

@@ -36,7 +36,7 @@ def query_metrics(
         scores: [n]; may be infinite.
         labels: [n], finite, at least 0.
         queries: query per sample [n]. A query's samples may be on several ranks.
-        weights: sample weights [n]; None: 1. A query's weight is the mean of its sample weights, as in
+        weights: sample weights [n]; None: 1. A query's weight is the mean over its samples, as in
             LightGBM. Zero-weight samples are not ranked.
         ks: cutoffs.
         group: process group; None: all ranks.

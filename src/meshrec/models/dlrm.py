@@ -74,7 +74,7 @@ class DenseArch(nn.Module):
     ) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            # Without dense features the first layer has only a bias, and torch warns about its empty weight.
+            # Without dense features the first layer has only a bias, and torch warns about the empty weight.
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")
             self.model = MLP(in_features, layer_sizes, device=device)
 

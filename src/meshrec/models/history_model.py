@@ -491,7 +491,7 @@ def encode_in_buckets(
             bucket = JaggedTensor(rows[start:end], lengths=bucket_lengths_B)
             parts.append(encode(bucket_lengths_B, bucket.to_padded_dense(max(bucket_lengths, default=0))))
             start = end
-    # Vectors per sample in its padded bucket.
+    # Vectors per sample in a padded bucket.
     widths = torch.cat([part.new_full(part.shape[:1], part.shape[1], dtype=torch.int64) for part in parts])
     # Back to batch order.
     first_B = torch.empty_like(widths).scatter(0, order_B, widths.cumsum(0) - widths)
@@ -501,7 +501,7 @@ def encode_in_buckets(
 def _bucket_sizes(lengths: list[int]) -> list[int]:
     """Return the number of samples per bucket.
 
-    A bucket pads its samples to the longest. A sample of length L starts a new bucket if the longest has more
+    A bucket pads samples to the longest. A sample of length L starts a new bucket if the longest has more
     than ``2 * L + _FREE_PADDING`` positions.
 
     Args:

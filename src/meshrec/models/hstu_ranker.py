@@ -199,7 +199,7 @@ class HSTURanker(nn.Module):
 
         Raises:
             ValueError: A sample lacks an ID of a contextual feature or has several, or the history is too
-                long or its features differ in length. A sample without a history may lack contextual IDs:
+                long or the features differ in length. A sample without a history may lack contextual IDs:
                 such samples pad the last batch.
         """
         lengths_B = rows_by_feature[self.features.history[0]].lengths().long()

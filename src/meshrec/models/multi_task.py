@@ -70,7 +70,7 @@ class MMoE(Mixture):
 class PLE(Mixture):
     """Progressive layered extraction: layers of shared and task-specific experts.
 
-    Every task mixes the shared experts with its task-specific experts.
+    Every task mixes the shared experts with task-specific experts.
 
     Args:
         in_features: Input columns I.

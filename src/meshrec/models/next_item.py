@@ -212,7 +212,7 @@ def sampled_softmax(
 ) -> Tensor:
     """Compute the cross-entropy per target against sampled items, corrected to estimate the full softmax.
 
-    The correction subtracts the log expected count of a sampled item from its logit. Draws equal to the
+    The correction subtracts a sampled item's log expected count from the item's logit. Draws equal to the
     target are masked out. Source: Jean et al., "On using very large target vocabulary for neural machine
     translation" (2015).
 

@@ -105,7 +105,7 @@ def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> P
     """Return the items of history prefixes and the additions to their scores.
 
     Args:
-        weight_F: `RepeatScores.weight`: ``g``, then ``w`` divided by its scale; float32 [7].
+        weight_F: `RepeatScores.weight`: ``g``, then ``w`` divided by the scale; float32 [7].
         history: B bags of item IDs, oldest first.
         stops_BP: prefix lengths, int64.
     """

@@ -31,7 +31,7 @@ class Similarity(nn.Module, ABC):
         """Return scores for all converted queries and items, [T, N]."""
 
     def within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
-        """Score all P queries of a sample with its L items, for B samples: [B, P, L].
+        """Score all P queries of a sample with the sample's L items, for B samples: [B, P, L].
 
         Args:
             queries_BPV: Results of `queries`, padded per sample.

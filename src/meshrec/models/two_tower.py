@@ -236,7 +236,7 @@ def in_batch_losses(
 
 
 class TwoTowerTrain(nn.Module):
-    """A two-tower model with its loss. Samples with label 1 are queries, all items are candidates.
+    """A two-tower model with a loss. Samples with label 1 are queries, all items are candidates.
 
     Frequent items are also frequent among in-batch negatives. Without a correction the model learns to avoid
     popular items, and retrieves worse than a list of the most popular items. The correction in

@@ -77,7 +77,7 @@ class BoostedTrees(nn.Module):
         values = torch.zeros_like(self.values)
 
         def fill(node: Branch | Leaf, tree: int, index: int, level: int) -> None:
-            """Write a subtree whose root is node number ``index`` in its level.
+            """Write a subtree whose root is node number ``index`` in that level.
 
             Args:
                 node: Root of the subtree.

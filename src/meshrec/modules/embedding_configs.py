@@ -13,7 +13,7 @@ from meshrec.tables.cached.rows import FileRows
 from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.hashed.keys import Hashed
 
-# Attributes of every torch module. A table is a submodule, so its name must not shadow them.
+# Attributes of every torch module. A table is a submodule, so the table name must not shadow them.
 _TAKEN_NAMES = frozenset(vars(nn.Module()))
 
 

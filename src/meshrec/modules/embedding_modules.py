@@ -65,7 +65,7 @@ class TableCollection(nn.Module, ABC):
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the ModuleDict that holds the tables, and its attribute name."""
+        """Return the ModuleDict that holds the tables, and the attribute name."""
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
         """Return config and weight by parameter name."""
@@ -253,7 +253,7 @@ class TableCollection(nn.Module, ABC):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        # torch copies a parameter without its attributes, such as the recorded optimizer.
+        # torch copies a parameter without attributes, such as the recorded optimizer.
         for old, new in zip(self._weights(), copied._weights(), strict=True):
             vars(new).update(copy.deepcopy(vars(old), memo))
         return copied
@@ -478,7 +478,7 @@ def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
 def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
     """Return a ModuleDict of tables, whose names may also be ModuleDict methods."""
     holder = nn.ModuleDict()
-    # ModuleDict rejects its method names as keys, but "items" is a common table name.
+    # ModuleDict rejects method names as keys, but "items" is a common table name.
     holder._modules.update(tables)
     return holder
 

@@ -1,6 +1,6 @@
 """Learned position weights, and a collection that applies them in lookups.
 
-Parameters have TorchRec's names, so that its checkpoints load.
+Parameters have TorchRec's names, so that TorchRec checkpoints load.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Multilayer perceptrons. Parameters have TorchRec's names, so that its checkpoints load."""
+"""Multilayer perceptrons. Parameters have TorchRec's names, so that TorchRec checkpoints load."""
 
 import inspect
 from collections.abc import Callable, Sequence

@@ -34,7 +34,7 @@ _copies: ContextVar[dict[int, _Copy] | None] = ContextVar("bf16_weights", defaul
 def cast_weights_once() -> Iterator[None]:
     """Cast every weight at most once inside the context, unless it changes.
 
-    A training step is such a context: its batches share the copies. Outside, weights are cast at each use.
+    A training step is such a context: all the step's batches share copies. Outside, each use casts weights.
     """
     token = _copies.set({})
     try:

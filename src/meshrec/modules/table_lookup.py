@@ -130,7 +130,7 @@ class TableLookup:
         if keys != self._last_keys:
             readers = [self._table_names[table] for table in self.tables]
             self._key_indices = positions_of(keys, self.features, readers)
-            # Copied: the caller may change its list in place.
+            # Copied: the caller may change the list in place.
             self._last_keys = list(keys)
         return self._key_indices
 
@@ -155,7 +155,7 @@ class TableLookup:
         """
         check_device(features.values(), self._table_names[0], weights[0].device)
         keys = self.positions(features)
-        # Slots are per table: a key that two tables read needs separate copies of its IDs.
+        # Slots are per table: a key that two tables read needs separate copies of the IDs.
         if self._split_keys:
             features, keys = with_copied_keys(features, keys, self._split_keys)
         lookups = tbe.Lookups(

@@ -19,9 +19,9 @@ _logger = logging.getLogger("meshrec")
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers whose first step passed the check
 _accepts_fused = False  # set once per process by accept_fused_parameters
 _hooks: list[Any] = []  # the step hook, registered once, by the first sharded parameter
-_SPEC = "_meshrec_in_backward"  # attribute on a parameter: its OptimizerSpec
+_SPEC = "_meshrec_in_backward"  # attribute on a parameter: the OptimizerSpec
 _SHARDED = "_meshrec_sharded"  # attribute on a parameter: True for a shard
-# Attributes in which torch.distributed.optim._apply_optimizer_in_backward records its optimizers.
+# Attributes in which torch.distributed.optim._apply_optimizer_in_backward records optimizers.
 _TORCH_OPTIMIZERS = "_in_backward_optimizers"
 _TORCH_CLASSES, _TORCH_ARGUMENTS = "_optimizer_classes", "_optimizer_kwargs"
 
@@ -83,7 +83,7 @@ def mark_in_backward(parameter: Tensor, spec: OptimizerSpec) -> None:
 
 
 def mark_sharded(parameter: Tensor) -> None:
-    """Mark a parameter as a shard, so that its optimizer can no longer be changed."""
+    """Mark a parameter as a shard, so that the optimizer can no longer be changed."""
     setattr(parameter, _SHARDED, True)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_check_parameters))

@@ -266,7 +266,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         params: Mapping[str, Tensor],
         optim_factory: Callable[[list[Tensor]], torch.optim.Optimizer],
     ) -> None:
-        # Owned: no other code should step it or change its groups.
+        # Owned: no other code should step it or change the groups.
         self._optimizer = optim_factory(list(params.values()))
         self._params = dict(params)
         super().__init__(self._params, self._optimizer.state, self._optimizer.param_groups)
@@ -482,7 +482,7 @@ def create_by_step(
 
 
 def run_closure(closure: Closure) -> float | None:
-    """Evaluate the closure with gradients enabled, and return its loss; None without a closure."""
+    """Evaluate the closure with gradients enabled, and return the loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

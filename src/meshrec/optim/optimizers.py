@@ -162,7 +162,7 @@ class HyperOfSteps:
         return self._tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copied separately, the tensor and its buffer would no longer share memory.
+        # Copied separately, the tensor and the buffer would no longer share memory.
         return type(self), self._arguments
 
 

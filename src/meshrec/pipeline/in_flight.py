@@ -1,4 +1,4 @@
-"""A batch in flight to the model: its copy to the device, its tensors, and the state of its lookups."""
+"""A batch in flight to the model: the copy to the device, the tensors, and the lookup states."""
 
 import functools
 import operator

@@ -48,7 +48,7 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
     for index in order:
         only_table = evaluate_placements(_only(placements, index), model)
         before = float(load_RK.max(axis=0).sum() + unmerged)
-        # The state holds the plan without this table, for the search for its cheapest placement.
+        # The state holds the plan without this table, to search for the table's cheapest placement.
         state.load_RK = load_RK - only_table.load_RF @ problem.merge_FK
         state.bytes_R = estimate.bytes_R - only_table.bytes_R
         state.set_exponent(_EXPONENT)

@@ -51,7 +51,7 @@ def tables_of_model(
 ) -> list[Table]:
     """List all tables of a model.
 
-    A table's optimizer is the one attached to its weight, else the sharder's, else `default_optimizer`. Its
+    A table's optimizer is the one attached to its weight, else the sharder's, else `default_optimizer`. The
     wire formats are the sharder's, else `default_wire`. A table name used by several modules becomes
     ``path.name``, here and in `constraints`.
 

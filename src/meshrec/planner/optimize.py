@@ -109,8 +109,8 @@ def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> flo
 def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
     """Return sets of collectives, from all to few, because fewer collectives save latency.
 
-    A plan belongs to every set which allows its candidates, so the lowest bound over the sets holds for all
-    plans.
+    A plan belongs to every set which allows the plan's candidates, so the lowest bound over the sets holds
+    for all plans.
     """
     num_types = len(np.unique(problem.type_C))
     sets: dict[bytes, CollectiveSet] = {}

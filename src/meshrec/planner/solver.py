@@ -221,7 +221,7 @@ class _HalvingSearch:
         self._attempts = self._rounds()
         # False while the generator waits for new starts. A bound step sets it again.
         self._has_attempts = True
-        # Search work of the first attempts; infinite until they end, so that the bound has its turn only
+        # Search work of the first attempts; infinite until they end, so that the bound has a turn only
         # afterwards.
         self._first_work = np.inf
 

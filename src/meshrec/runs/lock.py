@@ -81,7 +81,7 @@ def claim_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool 
     Raises:
         ValueError: `new_run` fails, or another process holds the folder.
     """
-    # The lock comes second, because its file lies in the folder.
+    # The lock comes second, because the lock file lies in the folder.
     lock = RunLock(new_run(name, recipe, runs, resume=resume))
     # The folder was checked before it was locked: a start that held the lock meanwhile may have trained
     # there.

@@ -21,7 +21,7 @@ from meshrec.train.run_folder import RunFolder
 
 
 class QuantisedRun(NamedTuple):
-    """A quantized model, and how its data types were chosen; ``choice`` is None if they were given."""
+    """A quantized model, and how the data types were chosen; ``choice`` is None if they were given."""
 
     model: nn.Module
     choice: Choice | None

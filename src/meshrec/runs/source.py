@@ -2,7 +2,7 @@
 
 [Note: whose code a run executes]
 
-A run's ``config.json`` names the Python code of its recipe, and `evaluate`, `export` or ``--resume`` execute
+A run's ``config.json`` names the recipe's Python code, and `evaluate`, `export` or ``--resume`` execute
 it to build the model again. A run from somebody else could name any code. So the code is executed only if
 
 - the recipe is a built-in MeshRec recipe, or the caller names the source; or
@@ -184,7 +184,7 @@ def _key(*, make: bool) -> bytes | None:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+            with contextlib.suppress(FileExistsError):  # another process was faster: that key counts
                 os.link(scratch, path)
         finally:
             created.remove()
@@ -228,7 +228,7 @@ def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict
     files = {}
     for name, digest in entry["files"].items():
         path = folder / name
-        # The entry may come from somebody else: its names must not leave the folder.
+        # The entry may come from somebody else: the names must not leave the folder.
         if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
             return None
         files[name] = path.read_bytes()

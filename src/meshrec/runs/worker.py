@@ -301,7 +301,7 @@ class _Run:
                     f"{self._folder.path} has no checkpoint to resume from; start a new run with another "
                     "--name."
                 )
-            if self._ranks.is_first:  # an earlier start may have ended before its first checkpoint
+            if self._ranks.is_first:  # an earlier start may have ended before the first checkpoint
                 self._folder.forget_after(0, judged=False)
         if self._job.resume:
             self._tell(Reported(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))

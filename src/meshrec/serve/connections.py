@@ -49,7 +49,7 @@ ANSWER, ANSWERS = "answer", "answers"
 
 
 class _Waits(NamedTuple):
-    """State in which a connection waits, and the ``time.monotonic`` time of its start."""
+    """State in which a connection waits, and the ``time.monotonic`` time when the wait started."""
 
     state: str
     since: float
@@ -209,13 +209,13 @@ class Connection(HttpToolsProtocol):
         self.opened = self._began = time.monotonic()
         # Part of a request being received, None between requests; a new connection must send a request.
         self._reading: str | None = HEADER
-        # Request being answered, from its start until the response is complete.
+        # Request being answered, from the request start until the response is complete.
         self._active: RequestResponseCycle | None = None
         # No byte of a request received yet.
         self._is_silent = True
         self._begins_here = False
         self._num_header = self._num_fields = self._num_between = 0
-        # Since when the client has not read its answer.
+        # Since when the client has not read the answer.
         self._unread_since: float | None = None
         # When an error was sent; nothing more is read from then on.
         self._refused_at: float | None = None
@@ -223,7 +223,7 @@ class Connection(HttpToolsProtocol):
         self._reason: tuple[int, str] | None = None
 
     def waits(self) -> _Waits:
-        """Return the state in which the connection waits, and its start."""
+        """Return the state in which the connection waits, and the start time."""
         if self._refused_at is not None:
             return _Waits(REFUSED, self._refused_at)
         if self._unread_since is not None:

@@ -181,7 +181,7 @@ class Served:
         """Compute scores [B] or vectors [B, V] in this thread.
 
         Raises:
-            RequestError: status 503: the weights file was truncated; 400: a history is too long, or its times
+            RequestError: status 503: the weights file was truncated; 400: a history is too long, or the times
                 do not match.
         """
         try:
@@ -227,7 +227,7 @@ class Repository:
         self._served: dict[str, Served] = {}
         self._deltas, self._changes = dict(deltas or {}), dict(changes or {})
         unloaded = {name for name, change in self._changes.items() if change.action == "unload"}
-        # Why a model is not ready, or its last load failed; empty after success.
+        # Why a model is not ready, or the last load failed; empty after success.
         self._reasons = {n: _UNLOADED if n in unloaded else "it is being loaded" for n in folders}
         # Watching the weights file first, then following deltas; until the version is replaced.
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}

@@ -42,7 +42,7 @@ def schema(repository: Repository) -> dict[str, Any]:
         try:
             served = repository.get(name)
         except RequestError:
-            continue  # not ready: its sample format is unknown
+            continue  # not ready: the sample format is unknown
         signature = served.signature
         sample = _sample(signature)
         parts = {key: {**part, "required": []} for key, part in (("shared", sample), ("sample", sample))}

@@ -225,7 +225,7 @@ class _Supervisor:
         shared = Path(os.environ[_SHARED_METRICS])  # in our scratch folder
         remove_named(shared, [path.name for path in shared.glob(f"gauge_live*_{worker.process.pid}.db")])
         for number, task in list(self._tasks.items()):
-            if task.asker == index:  # the replacement worker has its own tickets
+            if task.asker == index:  # the replacement worker has separate tickets
                 self._tasks[number] = task._replace(asker=_NO_WORKER)
             if index in task.pending:
                 self._finish_change(
@@ -258,7 +258,7 @@ def _work(
     """
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
-    # SIGHUP stays blocked until the server handles it: its default action would end the worker.
+    # SIGHUP stays blocked until the server handles it: the default action would end the worker.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     for end in ends:
         end.close()

@@ -21,7 +21,7 @@ def concatenate_keys(kjts: Sequence[Bags]) -> Bags:
         lengths,
         stride=stride,
         strides=strides,
-        # Stays None unless every input has its counts on the host: computing them would synchronize.
+        # Stays None unless every input has counts on the host: computing them would synchronize.
         length_per_key=None if None in counts else [n for part in counts for n in part or ()],
         inverse_indices=_inverse_indices([kjt.inverse_indices_or_none() for kjt in kjts]),
     )

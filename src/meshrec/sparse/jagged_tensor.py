@@ -23,7 +23,7 @@ class Jagged:
 
     _values: Tensor
     _weights: Tensor | None
-    # At least one of the two is set from construction on; the other is cached by its first read.
+    # At least one of the two is set from construction on; the other is cached when first read.
     _lengths: Tensor | None
     _offsets: Tensor | None
     # Constructed from offsets only. Pytree leaves follow this flag, not the caches, so that reading a tensor

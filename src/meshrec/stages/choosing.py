@@ -105,7 +105,7 @@ def best_cut(
     """
     if num_stages > len(costs):
         raise ValueError(f"{len(costs)} units cannot make {num_stages} stages. Take fewer stages.")
-    # Sorted by size: a stage's start precedes its end, and the last position contains all units.
+    # Sorted by size: a stage's start precedes the stage's end, and the last position contains all units.
     positions, is_all = _positions_for_shared(needs, shared)
     forward = {position: sum(costs[u].forward for u in _units(position)) for position in positions}
     backward = {position: sum(costs[u].backward for u in _units(position)) for position in positions}

@@ -97,7 +97,7 @@ def layouts(
     batch = dense.shape[0]
     if batch < world_size:
         raise ValueError(f"the batch has {batch} samples for {world_size} ranks; it needs one for each.")
-    # All that the dense part sees of a table is its width: one row does.
+    # All that the dense part sees of a table is the table width: one row does.
     sparse = KeyedJaggedTensor(
         sparse.keys(), torch.zeros_like(sparse.values()), sparse.weights_or_none(), sparse.lengths()
     )

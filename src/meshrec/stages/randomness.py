@@ -1,4 +1,4 @@
-"""Random numbers which do not depend on stage order: each split has its generator.
+"""Random numbers which do not depend on stage order: each split has a generator.
 
 Stages run concurrently, so draws from torch's global generator would come in any order. Instead, a generator
 travels with each split from stage to stage. Its draws equal those of the unstaged model on the split's

@@ -235,7 +235,7 @@ class RankStep:
 
 
 def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> list[tuple[str, int]]:
-    """Return a stage's actions in order, each with its split, or with the number of splits for whole-batch
+    """Return a stage's actions in order, each with a split, or with the number of splits for whole-batch
     actions.
 
     "agree" precedes the last backward pass, in which gradients are exchanged with other lanes.

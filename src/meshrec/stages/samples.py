@@ -149,7 +149,7 @@ def _split_jagged(value: JaggedTensor, sizes: Sequence[int]) -> list[JaggedTenso
     offsets, weights = value.offsets(), value.weights_or_none()
     bounds = list(itertools.accumulate(sizes, initial=0))
     counts = offsets[torch.tensor(bounds)].diff().tolist()
-    rows = value.values().split(counts)  # a single operation, so its backward is a single concatenation
+    rows = value.values().split(counts)  # a single operation, so the backward is a single concatenation
     row_weights = [None] * len(sizes) if weights is None else weights.split(counts)
     return [
         JaggedTensor(split_rows, split_weights, offsets=offsets[first : last + 1] - offsets[first])

@@ -159,7 +159,7 @@ def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> 
                 whole.add(needed)
                 group.merge(needed, node)
     for node in nodes:
-        # A node without parameters stays with the producer of its input: a cut between them gains nothing,
+        # A node without parameters stays with the input's producer: a cut between them gains nothing,
         # and in-place operations and views must not be separated from their input.
         makers = [
             neighbor for neighbor in node.all_input_nodes if neighbor in group.root and neighbor not in whole

@@ -46,7 +46,7 @@ class UpdateLock:
 
 
 class TrainedTable(NamedTuple):
-    """A table and its training settings."""
+    """A table and the training settings."""
 
     name: str
     """Parameter name."""
@@ -87,7 +87,7 @@ class WholeTables(tbe.Updater):
             make = tables[index].train_hashed
             if make is not None and rule is not None:
                 table = hashed[index] = make(spec)
-                # An unsharded hashed table does not know its index in the collection.
+                # An unsharded hashed table does not know the table index in the collection.
                 table.rectangle = table.rectangle._replace(table=index)
                 here = table_shard(weight, Packing([table.rectangle], storage), [table])
                 held.append(here)

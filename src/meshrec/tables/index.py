@@ -248,7 +248,7 @@ def arriving_rows(pins: Sequence[object]) -> list[ArrivingRows]:
 
 
 def release_pins(pins: Sequence[object]) -> None:
-    """Release a batch's slots at its end, after the update."""
+    """Release a batch's slots at the batch's end, after the update."""
     for pin in pins:
         if isinstance(pin, Pin):
             pin.release()

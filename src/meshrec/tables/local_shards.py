@@ -18,7 +18,7 @@ from meshrec.tables.table import Rectangle, Table
 class GradientBuffer:
     """Collected gradient for a rectangle whose rows are outside the parameter.
 
-    A gradient has its parameter's shape, and such a table's parameter has no rows. The values are therefore
+    A gradient has the parameter's shape, and such a table's parameter has no rows. The values are therefore
     the ``grad`` of another parameter, ``[U, D]``, in the optimizer's group: a GradScaler unscales it and
     ``zero_grad`` drops it, like any other gradient. Slots are stored here, with the pins that keep them
     valid.

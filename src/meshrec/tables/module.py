@@ -312,7 +312,7 @@ def _pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
     Raises:
         ValueError: the value holds other rectangles.
     """
-    # A SplitTensor has ``local``; its class is slow to import.
+    # A SplitTensor has ``local``; the class is slow to import.
     local: Any = getattr(full, "local", None)
     if local is not None and hasattr(value, "local"):
         value = value.local

@@ -174,7 +174,7 @@ class FusedOptimizer(KeyedOptimizer):
 
     A table's state has an fp32 tensor per state slot (``[rows]`` or ``[rows, D]``) and ``"step"``, the number
     of updates to this table. Tables that share a spec may have different steps. Split tables have whole-table
-    DTensors. ``param_groups`` holds a group per spec; its hyperparameters (``lr``, ``weight_decay``, ...) are
+    DTensors. ``param_groups`` holds a group per spec; the hyperparameters (``lr``, ``weight_decay``, ...) are
     read at every update, so learning rate schedulers work.
 
     Args:

@@ -143,7 +143,7 @@ class LazyRows(Protocol):
 
 
 def start_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]], *, lazily: bool) -> None:
-    """Give a table its initial rows.
+    """Give a table the initial rows.
 
     Args:
         table: the table.

@@ -197,7 +197,7 @@ def _grown(
 
 
 def _node(saved: dict[str, Any]) -> Branch | Leaf:
-    """Convert a LightGBM node and its descendants."""
+    """Convert a LightGBM node and all descendants."""
     if "split_feature" not in saved:
         return Leaf(saved["leaf_value"])
     threshold = np.float32(saved["threshold"])

@@ -58,7 +58,7 @@ class Built(NamedTuple):
 
 
 def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
-    """Build the model and its optimizers. Initial weights depend on the seed only, not on the plan or on
+    """Build the model and the optimizers. Initial weights depend on the seed only, not on the plan or on
     sharding.
 
     While the model is built, Python's and NumPy's generators have the same seed on every rank. Afterwards the

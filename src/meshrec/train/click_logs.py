@@ -92,7 +92,7 @@ class ClickLog(DataSource):
         )
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the schema of a row with its history."""
+        """Return the schema of a row with history."""
         return self.table(features=features).schema
 
     def load(self) -> "Dataset":

@@ -24,7 +24,7 @@ _MOST_FEATURES = 64
 _MOST_VALUES = 8
 _MOST_SLICED = 6
 _COVERED = 0.5
-"""Slice a feature only if its most frequent values cover this share of samples."""
+"""Slice a feature only if the most frequent values cover this share of samples."""
 
 
 class Explained(NamedTuple):
@@ -34,7 +34,7 @@ class Explained(NamedTuple):
     importance: dict[str, float]
     """AUC lost if a feature's values are shuffled among samples, in decreasing order."""
     slices: dict[str, dict[int, dict[str, float]]]
-    """Metrics by feature for its most frequent table rows; row -1: all other rows."""
+    """Metrics by feature for the most frequent table rows; row -1: all other rows."""
 
     def to_json(self, names: "dict[str, dict[int, str]] | None" = None) -> dict[str, Any]:
         """Return plain JSON types. ``names``: values by feature and row, where they are available."""
@@ -49,7 +49,7 @@ class Explained(NamedTuple):
 
 
 def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks) -> Explained | None:
-    """Compute the AUC loss per feature by shuffling its values. Collective.
+    """Compute the AUC loss per feature by shuffling the feature's values. Collective.
 
     Breiman, "Random forests" (2001), on data the model was not fitted to. A rank shuffles within local
     batches. Redundant features count little, because they stand in for one another.

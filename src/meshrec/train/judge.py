@@ -94,7 +94,7 @@ class Judge:
         self.validation = self._metrics("validation", scored, step)
         self.weights_step = weights_step
         test = self.early.test
-        # A run that is resumed at its end evaluates its last step again.
+        # A run that is resumed after its last step evaluates that step again.
         is_new = test.step is None or step > self.early.last_step
         if tests and is_new and test.patience is not None:
             self._test(scored, reader.num_samples, step)

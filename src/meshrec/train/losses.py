@@ -1,4 +1,4 @@
-"""Training objectives: a loss, its metrics, and the conversion of outputs to scores."""
+"""Training objectives: a loss, metrics, and the conversion of outputs to scores."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -325,7 +325,7 @@ class NextItem(Loss):
 def sum_of_members(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
     """Sum the loss over samples. For ensemble outputs [B, T, M], average the members' losses.
 
-    A sample of weight 0 adds nothing, even if its output or label is NaN.
+    A sample of weight 0 adds nothing, even if the output or label is NaN.
 
     Args:
         loss: the loss.

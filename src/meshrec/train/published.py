@@ -42,7 +42,7 @@ def csv_to_parquet(
 
     Args:
         source: the file, plain or compressed.
-        out: the file to write; its folder is created.
+        out: the file to write; the folder is created.
         columns: column names, if the file has no header.
         delimiter: delimiter between values.
         texts: columns to read as strings, regardless of content.

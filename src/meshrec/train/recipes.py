@@ -223,11 +223,11 @@ def module_name(path: Path) -> str:
 
 
 def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> ModuleType:
-    """Execute a recipe file and return its module.
+    """Execute a recipe file and return the module.
 
     Args:
         path: the file.
-        loader: source loader. If None, the file is read from disk, and may import modules in its folder.
+        loader: source loader. If None, the file is read from disk, and may import modules in the same folder.
 
     Raises:
         ValueError: the file does not exist, or it cannot be imported.

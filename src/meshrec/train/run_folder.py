@@ -64,7 +64,7 @@ class RunState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Paths in a run's folder, and its small files."""
+    """Paths in a run's folder, and the small files."""
 
     path: Path
     is_trusted: bool = False
@@ -179,7 +179,7 @@ class RunFolder:
         """Read a file from `write_json`; return None if it does not exist.
 
         Raises:
-            ValueError: the file cannot be read, is damaged, or was changed without its checksum.
+            ValueError: the file cannot be read, is damaged, or was changed without updating the checksum.
         """
         path = self.path / name
         try:
@@ -208,7 +208,7 @@ class RunFolder:
 
         Args:
             step: the step from which training continues.
-            judged: whether the step was evaluated already; otherwise its evaluation is removed and recorded
+            judged: whether the step was evaluated already; otherwise the evaluation is removed and recorded
                 again.
         """
         last = {"validation": step if judged else step - 1, "test": -1}
@@ -383,7 +383,7 @@ def to_json(value: Any) -> Any:
     """Convert a config to plain JSON types. A dataclass gets its class as ``"type"``, unless it has
     ``to_json``.
 
-    An in-memory table becomes its type name, without any data.
+    An in-memory table becomes the type name, without any data.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if hasattr(value, "to_json"):

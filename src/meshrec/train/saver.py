@@ -31,7 +31,7 @@ class CheckpointSaver:
     servers and resumed runs that start from either miss no step.
 
     Args:
-        built: the model and its optimizers.
+        built: the model and the optimizers.
         progress, early: more state to store in checkpoints.
         training: save intervals.
         ranks: the ranks, from `join`.
@@ -202,7 +202,7 @@ class CheckpointSaver:
 
 
 class BestWeights:
-    """Copy of a model at its best step. With a manager, all methods are collective.
+    """Copy of a model at the best step. With a manager, all methods are collective.
 
     Args:
         model: the model to copy.

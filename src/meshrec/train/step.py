@@ -36,7 +36,7 @@ class TrainStep:
     The loss is the mean over samples on all ranks, even if ranks hold different numbers of samples.
 
     Args:
-        built: the model and its optimizers.
+        built: the model and the optimizers.
         ranks: the ranks, from `join`.
         loss: the loss.
         bf16: compute the dense part in bf16.

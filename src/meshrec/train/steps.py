@@ -34,7 +34,7 @@ class Steps:
 
     Args:
         recipe: the recipe.
-        built: the model and its optimizers.
+        built: the model and the optimizers.
         ranks: the ranks, from `join`.
         folder: run folder; None: nothing is recorded.
         num_steps: number of steps in the whole run.
@@ -163,9 +163,9 @@ class MetricLines:
 
     Args:
         recipe: the recipe.
-        built: the model and its optimizers.
+        built: the model and the optimizers.
         ranks: the ranks, from `join`.
-        progress: the progress; every line updates its samples and seconds.
+        progress: the progress; every line updates the samples and seconds.
         samples_per_epoch: number of training samples.
     """
 

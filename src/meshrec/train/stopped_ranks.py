@@ -29,7 +29,7 @@ class StoppedRanks:
 
     def poll(self) -> list[tuple[int, int]]:
         """Return (process, rank) for ranks stopped longer than the timeout."""
-        # Ctrl-Z stops this process along with its ranks; that time must not count.
+        # Ctrl-Z stops this process along with the ranks; that time must not count.
         passed = min(time.monotonic() - self._polled, self._longest)
         self._polled = time.monotonic()
         before = self._seconds
@@ -51,7 +51,7 @@ def _stopped_children() -> list[tuple[int, int]]:
 
 
 def _rank_of(environment: str) -> int | None:
-    """Return a process's rank from its environment; None if it is not a rank in this launch."""
+    """Return a process's rank from the environment; None if it is not a rank in this launch."""
     values = dict(entry.partition("=")[::2] for entry in environment.split("\0"))
     # The store path is unique to a launch, so it tells this launch's ranks from another's.
     if STORE_VARIABLE not in values or values[STORE_VARIABLE] != os.environ.get(STORE_VARIABLE):

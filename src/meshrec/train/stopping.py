@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def stop_with_parent() -> None:
-    """Make the system send this process a SIGTERM when its parent ends for any reason.
+    """Make the system send this process a SIGTERM when the parent process ends for any reason.
 
     Ranks must not continue without their launcher. This works on Linux only; elsewhere it does nothing.
     """

@@ -30,7 +30,7 @@ def upload_run(folder: Path, store: ObjectStore) -> None:
 
 
 def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
-    """Download a run's small files into its folder, unless it exists; None if the store has no such run.
+    """Download a run's small files into the run folder, unless it exists; None if the store has no such run.
 
     Args:
         name: run name.

@@ -185,7 +185,7 @@ def named_metrics(line: Line) -> dict[str, float]:
 
 
 class _Careful:
-    """Wraps an observer so that its errors do not end the run: after a single warning, the observer gets no
+    """Wraps an observer so that errors do not end the run: after a single warning, the observer gets no
     more events.
     """
 

@@ -37,7 +37,7 @@ class Trainer:
         store: object store for checkpoints; None: the run folder.
 
     Attributes:
-        built: the model and its optimizers.
+        built: the model and the optimizers.
         progress: training progress.
         saver: checkpoints, deltas and best weights.
         judge: metrics of the reported weights, and early stopping.
@@ -225,7 +225,7 @@ class Trainer:
                 self._steps.step.reset()  # batches in flight have not been trained on
         if training.evaluate_every is None:
             self._evaluate()
-            # After the evaluation: the checkpoint of an epoch's last step includes its result.
+            # After the evaluation: the checkpoint of an epoch's last step includes the evaluation result.
             self._checkpoint()
 
     def _checkpoint(self) -> None:
@@ -249,7 +249,7 @@ class Trainer:
         self._tell(Stepped(step, num_samples))
         logs = step % training.log_every == 0
         evaluates = training.evaluate_every is not None and step % training.evaluate_every == 0
-        # The last step of an epoch is saved after its evaluation.
+        # The last step of an epoch is saved after the evaluation.
         saves = progress.position.sample > 0 or training.evaluate_every is not None
         saves = saves and self.saver.is_due(step)
         ends_epoch = progress.position.sample == 0

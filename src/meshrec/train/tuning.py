@@ -265,7 +265,7 @@ def _logging_as_it_is() -> Iterator[None]:
 
 
 def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial | None") -> float:
-    """Train a trial and return its value on rank 0; other ranks have no ``trial`` and return 0."""
+    """Train a trial and return the value on rank 0; other ranks have no ``trial`` and return 0."""
     search = needs("optuna", "tune")
     best: list[float] = []
     # Pruning is an early stop, on which all ranks agree.

@@ -1,4 +1,4 @@
-"""Search for the first module with NaN or infinity in its output."""
+"""Search for the first module with NaN or infinity in the output."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -63,7 +63,7 @@ class OutputWatch:
         self._seen.clear()
 
     def first_bad(self) -> str | None:
-        """Return the first module to finish with NaN or infinity in its output."""
+        """Return the first module to finish with NaN or infinity in the output."""
         for name, output in self._seen:
             if any(not bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
                 return name

@@ -118,7 +118,7 @@ def _field(hint: Any, value: Any, where: str, *, name: str) -> Any:
             return Features.from_json(_FEATURES | dict(value))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{where}: {error}. {_REMEDY}.") from error
-    # An optional field, such as None or X, has the dataclass among its arguments.
+    # An optional field, such as None or X, has the dataclass among the type arguments.
     kind = next((argument for argument in typing.get_args(hint) if dataclasses.is_dataclass(argument)), hint)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return _object(kind, value, where)
@@ -172,7 +172,7 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
 
 
 def _concrete(kind: Any) -> list[Any]:
-    """Return a class and its MeshRec subclasses, without abstract classes."""
+    """Return a class and all MeshRec subclasses, without abstract classes."""
     classes = [] if getattr(kind, "__abstractmethods__", None) else [kind]
     below = [subclass for child in kind.__subclasses__() for subclass in _concrete(child)]
     return [*classes, *(subclass for subclass in below if subclass.__module__.startswith("meshrec."))]

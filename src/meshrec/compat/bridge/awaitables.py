@@ -57,7 +57,7 @@ class _AnyLazy(ABCMeta, ProxyableClassMeta):
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
-        # Only the root class matches MeshRec's results. A program's own subclass matches its instances alone.
+        # Only the root class matches MeshRec's results. A program's subclass matches its instances alone.
         if cls.__dict__.get("_is_root"):
             return isinstance(instance, awaitable.LazyAwaitable)
         return super().__instancecheck__(instance)

@@ -199,7 +199,7 @@ class DLRM_DCN(DLRM):
     """DLRM with a low-rank cross network instead of dot products; see MeshRec's.
 
     Draws the same initial weights as TorchRec for a seed. TorchRec first initializes a plain DLRM, and then
-    replaces two of its submodules.
+    replaces two submodules.
     """
 
     def __init__(

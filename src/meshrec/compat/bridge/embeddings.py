@@ -119,7 +119,7 @@ def _unquantized(collection: nn.Module, tables: Sequence[_C], kind: type[_C]) ->
         _logger.warning(
             "the tables %s have quantised data types, and are in fp16 until they are quantised.", quantised
         )
-    # Copies: a program may set attributes of its configs later on.
+    # Copies: a program may set config attributes later.
     return [
         replace(config, data_type=DataType.FP16 if config.data_type.bits else config.data_type)
         for config in tables
@@ -332,7 +332,7 @@ def concatenated_bags(
     """Concatenate pooled rows along the columns, [B, sum of D].
 
     Args:
-        pooled: pooled rows [B_i, D_i] per feature. With inverse indices, its entries are replaced in place.
+        pooled: pooled rows [B_i, D_i] per feature. With inverse indices, the entries are replaced in place.
         names: feature name per entry.
         inverse_indices: keys and the row for every key and sample [K, B], for variable batch sizes; or None.
     """

@@ -223,7 +223,7 @@ def uninstall() -> None:
     for name in [name for name, module in sys.modules.items() if isinstance(module, _BridgedModule)]:
         del sys.modules[name]
     if _OPERATORS in sys.modules:
-        # A real fbgemm_gpu that is imported later must be able to register its operators.
+        # A real fbgemm_gpu that is imported later must be able to register operators.
         sys.modules[_OPERATORS].remove_fbgemm_operators()
 
 

@@ -81,7 +81,7 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         more: other TorchRec options, which must keep their defaults.
 
     Raises:
-        ValueError: an option is not supported, or the policy lacks its TTL.
+        ValueError: an option is not supported, or the policy lacks a TTL.
     """
 
     _hash_zch_identities: Tensor

@@ -102,7 +102,7 @@ class ScalarLogger(nn.Module):
         self._disable_fallback = disable_fallback
         share = zch_size // num_buckets_per_rank
         ends = torch.arange(share, zch_size + 1, share, device=device)
-        # Every bucket ends with its reserved rows. A row below this bound was assigned by opt-in.
+        # Every bucket ends with reserved rows. A row below this bound was assigned by opt-in.
         self._opt_in_ends = ends - max(0, num_reserved_slots_per_bucket)
         self._backend = ConsoleScalarLoggerBackend(log_file_path) if backend is None else backend
         self._reset()

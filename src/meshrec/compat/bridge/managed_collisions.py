@@ -414,7 +414,7 @@ class ManagedCollisionCollection(nn.Module):
         return {name: module.open_slots() for name, module in self._modules_by_table()}
 
 
-# The next three functions are torch.fx leaves. TorchScript compiles them, so they stay within its subset.
+# The next three functions are torch.fx leaves. They stay within the subset that TorchScript compiles.
 def rows_of_ids(
     features: dict[str, JaggedTensor], sorted_ids: Tensor, rows: Tensor, last_row: int
 ) -> dict[str, JaggedTensor]:

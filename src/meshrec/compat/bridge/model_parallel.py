@@ -97,8 +97,8 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
 
         Args:
             dmp: model to change.
-            env: ignored; the model knows its ranks.
-            device: ignored; the model knows its device.
+            env: ignored; the model knows the ranks.
+            device: ignored; the model knows the device.
         """
         core.DistributedModelParallel.init_data_parallel(dmp)
         if self._precision and isinstance(dmp._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
@@ -252,7 +252,7 @@ def shard_modules(
     """Shard all embedding modules inside ``module``, in place. Collective.
 
     Args:
-        module: model to change. Its dense part stays as it is.
+        module: model to change. The dense part does not change.
         env: ranks (default: all).
         device: device (default: the process group's).
         plan: plan from either library; None: call the planner.

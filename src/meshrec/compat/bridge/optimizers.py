@@ -108,7 +108,7 @@ def spec_of(fused_params: Any) -> OptimizerSpec:
         return _from_fbgemm(specs.SGD, options)
     if isinstance(optimizer, OptimizerSpec | type):
         return from_torch(optimizer, options) if isinstance(optimizer, type) else optimizer
-    # Compared by name: with fbgemm_gpu installed, programs pass its own enum.
+    # Compared by name: with fbgemm_gpu installed, programs pass fbgemm_gpu's enum.
     name = optimizer.name if isinstance(optimizer, Enum) else str(optimizer)
     if name not in _SPECS:
         raise ValueError(
@@ -243,7 +243,7 @@ def apply_optimizer_in_backward(
     params: Iterable[torch.nn.Parameter],
     optimizer_kwargs: dict[str, Any],
 ) -> None:
-    """Step an optimizer per parameter as soon as its gradient exists, like torch's function.
+    """Step an optimizer per parameter as soon as the gradient exists, like torch's function.
 
     For sharded and fused tables, the optimizer runs inside the table kernel instead.
 

@@ -89,7 +89,7 @@ class EmbeddingShardingPlanner:
         topology, batch_size, constraints: as for TorchRec's. Constraints may also be MeshRec's.
         storage_reservation: reservation object (default: 15 % stays free).
         timeout_seconds: search time limit in seconds.
-        stats, debug: ignored: nothing is printed. ``print(plan.planned)`` shows the plan and its bound.
+        stats, debug: ignored: nothing is printed. ``print(plan.planned)`` shows the plan and the bound.
         enumerator, proposer, partitioner, performance_model, callbacks, plan_loader: must be None.
 
     Raises:

@@ -193,7 +193,7 @@ def precision_of(
         pooled: whether the module pools. Tables split by rows then use the reduce-scatter codecs.
 
     Raises:
-        ValueError: a format does not support its direction.
+        ValueError: a format does not support the direction.
     """
     by_rows = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD}
     tables = {}

@@ -126,7 +126,7 @@ def assign_weights_to_tbe(model: nn.Module, table_to_weight: Mapping[str, Rows])
     """Overwrite all quantized rows with a result of ``get_table_to_weights_from_tbe``.
 
     Raises:
-        ValueError: a table is missing, or its rows have the wrong shape.
+        ValueError: a table is missing, or the rows have the wrong shape.
     """
     for group in _groups(model):
         names = [spec.name for spec in group.embedding_specs]

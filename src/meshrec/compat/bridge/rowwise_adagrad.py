@@ -76,7 +76,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return RowWiseAdagradSpec(**arguments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and create the state for its parameters."""
+        """Add a group, and create the parameters' state."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"]:

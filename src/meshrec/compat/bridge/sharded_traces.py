@@ -148,7 +148,7 @@ def record_sequences(
 
 
 def parts_of(module: TableModule) -> Iterator[_Part]:
-    """Yield a table's local shards, located in its parameters."""
+    """Yield a table's local shards, located in the table parameters."""
     if not module.storage.rows_in_parameter:
         raise ValueError(
             f"table {module.name!r} keeps its rows outside of its parameter, and a recorded program has "

@@ -1,4 +1,4 @@
-"""Manual plans with TorchRec's arguments. A generator computes a table's placement from its weight."""
+"""Manual plans with TorchRec's arguments. A generator computes a table's placement from the weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -240,7 +240,7 @@ class EvalPipelineSparseDist:
             batch = self._ahead.next(dataloader_iter)
             with self._ahead.forward():
                 output = self._model(batch)[1]
-            # After the forward pass is queued, so that the exchange overlaps with its kernels.
+            # After the forward pass is queued, so that the exchange overlaps with the forward kernels.
             self._ahead.exchange(dataloader_iter)
             # Looking up early is safe only for tables that count their updates. Ordinary gradients are
             # applied by a dense optimizer, which the table does not notice, and rows read early would be

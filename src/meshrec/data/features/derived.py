@@ -233,7 +233,7 @@ class DatePart(IdFeature):
         return DATE_PARTS[self.part] + 1
 
     def text_of(self, row: int) -> str:
-        """Return a row of its table as text, such as ``hour 13`` or ``Monday``."""
+        """Return a table row as text, such as ``hour 13`` or ``Monday``."""
         if row == 0:
             return "missing"
         if self.part == "weekday":

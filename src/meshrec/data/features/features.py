@@ -206,7 +206,7 @@ class Features(Encoding):
         return all(feature.is_fitted for feature in self.features)
 
     def __getitem__(self, name: str) -> ColumnFeature:
-        """Return a feature by its name."""
+        """Return a feature by name."""
         for feature in self.features:
             if feature.name == name:
                 return feature
@@ -333,7 +333,7 @@ class Features(Encoding):
         for feature in self.ids:
             read = columns.table_of(feature.columns())
             if read is columns.shared:
-                # One row serves all samples of a request, so its tables are read once.
+                # One row serves all samples of a request, so the row's tables are read once.
                 shared_features.add(feature.name)
             if isinstance(feature, Times):
                 read = self._without_unseen(read, feature)
@@ -387,7 +387,7 @@ class Features(Encoding):
             schema: column types, including join columns.
 
         Raises:
-            DataError: a column has nothing to fit on, or a vocabulary exceeds its table.
+            DataError: a column has nothing to fit on, or a vocabulary exceeds the table.
         """
         features: list[ColumnFeature] = []
         counts = self._counts_of_tables(state)

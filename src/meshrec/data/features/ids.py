@@ -45,7 +45,7 @@ class IdFeature(ABC):
         keep: which end of longer lists to keep: "first" or "last".
         weights: column with a weight per ID; lists if the IDs are lists.
         sequence: whether the IDs in a list are ordered, oldest first.
-        table: table name. Features with the same table share its rows.
+        table: table name. Features with the same table share rows.
         average_length: mean IDs per sample; fitted.
         separator: separator of values in a string, such as ``"|"``; None: a string is a single value.
 

@@ -46,7 +46,7 @@ class Times(IdFeature):
         """Return the timestamps.
 
         Raises:
-            DataError: a row has different numbers of timestamps and items, or its timestamps decrease or are
+            DataError: a row has different numbers of timestamps and items, or the timestamps decrease or are
                 not seconds.
         """
         times, items = values_of(table[self.source]), values_of(table[self.history])
@@ -62,7 +62,7 @@ class Times(IdFeature):
         return times
 
     def _check_order(self, seconds_N: Ints, offsets: Ints) -> None:
-        """Raise DataError for a timestamp that is implausibly late, or earlier than its predecessor."""
+        """Raise DataError for a timestamp that is implausibly late, or earlier than the previous one."""
         falls = np.diff(seconds_N) < 0
         inner = offsets[(offsets > offsets[0]) & (offsets < offsets[-1])] - offsets[0]
         # A decrease between the lists of two rows is fine.

@@ -398,7 +398,7 @@ def _microseconds(array: Any, unit: TimeUnit) -> Any:
         return pa.array(stored if power >= 0 else stored // 1000, mask=missing)
     if pa.types.is_floating(kind):
         values = pc.fill_null(array.cast(pa.float64()), 0.0).to_numpy(zero_copy_only=False) * 10.0**power
-        # A float64 of seconds is off by up to half its spacing: 0.3 s times 1e6 may be 299999.99999999994.
+        # Float64 seconds are off by up to half the float spacing: 0.3 s times 1e6 may be 299999.99999999994.
         near = np.rint(values)
         floats = np.where(np.abs(values - near) <= np.spacing(np.abs(values)), near, np.floor(values))
         return pa.array(floats.astype(np.int64), mask=missing)

@@ -34,7 +34,7 @@ class _Router(NamedTuple):
     cuts: list[list[int]]
     """[U]: row cuts per use."""
     intervals: list[list[int]]
-    """[Q]: intervals per route, numbered within its use."""
+    """[Q]: intervals per route, numbered within the use."""
     routes: list[list[int]]
     """[Q]: rank, use, first row."""
 
@@ -319,7 +319,7 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class SequenceRows(NamedTuple):
-    """Batch, and the rows exchanged for its sequence lookups: arguments shared by two operators."""
+    """Batch, and the rows exchanged for sequence lookups: arguments shared by two operators."""
 
     values: Tensor
     offsets: Tensor

@@ -4,7 +4,7 @@ No operator synchronizes with the GPU. Sizes needed on the host (words per rank)
 device, and are read once together with the sizes from other ranks. Two contracts therefore differ from the
 CPU:
 
-- ``route_ids`` cannot know its message lengths. The payload is sized for the plan's maximum; unused words
+- ``route_ids`` cannot know the message lengths. The payload is sized for the plan's maximum; unused words
   follow the last message. Invalid input does not raise: it sets the status in every header to 1, and
   ``naive.route_ids`` then raises the error.
 - ``unpack_ids`` and the sequence operators take header and counts on the CPU, where they were read. (One
@@ -93,7 +93,7 @@ def _build_slots(
             CHECK=check_ids,
             BLOCK=_LANES,
         )
-        # A prefix sum gives every bag its message position, without atomics.
+        # A prefix sum gives every bag a message position, without atomics.
         torch.cumsum(lengths, 0, dtype=torch.int64, out=starts[1:])
     return slots
 

@@ -154,7 +154,7 @@ def write_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write every route's part of the message to its rank.
+    """Write every route's part of the message to the route's rank.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
@@ -352,7 +352,7 @@ def scatter_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the gradient columns of a piece to its source, times ``scale``.
+    """Copy the gradient columns of a piece to the source, times ``scale``.
 
     Args:
         pieces: int64 [P, 5]: source, first source column, width, first gradient column, use as in

@@ -19,7 +19,7 @@ _MAX_COLUMNS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRoutes:
-    """Routes of a plan, from its router."""
+    """Routes of a plan, from the router."""
 
     fields: Tensor
     """int64 [Q, 7] on the CPU: the first 7 ``triton_kernels.ROUTE_FIELDS``, which do not depend on the batch.

@@ -130,7 +130,7 @@ def wire_encode(
     keys: Tensor | None,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Encode the rows of consecutive blocks into a message; see the module docstring for its layout.
+    """Encode the rows of consecutive blocks into a message; see the module docstring for the layout.
 
     Args:
         values: fp32, flat, block by block.
@@ -305,7 +305,7 @@ _NAN_BITS = {torch.float16: (13, 0x7E00, 0x3FF), torch.bfloat16: (16, 0x7FC0, 0x
 
 
 def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 values to nearest. A NaN keeps its sign and upper payload bits."""
+    """Round fp32 values to nearest. A NaN keeps the sign and upper payload bits."""
     if dtype not in _NAN_BITS:
         return values_ND
     shift, quiet, payload = _NAN_BITS[dtype]
@@ -316,7 +316,7 @@ def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _uncast(values_ND: Tensor) -> Tensor:
-    """Convert to fp32. A NaN keeps its sign and payload; an fp16 NaN becomes quiet."""
+    """Convert to fp32. A NaN keeps sign and payload; an fp16 NaN becomes quiet."""
     words = values_ND.float()
     if values_ND.dtype != torch.float16:
         return words

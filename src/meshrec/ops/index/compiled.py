@@ -1,4 +1,4 @@
-"""Hash index in the compiled kernels: its memory, and the calls that modify it.
+"""Hash index in the compiled kernels: memory, and the calls that modify it.
 
 The memory is four tensors, which a forked process sees unchanged, laid out as in [Note: the hash index] in
 csrc/index/shard.h. Where the system allows it, address space is reserved for all slots, so an index uses
@@ -78,7 +78,7 @@ class CompiledIndex:
 
     Attributes:
         memory: header, buckets, tags and free slots, read by ``torch.ops.meshrec.index_find``. Replaced when
-            the index grows beyond its memory.
+            the index grows beyond the memory.
         seed: seed of the ID mix.
     """
 
@@ -123,7 +123,7 @@ class CompiledIndex:
         _, buckets, tags, _ = self.memory
         if not self._is_reserved:
             return []
-        # A growing shard writes from the end of its next eighth downward.
+        # A growing shard writes from the end of the next eighth downward.
         row_bytes = _BUCKET_BYTES * _BUCKETS_PER_ID * 9 / 8 / len(buckets)
         regions = [
             GrowingRegion(buckets, row_bytes, shard * self._room * _BUCKET_BYTES)

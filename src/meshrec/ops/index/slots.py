@@ -1,7 +1,7 @@
 """Per-slot values of hashed tables, written and read for all tables in one call.
 
 Plain torch: the reference for the kernels, and the fallback without them. All lists have an element per
-table, or per tensor of its rows. Shape legend: N slots in a list.
+table, or per tensor of table rows. Shape legend: N slots in a list.
 """
 
 from types import TracebackType

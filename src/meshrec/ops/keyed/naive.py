@@ -45,7 +45,7 @@ def _homes(keys_N: Tensor, num_rows: int) -> Tensor:
 def buckets_of(keys_n: Tensor) -> Tensor:
     """Pack ascending keys into buckets: int64 [b, 8].
 
-    A bucket holds the number of its first row, then the keys of seven consecutive rows. Every key interval
+    A bucket holds the first row number, then the keys of seven consecutive rows. Every key interval
     (``num_homes``) has a bucket starting at or before the interval's first key, and no later than the
     previous bucket's end. A key therefore lies in its interval's bucket or shortly after. The last bucket
     repeats the last key.

@@ -40,7 +40,7 @@ class RecordLayout(NamedTuple):
         return (key - self.first_key) // self.per_block * self.block_bytes
 
     def offset(self, key: int) -> int:
-        """Return the record's offset within its block."""
+        """Return the record's offset within the block."""
         return (key - self.first_key) % self.per_block * self.record_bytes
 
     def checksum(self, key: int, content: bytes) -> int:
@@ -126,7 +126,7 @@ def records_write(
         record = content + geometry.checksum(key, content).to_bytes(4, "little")
         try:
             start = geometry.position(key)
-            # Read, modify and write the whole block, to preserve its other records.
+            # Read, modify and write the whole block, to preserve the other records.
             block = bytearray(os.pread(file, geometry.block_bytes, start).ljust(geometry.block_bytes, b"\0"))
             block[geometry.offset(key) : geometry.offset(key) + len(record)] = record
             os.pwrite(file, block, start)

@@ -262,7 +262,7 @@ class Slot(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """Optimizer formula. Its code is its index in ``FORMULAS``."""
+    """Optimizer formula. The code is the index in ``FORMULAS``."""
 
     kind: OptimizerKind
     name: str

@@ -272,7 +272,7 @@ def _sum_part(
     while tl.max(active.to(tl.int32), 0) > 0:
         for _ in tl.static_range(_AT_ONCE):
             # Rows ascend, so a run ends at the first different row. Triton 3.6 fails if the loop body does
-            # not read the variable in its condition.
+            # not read the variable in the condition.
             active = active & (tl.load(rows + at, at < end, -1).to(tl.int64) == row)
             entry = tl.load(order + at, active, 0)
             start = tl.multiple_of(tl.load(starts + entry, active, 0), [ALIGN])

@@ -98,7 +98,7 @@ class RowFile:
         self._check(failures, keys, "write")
 
     def close(self) -> None:
-        """Remove the file and its folder."""
+        """Remove the file and the folder."""
         self._close()
 
     @contextlib.contextmanager

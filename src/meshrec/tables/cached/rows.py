@@ -53,7 +53,7 @@ class FileRows:
                 raise ValueError(f"FileRows: {name} must be an integer >= 1, got {value!r}.")
 
     def num_cached(self, row_bytes: int) -> int:
-        """Return the number of cached rows; ``row_bytes``: bytes per whole row with its state."""
+        """Return the number of cached rows; ``row_bytes``: bytes per whole row with optimizer state."""
         if self.cache_rows is not None:
             return self.cache_rows
         assert self.cache_bytes is not None
@@ -77,7 +77,7 @@ class FileBackedRows(ExternalRows, DenseRows):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> FileTable:
-        """Create a rectangle and its file.
+        """Create a rectangle and the file.
 
         Args:
             rectangle: keys and columns.

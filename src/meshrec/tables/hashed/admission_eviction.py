@@ -6,7 +6,7 @@ Every rank counts the rows by key interval, and the rows the update would add (a
 tables). If a table would be too full, the ranks find the last victim's score digit by digit, from summed
 histograms. Among equal scores the smallest keys are evicted, found the same way (``eviction.py``). The
 update's own rows stay. Only rectangles that start at column 0 count, so a row counts once; the other
-rectangles apply the same threshold to the same scores. A full table evicts 1/64 of its rows, so it does
+rectangles apply the same threshold to the same scores. A full table evicts 1/64 of the rows, so it does
 not evict in every step.
 """
 
@@ -188,7 +188,7 @@ class AdmissionEviction:
         policies = [storage.keys.evict for storage in self.storages.values()]
         if not any(isinstance(policy, TTL) and policy.seconds is not None for policy in policies):
             return 0
-        # A maximum through a sum: every rank fills its own entry.
+        # A maximum through a sum: every rank fills a separate entry.
         times = torch.zeros(self._ranks.size, dtype=torch.int64)
         times[self._ranks.rank] = self.seconds
         return int(self._ranks.sum(times).max())

@@ -65,7 +65,7 @@ class HashedFile:
             num_slots=max(1, min(share, max_rows)),
             name=label,
         )
-        """The file and its cache, keyed by index slot."""
+        """The file and the cache, keyed by index slot."""
         self.slot_keys = torch.zeros(len(self.table.slot_keys), dtype=torch.int64)
         """Key by cache slot."""
 

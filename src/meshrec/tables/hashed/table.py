@@ -94,7 +94,7 @@ class PinnedRows(Pin):
         return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
     def release(self) -> None:
-        """Queue the pending rows, which the table frees at its next lookup."""
+        """Queue the pending rows, which the table frees at the next lookup."""
         if not self.is_released:
             self.is_released = True
             self.table.in_flight.discard(self)
@@ -872,7 +872,7 @@ def _free(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
 
 
 def _restored(arguments: tuple[Any, ...], blocks: Iterable[RowBlock], report: TableCounts) -> HashedTable:
-    """Create a table from its constructor arguments and fill it with rows."""
+    """Create a table from constructor arguments and fill it with rows."""
     table = HashedTable(*arguments)
     table.load(blocks)
     table.accounting.report = replace(report)

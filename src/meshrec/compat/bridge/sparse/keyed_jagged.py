@@ -70,7 +70,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
                 stride = stride_per_key[0]
         if lengths is not None and lengths.dim() > 1:
             lengths = lengths.flatten()
-        # TorchScript requires every attribute here with its type. Counts are host-side caches, filled on
+        # TorchScript requires every attribute to be declared here. Counts are host-side caches, filled on
         # first use.
         self._keys: list[str] = keys
         self._values: Tensor = values
@@ -179,7 +179,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         length_per_key: list[int] | None,
         inverse_indices: tuple[list[str], Tensor] | None,
     ) -> "KeyedJaggedTensor":
-        # All arguments, because TorchScript ignores the defaults of a class while it compiles its methods.
+        # All arguments, because TorchScript ignores the defaults of a class while it compiles the methods.
         # Its instance methods cannot call this function either, so they repeat it.
         return KeyedJaggedTensor(
             keys=keys,
