@@ -397,7 +397,7 @@ def test_dense_must_be_known():
 
 def only_cuda():
     env = default_env()
-    return [str(sharders._place(env, torch.device(kind))[1]) for kind in ("cpu", "cuda")]
+    return [str(sharders._env_and_device(env, torch.device(kind))[1]) for kind in ("cpu", "cuda")]
 
 
 def test_gloo_groups_take_cuda_devices_too(ranks, monkeypatch):
@@ -405,7 +405,7 @@ def test_gloo_groups_take_cuda_devices_too(ranks, monkeypatch):
     monkeypatch.setattr(sharders, "group_device", lambda group: torch.device("cuda"))
     env = SimpleNamespace(devices=(), world=SimpleNamespace(group=object()))
     with pytest.raises(ValueError, match="process"):
-        sharders._place(env, torch.device("cpu"))
+        sharders._env_and_device(env, torch.device("cpu"))
 
 
 def without_tables():

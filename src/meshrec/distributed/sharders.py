@@ -91,7 +91,7 @@ class _Sharder:
                 f"{type(self).__name__} shards {self.module_type.__name__}s, got a {type(module).__name__}. "
                 "Use the sharder for its kind."
             )
-        env, device = _device_of(env, device)
+        env, device = _env_and_device(env, device)
         tables = {"": [config.name for config, _ in module.tables().values()]}
         self.by_path(tables, tables)  # the options must name tables in the module
         fused = module.fused_optimizer if module.is_fused else None
@@ -184,7 +184,7 @@ class EmbeddingCollectionSharder(_Sharder):
         return ShardedEmbeddingCollection(module, self.built(module, plan, env, device))
 
 
-def _device_of(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
+def _env_and_device(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
     env = default_env() if env is None else env
     needed = env.devices[0] if env.devices else group_device(env.world.group)
     if device is None:
