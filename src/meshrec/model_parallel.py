@@ -154,8 +154,9 @@ class DistributedModelParallel(nn.Module):
         return CombinedOptimizer([(path, module.fused_optimizer) for path, module in self._sharded.items()])
 
     def init_parameters(self) -> None:
-        """Move dense parameters and buffers to the device. Those on ``meta`` are initialised, equally on all
-        ranks.
+        """Move dense parameters and buffers to the device, and initialize those on ``meta``.
+
+        Then copy rank 0's dense parameters to all ranks. Buffers are not copied. Collective.
 
         Raises:
             ValueError: a module on ``meta`` has no ``reset_parameters``.

@@ -18,11 +18,11 @@ _RESIDUALS = f"{RANDOM}.residuals"
 
 
 def residuals_of(entry: str, model: DistributedModelParallel, rank: int) -> dict[str, Tensor]:
-    """Return this rank's residuals by checkpoint name.
+    """Return this rank's error feedback residuals, by tensor name in the checkpoint.
 
     Args:
-        entry: model's state entry.
-        model: model.
+        entry: the model's name in the training state.
+        model: sharded model.
         rank: this rank.
     """
     return {

@@ -64,7 +64,7 @@ DETECTED = CsvFormat()
 
 
 class Dialect(NamedTuple):
-    """CSV format options."""
+    """A CSV file's format, with every part known: given in a `CsvFormat`, or detected."""
 
     delimiter: str = ","
     decimal_point: str = "."

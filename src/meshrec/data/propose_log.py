@@ -100,7 +100,7 @@ def _with_unit(times: pa.Array, columns: LogColumns) -> tuple[LogColumns, str]:
 
 
 def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tuple[LogColumns, list[str]]:
-    """Set the order of a user's simultaneous rows."""
+    """Set ``ties`` to shuffle if the data sorts a user's simultaneous rows by item; also return remarks."""
     tied = (users[1:] == users[:-1]) & (times[1:] == times[:-1])
     if tied.mean() <= _TIED:
         return columns, []

@@ -162,11 +162,11 @@ class Hop:
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Split the gradient by receiving rank.
+        """Return the gradient message, and the local columns' gradient: the inverse of ``gather``.
 
         Args:
             grad: the result's gradient, [rows, out_dim].
-            bags: as for ``gather``.
+            bags: bag sizes, to divide the gradients of MEAN tables; None if none are divided here.
             scale: factor for the gradient.
 
         Returns:
@@ -303,12 +303,15 @@ class PooledOutput:
         return self._hops[0].send(out, *self._rows(batch)[0], "embeddings")
 
     def receive_rows(self, in_flight: InFlight, local: Tensor | None, batch: LookupBatch) -> Tensor:
-        """Return the result, fp32 [B, D].
+        """Wait for the rows, pass them over the second hop if there is one, and return the result.
 
         Args:
-            in_flight: the first hop.
+            in_flight: the result of ``send_rows``.
             local: columns from the data-parallel tables, [B, columns]; None if there are none.
             batch: the batch.
+
+        Returns:
+            fp32 [B, D].
         """
         source = batch.source
         if len(self._hops) == 2:

@@ -31,8 +31,8 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
     lower_N, upper_N = bits_N & _WORD, (bits_N >> 32) & _WORD
     columns_D = torch.arange(c0, c1, device=ids.device) * 0x9E3779B9
     x_ND = ((lower_N[:, None] + columns_D) & _WORD) ^ upper_N[:, None]
-    # The 32-bit finalizer "lowbias32", which csrc/first_rows.cpp vectorizes with 32-bit products. Here the
-    # products are int64, so mask to 32 bits.
+    # The 32-bit finalizer "lowbias32", which csrc/index/first_rows.cpp vectorizes with 32-bit products. Here
+    # the products are int64, so mask to 32 bits.
     x_ND = ((x_ND ^ (x_ND >> 16)) * 0x7FEB352D) & _WORD
     x_ND = ((x_ND ^ (x_ND >> 15)) * 0x846CA68B) & _WORD
     x_ND = x_ND ^ (x_ND >> 16)

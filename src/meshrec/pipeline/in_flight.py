@@ -122,7 +122,7 @@ class Call(NamedTuple):
 class LookupInFlight:
     """Lookup for a module call, started ahead of the call.
 
-    It holds the result, which a LookupBatch must not hold.
+    It holds the result: in the LookupBatch, the result would be in a cycle that nothing frees.
     """
 
     def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:

@@ -31,7 +31,7 @@ _BATCH = 512
 
 
 class Recommender(NamedTuple):
-    """A run's model, the users to recommend items to, and the item values."""
+    """A run's model, the users to recommend items to, and the items as named in the log."""
 
     model: nn.Module
     reader: Reader

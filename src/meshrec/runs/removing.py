@@ -77,7 +77,7 @@ def _sources(folder: RunFolder) -> list[str]:
 
 
 def _remove_files(folder: Path, names: list[str]) -> None:
-    """Delete files in a folder and in subfolders, and then empty folders."""
+    """Delete files by relative path, then the folders left empty. Of a link, delete only the link."""
     if remove_link(folder):
         return
     remove_named(folder, names)

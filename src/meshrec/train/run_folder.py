@@ -324,7 +324,7 @@ def marks_of(path: Path) -> list[Mark]:
 
 
 def was_created(run: Mark) -> bool:
-    """Return whether a run's folder was created for it."""
+    """Return whether the run created its folder; False if it started in an existing empty folder."""
     return run.kind == _KINDS[0]
 
 

@@ -252,12 +252,13 @@ def shard_modules(
     """Shard all embedding modules inside ``module``, in place. Collective.
 
     Args:
-        module: model to change. The dense part does not change.
+        module: model to change. Dense modules are not wrapped.
         env: ranks (default: all).
         device: device (default: the process group's).
         plan: plan from either library; None: call the planner.
         sharders: sharders (default: all kinds).
-        init_params: whether to initialize parameters on the meta device.
+        init_params: move the dense part to the device, initialize what is on ``meta``, and copy rank 0's
+            values to all ranks; False leaves the dense part as it is.
     """
     env = default_env() if env is None else env
     sharders = get_default_sharders() if sharders is None else sharders

@@ -87,7 +87,7 @@ class ValueRange(NamedTuple):
 
 
 class Nth(NamedTuple):
-    """The n-th smallest value, from 1 on."""
+    """The n-th smallest value of a collection, and how many values are smaller or equal."""
 
     value: int
     below: int

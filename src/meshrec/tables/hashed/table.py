@@ -416,7 +416,7 @@ class HashedTable:
         return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
 
     def columns_at(self, positions: Span) -> Span:
-        """Return the table columns at a position in ``weight``: the inverse of ``positions``."""
+        """Return the table columns at a span in the ``weight`` part: the inverse of ``part_columns``."""
         if positions == self.part_columns(self.rectangle.columns):
             return self.rectangle.columns
         bits = self.storage.bits or 8
