@@ -245,7 +245,12 @@ def test_models_of_histories(seed, tmp_path):
                 of_user = recommended[recommended.user == user]
                 assert len(of_user) == (5 if user == ONLY_UNSEEN else len(items)), user
                 np.testing.assert_allclose(scores, of_user.score, rtol=2e-5, atol=1e-5)
-                assert items == of_user["item"].tolist()
+                if log_source(run).hashed is None:
+                    assert items == of_user["item"].tolist()
+                elif scores:  # a hashed run orders equal scores by key, and its package by row
+                    bound = scores[-1] + 1e-4
+                    above = {item for item, score in zip(items, scores, strict=True) if score > bound}
+                    assert above == set(of_user[of_user.score > bound]["item"])
 
 
 def test_every_architecture_is_drawn():

@@ -14,6 +14,7 @@ from meshrec.export.incremental import Encoder
 from meshrec.models import DotProduct, HistoryModel
 from meshrec.models.next_item import with_repeats
 from meshrec.models.repeats import RepeatedItems, repeated_items
+from meshrec.models.top_k import top_k
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 # B samples, I items, K recommendations, V vector width
@@ -163,7 +164,7 @@ class RankedItems(NamedTuple):
         *,
         repeated: RepeatedItems | None = None,
     ) -> Recommended:
-        """Return the exact K best items per query.
+        """Return the exact K best items per query, equal scores by item row.
 
         Args:
             queries_BV: queries.
@@ -183,7 +184,7 @@ class RankedItems(NamedTuple):
             is_item = self.ids_I[at] == rows
             of = np.repeat(np.arange(len(lengths)), lengths)
             scores_BI[torch.from_numpy(of[is_item]), torch.from_numpy(at[is_item])] = float("-inf")
-        best, indices = scores_BI.topk(min(k, len(self.ids_I)), dim=1)
+        best, indices = top_k(scores_BI, min(k, len(self.ids_I)))
         is_finite = best > float("-inf")
         return Recommended(
             [

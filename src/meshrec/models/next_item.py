@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshrec.models.repeats import RepeatedItems
 from meshrec.models.similarity import DotProduct, MixtureOfLogits, Similarity
 from meshrec.models.step_samples import StepSamples
+from meshrec.models.top_k import top_k
 from meshrec.ops.index import mix
 from meshrec.sparse import JaggedTensor
 
@@ -316,7 +317,7 @@ def top_items(
     new_users: NewUsers | None = None,
     repeated: RepeatedItems | None = None,
 ) -> TopItems:
-    """Return the K items with the highest scores per sample, exactly.
+    """Return the K items with the highest scores per sample, exactly; equal scores in catalog order.
 
     Args:
         query_BD: Queries, converted by ``similarity.queries``.
@@ -337,7 +338,7 @@ def top_items(
             _mask_scores(scores_BC, ids_C, sample_indices(seen), seen.values())
         candidate_scores = torch.cat([best_scores, scores_BC], dim=1)
         candidate_ids = torch.cat([best_ids, ids_C.expand(len(query_BD), -1)], dim=1)
-        best_scores, best = candidate_scores.topk(k, dim=1)
+        best_scores, best = top_k(candidate_scores, k)
         best_ids = candidate_ids.gather(1, best)
     return TopItems(best_ids, best_scores)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshrec.models.dlrm import ClickBatch, OverArch
 from meshrec.models.item_frequency import ItemFrequency
+from meshrec.models.top_k import top_k
 from meshrec.modules import EmbeddingBagCollection
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -370,8 +371,8 @@ class BruteForceIndex:
             scores = torch.cat([scores, products], dim=1)
             ids = torch.cat([ids, chunk_ids.expand(len(query_QV), -1)], dim=1)
             # Keep only the best k so far, so that memory does not grow with the number of items.
-            best = scores.topk(min(k, scores.shape[1]), dim=1)
-            scores, ids = best.values, ids.gather(1, best.indices)
+            scores, best = top_k(scores, min(k, scores.shape[1]))
+            ids = ids.gather(1, best)
         return Retrieved(scores, ids)
 
 

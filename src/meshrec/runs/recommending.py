@@ -17,6 +17,7 @@ from meshrec.data.frames import read_columns
 from meshrec.data.interactions import SEEN, latest
 from meshrec.data.log_columns import ITEM, USER
 from meshrec.data.logs import item_ids, vocabulary_of
+from meshrec.models.top_k import top_k
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.runs.score_file import table_writer
@@ -257,7 +258,7 @@ def similar_items(
     # An item is not similar to itself.
     scores_NI[torch.arange(len(index_N)), index_N] = float("-inf")
     num = min(k, len(catalog.values) - 1)
-    best_NK, index_NK = scores_NI.topk(num, dim=1)
+    best_NK, index_NK = top_k(scores_NI, num)
     return pa.table(
         {
             "item": values.take(pa.array(torch.arange(len(index_N)).repeat_interleave(num).numpy())),
