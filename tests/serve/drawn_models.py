@@ -158,7 +158,10 @@ def recipe() -> Recipe:
     rng = np.random.default_rng([seed, 1])
     options = {"name": "drawn", "training": Training(batch_size=64, seed=seed)}
     if kind != "histories":
-        model = TASKS if kind == "tasks" else CLICKS[seed % len(CLICKS)]
+        models = CLICKS
+        if kind == "weighted":  # DIN reads its history item by item, not as a weighted bag
+            models = [model for model in CLICKS if not isinstance(model, DINConfig)]
+        model = TASKS if kind == "tasks" else models[seed % len(models)]
         if kind == "tasks":
             options["loss"] = Tasks(tasks=(Task("y", BinaryCrossEntropy()), Task("spent", SquaredError())))
         data = Parquet(train=file, features=features_of(rng, kind), split_by="random", seed=seed)
