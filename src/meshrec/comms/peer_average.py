@@ -147,12 +147,12 @@ class _Job:
         else:
             shares = dict(enumerate(sent.tensor_split(self._size)))
             self._target = self.mean.tensor_split(self._size)[self._rank]
-        own = shares[self._rank]
-        self._terms: dict[int, Tensor] = {self._rank: own}
+        local_share = shares[self._rank]
+        self._terms: dict[int, Tensor] = {self._rank: local_share}
         # Receive first: a sender then need not ask whether the peer is ready.
         self._receiving: list[Any] = []
         for rank in reversed(peers):
-            self._terms[rank] = operators.new_buffer(own, own.numel())
+            self._terms[rank] = operators.new_buffer(local_share, local_share.numel())
             self._receiving += average.receive(self._terms[rank], rank, average.terms_tag)
         self._sending = [
             work for rank in peers for work in average.send(shares[rank], [rank], average.terms_tag)

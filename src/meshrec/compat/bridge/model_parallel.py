@@ -257,7 +257,7 @@ def shard_modules(
         device: device (default: the process group's).
         plan: plan from either library; None: call the planner.
         sharders: sharders (default: all kinds).
-        init_params: move the dense part to the device, initialize what is on ``meta``, and copy rank 0's
+        init_params: move the dense part to the device, initialize meta tensors, and copy rank 0's
             values to all ranks; False leaves the dense part as it is.
     """
     env = default_env() if env is None else env
