@@ -1,7 +1,9 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from meshrec.data import DataError, Feature, Interactions, Ranges, next_items
 from meshrec.data.interactions import latest
@@ -15,8 +17,7 @@ def circle(**more) -> Interactions:
     place = np.tile(np.arange(LENGTH), NUM_USERS)
     values = {
         "name": "circle",
-        "users": users,
-        "num_users": NUM_USERS,
+        "offsets": np.arange(NUM_USERS + 1) * LENGTH,
         "items": (5 * users + place) % NUM_ITEMS + FIRST,
         "times": 100 * place + users,
         "rows": np.arange(len(users)),
@@ -101,11 +102,37 @@ def test_by_time_each_user_is_tested_on_the_first_item_after_a_moment():
         batch = whole(reader)
         assert len(batch) == NUM_USERS
         for user, (target, seen) in enumerate(zip(bags(batch, "item"), bags(batch, "seen"), strict=True)):
-            own = log.items[log.users == user].tolist()
-            before = int((log.times[log.users == user] < moment).sum())
+            interactions = slice(*log.offsets[user : user + 2])
+            own = log.items[interactions].tolist()
+            before = int((log.times[interactions] < moment).sum())
             assert seen == own[:before]
             assert target == own[before : before + 1]
     assert max(max(times) for times in bags(whole(data.train), "times")) < begin
+
+
+def stored(folder, log: Interactions) -> Interactions:
+    """Return the log with its arrays in read-only files of 32-bit integers."""
+    for name in ("items", "times", "rows"):
+        np.save(folder / f"{name}.npy", getattr(log, name).astype(np.int32))
+    return replace(log, **{name: np.load(folder / f"{name}.npy", "r") for name in ("items", "times", "rows")})
+
+
+@pytest.mark.parametrize("options", [{}, {"held_out": "time"}, {"windows": False}, {"held_out": "nothing"}])
+def test_logs_in_mapped_files_give_the_same_batches(tmp_path, options):
+    log = circle()
+    mapped = stored(tmp_path, log)
+    datasets = [next_items(each, history=5, **options) for each in (log, mapped)]
+    readers = [(data.train, data.validation, data.test) for data in datasets]
+    latest_items = [latest(each, np.array([3, -1, 0]), history=5) for each in (log, mapped)]
+    for in_memory, from_files in zip(
+        [*readers[0], latest_items[0]], [*readers[1], latest_items[1]], strict=True
+    ):
+        if in_memory is not None:
+            expected, batch = whole(in_memory), whole(from_files)
+            assert torch.equal(batch.sparse.values(), expected.sparse.values())
+            assert torch.equal(batch.sparse.lengths(), expected.sparse.lengths())
+            assert torch.equal(batch.rows, expected.rows)
+    assert torch.equal(datasets[0].item_counts, datasets[1].item_counts)
 
 
 def test_seen_items_stay_candidates_where_that_is_wanted():
@@ -117,7 +144,7 @@ def test_seen_items_stay_candidates_where_that_is_wanted():
 def test_the_latest_items_of_users():
     log = circle()
     batch = whole(latest(log, np.array([3, -1, 0]), history=5))
-    own = log.items[log.users == 3].tolist()
+    own = log.items[slice(*log.offsets[3:5])].tolist()
     assert bags(batch, "history") == [own[-5:], [], log.items[:LENGTH].tolist()[-5:]]
     assert bags(batch, "seen") == [own, [], log.items[:LENGTH].tolist()]
     assert bags(batch, "item") == [[], [], []]
@@ -125,7 +152,7 @@ def test_the_latest_items_of_users():
 
 def test_too_few_items_and_wrong_arguments():
     short = circle(
-        users=np.array([0, 0, 1]), items=np.array([2, 3, 4]), times=np.arange(3), rows=np.arange(3)
+        offsets=np.array([0, 2, 3]), items=np.array([2, 3, 4]), times=np.arange(3), rows=np.arange(3)
     )
     with pytest.raises(DataError, match="three"):
         next_items(short, history=5)

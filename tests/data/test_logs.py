@@ -46,7 +46,7 @@ def read(columns=COLUMNS, data=None, **options):
 def test_rows_are_sorted_by_user_and_time_and_ties_keep_their_order():
     log, users = read()
     assert users.to_pylist() == ["b", "a", "c"]
-    assert log.users.tolist() == [0, 0, 1, 1, 1, 2]
+    assert log.offsets.tolist() == [0, 2, 5, 6]
     assert log.rows.tolist() == [3, 0, 5, 1, 2, 4]
     assert log.times.tolist() == [1, 5, 1, 2, 2, 9]
     assert log.catalogue.tolist() == [2, 3, 4]

@@ -186,8 +186,7 @@ def test_own_items_are_baselines_where_users_may_take_an_item_again():
     users = np.repeat(np.arange(num_users), len(baskets))
     log = Interactions(
         name="repeats",
-        users=users,
-        num_users=num_users,
+        offsets=np.arange(num_users + 1) * len(baskets),
         items=2 * users + np.tile(baskets, num_users),
         times=np.tile(np.arange(len(baskets)), num_users),
         rows=np.arange(len(users)),

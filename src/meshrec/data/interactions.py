@@ -34,12 +34,14 @@ HeldOut = Literal["leave_last_out", "time", "nothing"]
 class Interactions:
     """Interactions sorted by user and time.
 
+    ``items``, ``times`` and ``rows`` are int32 or int64, and may be memory-mapped files.
+
     Args:
         name: display name.
-        users: user numbers [N], from 0.
-        num_users: number of users, possibly without interactions.
+        offsets: int64 [num_users + 1]. User u has the interactions ``offsets[u]`` to ``offsets[u + 1]``,
+            exclusive, possibly none.
         items: item IDs [N] in their table.
-        times: timestamps [N] in seconds, int64.
+        times: timestamps [N] in seconds.
         rows: row numbers [N] in the data.
         num_rows: rows in the data.
         item: item feature and table.
@@ -50,8 +52,7 @@ class Interactions:
     """
 
     name: str
-    users: Ints
-    num_users: int
+    offsets: Ints
     items: Ints
     times: Ints
     rows: Ints
@@ -63,14 +64,24 @@ class Interactions:
     described: Mapping[str, tuple[Feature, Ranges]] = field(default_factory=dict)
 
     @property
+    def num_users(self) -> int:
+        """Number of users, including users without interactions."""
+        return len(self.offsets) - 1
+
+    @property
     def firsts(self) -> Ints:
         """First interaction per user."""
-        return np.searchsorted(self.users, np.arange(self.num_users))
+        return self.offsets[:-1]
 
     @property
     def stops(self) -> Ints:
         """End of interactions per user."""
-        return np.searchsorted(self.users, np.arange(self.num_users), side="right")
+        return self.offsets[1:]
+
+    def users_of(self, interactions: Ints) -> Ints:
+        """Return the user number of each interaction."""
+        # Users without interactions share their offset with the next user, who is the last of equal offsets.
+        return np.searchsorted(self.offsets, interactions, side="right") - 1
 
     def positions(self, items: Ints) -> Ints:
         """Return the catalog positions of items."""
@@ -141,7 +152,7 @@ def next_items(
         raise DataError(f"{log.name}: no user has two items to train on. Take data with more.")
 
     def reader(pairs: _Pairs, *, is_evaluation: bool) -> InMemoryReader:
-        targets, starts = pairs.targets, log.firsts[log.users[pairs.targets]]
+        targets, starts = pairs.targets, log.firsts[log.users_of(pairs.targets)]
         ids = {
             HISTORY: Ranges(log.items, pairs.starts, pairs.lengths),
             log.item.name: Ranges(log.items, targets, pairs.num_targets),
@@ -155,14 +166,14 @@ def next_items(
             np.zeros((len(targets), 0), np.float32),
             np.ones(len(targets), np.float32),
             ids,
-            rows=log.rows[targets],
+            rows=log.rows[targets].astype(np.int64, copy=False),
             files=[RowsOfFile(log.name, 0, log.num_rows)],
             seed=0 if is_evaluation else seed,
             shuffle=not is_evaluation,
         )
 
     def evaluation_reader(targets: Ints) -> InMemoryReader | None:
-        starts = np.maximum(log.firsts[log.users[targets]], targets - history)
+        starts = np.maximum(log.firsts[log.users_of(targets)], targets - history)
         pairs = _Pairs(starts, targets - starts, targets, np.ones(len(targets), np.int64))
         return reader(pairs, is_evaluation=True) if len(targets) else None
 
@@ -244,14 +255,14 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
 
     def first_items_from(moment: Ints, until: Bools) -> Ints:
         at = np.flatnonzero((log.times >= moment) & until)
-        return at[np.unique(log.users[at], return_index=True)[1]]
+        return at[np.unique(log.users_of(at), return_index=True)[1]]
 
     always = np.ones(len(log.times), np.bool_)
     held_out = first_items_from(starts, log.times < ends), first_items_from(ends, always)
     for name, part in zip(("validation", "test"), held_out, strict=True):
         if not len(part):
             raise DataError(f"{log.name}: the split by time leaves no {name} item. Take a larger share.")
-    train = np.bincount(log.users[log.times < starts], minlength=log.num_users)
+    train = np.bincount(log.users_of(np.flatnonzero(log.times < starts)), minlength=log.num_users)
     return _Split(log.firsts + train, *held_out)
 
 
@@ -259,7 +270,7 @@ def _side_features(log: Interactions, interactions: Ints) -> dict[str, Ranges]:
     """Return user and item features of interactions."""
     ids = {}
     if log.user is not None and log.user_ids is not None:
-        users = log.users[interactions]
+        users = log.users_of(interactions)
         ids[log.user.name] = Ranges(log.user_ids, users, (log.user_ids[users] >= 0).astype(np.int64))
     positions = log.positions(log.items[interactions])
     return ids | {name: ranges.take(positions) for name, (_, ranges) in log.described.items()}
@@ -331,10 +342,12 @@ def _catalogue(log: Interactions) -> KeyedJaggedTensor:
 
 def _new_user_scores(log: Interactions, train_stops: Ints) -> Tensor:
     """Return the score of each item of the catalogue for a user without a history."""
-    at = np.arange(len(log.users))
-    at = at[at < train_stops[log.users]]
+    at = np.arange(len(log.items))
+    users = log.users_of(at)
+    is_train = at < train_stops[users]
+    at, users = at[is_train], users[is_train]
     positions = log.positions(log.items[at])
-    return torch.from_numpy(new_user_scores(log.users[at], positions, log.times[at], len(log.catalogue)))
+    return torch.from_numpy(new_user_scores(users, positions, log.times[at], len(log.catalogue)))
 
 
 def _counts(log: Interactions, pairs: _Pairs) -> Tensor:

@@ -148,8 +148,7 @@ def interactions(
     user = vocabulary_of(features, USER) if USER in [feature.name for feature in features.ids] else None
     log_interactions = Interactions(
         name=name,
-        users=users[order],
-        num_users=len(values),
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(users, minlength=len(values)))]),
         items=ids[order],
         times=times[order] // 1_000_000,
         rows=table["row"].to_numpy()[order],

@@ -92,7 +92,7 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | N
     """Concatenate ``values[starts[i] : starts[i] + lengths[i]]`` for all i.
 
     Args:
-        values: [N].
+        values: int32 or int64 [N].
         starts: first value per range, [n].
         lengths: values per range, [n].
         weights: weight per value, [N], or None.
@@ -106,7 +106,8 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | N
     else:
         index = np.repeat(starts - offsets[:-1], lengths)
         index += np.arange(offsets[-1])
-    return Ragged(values[index], offsets, None if weights is None else weights[index])
+    gathered = values[index].astype(np.int64, copy=False)
+    return Ragged(gathered, offsets, None if weights is None else weights[index])
 
 
 def group_by_query(samples: Samples, query: int) -> Samples:
