@@ -24,7 +24,7 @@ def test_rows_are_written_where_they_lie(width):
     slots = torch.tensor([3, 0, 11, 5, 6, 7, 9, 1])
     rows, expected = torch.zeros(12, width), torch.zeros(12, width)
     initial_rows.write_uniform_rows(rows, slots, IDS, seed=4, low=-0.1, high=0.1, column=2)
-    step = initial_rows.step_of(-0.1, 0.1)
+    step = initial_rows.value_spacing(-0.1, 0.1)
     initial_rows.begin_rows(expected, slots, IDS, 4, -0.1, step, 2)
     assert torch.equal(rows, expected)
     assert torch.equal(

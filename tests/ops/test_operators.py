@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshrec.ops import library, operators
-from meshrec.ops.operators import InputError, OutOfMemoryError, translated
+from meshrec.ops.operators import InputError, OutOfMemoryError, translate_error
 
 SOURCE = Path(library.__file__).parents[1]
 # TorchScript and rewrites of graphs name the operators themselves; one operator calls others.
@@ -64,7 +64,7 @@ def test_other_errors_stay_as_they_are(error):
 
 def test_an_error_that_was_translated_stays_as_it_is():
     error = InputError("id 7")
-    assert translated(error) is error
+    assert translate_error(error) is error
 
 
 @pytest.mark.skipif(not library.has_kernels, reason="no compiled kernels")

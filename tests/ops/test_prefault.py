@@ -13,7 +13,7 @@ ROW_BYTES = (64, 4, 1, 5.5)
 @pytest.fixture
 def taken(monkeypatch):
     addresses = []
-    monkeypatch.setattr(prefault, "take_pages", lambda address, _: addresses.append(address) or True)
+    monkeypatch.setattr(prefault, "populate_pages", lambda address, _: addresses.append(address) or True)
     return addresses
 
 
@@ -62,7 +62,7 @@ def test_many_rows_at_once_need_no_pages_in_advance_that_others_have_filled(take
 def test_memory_that_is_gone_or_refused_is_left_alone(monkeypatch):
     tensors, parts = growing()
     pages, calls = PagePrefaulter(parts), []
-    monkeypatch.setattr(prefault, "take_pages", lambda *given: calls.append(given) or False)
+    monkeypatch.setattr(prefault, "populate_pages", lambda *given: calls.append(given) or False)
     del tensors[0]
     for num_rows in range(1_000_000, 30_000_000, 1_000_000):
         pages.grow(num_rows)
@@ -74,8 +74,8 @@ def test_taken_pages_are_zeros_and_written_ones_stay():
     rows = reserve_pages((4 * HUGE_PAGE,), torch.uint8, None)
     rows[:HUGE_PAGE] = 7
     start = rows.data_ptr() + -rows.data_ptr() % 4096
-    if not memory.take_pages(start, 2 * HUGE_PAGE):
+    if not memory.populate_pages(start, 2 * HUGE_PAGE):
         pytest.skip("the system is older than Linux 5.14")
     assert bool((rows[:HUGE_PAGE] == 7).all())
     assert int(rows[HUGE_PAGE:].sum()) == 0
-    assert not memory.take_pages(start, 1 << 50)
+    assert not memory.populate_pages(start, 1 << 50)

@@ -39,7 +39,7 @@ from meshrec.modules.input_checks import (
 from meshrec.ops import operators
 from meshrec.ops.device_copies import copy_to_host
 from meshrec.ops.dist import naive
-from meshrec.ops.operators import translated
+from meshrec.ops.operators import translate_error
 from meshrec.ops.tbe.reporting import report_clamped
 from meshrec.ops.versions import versions_of
 from meshrec.sparse import KeyedJaggedTensor
@@ -281,7 +281,7 @@ def _explanation(arguments: tuple[Any, ...]) -> Exception | None:
         # The CPU reference op repeats the work and raises with the offending ID.
         naive.route_ids(*arguments)
     except Exception as error:
-        return translated(error)
+        return translate_error(error)
     return None
 
 

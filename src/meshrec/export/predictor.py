@@ -28,7 +28,7 @@ from meshrec.export.manifest import (
 from meshrec.export.next_items import ITEMS, RankedItems
 from meshrec.export.weights import Weights
 from meshrec.models import AdvancedHistories, KeptTokens
-from meshrec.ops.operators import InputError, translated
+from meshrec.ops.operators import InputError, translate_error
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class Predictor:
                 assert self._shared_program is not None
                 scores = self._shared_program(weights, dense, values, lengths, group)
         except (ValueError, RuntimeError) as error:
-            cause = translated(error)
+            cause = translate_error(error)
             if not isinstance(cause, InputError):
                 raise
             # The first line is the operator's message; compiled programs append the call site.

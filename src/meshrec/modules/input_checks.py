@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshrec.ops.index import mix_parts
+from meshrec.ops.index import mix_spans
 from meshrec.sparse import KeyedJaggedTensor
 
 
@@ -168,7 +168,7 @@ def mix_ids(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> 
     """
     check_integers(values)
     parts = [(bounds[key], bounds[key + 1], seed) for key, seed in sorted(seeds.items())]
-    return mix_parts(values.long().contiguous(), parts)
+    return mix_spans(values.long().contiguous(), parts)
 
 
 def check_integers(values: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.ops.index import mix
-from meshrec.ops.keyed import KeyIndex, UniformInit, buckets_of
+from meshrec.ops.keyed import KeyIndex, UniformInit, pack_buckets
 from meshrec.tables.hashed.table import HashedRows, HashedTable
 
 # n rows, C row memory columns
@@ -49,7 +49,7 @@ class ServedRows:
 
     def index(self) -> dict[str, Tensor]:
         """Return the row index tensors by buffer name (``INDEX``)."""
-        tensors = buckets_of(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
+        tensors = pack_buckets(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
         return dict(zip(INDEX, tensors, strict=True))
 
 
@@ -74,7 +74,7 @@ class ServedTable(nn.Module):
         added = torch.stack([more, torch.arange(3)])
         self.weight = nn.Parameter(torch.zeros(101, columns, dtype=storage.dtype), requires_grad=False)
         rows = torch.zeros(47, columns, dtype=storage.dtype)
-        for name, tensor in zip(INDEX, (buckets_of(keys), added, rows), strict=True):
+        for name, tensor in zip(INDEX, (pack_buckets(keys), added, rows), strict=True):
             self.register_buffer(name, tensor)
 
     def key_index(self) -> KeyIndex:

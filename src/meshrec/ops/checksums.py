@@ -8,9 +8,10 @@ from meshrec.ops.library import c_functions
 
 # Below this size, the ctypes call costs more than hashing with zlib.
 _SMALL = 1 << 12
-_BUFFER = 1 << 18
+_BUFFER = 1 << 18  # bytes per read, without the kernels
 
 
+# None without the compiled library: both functions then use zlib.
 _library = c_functions(
     crc32=(ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t]),
     crc32_of_file=(ctypes.c_int64, [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32]),
@@ -18,14 +19,14 @@ _library = c_functions(
 
 
 def crc32(content: memoryview | bytes, before: int = 0) -> int:
-    """Return the same checksum as ``zlib.crc32``.
+    """Return the CRC-32 of some bytes, equal to ``zlib.crc32(content, before)``.
 
-    Writable memory from 4 KiB upward goes to the compiled kernel. Read-only buffers go to zlib because ctypes
-    cannot take their address.
+    The compiled kernel hashes writable memory of 4 KiB or more on several threads. zlib hashes the remaining
+    input: ctypes cannot take the address of a read-only buffer.
 
     Args:
         content: bytes to hash.
-        before: CRC-32 of the preceding bytes.
+        before: CRC-32 of the bytes before ``content``, to hash a stream piece by piece.
     """
     view = memoryview(content)
     if _library is None or view.readonly or view.nbytes < _SMALL:
@@ -44,7 +45,7 @@ def crc32_of_file(descriptor: int, offset: int, length: int, before: int = 0) ->
         descriptor: file descriptor open for positioned reads.
         offset: first byte of the range.
         length: number of bytes.
-        before: CRC-32 of the preceding bytes.
+        before: CRC-32 of the bytes before the range.
     """
     if _library is not None:
         crc: int = _library.meshrec_crc32_of_file(descriptor, offset, length, before)

@@ -1,6 +1,6 @@
-"""Initial row values as a function of (seed, ID, column), for hashed tables.
+"""Initial row values of hashed tables: a pseudo-random function of (seed, ID, column).
 
-Any rank or server can compute a row again, in any order, without storing the values.
+Any rank or server can compute the initial row of an ID again, in any order, so the values are not stored.
 """
 
 import torch
@@ -10,13 +10,15 @@ from meshrec.ops import operators
 from meshrec.ops.index.naive import mix
 from meshrec.ops.library import implement
 
-# N ids, D columns
+# Shape legend: N IDs, D columns, S slots.
 
 _WORD = (1 << 32) - 1
 
 
 def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int) -> Tensor:
-    """Return uniform values in ``[low, low + 2^24 step)``, fp32 [N, c1 - c0]. Reference for the kernel.
+    """Return initial rows, uniform in ``[low, low + 2^24 step)``, fp32 [N, c1 - c0].
+
+    The reference for the kernel.
 
     Args:
         ids: int64 [N].
@@ -40,38 +42,38 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
 
 
 def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tuple[int, int]) -> Tensor:
-    """Return initial rows, uniform in [low, high), fp32 [N, columns].
+    """Return the initial rows of some IDs, uniform in [low, high), fp32 [N, columns].
 
     Args:
         ids: int64 [N].
         seed: any int64.
         low: minimum value.
         high: upper bound, exclusive.
-        columns: first and end column, so that a column shard computes only local values.
+        columns: first and end column. A rank with a column shard computes only the columns of the shard.
     """
-    rows: Tensor = operators.first_rows(ids, seed, low, step_of(low, high), *columns)
+    rows: Tensor = operators.first_rows(ids, seed, low, value_spacing(low, high), *columns)
     return rows
 
 
 def write_uniform_rows(
     rows: Tensor, slots: Tensor, ids: Tensor, *, seed: int, low: float, high: float, column: int
 ) -> None:
-    """Write initial rows, uniform in [low, high), to their slots.
+    """Write the initial rows of IDs, uniform in [low, high), to their slots in a table.
 
     Args:
-        rows: fp32 [S, D], contiguous, starting at column ``column``. Modified in place.
+        rows: fp32 [S, D], contiguous: columns ``column`` to ``column + D`` of the table. Modified in place.
         slots: slot per ID, int64 [N].
         ids: int64 [N].
         seed: any int64.
         low: minimum value.
         high: upper bound, exclusive.
-        column: first column in ``rows``.
+        column: first table column stored in ``rows``.
     """
-    operators.begin_rows(rows, slots, ids, seed, low, step_of(low, high), column)
+    operators.begin_rows(rows, slots, ids, seed, low, value_spacing(low, high), column)
 
 
 def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, step: float, c0: int) -> None:
-    """Write initial rows to their slots; see ``first_rows``. Reference for the kernel.
+    """Write the initial rows of IDs to their slots; see ``first_rows``. Reference for the kernel.
 
     Args:
         rows: fp32 [S, D], starting at column ``c0``. Modified in place.
@@ -85,8 +87,8 @@ def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, 
     rows[slots] = first_rows(ids, seed, low, step, c0, c0 + rows.shape[1])
 
 
-def step_of(low: float, high: float) -> float:
-    """Return the distance between adjacent values in [low, high), rounded to fp32."""
+def value_spacing(low: float, high: float) -> float:
+    """Return the distance between adjacent values of 2^24 in [low, high), rounded to fp32."""
     return torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
 
 

@@ -16,16 +16,17 @@ import torch
 
 _logger = logging.getLogger("meshrec")
 _HERE = Path(__file__).parent
+# Read once: setting the variable after the import has no effect.
 _KERNELS = Path(os.environ.get("MESHREC_LIBRARY") or _HERE.parent / "libmeshrec.so")
 
 
 def library_path() -> str:
-    """Return the path to libmeshrec.so, for programs in C++. Without a compiler, the file does not exist."""
+    """Return the path to libmeshrec.so, for C++ programs that load it. May not exist without a compiler."""
     return str(_KERNELS)
 
 
 def schemas() -> list[str]:
-    """Return all operator schemas in the namespace ``meshrec``, read from ``schemas.inc``."""
+    """Return the schemas of all operators in the namespace ``meshrec``, read from ``schemas.inc``."""
     # The C++ preprocessor reads the same file, so strip comments and join adjacent string literals here.
     text = re.sub(r"//[^\n]*", "", (_HERE / "schemas.inc").read_text())
     calls = re.findall(r"SCHEMA\(((?:\s*\"[^\"]*\")+)\s*\)", text)
@@ -33,6 +34,7 @@ def schemas() -> list[str]:
 
 
 def _load() -> torch.library.Library | None:
+    """Load the compiled kernels and return None; without them, return a library that declares the schemas."""
     if _KERNELS.exists():
         torch.ops.load_library(str(_KERNELS))
         return None
@@ -54,16 +56,16 @@ has_kernels: bool = _library is None
 """Whether the compiled CPU kernels are loaded. Otherwise the plain torch versions run."""
 
 
-# Kept alive for the same reason.
+# Kept alive for the same reason as ``_library``.
 _implementations: list[torch.library.Library] = []
 
 
 def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAutograd") -> None:
-    """Register functions as implementations of the operators with the same names.
+    """Register Python functions as implementations of the operators with the same names.
 
     Args:
-        ops: implementations, named after their operators.
-        key: dispatch key. The default serves every backend without a specific kernel.
+        ops: functions, each named after an operator in ``schemas.inc``.
+        key: dispatch key. The default covers every backend for which no other implementation is registered.
     """
     library = torch.library.Library("meshrec", "IMPL")
     for op in ops:
@@ -72,17 +74,18 @@ def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAu
 
 
 def c_entry_points() -> ctypes.CDLL | None:
-    """Return the C functions that do not work on tensors, or None without compiled kernels."""
+    """Return the compiled library, to call its C functions without tensor arguments. None without kernels."""
     return ctypes.CDLL(str(_KERNELS)) if has_kernels else None
 
 
 def c_functions(**signatures: tuple[Any, list[Any]]) -> ctypes.CDLL | None:
-    """Return the C library with types set on some functions, or None if any of them is missing.
+    """Return the compiled library with the types of some C functions declared. None if one is missing.
 
     A library named by ``MESHREC_LIBRARY`` may be older than this file, and lack functions.
 
     Args:
-        signatures: result type and argument types, by name without the prefix ``meshrec_``.
+        signatures: result type and argument types by function name, without the prefix ``meshrec_``.
+            ``c_functions(add=(c_int, [c_int, c_int]))`` declares ``int meshrec_add(int, int)``.
     """
     library = c_entry_points()
     for name, (result, arguments) in signatures.items():

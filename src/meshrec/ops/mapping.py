@@ -26,7 +26,7 @@ class Mapping(NamedTuple):
     Attributes:
         content: file bytes, uint8 [num_bytes]. Private mapping: a write copies the page and never changes the
             file.
-        guard: handle for `lost_pages`, or -1 without the kernels.
+        guard: number of the mapping in the compiled library, for `lost_pages`; -1 without the kernels.
     """
 
     content: Tensor
@@ -63,7 +63,7 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
 
 
 def expect_misses(mapping: Mapping) -> None:
-    """Prepare a mapping larger than memory.
+    """Tell the system that most reads from a mapping will miss the page cache: the file exceeds memory.
 
     The system then reads single pages without readahead, and lookups request all pages of a batch before the
     first read. No effect without the kernels.
@@ -84,5 +84,8 @@ def memory_limit() -> int:
 
 
 def lost_pages(mapping: Mapping) -> int:
-    """Return how many pages of a mapping were read after the file had been truncated."""
+    """Return the number of pages read as zeros because another process had truncated the file.
+
+    Readers check it after a read: any value above 0 means that the data is not from the file.
+    """
     return 0 if _library is None else int(_library.meshrec_lost_pages(mapping.guard))

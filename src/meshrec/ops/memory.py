@@ -46,7 +46,8 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         dtype: element type.
         device: target device, or None for the default device.
     """
-    # A probe: resolves the default device, and detects tensor subclasses under a mode such as FakeTensorMode.
+    # An empty probe tensor resolves the default device, and shows whether a mode such as FakeTensorMode
+    # replaces tensors by a subclass.
     small = torch.empty(0, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     # Tensors below a huge page stay with malloc, which reuses freed blocks.
@@ -62,9 +63,9 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor | None:
-    """Return a zero tensor that uses memory only where written to, or None if the system cannot do that.
+    """Return a zero tensor whose memory pages are allocated at their first write. None if not supported.
 
-    Only address space is reserved, possibly more than the physical memory.
+    The call only reserves address space, possibly more than the physical memory.
 
     Args:
         shape: tensor shape.
@@ -84,11 +85,15 @@ def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     return tensor
 
 
-def take_pages(address: int, num_bytes: int) -> bool:
-    """Populate whole pages in a reserved address range now, ahead of the first write.
+def populate_pages(address: int, num_bytes: int) -> bool:
+    """Allocate the memory pages of a reserved address range now instead of at their first write.
+
+    Args:
+        address: start of the range, at a page boundary.
+        num_bytes: size of the range, a multiple of the page size.
 
     Returns:
-        Whether the system could: Linux 5.14 or later, with memory left.
+        Whether the pages were allocated. Needs Linux 5.14 or later, and free memory.
     """
     if sys.platform != "linux":
         return False
@@ -121,6 +126,7 @@ HUGE_PAGE = 1 << 21
 """Bytes per huge page."""
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not name
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
+# 32 MiB is the largest threshold that glibc accepts for M_MMAP_THRESHOLD on 64-bit systems.
 _RETAINED_BYTES, _GROWTH_BYTES, _LARGEST_BYTES = 1 << 28, 1 << 24, 1 << 25
 _USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
 

@@ -1,4 +1,4 @@
-"""Operators as Python functions, with translated errors.
+"""Operators as Python functions, with translate_error errors.
 
 [Note: errors of operators]
 
@@ -8,7 +8,7 @@ chooses the Python type for a C++ exception: up to 2.14, ``std::invalid_argument
 `INVALID`, and a call raises `InputError` or `OutOfMemoryError` with any torch version.
 
 Compiled and exported graphs, TorchScript and AOTInductor call the operators directly. Code running such a
-program passes exceptions to `translated`.
+program passes exceptions to `translate_error`.
 """
 
 import functools
@@ -21,6 +21,7 @@ from meshrec.ops import library  # noqa: F401 - loads the operators
 
 INVALID = "invalid input: "
 """Prefix of kernel messages about invalid input, as in csrc/stable_abi.h."""
+# Prefixes of memory errors: from the kernels, the C++ library, and torch.
 _NO_MEMORY = "not enough memory: "
 _BAD_ALLOC = "std::bad_alloc"
 _TORCH = "DefaultCPUAllocator: can't allocate memory"
@@ -34,9 +35,10 @@ class OutOfMemoryError(MemoryError, RuntimeError):
     """Failed memory allocation in an operator. Also a RuntimeError, like torch's error."""
 
 
-def translated(error: Exception) -> Exception:
-    """Return an operator's exception as an `InputError` or `OutOfMemoryError`, and other exceptions
-    unchanged.
+def translate_error(error: Exception) -> Exception:
+    """Return an `InputError` or `OutOfMemoryError` for an operator's exception of that kind.
+
+    Other exceptions are returned unchanged. Nothing is raised.
     """
     if isinstance(error, InputError | OutOfMemoryError):
         return error
@@ -44,7 +46,7 @@ def translated(error: Exception) -> Exception:
     _, prefix, message = text.partition(INVALID)
     if prefix:
         return InputError(message)
-    if isinstance(error, ValueError):  # of an operator in plain torch
+    if isinstance(error, ValueError):  # raised by a plain torch version, without the prefix
         return InputError(text)
     if isinstance(error, MemoryError) or text.startswith((_NO_MEMORY, _BAD_ALLOC)) or _TORCH in text:
         return OutOfMemoryError(text)
@@ -52,14 +54,14 @@ def translated(error: Exception) -> Exception:
 
 
 def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an operator to raise `translated` errors."""
+    """Return a function that calls an operator, and raises its exceptions as `translate_error` gives them."""
 
     @functools.wraps(operator, assigned=("__doc__",), updated=())
     def call(*arguments: Any, **options: Any) -> Any:
         try:
             return operator(*arguments, **options)
         except (ValueError, MemoryError, RuntimeError) as error:
-            error_to_raise = translated(error)
+            error_to_raise = translate_error(error)
             try:
                 if error_to_raise is error:
                     raise
@@ -71,6 +73,7 @@ def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
+    """Return the operator ``torch.ops.meshrec.<name>``, with errors translate_error."""
     if name.startswith("__"):
         raise AttributeError(name)
     # Cached, because every training step calls a dozen operators.

@@ -1,7 +1,7 @@
 """Inner loop of the planner: simulated annealing of shard placements.
 
-Arrays: T tables, Y table types, C sharding candidates, P groups of equal shards, K phases, N shards by rank.
-`meshrec.planner.problem` defines candidates, groups and amounts.
+Arrays: T tables, Y table types, C sharding candidates, P groups of equal shards, K phases, N shards by rank,
+R ranks. `meshrec.planner.problem` defines candidates, groups and amounts.
 """
 
 from typing import NamedTuple
@@ -17,17 +17,25 @@ from meshrec.ops.library import has_kernels
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+# kPhases in csrc/planner/plan_state.h: the kernel keeps the loads of a rank in a fixed-size array.
 MAX_PHASES = 8
+"""Maximum number of phases (K)."""
 
 
 class AnnealProblem(NamedTuple):
-    """Constant part of the annealing problem: costs per candidate and group, and allowed candidates."""
+    """Constant part of the annealing problem: costs per candidate and group, and allowed candidates.
+
+    The order of the fields is the order in which the kernel reads them.
+    """
 
     type_T: Ints
+    """Type of each table, 0 to Y - 1. Tables with the same type have the same candidates."""
     choice_start_Y: Ints
     """First allowed candidate per type in `choices`; Y + 1 entries."""
     choices: Ints
+    """Candidate numbers allowed for type 0, then for type 1, etc."""
     scope_C: Ints
+    """Ranks that the shards of a candidate may use: a `Scope` of `meshrec.planner.problem`."""
     uneven_C: Ints
     """1 if rows may move between any two shards."""
     piece_start_C: Ints
@@ -49,7 +57,7 @@ class AnnealProblem(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Sharding plan: the candidate per table, and shards by rank, table by table."""
+    """Sharding plan: the candidate of each table, and all shards, table by table."""
 
     candidate_T: Ints
     start_T: Ints
@@ -60,9 +68,12 @@ class Assignment(NamedTuple):
 
 
 class Annealed(NamedTuple):
-    """Annealing result: the best plan, its step time in seconds without latencies, and the work done.
+    """Result of annealing.
 
-    Work counts rank load computations.
+    Attributes:
+        assignment: best plan seen.
+        seconds: step time of that plan, without latencies.
+        work: number of rank loads that the kernel computed.
     """
 
     assignment: Assignment
@@ -130,12 +141,15 @@ def anneal(
 
 
 def _unchanged(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
+    """Return the initial plan: the implementation without compiled kernels."""
     candidates, starts, groups, ranks, amounts = (a for a in arguments if isinstance(a, Tensor))
     totals = torch.tensor([float("inf"), 0.0], dtype=torch.float64)
+    # New tensors, because an operator must not return its inputs.
     return candidates.clone(), starts.clone(), groups.clone(), ranks.clone(), amounts.clone(), totals
 
 
 def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
+    """Return result shapes for tracing. The number of shards in the result is unknown."""
     candidates, starts, groups, ranks, amounts = (a for a in arguments if isinstance(a, Tensor))
     size = torch.library.get_ctx().new_dynamic_size()
     sized = [tensor.new_empty(size) for tensor in (groups, ranks, amounts)]
@@ -143,7 +157,7 @@ def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
 
 
 can_anneal: bool = has_kernels
-"""Whether `anneal` does anything. Requires the compiled kernels."""
+"""Whether `anneal` improves plans. False without the compiled kernels."""
 
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("plan_anneal", _unchanged, "CompositeExplicitAutograd")

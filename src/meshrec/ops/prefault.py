@@ -1,4 +1,4 @@
-"""Memory pages of growing tables, populated before the first write.
+"""Prefaulting: memory pages of growing tables are allocated ahead of the first write.
 
 [Note: pages ahead]
 
@@ -13,10 +13,11 @@ from weakref import ref
 
 from torch import Tensor
 
-from meshrec.ops.memory import HUGE_PAGE, take_pages
+from meshrec.ops.memory import HUGE_PAGE, populate_pages
 
+# With this lead, the slowest step of a growing table took 2 to 2.7 median steps instead of 4 to 14.
 _STEPS_AHEAD = 8
-_MIN_SHARE = 16  # never populate more than 1/16 of the present rows ahead
+_MIN_SHARE = 16  # never populate more than 1/16 of the present rows ahead, so that small tables stay small
 
 
 class GrowingRegion:
@@ -28,59 +29,63 @@ class GrowingRegion:
         offset: start of the region in the tensor, in bytes.
 
     Attributes:
-        row_bytes: as above.
+        row_bytes: bytes by which the region grows per table row.
     """
 
     def __init__(self, memory: Tensor, row_bytes: float, offset: int = 0) -> None:
         self._memory, self._offset, self.row_bytes = ref(memory), offset, row_bytes
-        self._taken = -(memory.data_ptr() + offset) % HUGE_PAGE  # bytes up to the first whole page
+        # Bytes from the start of the region that are populated. Initially up to the first whole page: the
+        # partial page before it belongs to the neighboring region too.
+        self._populated = -(memory.data_ptr() + offset) % HUGE_PAGE
 
     @property
     def num_rows(self) -> float:
-        """Number of table rows covered by populated pages."""
-        return self._taken / self.row_bytes
+        """Number of table rows that fit into the populated pages."""
+        return self._populated / self.row_bytes
 
     def mark_populated(self, num_rows: int) -> None:
-        """Record that the first writes to ``num_rows`` rows have populated their pages."""
-        missing = max(0.0, num_rows * self.row_bytes - self._taken)
-        self._taken += -int(-missing // HUGE_PAGE) * HUGE_PAGE
+        """Record that writes to the first ``num_rows`` rows have populated the pages under them."""
+        missing = max(0.0, num_rows * self.row_bytes - self._populated)
+        self._populated += -int(-missing // HUGE_PAGE) * HUGE_PAGE
 
     def populate(self) -> bool:
-        """Populate the next page; return whether the system could."""
-        memory, first = self._memory(), self._offset + self._taken
-        self._taken += HUGE_PAGE
-        return memory is not None and take_pages(memory.data_ptr() + first, HUGE_PAGE)
+        """Populate the next huge page. Returns whether the system could."""
+        memory, first = self._memory(), self._offset + self._populated
+        self._populated += HUGE_PAGE
+        return memory is not None and populate_pages(memory.data_ptr() + first, HUGE_PAGE)
 
 
 class PagePrefaulter:
-    """Populates pages ahead for the growing regions of a table; see [Note: pages ahead]."""
+    """Populates pages ahead for the growing regions of one table; see [Note: pages ahead]."""
 
     def __init__(self, regions: Sequence[GrowingRegion]) -> None:
         self._regions = list(regions)
         self._row_bytes = sum(region.row_bytes for region in regions)
-        self._num_rows, self._owed = 0, 0.0
+        # Table rows at the last call, and the number of pages to populate, accumulated over calls.
+        self._num_rows, self._pages_owed = 0, 0.0
 
     def grow(self, num_rows: int) -> None:
-        """Populate pages for future rows, after the table has grown to ``num_rows``."""
+        """Populate pages for future rows. Call it after the table has grown to ``num_rows`` rows."""
         new, self._num_rows = num_rows - self._num_rows, num_rows
         if new <= 0:
             return
         needed = new * self._row_bytes / HUGE_PAGE
-        self._owed += 1.25 * needed  # 25 % more than needed, to build up a lead
-        if self._owed < 1:
+        self._pages_owed += 1.25 * needed  # 25 % more than needed, to build up a lead
+        if self._pages_owed < 1:
             return
         for region in self._regions:
             region.mark_populated(num_rows)
         enough = num_rows + min(_STEPS_AHEAD * new, num_rows // _MIN_SHARE)
         for _ in range(1 + int(needed)):
-            if not self._regions or self._owed < 1:
+            if not self._regions or self._pages_owed < 1:
                 break
+            # The region that runs out first.
             region = min(self._regions, key=lambda region: region.num_rows)
             if region.num_rows >= enough:
-                self._owed = 0
+                self._pages_owed = 0
             elif region.populate():
-                self._owed -= 1
+                self._pages_owed -= 1
             else:
-                # No memory, or the tensor is gone: stop prefaulting for this region. Writes still allocate
-                # pages.
+                # No memory left, or the tensor was freed: stop prefaulting for this region. Writes still
+                # allocate pages.
                 self._regions.remove(region)

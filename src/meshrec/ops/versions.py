@@ -15,7 +15,7 @@ _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return the in-place write count per tensor; -1 for None and for inference tensors."""
+    """Return ``Tensor._version``, the in-place write count, per tensor; -1 for None and inference tensors."""
     try:
         return list(map(_version, tensors))
     except (AttributeError, RuntimeError):
@@ -24,7 +24,7 @@ def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def check_unchanged(names: Sequence[str], tensors: Sequence[Tensor | None], before: Sequence[int]) -> None:
-    """Raise if a tensor was written to since ``versions_of`` returned ``before``.
+    """Raise ValueError if a tensor was written to in place since ``versions_of`` returned ``before``.
 
     Args:
         names: tensor names for the message.
@@ -36,11 +36,11 @@ def check_unchanged(names: Sequence[str], tensors: Sequence[Tensor | None], befo
     """
     for name, version, now in zip(names, before, versions_of(tensors), strict=False):
         if version != now:
-            raise ValueError(changed_message(name))
+            raise ValueError(in_place_change_message(name))
 
 
-def changed_message(name: str) -> str:
-    """Return the error message for a tensor modified in place."""
+def in_place_change_message(name: str) -> str:
+    """Return the error message for a tensor that was modified in place between forward and backward."""
     return (
         f"{name} changed in place between the forward pass and its backward pass, so the gradient belongs to "
         "other values than the lookup read. Nothing was updated. Give every batch separate tensors "

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshrec.ops import nbit
 from meshrec.ops.index import mix
 from meshrec.ops.initial_rows import uniform_rows
-from meshrec.ops.keyed import rows_of
+from meshrec.ops.keyed import find_rows
 from meshrec.tables.hashed.memory import GrowingRows
 
 # n packaged rows, m added rows, U rows per delta
@@ -108,7 +108,7 @@ class HashedWeights:
 
     def _packaged(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the packaged row of each key, and whether it has one."""
-        rows = rows_of(self._weights[f"{self._prefix}buckets"], len(self._weights[self._name]), keys)
+        rows = find_rows(self._weights[f"{self._prefix}buckets"], len(self._weights[self._name]), keys)
         return rows, rows >= 0
 
     @staticmethod

@@ -10,9 +10,12 @@ from meshrec.sparse.keyed_bags import Bags, InverseIndices, KeyedBags, ValueBags
 
 
 def concatenate_keys(kjts: Sequence[Bags]) -> Bags:
-    """Implement ``KeyedJaggedTensor.concat`` for a non-empty sequence."""
+    """Concatenate a non-empty sequence along the keys. Implements ``KeyedJaggedTensor.concat``.
+
+    Keys ``["a", "b"]`` and ``["c"]`` give a tensor with keys ``["a", "b", "c"]``.
+    """
     values, weights, lengths = concatenate_bags("concat", kjts)
-    stride, strides = _strides(kjts)
+    stride, strides = _common_strides(kjts)
     counts = [kjt.length_per_key_or_none() for kjt in kjts]
     return kjts[0].unchecked(
         list(chain.from_iterable(kjt.keys() for kjt in kjts)),
@@ -28,10 +31,10 @@ def concatenate_keys(kjts: Sequence[Bags]) -> Bags:
 
 
 def concatenate_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Concatenate the values, weights and lengths of all parts.
+    """Concatenate the values, the weights and the lengths of several jagged tensors.
 
     Args:
-        op: Calling method, named in errors.
+        op: Name of the calling KeyedJaggedTensor method, for error messages.
         parts: Non-empty sequence of jagged tensors.
 
     Returns:
@@ -57,8 +60,11 @@ def concatenate_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tenso
     return torch.cat(all_values), torch.cat(weights) if weights else None, lengths
 
 
-def _strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | None]:
-    """Return the common stride, or the per-key, per-rank strides; the other result is None.
+def _common_strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | None]:
+    """Return ``stride`` and ``stride_per_key_per_rank`` of the concatenation. Exactly one of them is None.
+
+    If all inputs have a single stride, it is returned. If all have variable strides, the rows
+    ``stride_per_key_per_rank`` of all inputs are returned, one per key of the result.
 
     Raises:
         ValueError: The strides differ, or only some inputs have variable strides.
@@ -83,8 +89,9 @@ def _strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | N
 
 
 def _inverse_indices(parts: list[InverseIndices | None]) -> InverseIndices | None:
-    """Concatenate the inverse indices, or return None if any part lacks them."""
+    """Concatenate the inverse indices along the keys, or return None if any input lacks them."""
     given = [part for part in parts if part is not None]
+    # As in TorchRec: inverse indices for only some keys could not expand the pooled embeddings.
     if len(given) < len(parts):
         return None
     return [key for keys, _ in given for key in keys], torch.cat([indices for _, indices in given])

@@ -1,4 +1,4 @@
-"""Counts that Python needs on the host: values per key."""
+"""Number of values per key in a KeyedJaggedTensor, read to the host."""
 
 from collections.abc import Iterable
 from functools import reduce
@@ -38,7 +38,10 @@ def count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
-    """Return the counts as unbacked symbols, marked as sizes for torch.export."""
+    """Return the number of values per key while tracing, as unbacked symbolic integers.
+
+    The symbols are marked as non-negative, so that torch.export accepts them as sizes.
+    """
     if kjt.variable_stride_per_key():
         bags = torch.tensor(kjt.lengths_offset_per_key(), device=kjt.device())
         counts = kjt.offsets()[bags].diff()
@@ -52,5 +55,6 @@ def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def sum_counts(counts: Iterable[int]) -> int:
-    """Add up counts, which may be symbolic. With ``sum``, torch cannot save an exported program."""
+    """Return the sum of counts, which may be symbolic integers."""
+    # Not sum(): under tracing it builds an expression that torch cannot save in an exported program.
     return reduce(add, counts, 0)

@@ -14,13 +14,18 @@ from meshrec.ops.jagged import lengths_to_offsets
 from meshrec.sparse.printing import format_bags, format_shapes, is_readable
 from meshrec.sparse.validation import check_bags, check_layout, consistent_offsets, count_bags, describe
 
-_is_given: Any = partial(operator.is_not, None)
-"""Whether a value is not None. Not a function of Python, as a pipeline asks in every step."""
+# Implemented in C: a training pipeline lists the tensors of every batch in every step.
+_is_not_none: Any = partial(operator.is_not, None)
+"""Return whether a value is not None."""
 
 
 class Jagged:
-    """Base class for jagged tensors: values, optional weights, bag boundaries (lengths, offsets or both)."""
+    """Base class for jagged tensors: values, optional weights, bag boundaries (lengths, offsets or both).
 
+    Subclasses set all fields in their constructors.
+    """
+
+    # Set once. Consumers rely on immutability: lengths and offsets are cached from each other.
     _values: Tensor
     _weights: Tensor | None
     # At least one of the two is set from construction on; the other is cached when first read.
@@ -31,11 +36,11 @@ class Jagged:
     _by_offsets: bool
 
     def values(self) -> Tensor:
-        """Return all values, bag after bag, [N, ...]."""
+        """Return the values of all bags, concatenated: [N, ...]."""
         return self._values
 
     def weights(self) -> Tensor:
-        """Return the weight per value, [N].
+        """Return one weight per value, [N].
 
         Raises:
             ValueError: The tensor is unweighted.
@@ -47,7 +52,7 @@ class Jagged:
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """Return the weight per value, [N], or None if unweighted."""
+        """Return one weight per value, [N], or None if the tensor is unweighted."""
         return self._weights
 
     def lengths(self) -> Tensor:
@@ -60,11 +65,14 @@ class Jagged:
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if given or already computed, otherwise None."""
+        """Return the lengths if they were given or read before, otherwise None. Computes nothing."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Return the first value of every bag, then N, [B+1]."""
+        """Return the index in ``values()`` where each bag starts, followed by N: [B+1].
+
+        Lengths 1, 2, 0 give offsets 0, 1, 3, 3.
+        """
         offsets = self._offsets
         if offsets is None:
             assert self._lengths is not None
@@ -72,7 +80,7 @@ class Jagged:
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if given or already computed, otherwise None."""
+        """Return the offsets if they were given or read before, otherwise None. Computes nothing."""
         return self._offsets
 
     def device(self) -> torch.device:
@@ -80,7 +88,7 @@ class Jagged:
         return self._values.device
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors alive until the work queued on ``stream`` has run."""
+        """Keep all tensors' memory from being reused before the work now queued on ``stream`` has run."""
         for tensor in self._tensors():
             # The caching allocator may reuse memory freed on another stream before the work has run.
             tensor.record_stream(stream)
@@ -90,8 +98,9 @@ class Jagged:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
+        """Return the tensors that exist: values, and weights, lengths and offsets if set."""
         parts = (self._values, self._weights, self._lengths, self._offsets)
-        return list(filter(_is_given, parts))
+        return list(filter(_is_not_none, parts))
 
     def _num_bags(self) -> int:
         return count_bags(self._lengths, self._offsets)
@@ -106,15 +115,16 @@ class JaggedTensor(Jagged):
     Lengths and offsets are derived from each other on first read.
 
     Args:
-        values: Bags one after another, [N, ...].
-        weights: Weight per value, [N].
-        lengths: Values per bag, [B], int32 or int64.
-        offsets: First value of every bag, then N, [B+1], int32 or int64. Give lengths, offsets or both. If
-            both are given, they are compared on the CPU; on other devices the lengths take precedence.
+        values: Values of all bags, concatenated, [N, ...].
+        weights: One weight per value, [N].
+        lengths: Number of values per bag, [B], int32 or int64.
+        offsets: Index in ``values`` where each bag starts, followed by N: [B+1], int32 or int64. Pass
+            lengths, offsets or both. If both are given, they are compared on the CPU; on other devices the
+            lengths take precedence.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not match, or lengths and offsets disagree. The constructor
-            reads no other data; :meth:`validate` does.
+            does not check the data of other tensors; :meth:`validate` does.
 
     Example::
 
@@ -145,13 +155,13 @@ class JaggedTensor(Jagged):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Build a JaggedTensor without checks, from tensors already known to match.
+        """Build a JaggedTensor without the constructor's checks, from tensors already known to match.
 
         Args:
-            values: Bags one after another, [N, ...].
-            weights: Weight per value, [N].
-            lengths: Values per bag, [B].
-            offsets: First value of every bag, then N, [B+1]. Lengths or offsets must be given.
+            values: Values of all bags, concatenated, [N, ...].
+            weights: One weight per value, [N].
+            lengths: Number of values per bag, [B].
+            offsets: Start index per bag, followed by N: [B+1]. Lengths or offsets must be given.
         """
         jt = JaggedTensor.__new__(JaggedTensor)
         jt._values = values
@@ -172,7 +182,7 @@ class JaggedTensor(Jagged):
         """Build a JaggedTensor with zero bags and zero values.
 
         Args:
-            is_weighted: Add empty weights.
+            is_weighted: Whether the result has weights, of size 0.
             device: Device of all tensors.
             values_dtype: Dtype of the values; torch's default dtype if None.
             weights_dtype: Dtype of the weights; torch's default dtype if None.
@@ -185,7 +195,12 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
-        """Build a JaggedTensor with zero bags, with the dtypes and weightedness of ``jt``."""
+        """Build a JaggedTensor with zero bags and the dtypes of ``jt``. It has weights if ``jt`` has.
+
+        Args:
+            jt: Template.
+            device: Device of the result; None: the device of ``jt``.
+        """
         return JaggedTensor.empty(
             jt._weights is not None,
             jt.device() if device is None else device,
@@ -196,7 +211,7 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
-        """Concatenate tensors [length, ...], one per bag, into a JaggedTensor.
+        """Build a JaggedTensor from one tensor [length, ...] per bag.
 
         Raises:
             ValueError: The list is empty, or weights and values differ in length.
@@ -218,7 +233,7 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """Build a JaggedTensor from the first ``lengths[b]`` entries of every padded row.
+        """Build a JaggedTensor from padded rows: bag ``b`` has the first ``lengths[b]`` entries of row ``b``.
 
         Args:
             values: Padded rows, [B, T, ...].
@@ -266,6 +281,7 @@ class JaggedTensor(Jagged):
         return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, rows: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
+        """Return ``rows`` [N, ...] (values or weights) as [B, T, ...]; see ``to_padded_dense``."""
         lengths_B = self.lengths()
         if desired_length is None:
             # Not int(): under torch.export item() returns a symbol, which int() cannot convert.
@@ -276,7 +292,7 @@ class JaggedTensor(Jagged):
             longest = desired_length
         # [B, T] source row per output position.
         columns_T = torch.arange(longest, device=rows.device)
-        # Padded positions read an extra row at the end. Padding sends no gradient to values.
+        # Padded positions read an extra row at the end, so that padding sends no gradient to values.
         sources_BT = torch.where(
             columns_T < lengths_B[:, None], self.offsets()[:-1, None] + columns_T, rows.size(0)
         )
@@ -296,7 +312,7 @@ class JaggedTensor(Jagged):
         return jt
 
     def validate(self) -> None:
-        """Check every length, offset and weight. Synchronizes with the device.
+        """Check the data of all lengths, offsets and weights. Synchronizes with the device.
 
         Raises:
             ValueError: A value is invalid. The message names the sample.

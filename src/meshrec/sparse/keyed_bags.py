@@ -1,6 +1,6 @@
-"""Protocol that the KeyedJaggedTensor operations in this package are written against.
+"""Protocol for the methods of KeyedJaggedTensor that other files in this package call.
 
-Operations live in separate files. The protocol lets them avoid a circular import of the class.
+KeyedJaggedTensor imports those files. With the protocol as parameter type, they need not import it back.
 """
 
 from typing import Protocol, TypeVar
@@ -10,11 +10,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 InverseIndices = tuple[list[str], Tensor]
+"""Keys, and the bag index per key and sample, int64 [K, batch size]."""
 Strides = list[list[int]] | Tensor
+"""Number of bags per key and source rank, [K][R] or a tensor [K, R]."""
 
 
 class ValueBags(Protocol):
-    """The part of the interface that JaggedTensor and KeyedJaggedTensor share."""
+    """Methods shared by JaggedTensor and KeyedJaggedTensor, documented there."""
 
     def values(self) -> Tensor: ...
     def weights_or_none(self) -> Tensor | None: ...
@@ -22,7 +24,7 @@ class ValueBags(Protocol):
 
 
 class KeyedBags(ValueBags, Protocol):
-    """The interface of KeyedJaggedTensor, which documents the methods."""
+    """Methods of KeyedJaggedTensor, documented there."""
 
     def keys(self) -> list[str]: ...
     def lengths_or_none(self) -> Tensor | None: ...
@@ -66,3 +68,4 @@ class KeyedBags(ValueBags, Protocol):
 
 
 Bags = TypeVar("Bags", bound=KeyedBags)
+"""KeyedJaggedTensor or a subclass: operations return the type they take."""

@@ -22,34 +22,37 @@ from meshrec.sparse.validation import check_layout, consistent_offsets, count_ba
 
 
 class KeyedJaggedTensor(Jagged):
-    """Bags of several features: all bags for the first key, then all for the second, and so on.
+    """Bags of several features (keys) in shared tensors: all bags of the first key, then of the second, etc.
 
-    Every key has ``stride`` bags (the batch size), unless ``stride_per_key`` or ``stride_per_key_per_rank``
+    Each key has ``stride`` bags (the batch size), unless ``stride_per_key`` or ``stride_per_key_per_rank``
     are given. Derived values are computed on first read and cached. ``length_per_key``, ``offset_per_key``,
     ``split``, ``kjt[key]`` and ``to_dict`` need counts on the host, and the first such call synchronizes with
     the device. Call :meth:`sync` to choose when.
 
     Args:
         keys: Feature names.
-        values: IDs, key after key, bag after bag, [N, ...].
-        weights: Weight per value, [N].
-        lengths: Values per bag, [B] or [K, stride], int32 or int64.
-        offsets: First value of every bag, then N, [B+1], int32 or int64. Give lengths, offsets or both. If
-            both are given, they are compared on the CPU; on other devices the lengths take precedence.
-        stride: Bags per key; B / K if None.
-        stride_per_key_per_rank: Bags per key and source rank, [K][R] or a tensor [K, R].
-        stride_per_key: Bags per key, if the keys differ.
-        length_per_key: Values per key, if the caller knows them. Checked on the CPU.
-        lengths_offset_per_key: First bag per key, then B, if known. Checked on the CPU.
-        offset_per_key: First value per key, then N, if known. Checked on the CPU.
-        index_per_key: Position per key, if known.
-        jt_dict: Result of :meth:`to_dict`, if known.
-        inverse_indices: Keys and an int64 tensor [K, batch size] with the bag index per key and sample. Given
-            if duplicate bags were removed, which leaves keys with different numbers of bags.
+        values: IDs of all bags, concatenated in key order, [N, ...].
+        weights: One weight per value, [N].
+        lengths: Number of values per bag, [B] or [K, stride], int32 or int64.
+        offsets: Index in ``values`` where each bag starts, followed by N: [B+1], int32 or int64. Pass
+            lengths, offsets or both. If both are given, they are compared on the CPU; on other devices the
+            lengths take precedence.
+        stride: Number of bags per key; B / K if None.
+        stride_per_key_per_rank: Number of bags per key and source rank, [K][R] or a tensor [K, R].
+        stride_per_key: Number of bags per key, [K], if the keys differ.
+        length_per_key: Number of values per key, [K]. Computed if None; checked on the CPU if given.
+        lengths_offset_per_key: Index of the first bag per key, followed by B: K+1 integers. Computed if None;
+            checked on the CPU if given.
+        offset_per_key: Index of the first value per key, followed by N: K+1 integers. Computed if None;
+            checked on the CPU if given.
+        index_per_key: Position of each key in ``keys``. Computed if None; not checked.
+        jt_dict: Result of :meth:`to_dict`. Computed if None; not checked.
+        inverse_indices: Keys, and an int64 tensor [K, batch size] with the bag index per key and sample. Pass
+            it if duplicate bags were removed, which leaves keys with different numbers of bags.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not match, or lengths, offsets and per-key counts disagree.
-            The constructor reads no other data; :meth:`validate` does.
+            The constructor does not check the data of other tensors; :meth:`validate` does.
 
     Example::
 
@@ -131,7 +134,7 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None,
         inverse_indices: InverseIndices | None,
     ) -> None:
-        """Set every field, and clear the caches."""
+        """Set all fields: the given ones to the arguments, caches to None."""
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -164,7 +167,7 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> Self:
-        """Build a KeyedJaggedTensor without checks, from parts already known to match.
+        """Build a KeyedJaggedTensor without the constructor's checks, from tensors already known to match.
 
         Args:
             keys: Feature names.
@@ -172,9 +175,9 @@ class KeyedJaggedTensor(Jagged):
             weights: [N].
             lengths: [B].
             offsets: [B+1]. Lengths or offsets must be given.
-            stride: Bags per key, if equal for all keys.
-            strides: The constructor's ``stride_per_key_per_rank``.
-            length_per_key: Values per key, if known on the host.
+            stride: Number of bags per key, if equal for all keys.
+            strides: ``stride_per_key_per_rank`` of the constructor.
+            length_per_key: Number of values per key; None: computed on first read.
             inverse_indices: As in the constructor.
         """
         kjt = cls.__new__(cls)
@@ -191,15 +194,15 @@ class KeyedJaggedTensor(Jagged):
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """Build from lengths, and call :meth:`sync`.
+        """Build from lengths, and copy the per-key counts to the host as :meth:`sync` does.
 
         Args:
             keys: Feature names.
             values: [N, ...].
-            lengths: Values per bag, [B].
+            lengths: Number of values per bag, [B].
             weights: [N].
-            stride: Bags per key.
-            stride_per_key_per_rank: Bags per key and source rank.
+            stride: Number of bags per key.
+            stride_per_key_per_rank: Number of bags per key and source rank.
             inverse_indices: As in the constructor.
         """
         return KeyedJaggedTensor(
@@ -222,15 +225,15 @@ class KeyedJaggedTensor(Jagged):
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """Build from offsets, and call :meth:`sync`.
+        """Build from offsets, and copy the per-key counts to the host as :meth:`sync` does.
 
         Args:
             keys: Feature names.
             values: [N, ...].
-            offsets: First value of every bag, then N, [B+1].
+            offsets: Index in ``values`` where each bag starts, followed by N: [B+1].
             weights: [N].
-            stride: Bags per key.
-            stride_per_key_per_rank: Bags per key and source rank.
+            stride: Number of bags per key.
+            stride_per_key_per_rank: Number of bags per key and source rank.
             inverse_indices: As in the constructor.
         """
         return KeyedJaggedTensor(
@@ -245,7 +248,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """Concatenate JaggedTensors, one per key. They may have different numbers of bags.
+        """Build a KeyedJaggedTensor from one JaggedTensor per key, which may have different numbers of bags.
 
         Raises:
             ValueError: The dict is empty, or only some inputs have weights.
@@ -264,7 +267,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """Concatenate along the keys.
+        """Concatenate along the keys: keys ``["a"]`` and ``["b", "c"]`` give ``["a", "b", "c"]``.
 
         Raises:
             ValueError: The list is empty, only some inputs have weights, or the batch sizes differ without
@@ -285,7 +288,7 @@ class KeyedJaggedTensor(Jagged):
         """Build a KeyedJaggedTensor with zero keys, bags and values.
 
         Args:
-            is_weighted: Add empty weights.
+            is_weighted: Whether the result has weights, of size 0.
             device: Device of all tensors.
             values_dtype: Dtype of the values; torch's default dtype if None.
             weights_dtype: Dtype of the weights; torch's default dtype if None.
@@ -297,7 +300,14 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def empty_like(kjt: "KeyedJaggedTensor", device: torch.device | None = None) -> "KeyedJaggedTensor":
-        """Build a KeyedJaggedTensor with zero keys, with the dtypes, weights and batch size of ``kjt``."""
+        """Build a KeyedJaggedTensor with zero keys and the dtypes and ``stride()`` of ``kjt``.
+
+        It has weights (of size 0) if ``kjt`` has.
+
+        Args:
+            kjt: Template.
+            device: Device of the result; None: the device of ``kjt``.
+        """
         weights = kjt._weights
         empty = KeyedJaggedTensor.empty(
             weights is not None,
@@ -315,7 +325,7 @@ class KeyedJaggedTensor(Jagged):
         return self._keys
 
     def stride(self) -> int:
-        """Return the number of bags per key.
+        """Return the number of bags per key (the batch size).
 
         With variable strides, return the batch size in ``inverse_indices`` if given, else the largest stride.
         """
@@ -344,22 +354,22 @@ class KeyedJaggedTensor(Jagged):
         return self._stride_per_key
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the bags per key and source rank, [K][R]; empty if all keys have ``stride()`` bags."""
+        """Return the number of bags per key and source rank, [K][R]; empty if strides are not variable."""
         # A tensor if rebuilt from pytree leaves. Read here, on first use, because reading synchronizes.
         if isinstance(self._strides, Tensor):
             self._strides = self._strides.tolist()
         return [] if self._strides is None else self._strides
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Return the first bag per key, then B, K+1 integers."""
+        """Return the index of the first bag per key, followed by B: K+1 integers."""
         if self._bag_offset_per_key is None:
             self._bag_offset_per_key = list(accumulate(self.stride_per_key(), initial=0))
         return self._bag_offset_per_key
 
     def segments_or_none(self) -> Tensor | None:
-        """Return the first bag per key, then B, int64 [K+1] on the CPU. None if strides are not variable.
+        """Return ``lengths_offset_per_key`` as an int64 tensor [K+1] on the CPU; None unless strides vary.
 
-        ``torch.ops.meshrec`` operators take it as ``segments``.
+        The ``segments`` argument of operators in ``torch.ops.meshrec``.
         """
         # On the CPU: kernels read it as host metadata, also for GPU tensors.
         if self._strides is not None and self._segments is None:
@@ -367,21 +377,21 @@ class KeyedJaggedTensor(Jagged):
         return self._segments
 
     def inverse_indices(self) -> InverseIndices:
-        """Return the keys, and the bag index per key and sample, int64 [K, batch size].
+        """Return the inverse indices: the keys, and the bag index per key and sample, int64 [K, batch size].
 
         Raises:
-            ValueError: The tensor lacks inverse indices.
+            ValueError: The tensor was built without inverse indices.
         """
         if self._inverse_indices is None:
             raise ValueError("this KeyedJaggedTensor has no inverse indices; call inverse_indices_or_none()")
         return self._inverse_indices
 
     def inverse_indices_or_none(self) -> InverseIndices | None:
-        """Return the inverse indices, or None if samples and bags coincide."""
+        """Return the inverse indices, or None if the tensor was built without them: bag i is sample i."""
         return self._inverse_indices
 
     def index_per_key(self) -> dict[str, int]:
-        """Return the position per key; the last position if a key is repeated."""
+        """Return each key's position in ``keys()``; the last position if a key is repeated."""
         if self._index_per_key is None:
             # Later duplicates overwrite earlier ones, as in TorchRec.
             self._index_per_key = {key: i for i, key in enumerate(self._keys)}
@@ -398,13 +408,16 @@ class KeyedJaggedTensor(Jagged):
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the first value per key, then N. The first call synchronizes with the device."""
+        """Return the index of the first value per key, followed by N: K+1 integers.
+
+        The first call synchronizes with the device.
+        """
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self.length_per_key(), initial=0))
         return self._offset_per_key
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Return the first value per key, then N, if cached on the host, otherwise None."""
+        """Return ``offset_per_key()`` if cached on the host, otherwise None."""
         return self._offset_per_key
 
     def sync(self) -> "KeyedJaggedTensor":
@@ -423,7 +436,7 @@ class KeyedJaggedTensor(Jagged):
         return self
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """Return views of the bags for ``key``.
+        """Return the bags of one key as a JaggedTensor of views.
 
         Raises:
             KeyError: The key does not exist.
@@ -438,7 +451,7 @@ class KeyedJaggedTensor(Jagged):
         return JaggedTensor.unchecked(*group, None)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return views of the bags for every key.
+        """Return one JaggedTensor of views per key.
 
         Args:
             compute_offsets: Ignored, for compatibility with TorchRec. Offsets are computed on first read.
@@ -458,15 +471,16 @@ class KeyedJaggedTensor(Jagged):
         return jt_dict
 
     def _cached_dict(self) -> dict[str, JaggedTensor] | None:
+        """Return the cached result of ``to_dict``, or None if absent or made in another grad mode."""
         if self._jt_dict is None or torch.compiler.is_compiling():
             return None
         return self._jt_dict if self._jt_dict_grad in (None, torch.is_grad_enabled()) else None
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Split into views of adjacent keys.
+        """Split into groups of adjacent keys, each a KeyedJaggedTensor of views.
 
         Args:
-            segments: Number of keys per group. Keys after the last group are dropped.
+            segments: Number of keys per group. Keys after the last group are left out of the result.
 
         Raises:
             ValueError: A segment is negative, or the segments sum to more than the number of keys.
@@ -510,7 +524,7 @@ class KeyedJaggedTensor(Jagged):
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
-        """Return a copy with ``change`` applied to every tensor. Counts cached on the host are kept."""
+        """Return a copy with ``change`` applied to all tensors. Counts cached on the host are copied over."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
@@ -544,7 +558,7 @@ class KeyedJaggedTensor(Jagged):
         return tensors if inverse is None else [*tensors, inverse[1]]
 
     def validate(self) -> None:
-        """Check keys, bags, weights and inverse indices. Synchronizes with the device.
+        """Check the data of all tensors, and the per-key counts. Synchronizes with the device.
 
         Raises:
             ValueError: A value is invalid. The message names the key and sample.

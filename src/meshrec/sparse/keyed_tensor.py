@@ -10,10 +10,10 @@ from torch import Tensor
 from meshrec.sparse.printing import format_per_key, format_rows, format_shapes, is_readable
 
 
-class _Columns(NamedTuple):
-    """A range of adjacent keys: columns ``start`` to ``stop`` in input tensor number ``tensor``."""
+class _ColumnRange(NamedTuple):
+    """Columns ``start`` to ``stop`` (exclusive) of an input KeyedTensor: one key or several adjacent keys."""
 
-    tensor: int
+    tensor: int  # position in the list of input tensors
     start: int
     stop: int
 
@@ -25,12 +25,12 @@ class KeyedTensor:
     gradient instead of one per key. torch therefore forbids in-place changes to a piece that requires grad.
 
     Args:
-        keys: Name per piece.
-        length_per_key: Size per piece along ``key_dim``.
+        keys: Name of each piece.
+        length_per_key: Size of each piece along ``key_dim``.
         values: Concatenated pieces, such as [B, sum(length_per_key)].
         key_dim: Dimension to split.
-        offset_per_key: Start per piece, then the total; computed if None.
-        index_per_key: Position per key; computed if None.
+        offset_per_key: Start of each piece along ``key_dim``, followed by the total size; computed if None.
+        index_per_key: Position of each key in ``keys``; computed if None.
 
     Raises:
         ValueError: The lengths do not match the keys or the tensor.
@@ -70,10 +70,12 @@ class KeyedTensor:
         offset_per_key: list[int] | None = None,
         index_per_key: dict[str, int] | None = None,
     ) -> None:
+        """Set all fields without checks."""
         self._keys = keys
         self._length_per_key = length_per_key
         self._values = values
         self._key_dim = key_dim
+        # Both None until given or first read.
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
         self._pieces: list[Tensor] = []  # views cached by the first read in the current grad mode
@@ -81,11 +83,11 @@ class KeyedTensor:
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
-        """Build a KeyedTensor without checks, from parts already known to match.
+        """Build a KeyedTensor without the constructor's checks, from arguments already known to match.
 
         Args:
-            keys: Name per piece.
-            length_per_key: Size per piece along ``key_dim``.
+            keys: Name of each piece.
+            length_per_key: Size of each piece along ``key_dim``.
             values: Concatenated pieces.
             key_dim: Dimension to split.
         """
@@ -100,10 +102,10 @@ class KeyedTensor:
         """Concatenate tensors, one per key, into a KeyedTensor.
 
         Args:
-            keys: Name per tensor.
-            tensors: Tensors to concatenate.
+            keys: Name of each tensor.
+            tensors: Tensors to concatenate, one per key.
             key_dim: Dimension to split when a key is read.
-            cat_dim: Dimension to concatenate along.
+            cat_dim: Dimension to concatenate along. Must equal ``key_dim`` if there are several tensors.
 
         Raises:
             ValueError: The list is empty, or the sizes do not match.
@@ -135,7 +137,7 @@ class KeyedTensor:
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the start per piece along ``key_dim``, then the total."""
+        """Return the start of each piece along ``key_dim``, followed by the total size: K+1 integers."""
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self._length_per_key, initial=0))
         return self._offset_per_key
@@ -159,11 +161,12 @@ class KeyedTensor:
         return self._split()[index]
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return a view per key."""
+        """Return the piece (a view) of each key."""
         return dict(zip(self._keys, self._split(), strict=True))
 
-    # Views made under no_grad are detached, so a cached piece is valid in a single grad mode only.
     def _split(self) -> list[Tensor]:
+        """Return the pieces of all keys, cached."""
+        # Views made under no_grad are detached, so a cached piece is valid in a single grad mode only.
         if torch.compiler.is_compiling():  # a traced program must not leave tensors in an input
             return list(self._values.split(self._length_per_key, dim=self._key_dim))
         if self._pieces_grad != torch.is_grad_enabled():
@@ -173,15 +176,14 @@ class KeyedTensor:
 
     @staticmethod
     def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
-        """Concatenate the pieces for every group of keys; differentiable.
+        """Concatenate pieces of several KeyedTensors into one tensor per group of keys; differentiable.
 
-        Every input is split once, at group boundaries. A group that is a contiguous column range in a single
-        input is returned as a view.
+        ``groups=[["a", "c"], ["b"]]`` returns two tensors: the pieces of a and c side by side, and the piece
+        of b. A group that is a contiguous column range in a single input is returned as a view.
 
         Args:
-            keyed_tensors: Tensors for the same batch. If a key is repeated, the last tensor that has it is
-                used.
-            groups: Keys per result; a key may be in several groups.
+            keyed_tensors: Tensors for the same batch. If several tensors have the same key, the last is used.
+            groups: Keys of each result, in order; a key may be in several groups.
 
         Returns:
             A tensor per group, such as [B, total length of the group's keys].
@@ -192,7 +194,7 @@ class KeyedTensor:
         dim = _common_key_dim(keyed_tensors)
         # Later tensors overwrite earlier ones that have the same key.
         columns_per_key = {
-            key: _Columns(i, start, start + length)
+            key: _ColumnRange(i, start, start + length)
             for i, kt in enumerate(keyed_tensors)
             for key, start, length in zip(kt._keys, kt.offset_per_key(), kt._length_per_key, strict=False)
         }
@@ -215,12 +217,12 @@ class KeyedTensor:
     def regroup_as_dict(
         keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """Call :meth:`regroup`, and return the tensors by name.
+        """Call :meth:`regroup`, and return a dict of the results.
 
         Args:
             keyed_tensors: Tensors for the same batch.
-            groups: Keys per result.
-            keys: Name per group.
+            groups: Keys of each result.
+            keys: Name of each group in the returned dict.
 
         Raises:
             ValueError: Groups and names differ in number, or :meth:`regroup` fails.
@@ -266,6 +268,7 @@ class KeyedTensor:
 
 
 def _common_key_dim(keyed_tensors: list[KeyedTensor]) -> int:
+    """Return the ``key_dim`` shared by all tensors. Raises ValueError if they differ or the list is empty."""
     if not keyed_tensors:
         raise ValueError("KeyedTensor.regroup: there are no tensors; pass at least one")
     dims = [kt.key_dim() for kt in keyed_tensors]
@@ -274,9 +277,9 @@ def _common_key_dim(keyed_tensors: list[KeyedTensor]) -> int:
     return dims[0]
 
 
-def _column_ranges(group: list[str], columns_per_key: dict[str, _Columns]) -> list[_Columns]:
-    """Return the column ranges of a group's keys, with adjacent ranges merged."""
-    joined: list[_Columns] = []
+def _column_ranges(group: list[str], columns_per_key: dict[str, _ColumnRange]) -> list[_ColumnRange]:
+    """Return the column ranges of the keys in a group, with adjacent ranges merged."""
+    joined: list[_ColumnRange] = []
     for key in group:
         columns = columns_per_key.get(key)
         if columns is None:
@@ -285,13 +288,17 @@ def _column_ranges(group: list[str], columns_per_key: dict[str, _Columns]) -> li
             )
         if joined and joined[-1].tensor == columns.tensor and joined[-1].stop == columns.start:
             # Adjacent keys are merged so that the copy below runs over few, wide pieces.
-            columns = _Columns(columns.tensor, joined.pop().start, columns.stop)
+            columns = _ColumnRange(columns.tensor, joined.pop().start, columns.stop)
         joined.append(columns)
     return joined
 
 
-def _split_at(kt: KeyedTensor, ranges: list[_Columns]) -> dict[int, Tensor]:
-    """Split a tensor at all range boundaries, and return the pieces by first column."""
+def _split_at(kt: KeyedTensor, ranges: list[_ColumnRange]) -> dict[int, Tensor]:
+    """Split a tensor at the boundaries of all ranges. Returns the pieces, keyed by their first column.
+
+    Ranges 0-4 and 2-6 of a tensor with 8 columns give pieces starting at columns 0, 2, 4 and 6.
+    """
+    # A single split per tensor: autograd then builds one gradient for it, not one per group.
     width = kt.offset_per_key()[-1]
     borders = sorted({0, width, *(s.start for s in ranges), *(s.stop for s in ranges)})
     # The whole tensor is used: returning it avoids a split node in the autograd graph.
@@ -301,8 +308,8 @@ def _split_at(kt: KeyedTensor, ranges: list[_Columns]) -> dict[int, Tensor]:
     return dict(zip(borders, kt.values().split(sizes, dim=kt.key_dim()), strict=False))
 
 
-def _range_pieces(columns: _Columns, pieces: dict[int, Tensor], dim: int) -> Iterator[Tensor]:
-    """Yield the pieces that make up a column range."""
+def _range_pieces(columns: _ColumnRange, pieces: dict[int, Tensor], dim: int) -> Iterator[Tensor]:
+    """Yield the pieces from ``_split_at`` that together cover a column range, in order."""
     border = columns.start
     while border < columns.stop:
         yield pieces[border]

@@ -16,13 +16,13 @@ _NAME = "KeyedJaggedTensor"
 def check_keys_and_strides(
     keys: list[str], num_bags: int, stride: int | None, strides: list[list[int]] | Tensor | None
 ) -> None:
-    """Check that the bag count matches the keys and strides. Reads no tensor data.
+    """Check that the number of bags is what the keys and strides say. Reads no tensor data.
 
     Args:
         keys: Feature names.
         num_bags: Total number of bags.
-        stride: Bags per key, if equal for all keys.
-        strides: Bags per key and source rank, [K][R] or a tensor [K, R].
+        stride: Number of bags per key, if equal for all keys.
+        strides: Number of bags per key and source rank, [K][R] or a tensor [K, R].
 
     Raises:
         ValueError: The counts do not match.
@@ -66,12 +66,12 @@ def check_keys_and_strides(
 
 
 def check_keyed_values(kjt: KeyedBags) -> None:
-    """Check all tensor data. Synchronizes with the device.
+    """Check keys, bags, weights, per-key counts and inverse indices. Synchronizes with the device.
 
     Raises:
         ValueError: A value is invalid. The message names the key and sample.
     """
-    # First: later messages name keys.
+    # Before the other checks, because their messages name keys.
     _check_keys(kjt.keys())
     bags = kjt.lengths_offset_per_key()
     # Negative strides can sum to the right total.
@@ -84,8 +84,8 @@ def check_keyed_values(kjt: KeyedBags) -> None:
             "the stride of a key is the number of lengths it has"
         )
 
-    # bisect_right: keys without bags share their start with the next key, which has the bag.
     def name_bag(bag: int) -> str:
+        # bisect_right: keys without bags share their start with the next key, which has the bag.
         index = bisect_right(bags, bag) - 1
         return f"key {kjt.keys()[index]!r}, sample {bag - bags[index]}"
 
@@ -95,7 +95,7 @@ def check_keyed_values(kjt: KeyedBags) -> None:
 
 
 def check_given_counts(kjt: KeyedBags) -> None:
-    """Check the per-key counts that the caller passed against the lengths; on the CPU only.
+    """Compare the per-key counts passed to the constructor with the lengths. Checks CPU tensors only.
 
     Raises:
         ValueError: The counts do not match.
@@ -107,15 +107,16 @@ def check_given_counts(kjt: KeyedBags) -> None:
 
 
 def _check_counts(kjt: KeyedBags) -> None:
-    """Compare the cached per-key counts with those derived from the lengths."""
+    """Check that the cached per-key counts equal those computed from the lengths and strides."""
     bags = [0, *accumulate(kjt.stride_per_key())]
-    _check_given(kjt.keys(), "lengths_offset_per_key", kjt.lengths_offset_per_key(), bags)
+    _check_equal_counts(kjt.keys(), "lengths_offset_per_key", kjt.lengths_offset_per_key(), bags)
     offsets = kjt.offsets()[torch.tensor(bags, device=kjt.device())]
-    _check_given(kjt.keys(), "length_per_key", kjt.length_per_key_or_none(), offsets.diff().tolist())
-    _check_given(kjt.keys(), "offset_per_key", kjt.offset_per_key_or_none(), offsets.tolist())
+    _check_equal_counts(kjt.keys(), "length_per_key", kjt.length_per_key_or_none(), offsets.diff().tolist())
+    _check_equal_counts(kjt.keys(), "offset_per_key", kjt.offset_per_key_or_none(), offsets.tolist())
 
 
 def _check_keys(keys: list[str]) -> None:
+    """Check that the keys are distinct strings."""
     seen: dict[str, int] = {}
     for i, key in enumerate(keys):
         if not isinstance(key, str):
@@ -125,8 +126,8 @@ def _check_keys(keys: list[str]) -> None:
         seen[key] = i
 
 
-def _check_given(keys: list[str], name: str, given: list[int] | None, expected: list[int]) -> None:
-    """Check that cached counts ``name`` equal those derived from the lengths, ``expected``."""
+def _check_equal_counts(keys: list[str], name: str, given: list[int] | None, expected: list[int]) -> None:
+    """Raise ValueError if the counts that the caller passed as argument ``name`` are not as expected."""
     if given is None or given == expected:
         return
     # Report the first key that differs, or whole lists if only their sizes or totals differ.

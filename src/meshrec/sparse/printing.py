@@ -1,4 +1,4 @@
-"""Text form of jagged and keyed tensors, shortened if it would fill the screen."""
+"""``str()`` of jagged and keyed tensors, with the middle of long lists elided."""
 
 from itertools import pairwise
 from typing import Any
@@ -13,13 +13,21 @@ _EDGE_ITEMS = 3  # items printed at both ends of a shortened list; torch's defau
 
 
 def is_readable(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors hold data: not traced, not on the meta device."""
+    """Return whether the data of all tensors can be read: none is traced, fake or on the meta device.
+
+    None counts as readable.
+    """
     # Subclasses such as FakeTensor hold no data; Parameter is the only subclass in use that does.
     return all(t is None or (type(t) in (Tensor, Parameter) and not t.is_meta) for t in tensors)
 
 
 def format_shapes(name: str, **parts: Any) -> str:
-    """Format names, shapes and dtypes, for tensors without readable data."""
+    """Format a tensor without readable data, such as ``JaggedTensor(values=int64[3], lengths=int32[2])``.
+
+    Args:
+        name: Class name.
+        **parts: Tensors, shown as dtype and shape; other values, shown as they are; None, left out.
+    """
     shown = {key: value for key, value in parts.items() if value is not None}
     items = (
         f"{key}={_format_shape(value) if isinstance(value, Tensor) else value}"
@@ -36,7 +44,7 @@ def format_bags(values: Tensor, offsets: list[int]) -> str:
         offsets: Bag boundaries in ``values``; the first need not be 0.
     """
     num_bags = len(offsets) - 1
-    # Empty bags print brackets, so the bag count adds to the length.
+    # Count the bags too: empty bags print brackets.
     short = num_bags + values[offsets[0] : offsets[-1]].numel() > _MAX_PRINTED
     bags = [
         _join_list(
@@ -72,12 +80,12 @@ def format_keyed_jagged(kjt: KeyedBags) -> str:
 
 
 def format_per_key(name: str, keys: list[str], formatted: list[str]) -> str:
-    """Format ``name`` and one line per key.
+    """Format a class name, and one line per key in braces.
 
     Args:
         name: Class name.
         keys: Feature names.
-        formatted: Formatted bags or rows per key.
+        formatted: Formatted bags or rows of each key.
     """
     lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, formatted, strict=True))
     return f"{name}({{\n{lines}\n}})" if lines else f"{name}()"
@@ -90,7 +98,13 @@ def format_rows(rows: Tensor) -> str:
 
 
 def _format_weighted_bags(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
-    """Format the bags for a single key: values only, or values and weights on separate lines."""
+    """Format the bags of a single key: values only, or values and weights on separate lines.
+
+    Args:
+        values: Values of all keys, [N, ...].
+        weights: Weights of all keys, [N].
+        offsets: Boundaries of the key's bags in ``values``.
+    """
     text = format_bags(values, offsets)
     if weights is None:
         return text
@@ -102,12 +116,13 @@ def _format_shape(tensor: Tensor) -> str:
 
 
 def _shown_indices(count: int, short: bool) -> list[int]:
-    """Return the indices to print: all, or those at both ends."""
+    """Return the list indices to print: all, or the first and last ``_EDGE_ITEMS`` of a shortened list."""
     indices = list(range(count))
     return [*indices[:_EDGE_ITEMS], *indices[-_EDGE_ITEMS:]] if short and count > 2 * _EDGE_ITEMS else indices
 
 
 def _format_shortened(rows: Tensor) -> list[str]:
+    """Format the first and last rows, with an ellipsis in between."""
     return _insert_ellipsis(
         [_format_value(rows[i].tolist()) for i in _shown_indices(rows.size(0), short=True)]
     )
@@ -122,7 +137,8 @@ def _join_list(texts: list[str]) -> str:
 
 
 def _format_value(item: Any) -> str:
-    """Format floats with six digits: ``tolist`` widens a float32 0.1 to 0.10000000149011612."""
+    """Format a number, or a nested list of numbers. Floats get six significant digits."""
+    # tolist() widens a float32 0.1 to 0.10000000149011612.
     if isinstance(item, list):
         return _join_list([_format_value(part) for part in item])
     return repr(float(f"{item:.6g}")) if isinstance(item, float) else repr(item)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class KeyedContext(NamedTuple):
-    """Non-tensor parts in a flattened KeyedJaggedTensor."""
+    """Pytree context of a KeyedJaggedTensor: all constructor arguments that are not tensors."""
 
     keys: tuple[str, ...]
     stride: int | None  # set only without keys, when no leaf shape gives the batch size
@@ -29,7 +29,7 @@ class KeyedContext(NamedTuple):
 
 
 class DenseContext(NamedTuple):
-    """Non-tensor parts in a flattened KeyedTensor."""
+    """Pytree context of a KeyedTensor: all constructor arguments that are not tensors."""
 
     keys: tuple[str, ...]
     length_per_key: tuple[int, ...]
@@ -37,6 +37,7 @@ class DenseContext(NamedTuple):
 
 
 def _bag_leaves(jagged: Jagged) -> list[Tensor | None]:
+    """Return values, weights, lengths, offsets, with None for the boundaries not given at construction."""
     # None leaves keep the leaf count constant, so that both forms share a registration.
     if jagged._by_offsets:
         return [jagged._values, jagged._weights, None, jagged._offsets]
@@ -87,11 +88,13 @@ def _unflatten_keyed(leaves: Iterable[Any], context: DenseContext) -> KeyedTenso
 
 
 def _keyed_context(dumped: Any) -> KeyedContext:
+    """Rebuild the context from its JSON form, in which tuples became lists."""
     keys, stride, inverse_keys = dumped
     return KeyedContext(tuple(keys), stride, None if inverse_keys is None else tuple(inverse_keys))
 
 
 def _dense_context(dumped: Any) -> DenseContext:
+    """Rebuild the context from its JSON form, in which tuples became lists."""
     keys, length_per_key, key_dim = dumped
     return DenseContext(tuple(keys), tuple(length_per_key), key_dim)
 
@@ -106,7 +109,7 @@ def register(
     namespace: str = "meshrec",
     flatten_spec: Callable[[T, pytree.TreeSpec], list[Any]] | None = None,
 ) -> None:
-    """Register ``cls`` with torch's pytree, FX's pytree and the safe globals for torch.load.
+    """Register a class so that torch.compile, torch.export, FX and torch.load accept its objects.
 
     Args:
         cls: Class to register.

@@ -11,7 +11,7 @@ from meshrec.sparse.keyed_bags import Bags, KeyedBags
 
 
 class KeyGroup(NamedTuple):
-    """Views for a group of adjacent keys."""
+    """Values, weights and lengths of adjacent keys, as views."""
 
     values: Tensor
     weights: Tensor | None
@@ -19,11 +19,13 @@ class KeyGroup(NamedTuple):
 
 
 def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
-    """Return views for consecutive groups of keys.
+    """Cut the keys into consecutive groups, and return views of each group's tensors.
+
+    Keys a, b, c with sizes [1, 2] give the groups (a) and (b, c).
 
     Args:
-        kjt: Keys to slice.
-        sizes: Number of keys per group; sums to the number of keys.
+        kjt: Tensor to slice.
+        sizes: Number of keys per group; must sum to the number of keys.
     """
     all_values, all_weights, all_lengths = kjt.values(), kjt.weights_or_none(), kjt.lengths()
     num_keys = len(kjt.keys())
@@ -42,7 +44,9 @@ def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
 
 
 def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
-    """Split into groups of ``segments[i]`` adjacent keys; drop keys after the last group.
+    """Split into groups of ``segments[i]`` adjacent keys. Keys after the last group are left out.
+
+    Implements ``KeyedJaggedTensor.split``.
 
     Raises:
         ValueError: A segment is negative, or the segments sum to more than the number of keys.
@@ -72,11 +76,13 @@ def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
 
 
 def permute_keys(kjt: Bags, indices: list[int]) -> Bags:
-    """Select keys by position; keys may be repeated or left out.
+    """Select keys by position; keys may be repeated or left out. Implements ``KeyedJaggedTensor.permute``.
+
+    Keys a, b, c with indices [2, 0] give the keys c, a.
 
     Args:
-        kjt: Keys to select from.
-        indices: Position per key in the result.
+        kjt: Tensor to select from.
+        indices: Positions of the selected keys.
 
     Raises:
         ValueError: A position is out of range.
@@ -93,6 +99,7 @@ def permute_keys(kjt: Bags, indices: list[int]) -> Bags:
     counts = kjt.length_per_key_or_none() if is_permutation else kjt.length_per_key()
     length_per_key = None if counts is None else [counts[i] for i in indices]
     bags = kjt.stride_per_key()
+    # No inverse indices in the result: as in TorchRec, a selection drops them.
     # Sizes are passed so that the operator need not read them back from the device.
     permuted = permute_jagged(
         indices,

@@ -17,10 +17,10 @@ _COUNT_DTYPES = (torch.int32, torch.int64)
 def check_layout(
     name: str, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
 ) -> None:
-    """Check that shapes, dtypes and devices match. Reads no tensor data.
+    """Check the shapes, dtypes and devices of constructor arguments. Reads no tensor data.
 
     Args:
-        name: Class name for errors.
+        name: Class name for error messages.
         values: [N, ...].
         weights: [N].
         lengths: [B], int32 or int64.
@@ -60,22 +60,22 @@ def check_layout(
 
 
 def consistent_offsets(lengths: Tensor | None, offsets: Tensor | None, name_bag: BagName) -> Tensor | None:
-    """Return the offsets to store along with the lengths, or None to derive them later.
+    """Return the offsets that a constructor should store, or None to compute them from the lengths later.
 
-    Both are compared on the CPU. On other devices a comparison would synchronize: there the lengths take
-    precedence, and the offsets are derived from them on first read.
+    If both are given on the CPU, they are compared. On other devices a comparison would synchronize: there
+    the given offsets are ignored, and computed from the lengths on first read.
 
     Args:
-        lengths: Values per bag, [B].
+        lengths: Number of values per bag, [B].
         offsets: Bag boundaries, [B+1].
-        name_bag: Bag name for errors.
+        name_bag: Returns the name of a bag for error messages.
 
     Raises:
         ValueError: Lengths and offsets disagree. The message names the bag.
     """
     if lengths is None or offsets is None or not is_readable(lengths, offsets):
         return offsets
-    # Dropping the offsets, not the lengths: a diff of wrong offsets could be negative.
+    # Ignore the offsets, not the lengths: the diff of wrong offsets could be negative.
     if lengths.device.type != "cpu":
         return None
     _check_agreement(lengths, offsets, name_bag)
@@ -83,7 +83,7 @@ def consistent_offsets(lengths: Tensor | None, offsets: Tensor | None, name_bag:
 
 
 def describe(argument: object) -> str:
-    """Describe an argument for an error: dtype and shape for a tensor, type and value otherwise."""
+    """Describe an argument for an error message: dtype and shape of a tensor, type and value otherwise."""
     if isinstance(argument, Tensor):
         return f"{str(argument.dtype).removeprefix('torch.')} {list(argument.shape)}"
     return f"{type(argument).__name__} {argument!r}"
@@ -107,7 +107,7 @@ def check_bags(
         weights: [N].
         lengths: [B].
         offsets: [B+1].
-        name_bag: Bag name for errors.
+        name_bag: Returns the name of a bag for error messages.
 
     Raises:
         ValueError: A value is invalid. The message names the bag.
@@ -120,25 +120,28 @@ def check_bags(
     if lengths is not None and offsets is not None:
         _check_agreement(lengths, offsets, name_bag)
     if weights is not None:
-        _check_weights(weights, offsets if offsets is not None else _offsets_of(lengths), name_bag)
+        _check_weights(weights, offsets if offsets is not None else _offsets_from_lengths(lengths), name_bag)
 
 
 def _first_index(mask: Tensor) -> int | None:
+    """Return the index of the first True, or None if there is none."""
     indices = mask.nonzero()
     return int(indices[0, 0]) if indices.numel() else None
 
 
-def _offsets_of(lengths: Tensor | None) -> Tensor:
+def _offsets_from_lengths(lengths: Tensor | None) -> Tensor:
+    """Return bag boundaries, int64 [B+1], in plain torch: invalid lengths must not reach a kernel."""
     assert lengths is not None
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
 
 def _check_lengths(lengths: Tensor, num_values: int, name_bag: BagName) -> None:
+    """Check that no length is negative, and that the lengths sum to the number of values."""
     bag = _first_index(lengths < 0)
     if bag is not None:
         raise ValueError(f"{name_bag(bag)}: the length is {int(lengths[bag])}; lengths are 0 or more")
     # int64: a corrupt int32 length must not overflow the sum before it is reported.
-    ends = _offsets_of(lengths)
+    ends = _offsets_from_lengths(lengths)
     if int(ends[-1]) > num_values:
         bag = _first_index(ends[1:] > num_values)
         assert bag is not None
@@ -154,6 +157,7 @@ def _check_lengths(lengths: Tensor, num_values: int, name_bag: BagName) -> None:
 
 
 def _check_offsets(offsets: Tensor, num_values: int, name_bag: BagName) -> None:
+    """Check that the offsets rise from 0 to the number of values."""
     bag = _first_index(offsets.diff() < 0)
     if bag is not None:
         raise ValueError(
@@ -178,6 +182,7 @@ def _check_offsets(offsets: Tensor, num_values: int, name_bag: BagName) -> None:
 
 
 def _check_agreement(lengths: Tensor, offsets: Tensor, name_bag: BagName) -> None:
+    """Check that lengths and offsets describe the same bags."""
     bag = _first_index(offsets.diff() != lengths)
     if bag is not None:
         raise ValueError(
@@ -188,6 +193,7 @@ def _check_agreement(lengths: Tensor, offsets: Tensor, name_bag: BagName) -> Non
 
 
 def _check_weights(weights: Tensor, offsets: Tensor, name_bag: BagName) -> None:
+    """Check that no weight is NaN."""
     # Integer tensors cannot hold NaN.
     if not weights.is_floating_point():
         return

@@ -36,7 +36,7 @@ from torch.autograd.graph import increment_version
 from meshrec.ops import tbe
 from meshrec.ops.tbe.formulas import Hyper, needs_gradient_only
 from meshrec.ops.tbe.layout import NONE
-from meshrec.ops.versions import changed_message
+from meshrec.ops.versions import in_place_change_message
 from meshrec.tables.hashed.admission_eviction import AdmissionEviction, TableChanges
 from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.optimizer import FusedTable, UpdateRule, distinct
@@ -89,7 +89,7 @@ class WriteCounter:
             return
         for name, now, then in zip(self._names, counts, before, strict=True):
             if now != then:
-                raise ValueError(changed_message(name))
+                raise ValueError(in_place_change_message(name))
 
     def check_held(self, weights: Sequence[Tensor]) -> None:
         """Raise if a module has other parameters than the updated parameters.

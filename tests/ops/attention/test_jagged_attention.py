@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshrec.ops import library, operators
-from meshrec.ops.attention import Bias, Mask, jagged_attention, naive, num_buckets_of, time_buckets
+from meshrec.ops.attention import Bias, Mask, jagged_attention, naive, num_time_buckets, time_buckets
 from tests.ops.attention import draws
 from tests.ops.attention.draws import check_equal, detached, drawn, gradient_of, kernels_agree, leaves_of
 
@@ -127,7 +127,7 @@ def test_times_fall_into_buckets_of_a_third_more():
     seconds = torch.tensor([0, 1, 2, -2, 60, 86_400, 10**9])
     assert time_buckets(seconds, 129).tolist() == [0, 0, 2, 2, 13, 37, 68]
     assert time_buckets(seconds, 20).tolist() == [0, 0, 2, 2, 13, 19, 19]
-    assert num_buckets_of(86_400) == 38
+    assert num_time_buckets(86_400) == 38
 
 
 def test_a_device_without_a_kernel_is_told(caplog):

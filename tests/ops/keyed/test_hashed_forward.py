@@ -103,7 +103,7 @@ def test_ids_outside_a_fixed_table_are_errors():
 
 def test_the_op_is_registered_whole():
     bits, indexes, weights, lookups, options = _batch(torch.Generator().manual_seed(8), 0, 0)
-    memory = [tensor for index, _ in indexes.values() for tensor in index.kernel_parts[0]]
-    seeds = [seed for index, mix_seed in indexes.values() for seed in (index.kernel_parts[1], mix_seed)]
+    memory = [tensor for index, _ in indexes.values() for tensor in index.kernel_tensors[0]]
+    seeds = [seed for index, mix_seed in indexes.values() for seed in (index.kernel_tensors[1], mix_seed)]
     arguments = (weights, bits, *lookups, *options, list(indexes), memory, seeds)
     torch.library.opcheck(torch.ops.meshrec.hashed_forward.default, arguments)

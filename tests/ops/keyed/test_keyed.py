@@ -34,7 +34,7 @@ def _table(generator, num_rows, dim, bits, dtype, num_added):
     added_keys = mix(ids[num_rows:], seed).sort().values
     slots = torch.randperm(len(added_keys) + 2, generator=generator)[: len(added_keys)]
     found = keyed.KeyIndex(
-        keyed.buckets_of(keys),
+        keyed.pack_buckets(keys),
         torch.stack([added_keys, slots]),
         rows(len(added_keys) + 2),
         seed,
@@ -168,7 +168,7 @@ EXTREME = {
 @pytest.mark.parametrize("kind", EXTREME)
 def test_keys_that_lie_together_are_found(kind):
     keys = EXTREME[kind]
-    buckets = keyed.buckets_of(keys)
+    buckets = keyed.pack_buckets(keys)
     assert _keys(buckets, len(keys)) == keys.tolist()
     none = torch.empty(2, 0, dtype=torch.int64)
     weight = torch.arange(len(keys), dtype=torch.float32)[:, None] + 1
@@ -184,7 +184,7 @@ def test_keys_that_lie_together_are_found(kind):
 @pytest.mark.parametrize("num_keys", [0, 1, 6, 7, 8, 9, 100, 12345])
 def test_buckets_have_all_keys_from_their_homes_on(num_keys):
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (num_keys,)).unique()
-    buckets = keyed.buckets_of(keys)
+    buckets = keyed.pack_buckets(keys)
     assert _keys(buckets, len(keys)) == keys.tolist()
     homes = naive.num_homes(len(keys))
     assert homes <= len(buckets) <= homes + 8
@@ -195,7 +195,7 @@ def test_buckets_have_all_keys_from_their_homes_on(num_keys):
     others = torch.cat([keys + 1, keys - 1, torch.tensor(EDGES)])
     expected = {key: row for row, key in enumerate(keys.tolist())}
     for each in (keys, others):
-        assert keyed.rows_of(buckets, len(keys), each).tolist() == [
+        assert keyed.find_rows(buckets, len(keys), each).tolist() == [
             expected.get(k, -1) for k in each.tolist()
         ]
 
@@ -228,7 +228,7 @@ def test_keys_that_do_not_fit_are_errors(damage):
 
 def test_buckets_that_lead_nowhere_end_the_search():
     keys = torch.arange(1000) << 53
-    buckets = keyed.buckets_of(keys)
+    buckets = keyed.pack_buckets(keys)
     buckets[:, 1:] = -(1 << 63)  # each key seems to lie further on
     none, weight = torch.empty(2, 0, dtype=torch.int64), torch.ones(1000, 1)
     found = keyed.KeyIndex(buckets, none, weight[:0], 3, keyed.UniformInit(0, 0.0, 0.0))

@@ -13,13 +13,13 @@ from meshrec.ops.attention import triton
 from meshrec.ops.attention.naive import BUCKET_WIDTH, time_buckets
 from meshrec.ops.device_copies import copy_to_host
 
-__all__ = ["Bias", "Mask", "jagged_attention", "num_buckets_of", "time_buckets"]
+__all__ = ["Bias", "Mask", "jagged_attention", "num_time_buckets", "time_buckets"]
 
-# N tokens, M queries, B samples, H heads, Q width of queries and keys, V width of values
+# Shape legend: N tokens, M queries, B samples, H heads, Q width of queries and keys, V width of values.
 
 
 class Mask(NamedTuple):
-    """Tokens a token attends to within its sample.
+    """Which tokens of a sample each token attends to.
 
     A sample consists of contextual tokens, a history in time order, and candidate targets to score. Targets
     attend to themselves, contextual tokens and the history. No other token attends to a target, so a target's
@@ -36,12 +36,12 @@ class Mask(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Additive attention biases, shared by all heads. None: no bias."""
+    """Learned biases added to the attention scores, shared by all heads. None: no such bias."""
 
     position_P: Tensor | None = None
-    """Learned, fp32 [2 max_length - 1]; token i attends to token j with entry max_length - 1 + j - i."""
+    """fp32 [2 max_length - 1]. Query i and key j, positions in a sample, use entry max_length - 1 + j - i."""
     time_T: Tensor | None = None
-    """Learned, fp32 [T], indexed by the bucket of the time between query and key.
+    """fp32 [T], indexed by the bucket of the time difference between query and key; see `time_buckets`.
 
     A history query uses the timestamp of the next token, which is known when the next item is requested. The
     last history token and the targets use their own timestamps.
@@ -68,7 +68,7 @@ def jagged_attention(
     num_targets_B: Tensor | None = None,
     query_offsets_B1: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention within every sample; differentiable in queries, keys, values and biases.
+    """Compute attention within each jagged sample; differentiable in queries, keys, values and biases.
 
     The kernels compute tiles of queries and keys whose scores stay in cache, and the backward pass recomputes
     the scores. Samples are not padded, and memory does not grow quadratically with sample length. On a GPU,
@@ -78,16 +78,16 @@ def jagged_attention(
         query_MHQ: queries, fp32.
         key_NHQ: keys, fp32.
         value_NHV: values, fp32.
-        offsets_B1: first token per sample, and N; int64 [B + 1].
-        max_length: maximum tokens per sample, and the divisor of ``"silu"`` weights.
+        offsets_B1: index of the first token of each sample, followed by N; int64 [B + 1].
+        max_length: maximum tokens per sample. ``"silu"`` divides weights by it.
         kind: weights are ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed keys.
         scale: factor for the dot products.
-        mask: allowed query-key pairs.
+        mask: which keys a query attends to.
         bias: additive biases.
-        num_targets_B: targets at the end of every sample, int64 [B]; None: no targets.
-        query_offsets_B1: first query per sample, and M; int64 [B + 1]. Queries belong to a sample's last
-            tokens: with cached keys and values for a history, only new tokens need queries. None: all tokens
-            have queries.
+        num_targets_B: number of targets at the end of each sample, int64 [B]; None: no targets.
+        query_offsets_B1: index of the first query of each sample, followed by M; int64 [B + 1]. Queries
+            belong to the last tokens of a sample: with cached keys and values of a history, only the new
+            tokens need queries. None: all tokens have queries.
 
     Returns:
         fp32 [M, H, V].
@@ -105,7 +105,7 @@ def jagged_attention(
     """
     queries = offsets_B1 if query_offsets_B1 is None else query_offsets_B1
     if not torch.compiler.is_compiling():
-        if not query_MHQ.is_cpu and not triton.serves(query_MHQ, value_NHV):
+        if not query_MHQ.is_cpu and not triton.has_kernel_for(query_MHQ, value_NHV):
             _warn_about_fallback(query_MHQ.device.type)
         _check(query_MHQ, key_NHQ, value_NHV, offsets_B1, queries, max_length=max_length, bias=bias)
     targets = torch.zeros_like(offsets_B1[1:]) if num_targets_B is None else num_targets_B
@@ -128,12 +128,12 @@ def jagged_attention(
     return out
 
 
-def num_buckets_of(max_seconds: float) -> int:
-    """Return the number of time buckets needed for differences up to ``max_seconds``."""
+def num_time_buckets(max_seconds: float) -> int:
+    """Return the number of time buckets (T) that cover time differences up to ``max_seconds``."""
     return int(math.log(max(max_seconds, 1)) / BUCKET_WIDTH) + 1
 
 
-@functools.cache
+@functools.cache  # warn once per device type
 def _warn_about_fallback(device: str) -> None:
     _logger.warning(
         "jagged attention has no kernel for these tensors on %s: plain torch computes it, one sample at a "
@@ -154,6 +154,7 @@ def _check(
     max_length: int,
     bias: Bias,
 ) -> None:
+    """Check the sizes of the arguments to ``jagged_attention``. Raises ValueError."""
     if query.dim() != 3 or query.shape[1:] != key.shape[1:] or key.shape[:2] != value.shape[:2]:
         raise ValueError(
             f"queries {[*query.shape]}, keys {[*key.shape]} and values {[*value.shape]}: allowed are "

@@ -16,8 +16,7 @@ from meshrec.ops import operators
 from meshrec.ops.library import implement
 
 BUCKET_WIDTH = 0.301
-"""Time bucket width as a natural logarithm: every bucket starts at e^0.301 = 1.35 times the previous start.
-"""
+"""Time bucket width in units of the natural logarithm: bucket k starts at e^(0.301 k) = 1.35^k seconds."""
 
 
 def jagged_attention(
@@ -28,18 +27,18 @@ def jagged_attention(
     query_offsets_B1: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return weights times values, with ``SiLU(scores) / L`` or ``softmax(scores)`` as weights.
+    """Compute attention: weights times values, with weights ``SiLU(scores) / L`` or ``softmax(scores)``.
 
     Scores are ``scale q k^T + bias``. Source: Zhai et al., "Actions speak louder than words:
     trillion-parameter sequential transducers for generative recommendations" (2024), with relative position
     and time bias as in its public configurations.
 
     Args:
-        query_MHQ: queries of the last tokens in every sample. Other tokens are only keys.
+        query_MHQ: queries of the last tokens of each sample. Earlier tokens are only keys.
         key_NHQ: keys of all tokens.
         value_NHV: values of all tokens.
-        offsets_B1: first token per sample, and N; int64.
-        query_offsets_B1: first query per sample, and M; int64.
+        offsets_B1: index of the first token of each sample, followed by N; int64.
+        query_offsets_B1: index of the first query of each sample, followed by M; int64.
         options: num_targets_B, position_P, time_T, timestamps_N, max_length, scale, softmax, causal, window,
             num_contextual; see `Mask` and `Bias`.
 
@@ -68,7 +67,7 @@ def jagged_attention_grad(
     query_offsets_B1: Tensor,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys, values, position and time bias; empty for an absent bias.
+    """Return the gradients of queries, keys, values, position bias and time bias. Empty for an absent bias.
 
     Args:
         grad_MHV: output gradient.
@@ -107,6 +106,8 @@ def jagged_attention_grad(
 
 
 class _Options(NamedTuple):
+    """Arguments after the offsets, in schema order; see ``jagged_attention``."""
+
     num_targets_B: Tensor
     position_P: Tensor | None
     time_T: Tensor | None
@@ -120,16 +121,19 @@ class _Options(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    tokens: slice
-    queries: slice
+    """Attention scores of one sample, with what the backward pass needs."""
+
+    tokens: slice  # the sample's rows in keys and values
+    queries: slice  # the sample's rows in queries
     scores: Tensor
     """[H, r, l]; -inf at masked positions of a softmax."""
-    seen_rl: Tensor
-    distance_rl: Tensor | None
-    bucket_rl: Tensor | None
+    seen_rl: Tensor  # the attention mask
+    distance_rl: Tensor | None  # index into the position bias
+    bucket_rl: Tensor | None  # index into the time bias
     options: _Options
 
     def weights(self) -> Tensor:
+        """Return the attention weights [H, r, l], 0 at masked positions."""
         if self.options.softmax:
             return self.scores.softmax(2)
         return torch.nn.functional.silu(self.scores) * self.seen_rl / self.options.max_length
@@ -138,7 +142,7 @@ class _Sample(NamedTuple):
 def _samples(
     query_MHQ: Tensor, key_NHQ: Tensor, offsets_B1: Tensor, query_offsets_B1: Tensor, options: _Options
 ) -> Iterator[_Sample]:
-    """Yield the scores of every sample with queries."""
+    """Yield the scores of one sample after the other. Samples without queries are skipped."""
     bounds, query_bounds = offsets_B1.tolist(), query_offsets_B1.tolist()
     for sample, num_targets in enumerate(options.num_targets_B.tolist()):
         tokens, queries = slice(*bounds[sample : sample + 2]), slice(*query_bounds[sample : sample + 2])
@@ -158,14 +162,14 @@ def _samples(
             times, is_followed = options.timestamps_N[tokens], row + 1 < length - num_targets
             bucket = time_buckets(times[row + is_followed.long()] - times, len(options.time_T))
             scores = scores + options.time_T[bucket]
-        seen = allowed(row, column, length, num_targets, options)
+        seen = attention_mask(row, column, length, num_targets, options)
         if options.softmax:
             scores = scores.masked_fill(~seen, -math.inf)
         yield _Sample(tokens, queries, scores, seen, distance, bucket, options)
 
 
-def allowed(row: Tensor, column: Tensor, length: int, num_targets: int, options: _Options) -> Tensor:
-    """Return whether the token at ``row`` attends to the token at ``column``.
+def attention_mask(row: Tensor, column: Tensor, length: int, num_targets: int, options: _Options) -> Tensor:
+    """Return whether the token at position ``row`` attends to the token at position ``column``: bool [r, l].
 
     Args:
         row: query positions within the sample, int64, broadcast with ``column``.
@@ -184,7 +188,12 @@ def allowed(row: Tensor, column: Tensor, length: int, num_targets: int, options:
 
 
 def time_buckets(seconds: Tensor, num_buckets: int) -> Tensor:
-    """Return the bucket per time difference, floor(log(max(|seconds|, 1)) / 0.301), at most T - 1."""
+    """Return the bucket of each time difference: floor(log(max(|seconds|, 1)) / 0.301), at most T - 1.
+
+    Args:
+        seconds: time differences, any integer or float dtype.
+        num_buckets: T.
+    """
     starts = torch.tensor([math.exp(BUCKET_WIDTH * k) for k in range(1, num_buckets)], device=seconds.device)
     # Compare with bucket starts instead of rounding a logarithm, so that all backends agree at bucket
     # boundaries.

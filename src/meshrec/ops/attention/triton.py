@@ -1,7 +1,8 @@
-"""Attention within jagged samples on GPUs, as Triton kernels. ``naive.py`` describes the operators.
+"""Triton kernels for attention within jagged samples on GPUs. ``naive.py`` documents the operators.
 
-No synchronization with the GPU. If `torch.get_float32_matmul_precision` is "highest" (the default), three
-TF32 products emulate an fp32 product at full precision; otherwise a single TF32 product is used.
+The kernels never synchronize with the GPU. If `torch.get_float32_matmul_precision` is "highest" (the
+default), three TF32 products emulate an fp32 product at full precision; otherwise a single TF32 product is
+used.
 """
 
 import functools
@@ -20,25 +21,26 @@ from meshrec.ops.library import implement
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 MAX_WIDTH = 128
-"""Maximum head width for the kernels, because a program keeps a block's rows in registers."""
+"""Maximum head width for the kernels: a program keeps the rows of a block in registers."""
 _PART_BYTES = 1 << 27
-"""Memory for partial bias gradients added in a batch."""
+"""Maximum bytes of partial bias gradients held at once; more samples are processed in several launches."""
 
 
 class _Launch(NamedTuple):
-    """Arguments shared by all kernels in a call."""
+    """Arguments shared by all kernels of a forward or backward call."""
 
-    tokens: Any
-    samples: Any
-    biases: Any
-    constants: dict[str, Any]
+    tokens: Any  # AttentionTokens
+    samples: Any  # AttentionSamples, with num_blocks still 0: it differs between kernels
+    biases: Any  # AttentionBiases
+    constants: dict[str, Any]  # compile-time arguments, by name
 
     def grid_and_samples(
         self, num_tokens: int, num_samples: int, num_heads: int = 1
     ) -> tuple[tuple[int], Any]:
-        """Return a grid of one program per head and block of tokens, and the samples with the block count
-        set.
+        """Return the launch grid, and the samples with ``num_blocks`` set.
 
+        The grid has one program per sample, head and block of tokens. Sample lengths stay on the GPU, so
+        all samples get as many blocks as the longest may need; programs past the end return at once.
         Args:
             num_tokens: tokens in all samples.
             num_samples: number of samples.
@@ -62,7 +64,7 @@ def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -
 
     if not _has_kernel(query, value):
         return naive.jagged_attention(query, key, value, *options)
-    launch = _launch_of(query, key, value, *options)
+    launch = _prepare_launch(query, key, value, *options)
     num_queries, num_heads, _ = query.shape
     out = value.new_empty(num_queries, num_heads, value.shape[2])
     is_softmax = launch.constants["SOFTMAX"]
@@ -91,7 +93,7 @@ def jagged_attention_grad(
 
     if not _has_kernel(query, value):
         return naive.jagged_attention_grad(grad, out, log_sums, query, key, value, *options)
-    launch = _launch_of(query, key, value, *options)
+    launch = _prepare_launch(query, key, value, *options)
     grad, is_softmax = grad.contiguous(), launch.constants["SOFTMAX"]
     # Softmax backward needs sum(weight * weight_grad) per query, which equals out . grad (as in
     # FlashAttention).
@@ -112,7 +114,7 @@ def jagged_attention_grad(
 
 
 def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
-    """Return the gradient of a bias, summed over query blocks. Empty for an absent bias."""
+    """Return the gradient of the position or time bias, [len(bias)]. Empty if there is no such bias."""
     from meshrec.ops.attention import triton_bias_kernels
 
     size = 0 if bias is None else len(bias)
@@ -138,16 +140,18 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
     return total
 
 
-def serves(query: Tensor, value: Tensor) -> bool:
-    """Return whether a Triton kernel exists for these queries and values on their device."""
+def has_kernel_for(query: Tensor, value: Tensor) -> bool:
+    """Return whether a Triton kernel supports the device, dtype and width of these tensors."""
     return query.is_cuda and _HAS_TRITON and _has_kernel(query, value)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Return whether the kernels support the dtype and the head widths."""
     return query.dtype == value.dtype == torch.float32 and max(query.shape[2], value.shape[2]) <= MAX_WIDTH
 
 
-def _launch_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Launch:
+def _prepare_launch(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Launch:
+    """Bring the operator's arguments into the form that the kernels take."""
     from meshrec.ops.attention import triton_kernels as kernels
 
     offsets, query_offsets, num_targets, position, time, timestamps, max_length, scale, *mask = options
@@ -171,6 +175,7 @@ def _launch_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Lau
             "CAUSAL": causal,
             "WINDOW": window,
             "CONTEXTUAL": num_contextual,
+            # Three TF32 products give full fp32 precision.
             "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
             "BLOCK": 32,
             "QUERY_WIDTH": widths[0],
@@ -181,7 +186,7 @@ def _launch_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Lau
 
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(num_buckets: int, device: torch.device, stream: int) -> Tensor:
-    """Return the smallest time difference per bucket, as in ``naive.time_buckets``."""
+    """Return the smallest time difference of each bucket in seconds, fp32 [num_buckets], on the device."""
     bounds = [math.exp(naive.BUCKET_WIDTH * k) for k in range(num_buckets)]
     starts = torch.tensor(bounds, dtype=torch.float64)
     return copy_to_device(starts.float(), device)

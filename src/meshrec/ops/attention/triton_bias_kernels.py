@@ -1,4 +1,4 @@
-"""Triton kernel for bias gradients; see [Note: tiles of attention on GPUs] in ``triton_kernels.py``."""
+"""Triton kernel for gradients of attention biases; see [Note: attention tiles] in ``triton_kernels.py``."""
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 
@@ -21,8 +21,9 @@ from meshrec.ops.attention.triton_kernels import (
 
 @triton.jit
 def _sums_by_distance(tile, min_distance, BLOCK: tl.constexpr):
-    """Sum a tile over pairs by key minus query position, from ``min_distance`` to ``min_distance + BLOCK -
-    1``.
+    """Sum the elements of a tile with equal distance (key position minus query position).
+
+    Returns [BLOCK]: the sums for distances ``min_distance`` to ``min_distance + BLOCK - 1``.
     """
     key = tl.arange(0, BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :] + min_distance
     inside = (key >= 0) & (key < BLOCK)
@@ -31,7 +32,8 @@ def _sums_by_distance(tile, min_distance, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_to_histogram(histogram, tile, buckets, allowed, num_buckets, BUCKETS: tl.constexpr):
-    """Add a tile's sums by bucket to a histogram."""
+    """Add the elements of a tile to a histogram, by time bucket."""
+    # Times within a tile are close together, so few buckets occur: loop over these only.
     low = tl.min(tl.min(tl.where(allowed, buckets, num_buckets), 1), 0)
     high = tl.max(tl.max(tl.where(allowed, buckets, -1), 1), 0)
     for bucket in range(low, high + 1):
@@ -53,7 +55,7 @@ def _sum_over_heads(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Sum the score gradients of a tile over all heads."""
+    """Return the score gradients of a tile, summed over all heads: [BLOCK, BLOCK]."""
     first_query, index, is_row = rows
     first, column, is_key = keys
     bias, allowed, max_length = shared_state
@@ -91,11 +93,12 @@ def bias_gradients(
     VALUE_WIDTH: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    """Write a query block's contribution, summed over heads, to the gradient of one bias.
+    """Write one query block's contribution to the gradient of a bias, summed over heads.
 
-    The time bias, or the position bias if BUCKETS is 0: Triton does not finish compiling a kernel for both.
-    For positions, a block's part has two rows of 2 max_length - 1 zeros. A tile writes the lower half of its
-    distances to one row and the upper half to the other, so that no two tiles write the same element.
+    BUCKETS selects the time bias, or the position bias if 0: Triton does not finish compiling a kernel for
+    both. For the position bias, a block's part has two rows of 2 max_length - 1 zeros. A tile writes the
+    lower half of its distances to one row and the upper half to the other, so that no two tiles write the
+    same element.
 
     Args:
         tokens: `AttentionTokens`.

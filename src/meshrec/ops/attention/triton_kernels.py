@@ -1,9 +1,9 @@
 """Triton kernels for jagged attention: tiles of queries and keys whose scores stay in registers.
 
-[Note: tiles of attention on GPUs] A program owns a block of queries (or keys, for key and value gradients) in
-a head of a sample, and iterates over the opposite blocks allowed by the mask. Every element is written by a
-single program and summed in a fixed order, so equal calls give equal bits. Floats are never added atomically:
-query blocks write partial bias gradients, which torch sums.
+[Note: attention tiles] A program handles one block of queries (or keys, for key and value gradients) of one
+head of one sample, and iterates over the blocks of keys (or queries) that the mask allows. Each element is
+written by a single program and summed in a fixed order, so equal calls give equal bits. Floats are never
+added atomically: query blocks write partial bias gradients, which torch sums.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
@@ -20,7 +20,7 @@ _MASKED_SCORE = tl.constexpr(-1e30)
 
 
 class AttentionTokens(NamedTuple):
-    """Queries, keys and values, with strides between tokens and heads, and sizes."""
+    """Kernel argument: queries, keys and values, with their token and head strides, and sizes."""
 
     query: Any
     key: Any
@@ -38,7 +38,7 @@ class AttentionTokens(NamedTuple):
 
 
 class AttentionSamples(NamedTuple):
-    """Sample offsets, and the maximum number of blocks per sample."""
+    """Kernel argument: offsets of all samples, and the maximum number of blocks per sample."""
 
     offsets: Any
     query_offsets: Any
@@ -47,7 +47,7 @@ class AttentionSamples(NamedTuple):
 
 
 class AttentionBiases(NamedTuple):
-    """Biases; ``starts`` has the smallest time difference per bucket."""
+    """Kernel argument: biases. ``starts`` has the smallest time difference of each bucket, in seconds."""
 
     position: Any
     time: Any
@@ -58,7 +58,10 @@ class AttentionBiases(NamedTuple):
 
 
 class AttentionResults(NamedTuple):
-    """Output gradient, and softmax state [M, H]: log-sum-exp, and dot products of output and gradient."""
+    """Kernel argument of the backward pass: output gradient, and for softmax per-query values [M, H].
+
+    ``log_sums`` are the log-sum-exp of scores, ``deltas`` the dot products of output and output gradient.
+    """
 
     grad: Any
     log_sums: Any
@@ -77,7 +80,7 @@ def load_sample(samples, number):
 
 @triton.jit
 def _load(tokens, first, positions, stride, width, inside, WIDTH: tl.constexpr):
-    """Load a head's rows, [BLOCK, WIDTH], with zeros outside."""
+    """Load the rows of one head at some token positions, [BLOCK, WIDTH]. Zeros where ``inside`` is false."""
     lanes = tl.arange(0, WIDTH)
     rows = tokens + (first + positions)[:, None] * stride
     return tl.load(rows + lanes[None, :], inside[:, None] & (lanes < width)[None, :], 0.0)
@@ -150,7 +153,7 @@ def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH: tl.constexpr):
-    """Store a head's rows in a contiguous tensor [tokens, heads, width]."""
+    """Store rows of one head to a contiguous tensor [tokens, heads, width]."""
     lanes = tl.arange(0, WIDTH)
     rows_at = target + ((first + positions)[:, None] * num_heads + head) * width
     tl.store(rows_at + lanes[None, :], rows, inside[:, None] & (lanes < width)[None, :])
@@ -158,7 +161,8 @@ def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH
 
 @triton.jit
 def query_times(biases, first, row, is_row, history):
-    """Return query timestamps: the next history token's, except for the last history token and targets.
+    """Return the timestamp of each query: that of the next token; for targets and the last history token, its
+    own.
 
     Args:
         biases: `AttentionBiases`.
@@ -175,7 +179,11 @@ def query_times(biases, first, row, is_row, history):
 
 @triton.jit
 def _buckets(biases, apart):
-    """Return time buckets: estimate by logarithm, then correct by comparing with bucket starts."""
+    """Return the time bucket of each difference ``apart`` in seconds.
+
+    A logarithm gives an estimate, which is corrected by comparing with the bucket starts: rounding of the
+    logarithm must not decide at a boundary.
+    """
     seconds = tl.maximum(tl.abs(apart).to(tl.float32), 1.0)
     last = biases.num_buckets - 1
     bucket = tl.minimum((tl.log(seconds) * (1.0 / 0.301)).to(tl.int32), last)  # BUCKET_WIDTH in naive.py
@@ -198,7 +206,9 @@ def tile_bias_and_mask(
     WINDOW: tl.constexpr,
     CONTEXTUAL: tl.constexpr,
 ):
-    """Return a tile's state shared by all heads: bias, time buckets, and mask, as in ``naive.allowed``.
+    """Return what all heads share for a tile of queries by keys: bias, time buckets, and mask.
+
+    The mask is that of ``naive.attention_mask``.
 
     Args:
         biases: `AttentionBiases`.
@@ -235,11 +245,11 @@ def tile_bias_and_mask(
 def weights_and_score_grads(
     score, weight_grad, allowed, results, position, is_row, max_length, SOFTMAX: tl.constexpr
 ):
-    """Return a tile's attention weights, and its score gradients from its weight gradients.
+    """Return the attention weights of a tile, and the gradients of its scores.
 
     Args:
         score: [BLOCK, BLOCK] queries by keys.
-        weight_grad: [BLOCK, BLOCK].
+        weight_grad: gradient of the weights, [BLOCK, BLOCK].
         allowed: mask.
         results: `AttentionResults`.
         position: element of the queries in [M, H] tensors.
@@ -269,9 +279,10 @@ def key_blocks(
     CONTEXTUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the key blocks for queries in [start, end), in the form `nth_block` takes.
+    """Return the key blocks to visit for queries in [start, end), as three ranges for `nth_block`.
 
-    Three ranges: contextual tokens, history, and targets, which attend to themselves. The last value is the
+    The ranges are contextual tokens, history, and targets (a target attends to itself). Returns the end of
+    the first range, the start of the second, the length of the first two, the start of the third, and the
     total number of blocks.
 
     Args:
@@ -314,8 +325,10 @@ def _query_blocks(
     CONTEXTUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the query blocks for keys in [start, end): contextual tokens, then others, then the total
-    number.
+    """Return the query blocks to visit for keys in [start, end), as two ranges for `nth_block`.
+
+    The ranges are contextual tokens, and the other queries. Returns the end of the first range, the start of
+    the second, and the total number of blocks.
     """
     low = start if CAUSAL else 0
     high = length
@@ -336,7 +349,7 @@ def _query_blocks(
 
 @triton.jit
 def nth_block(n, first_range, second, num_before, third):
-    """Return the n-th block of three ranges.
+    """Return the number of the n-th block to visit, in the concatenation of three ranges.
 
     Args:
         n: index.
@@ -366,7 +379,7 @@ def attend(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the output of a query block, and for softmax the log-sum-exp.
+    """Write the attention output of one query block, and for softmax the log-sum-exp of its scores.
 
     Online softmax: keep running maxima, and rescale earlier sums when they rise. Late query
     blocks start first, because they take longest with a causal mask.
@@ -449,7 +462,7 @@ def query_gradients(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the gradients of a query block.
+    """Write the gradients of one query block.
 
     Args:
         tokens: `AttentionTokens`.
@@ -521,7 +534,7 @@ def key_gradients(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the gradients of a block of keys and values.
+    """Write the key and value gradients of one key block.
 
     Args:
         tokens: `AttentionTokens`.

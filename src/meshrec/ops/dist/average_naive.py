@@ -5,13 +5,13 @@ from torch import Tensor
 
 from meshrec.ops.library import implement
 
-# R ranks, N elements
+# Shape legend: R ranks, N elements.
 
 
 def average_ranks(
     mean: Tensor, terms: list[Tensor], num_ranks: int, link: int = 0, exchange: int = 0
 ) -> None:
-    """Write the mean of ``terms`` to ``mean``.
+    """Write the mean of R tensors, one per rank, to ``mean``.
 
     Terms are added in order, then the sum is multiplied once by 1 / R. Both steps use float32 (float64 for
     float64 values), so the result bits do not depend on the instruction set.

@@ -10,7 +10,7 @@ import meshrec.ops.dist.average_naive  # noqa: F401 - the ops must exist before 
 from meshrec.ops.dist import wire_naive
 from meshrec.ops.dist.naive import IdsToRoute
 
-# R ranks, Q routes, U uses
+# Shape legend: R ranks, Q routes, U uses.
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fake

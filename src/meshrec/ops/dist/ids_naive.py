@@ -13,13 +13,15 @@ from torch import Tensor
 
 from meshrec.ops.library import implement
 
-# N IDs, W bits
+# Shape legend: N IDs, W bits.
 
+# One large gap widens only the codes of its group.
 GROUP = 128
+"""IDs that share a bit width."""
 
 
 def distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs, ascending, and the position of every ID among them.
+    """Return the distinct IDs, ascending, and the index of each ID among them: int64 [N].
 
     Time and memory are proportional to ``num_rows``: a bit per row in the kernel, an integer per row here.
 
@@ -34,7 +36,7 @@ def distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Pack runs of ascending IDs.
+    """Encode runs of ascending IDs as a compressed message; see the module docstring for the format.
 
     Args:
         ids: int32 or int64 [N], run by run.
@@ -50,7 +52,7 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
         raise ValueError(f"runs have {sum(counts)} ids, got {ids.numel()}")
     parts, sizes = [], []
     for run in ids.long().split(counts):
-        groups = _packed(run)
+        groups = _pack_run(run)
         parts += groups
         sizes.append(sum(map(len, groups)))
     empty = ids.new_empty(0, dtype=torch.uint8)
@@ -93,7 +95,8 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
     return torch.cat([*parts, empty]).to(torch.int64 if wide else torch.int32)
 
 
-def _packed(run: Tensor) -> list[Tensor]:
+def _pack_run(run: Tensor) -> list[Tensor]:
+    """Encode one run: a list of uint8 tensors, to be concatenated."""
     # Gaps of sorted distinct IDs are small, so they need few bits.
     gaps = run.diff(prepend=run.new_full((1,), -1)) - 1
     if bool((gaps < 0).any()):
@@ -113,6 +116,7 @@ def _packed(run: Tensor) -> list[Tensor]:
 
 
 def _corrupt_message(message: Tensor, counts: list[int]) -> ValueError:
+    """Return the exception for a message that does not decode."""
     return ValueError(f"a message of {len(message)} bytes does not hold {sum(counts)} packed ids")
 
 

@@ -3,12 +3,15 @@
 Terms shared by the operators (U uses, Q routes, K keys, R ranks, N IDs, B bags per use, D width):
 
 - A *use* is a feature read from a table; its IDs belong to key ``keys[u]``. ``values_N``, ``offsets`` and
-  ``segments`` (int64 [K + 1] on the CPU: first bag per key; None: equal bag counts per key) describe the IDs.
-- ``router``: five int64 tensors on the CPU. ``cuts`` holds the row cuts 0 = c_0 < ... < c_P = rows of use u
-  in ``cut_start[u]`` to ``cut_start[u + 1]``. (Hashed keys have cuts from -2^63 to 2^63 - 1, which means
+  ``segments`` (int64 [K + 1] on the CPU: first bag of each key; None: equal bag counts per key) describe the
+  IDs.
+- A *route* sends the IDs of one use that fall into one shard to the shard's rank.
+- ``router``: five int64 tensors on the CPU: ``cut_start``, ``cuts``, ``interval_start``,
+  ``interval_routes``, ``routes``. The row cuts 0 = c_0 < ... < c_P = rows of use u are
+  ``cuts[cut_start[u] : cut_start[u + 1]]``. (Hashed keys have cuts from -2^63 to 2^63 - 1, which means
   unbounded: every int64 is inside.) Adjacent cuts delimit an interval; intervals are numbered across all
-  uses. ``interval_routes`` holds, from ``interval_start[i]``, the routes that take the IDs in interval i.
-  ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
+  uses. The routes that take the IDs in interval i are listed in ``interval_routes``, from
+  ``interval_start[i]``. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
 - A *message* is a sequence of int32 words: [bags per route, if they differ between uses][lengths, route by
   route][IDs minus the route's first row, as int32, or int64 with ``wide``][weights, fp32]. ``header`` int64
   [R, 4] has per message: status (0), words, IDs, bags per route (-1: they differ).
@@ -27,22 +30,26 @@ from torch import Tensor
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.layout import check_offsets, segment_bounds
 
-_UNBOUNDED = (1 << 63) - 1
+_UNBOUNDED = (1 << 63) - 1  # last cut of a use with hashed keys
 
 
 class _Router(NamedTuple):
+    """The ``router`` tensors as nested lists."""
+
     cuts: list[list[int]]
-    """[U]: row cuts per use."""
+    """[U]: row cuts of each use."""
     intervals: list[list[int]]
-    """[Q]: intervals per route, numbered within the use."""
+    """[Q]: intervals of each route, numbered within the use."""
     routes: list[list[int]]
     """[Q]: rank, use, first row."""
 
     def num_rows(self, use: int) -> int:
+        """Return the number of table rows that a use reads from."""
         return self.cuts[use][-1]
 
 
 def _parse_router(router: list[Tensor]) -> _Router:
+    """Convert the ``router`` tensors to lists."""
     cut_start, cuts, interval_start, interval_routes, routes = (tensor.tolist() for tensor in router)
     intervals: list[list[int]] = [[] for _ in range(len(routes) // 3)]
     number = 0
@@ -59,18 +66,33 @@ def _parse_router(router: list[Tensor]) -> _Router:
 
 
 class _UseIds(NamedTuple):
+    """IDs of one use."""
+
     ids: slice
+    """The use's IDs in ``values_N``."""
     lengths_B: Tensor
+    """IDs per bag, int64."""
     rows: Tensor
     """int64: IDs, with 0 for IDs outside the table."""
     intervals: Tensor
-    """int64: interval per ID."""
+    """int64: interval of each ID."""
     bad: Tensor
+    """bool: whether an ID is outside the table."""
 
 
-def _use_ids(
+def _ids_of_use(
     values: Tensor, offsets: Tensor, bounds: list[int], keys: list[int], use: int, router: _Router
 ) -> _UseIds:
+    """Return the IDs of one use, and the interval into which each falls.
+
+    Args:
+        values: IDs [N].
+        offsets: index of the first ID of each bag, followed by N.
+        bounds: first bag of each key, followed by the number of bags.
+        keys: key of each use.
+        use: use number.
+        router: row cuts.
+    """
     start, end = bounds[keys[use]], bounds[keys[use] + 1]
     offsets_B1 = offsets[start : end + 1].long()
     ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
@@ -85,35 +107,36 @@ def _use_ids(
 
 
 class IdsToRoute(NamedTuple):
-    r"""Batch and plan: arguments of ``route_ids``."""
+    r"""Arguments of ``route_ids``: a batch, and the plan by which to route it."""
 
     values: Tensor
     """IDs, int32 or int64 [N]."""
     offsets: Tensor
-    """First ID per bag, and N."""
+    """Index of the first ID of each bag, followed by N."""
     weights: Tensor | None
     """Per-sample weights, fp32 [N]."""
     segments: Tensor | None
-    """First bag per key."""
+    """Index of the first bag of each key, followed by the number of bags."""
     num_keys: int
     keys: list[int]
-    """Key per use."""
+    """Key of each use."""
     router: list[Tensor]
     """See the module docstring."""
     num_ranks: int
     wide: bool
     """Whether to send int64 IDs."""
     check_ids: bool
-    """Whether to raise for IDs outside the table and NaN weights. Otherwise such IDs count as row 0."""
+    """Whether to raise for IDs outside the table and NaN weights. If not, such IDs are replaced by row 0."""
     names: Tensor
     r"""UTF-8 bytes of ``"table\tfeature\n"`` per use, uint8, for messages."""
 
 
 def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pack the ID messages for all ranks, given the fields of ``IdsToRoute``.
+    """Pack the IDs of a batch into one message per rank. The arguments are the fields of ``IdsToRoute``.
 
     Returns:
-        Payload (int32), header [R, 4], IDs per route [Q], and IDs outside the table per use [U].
+        Payload (int32), header [R, 4], number of IDs of each route [Q], and of IDs outside the table for each
+            use [U].
 
     Raises:
         ValueError: invalid offsets; or, with ``check_ids``, an ID outside the table or a NaN weight.
@@ -124,10 +147,10 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_offsets(offsets, values.numel())
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _parse_router(router)
-    uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
+    uses = [_ids_of_use(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
     if check_ids:
         for use, ids in enumerate(uses):
-            _check(ids, use, values, weights, plan.num_rows(use), names)
+            _check_ids_and_weights(ids, use, values, weights, plan.num_rows(use), names)
     batches = {ids.lengths_B.numel() for ids in uses}
     batch = batches.pop() if len(batches) == 1 else (-1 if batches else 0)
     header = torch.zeros(num_ranks, 4, dtype=torch.int64)
@@ -162,12 +185,12 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unpack received ID messages into a batch for the TBE operators.
+    """Unpack the ID messages received from all ranks into a batch for the TBE operators.
 
     Args:
         received: words of all messages, int32.
         header: int64 [R, 4].
-        blocks: rank per block, in the order of the result.
+        blocks: source rank of each block of the result, in order.
         num_routes: routes to this rank.
         weighted: whether messages contain weights.
         wide: whether IDs are int64.
@@ -204,7 +227,7 @@ def unpack_ids(
 
 
 class PooledRows(NamedTuple):
-    """Columns from all sources, and the output they form: arguments of ``gather_pooled`` and
+    """Pooled columns from all ranks, and the output they form: arguments of ``gather_pooled`` and
     ``gather_coded``.
     """
 
@@ -215,29 +238,30 @@ class PooledRows(NamedTuple):
     pieces: Tensor
     """See the module docstring."""
     dims: list[int]
-    """Columns per rank."""
-    batch: int
+    """Number of columns that each rank sends."""
+    batch: int  # B
     out_dim: int
     """Output columns."""
     offsets: Tensor | None
-    """First ID per bag, for mean pooling."""
+    """Index of the first ID of each bag, for mean pooling."""
     segments: Tensor | None
-    """First bag per key."""
+    """Index of the first bag of each key."""
     num_keys: int
     keys: list[int]
-    """Key per use."""
+    """Key of each use."""
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["PooledRows", Sequence[Any]]:
-        """Split operator arguments into the shared ones and the remaining ones."""
+        """Split the arguments of an operator into ``PooledRows`` and the arguments that follow."""
         shared = len(cls._fields)
         return cls(*arguments[:shared]), arguments[shared:]
 
 
 def gather_pooled(*arguments: Any) -> Tensor:
-    """Assemble the pooled output from the columns of all sources, fp32 [B, out_dim].
+    """Assemble the pooled output from the columns that all ranks sent, fp32 [B, out_dim].
 
-    Later pieces add to earlier ones if so marked. The arguments are the fields of ``PooledRows``, and:
+    A piece is copied, or added to earlier pieces if so marked. The arguments are the fields of
+    ``PooledRows``, and:
 
     - ``link``: handle of a ``HostLink``: the compiled kernel reads the other ranks' rows in place
       (comms/host_link.py). ``received`` is then empty, and only gives the dtype.
@@ -277,34 +301,36 @@ def gather_coded(*arguments: Any) -> Tensor:
 
 
 class PooledGradient(NamedTuple):
-    """Output gradient, and the columns it is split into: arguments of ``scatter_pooled``."""
+    """Output gradient, and the columns into which it is split: arguments of ``scatter_pooled``."""
 
     grad: Tensor
     """fp32 [B, out_dim]."""
     pieces: Tensor
     """See the module docstring."""
     dims: list[int]
-    """Columns per rank."""
+    """Number of columns to send to each rank."""
     local_dim: int
     """Columns of ``local``."""
     offsets: Tensor | None
-    """First ID per bag, for mean pooling."""
+    """Index of the first ID of each bag, for mean pooling."""
     segments: Tensor | None
-    """First bag per key."""
+    """Index of the first bag of each key."""
     num_keys: int
     keys: list[int]
-    """Key per use."""
+    """Key of each use."""
     scale: float
-    """Gradient factor."""
+    """Factor by which the gradient is multiplied."""
     dtype: torch.dtype
-    """Payload dtype."""
+    """Dtype of the payload."""
 
 
 def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Invert ``gather_pooled`` for gradients, times ``scale``, given the fields of ``PooledGradient``.
+    """Split an output gradient into the columns of all ranks: the backward pass of ``gather_pooled``.
+
+    The arguments are the fields of ``PooledGradient``.
 
     Returns:
-        Payload to the ranks (1-D), and the local columns.
+        Payload to the ranks, 1-D, in the payload dtype; and the columns of local tables, [B, local_dim].
     """
     gradient = PooledGradient(*arguments)
     grad, pieces, dims, local_dim, offsets, segments, num_keys, keys, scale, dtype = gradient
@@ -319,7 +345,7 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class SequenceRows(NamedTuple):
-    """Batch, and the rows exchanged for sequence lookups: arguments shared by two operators."""
+    """A batch, and the rows exchanged for sequence lookups: arguments shared by both sequence operators."""
 
     values: Tensor
     offsets: Tensor
@@ -330,18 +356,19 @@ class SequenceRows(NamedTuple):
     lookups: Tensor
     """int64 [L, 4]: route, use, first column and width."""
     counts: Tensor
-    """int64 [Q]: IDs per route."""
+    """int64 [Q]: number of IDs of each route."""
     dims: list[int]
-    """Width per use; 0 for omitted uses."""
+    """Width of each use; 0 for uses that are left out."""
 
     def num_elements(self) -> int:
-        """Return the number of exchanged elements."""
+        """Return the number of elements that the rank exchanges."""
         return int((self.counts.cpu()[self.lookups[:, 0]] * self.lookups[:, 3]).sum())
 
 
 def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
-    """Assemble the rows of every use from the lookups, flat fp32 [ids, dims[u]]. Uses with width 0 are
-    omitted.
+    """Assemble the rows of each use from those that all ranks sent: flat fp32, [ids, dims[u]] use by use.
+
+    Uses with width 0 are left out.
     """
     positions, num_elements, out_elements = _sequence_positions(SequenceRows(*arguments))
     if received.numel() != num_elements:
@@ -353,7 +380,7 @@ def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
 
 
 def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
-    """Invert ``gather_sequence`` for gradients, times ``scale``."""
+    """Split a row gradient into the payload to all ranks, times ``scale``. Inverts ``gather_sequence``."""
     *shared, scale, dtype = arguments
     positions, num_elements, out_elements = _sequence_positions(SequenceRows(*shared))
     if grad.numel() != out_elements:
@@ -365,27 +392,29 @@ def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
 
 
 class WeightGradients(NamedTuple):
-    """Per-sample weight gradients of a batch, by route: arguments of ``gather_weight_grads``."""
+    """Per-sample weight gradients received from all ranks: arguments of ``gather_weight_grads``."""
 
     received: Tensor
-    """fp32, a value per sent ID, route by route."""
+    """fp32, one value per ID sent, route by route."""
     values: Tensor
     """IDs [N]."""
     offsets: Tensor
-    """First ID per bag, and N."""
+    """Index of the first ID of each bag, followed by N."""
     segments: Tensor | None
-    """First bag per key."""
+    """Index of the first bag of each key."""
     num_keys: int
     keys: list[int]
-    """Key per use."""
+    """Key of each use."""
     router: list[Tensor]
     """See the module docstring."""
     counts: Tensor
-    """IDs per route, int64 [Q]."""
+    """Number of IDs of each route, int64 [Q]."""
 
 
 def gather_weight_grads(*arguments: Any) -> Tensor:
-    """Return the sum of values received on an ID's routes, fp32 [N]; 0 for IDs without a use.
+    """Return the gradient of each per-sample weight, fp32 [N]: the sum over the routes that sent the ID.
+
+    0 for IDs that no use reads.
 
     The arguments are the fields of ``WeightGradients``.
     """
@@ -394,7 +423,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
     plan = _parse_router(router)
     if received.numel() != int(counts.sum()):
         raise ValueError(f"received {received.numel()} elements in place of {int(counts.sum())}")
-    uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
+    uses = [_ids_of_use(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
     out = received.new_zeros(values.numel(), dtype=torch.float32)
     for route, part in enumerate(received.split(counts.tolist())):
         ids = uses[plan.routes[route][1]]
@@ -404,11 +433,11 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
 
 
 def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]], int, int]:
-    """Return every lookup's payload slice and element positions; then both total sizes."""
+    """Return, for each lookup, its slice of the payload and its element positions; then both total sizes."""
     values, offsets, segments, num_keys, keys, router, lookups, _, dims = batch
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _parse_router(router)
-    uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
+    uses = [_ids_of_use(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
     sizes = [ids.rows.numel() * dim for ids, dim in zip(uses, dims, strict=True)]
     starts = list(accumulate(sizes, initial=0))
     positions, element = [], 0
@@ -423,16 +452,17 @@ def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]]
 
 
 def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: int, key: int) -> Tensor:
-    """Return 1 / IDs per bag, fp32 [B, 1]; 0 for empty bags."""
+    """Return 1 / (IDs per bag), fp32 [B, 1]; 0 for empty bags."""
     assert offsets is not None
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     lengths_B = offsets[bounds[key] : bounds[key + 1] + 1].diff().float()[:, None]
     return torch.where(lengths_B > 0, 1 / lengths_B, torch.zeros_like(lengths_B))
 
 
-def _check(
+def _check_ids_and_weights(
     ids: _UseIds, use: int, values: Tensor, weights: Tensor | None, num_rows: int, names: Tensor
 ) -> None:
+    """Raise ValueError for the first ID outside the table, or weight that is NaN."""
     nan = weights[ids.ids].isnan() if weights is not None else torch.zeros_like(ids.bad)
     for bad, kind in ((ids.bad, "outside"), (nan, "nan")):
         if not bool(bad.any()):

@@ -1,4 +1,4 @@
-"""Operators before and after the all-to-alls on GPUs, as Triton kernels. ``naive.py`` describes them.
+"""Operators before and after the all-to-alls on GPUs, as Triton kernels. ``naive.py`` documents them.
 
 No operator synchronizes with the GPU. Sizes needed on the host (words per rank) are in the header, on the
 device, and are read once together with the sizes from other ranks. Two contracts therefore differ from the
@@ -25,13 +25,13 @@ from meshrec.ops.dist.triton_plans import (
     ColumnGroups,
     PlanRoutes,
     UseBags,
-    groups_of,
-    num_blocks,
-    routes_of,
+    cached_groups,
+    cached_routes,
+    ceil_div,
 )
 from meshrec.ops.library import implement
 
-# U uses, Q routes, R ranks, K keys, L lookups, N ids, S slots (a slot is a bag of a route)
+# Shape legend: U uses, Q routes, R ranks, K keys, L lookups, N IDs, S slots (a slot is one bag of one route).
 
 _LANES = 128
 """Bags per program."""
@@ -40,23 +40,25 @@ _TILE = 1024
 
 
 class _RouteSlots(NamedTuple):
-    """Routes with the bags of a batch, on the device, and IDs per slot."""
+    """Routes of a plan with the bags of a batch, on the device, and the number of IDs in each slot."""
 
     fields: Tensor
     """int64 [Q, ROUTE_FIELDS] on the device."""
     max_bags: int
     first: list[int]
-    """[Q + 1]: first slot per route, and S."""
+    """[Q + 1]: first slot of each route, followed by S."""
     starts: Tensor
-    """int64 [S + 1] on the device: IDs before every slot."""
-    num_bad: Tensor
-    is_bad: Tensor
+    """int64 [S + 1] on the device: number of IDs before each slot."""
+    num_bad: Tensor  # int64 [U]: IDs outside the table, per use
+    is_bad: Tensor  # int32 [1]: set if the input is invalid
 
     def grid(self, num: int | None = None) -> tuple[int, int]:
-        """Return a launch grid: a program per ``_LANES`` bags and route, or per ``num`` items instead of
-        routes.
+        """Return a launch grid: one program per route and ``_LANES`` bags.
+
+        Args:
+            num: second grid dimension, if not the number of routes.
         """
-        return num_blocks(max(self.max_bags, 1), _LANES), self.fields.shape[0] if num is None else num
+        return ceil_div(max(self.max_bags, 1), _LANES), self.fields.shape[0] if num is None else num
 
 
 def _build_slots(
@@ -67,6 +69,16 @@ def _build_slots(
     routes: PlanRoutes,
     check_ids: bool,
 ) -> _RouteSlots:
+    """Count the IDs of each slot on the device.
+
+    Args:
+        values: IDs [N].
+        offsets: index of the first ID of each bag, followed by N.
+        weights: fp32 [N], or None.
+        bags: bags of each use.
+        routes: routes of the plan.
+        check_ids: whether an ID outside the table sets ``is_bad``.
+    """
     from meshrec.ops.dist import triton_kernels
 
     device = values.device
@@ -109,12 +121,10 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device, num_ids = values.device, values.numel()
     values, offsets = values.contiguous(), offsets.contiguous()
     weights = None if weights is None else weights.contiguous()
-    routes, bags = routes_of(router), UseBags.of(offsets, segments, num_keys, keys)
+    routes, bags = cached_routes(router), UseBags.from_offsets(offsets, segments, num_keys, keys)
     slots = _build_slots(values, offsets, weights, bags, routes, check_ids)
     num_bags = offsets.numel() - 1
-    check_offsets[(num_blocks(max(num_bags, 1), _TILE),)](
-        offsets, num_bags, num_ids, slots.is_bad, BLOCK=_TILE
-    )
+    check_offsets[(ceil_div(max(num_bags, 1), _TILE),)](offsets, num_bags, num_ids, slots.is_bad, BLOCK=_TILE)
     words_per_id = (2 if wide else 1) + (weights is not None)
     batches = set(bags.number)
     batch = batches.pop() if len(batches) == 1 else (-1 if batches else 0)
@@ -135,7 +145,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     payload = torch.empty(before + capacity * words_per_id, dtype=torch.int32, device=device)
     header = torch.empty(num_ranks, 4, dtype=torch.int64, device=device)
     counts = torch.empty(num_routes, dtype=torch.int64, device=device)
-    triton_kernels.write_header[(num_blocks(max(num_routes, num_ranks), _LANES),)](
+    triton_kernels.write_header[(ceil_div(max(num_routes, num_ranks), _LANES),)](
         slots.fields,
         rank_fields,
         slots.starts,
@@ -202,7 +212,7 @@ def unpack_ids(
     weights = torch.empty(first_id if weighted else 0, dtype=torch.float32, device=device)
     offsets = torch.zeros(first_bag + 1, dtype=torch.int64, device=device)
     if max_size:
-        triton_kernels.unpack_messages[(num_blocks(max_size, _TILE), len(blocks))](
+        triton_kernels.unpack_messages[(ceil_div(max_size, _TILE), len(blocks))](
             device_tensor(fields, device),
             received,
             lengths,
@@ -219,7 +229,7 @@ def unpack_ids(
 def _bags_of_routes(
     received: Tensor, starts: list[int], batches: list[int], blocks: list[int], num_routes: int
 ) -> list[list[int]]:
-    """Return bags per route and block. If they differ between uses, read them from the messages."""
+    """Return the number of bags of each route, per block. If uses differ, it is read from the messages."""
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []
     if ragged and num_routes:
@@ -237,10 +247,10 @@ def gather_pooled(*arguments: Any) -> Tensor:
     received, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys = rows
     if received.numel() != batch * sum(dims):
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
-    groups = groups_of(pieces, received.device)
+    groups = cached_groups(pieces, received.device)
     out = torch.empty(batch, out_dim, dtype=torch.float32, device=received.device)
     columns = 1 << (groups.max_columns - 1).bit_length()
-    grid = num_blocks(batch, _TILE // columns), len(groups.groups)
+    grid = ceil_div(batch, _TILE // columns), len(groups.groups)
     if 0 not in grid:
         triton_kernels.gather_columns[grid](
             groups.groups,
@@ -269,11 +279,11 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
     gradient = PooledGradient(*arguments)
     grad, pieces, dims, local_dim, offsets, segments, num_keys, keys, scale, dtype = gradient
     (batch, out_dim), device = grad.shape, grad.device
-    groups = groups_of(pieces, device)
+    groups = cached_groups(pieces, device)
     sent = torch.empty(batch * sum(dims), dtype=dtype, device=device)
     local = torch.empty(batch, local_dim, dtype=torch.float32, device=device)
     columns = 1 << (groups.max_columns - 1).bit_length()
-    grid = num_blocks(batch, _TILE // columns), len(groups.pieces)
+    grid = ceil_div(batch, _TILE // columns), len(groups.pieces)
     if 0 not in grid:
         triton_kernels.scatter_columns[grid](
             groups.pieces,
@@ -322,6 +332,7 @@ def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
 def _copy_sequences(
     source: Tensor, target: Tensor, scale: float, batch: SequenceRows, *, gather: bool
 ) -> None:
+    """Copy rows between the message and the rows by ID: from the message if ``gather``, else to it."""
     from meshrec.ops.dist import triton_kernels
 
     values, offsets, segments, num_keys, keys, router, lookups, counts, dims = batch
@@ -338,9 +349,9 @@ def _copy_sequences(
     for route, use, column, width in rows:
         fields.append([route, column, width, message_offset, first[use], dims[use]])
         message_offset += ids_of_route[route] * width
-    bags = UseBags.of(offsets, segments, num_keys, keys)
+    bags = UseBags.from_offsets(offsets, segments, num_keys, keys)
     values, offsets = values.contiguous(), offsets.contiguous()
-    slots = _build_slots(values, offsets, None, bags, routes_of(router), False)
+    slots = _build_slots(values, offsets, None, bags, cached_routes(router), False)
     triton_kernels.copy_sequences[(slots.max_bags, len(fields))](
         device_tensor(fields, values.device),
         slots.fields,
@@ -364,10 +375,15 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
     num_sent = int(counts.sum())
     if received.numel() != num_sent:
         raise ValueError(f"received {received.numel()} elements in place of {num_sent}")
-    device, routes = values.device, routes_of(router)
+    device, routes = values.device, cached_routes(router)
     values, offsets = values.contiguous(), offsets.contiguous()
     slots = _build_slots(
-        values, offsets, None, UseBags.of(offsets, segments, num_keys, keys), routes, check_ids=False
+        values,
+        offsets,
+        None,
+        UseBags.from_offsets(offsets, segments, num_keys, keys),
+        routes,
+        check_ids=False,
     )
     routes_by_key: dict[int, list[int]] = {}
     for route, use in enumerate(routes.uses):
@@ -394,6 +410,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
 
 
 def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
+    """Return the first column of each source, followed by the total, on the device."""
     return cached_on_device(device, list(accumulate(dims, initial=0)))
 
 
@@ -405,11 +422,11 @@ def _first_bags(
     num_keys: int,
     keys: list[int],
 ) -> Tensor | None:
-    """Return the first bag per use [U], if mean pooling needs the lengths."""
+    """Return the first bag of each use [U] on the device, or None if no use needs bag lengths."""
     if not groups.has_means:
         return None
     assert offsets is not None
-    return cached_on_device(device, UseBags.of(offsets, segments, num_keys, keys).first)
+    return cached_on_device(device, UseBags.from_offsets(offsets, segments, num_keys, keys).first)
 
 
 OPS: list[Callable[..., Any]] = [
@@ -421,7 +438,7 @@ OPS: list[Callable[..., Any]] = [
     scatter_sequence,
     gather_weight_grads,
 ]
-"""Operators with Triton kernels."""
+"""Operators that have Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

@@ -1,8 +1,8 @@
 """Triton kernels that route IDs and return rows; ``triton.py`` launches them.
 
-Every kernel iterates over bags, not IDs: a lane (or program) owns a bag and visits its IDs in order. An ID's
-message position is the number of IDs before its bag, from a prefix sum, plus the IDs the lane has already
-visited. No kernel needs atomic positions or a sort, and results do not depend on scheduling.
+Each kernel iterates over bags, not IDs: a lane (or program) handles one bag and visits its IDs in order. The
+position of an ID in the message is the number of IDs before its bag, from a prefix sum, plus the IDs that the
+lane has already visited. No kernel needs atomic positions or a sort, and results do not depend on scheduling.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
@@ -14,16 +14,16 @@ ROUTE_FIELDS = 10
 """Number of route fields.
 
 Rank, use, first row, end row, table rows, whether it is the first route of its use, index among the routes of
-its rank; first bag of its key, number of bags, first slot. A slot is a bag of a route; slots are numbered
+its rank; first bag of its key, number of bags, first slot. A slot is one bag of one route; slots are numbered
 route by route.
 """
 RANK_FIELDS = 5
-"""Rank fields: first slot, end slot, message words before the IDs, these words summed over previous ranks,
-bags per route (-1: they differ).
+"""Number of rank fields: first slot, end slot, message words before the IDs, these words summed over previous
+ranks, bags per route (-1: they differ).
 """
 SEQUENCE_FIELDS = 6
-"""Sequence lookup fields: route, first column, width, first message element, first result element of the use,
-use width.
+"""Number of sequence lookup fields: route, first column, width, first message element, first result element
+of the use, use width.
 """
 
 _FIELDS: tl.constexpr = tl.constexpr(ROUTE_FIELDS)
@@ -32,7 +32,7 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 @triton.jit
 def _bags(fields, offsets, lanes, inside, num_ids):
-    """Return the start and end position of the IDs per bag, clamped because offsets may be invalid."""
+    """Return the start and end position of each bag's IDs, clamped because offsets may be invalid."""
     at = offsets + tl.load(fields + 7) + lanes
     start = tl.load(at, inside, 0).to(tl.int64)
     end = tl.load(at + 1, inside, 0).to(tl.int64)
@@ -54,9 +54,9 @@ def count_ids(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write IDs per slot, and count IDs outside the table per use.
+    """Write the number of IDs in each slot, and count the IDs outside the table for each use.
 
-    With CHECK, such an ID or a NaN weight sets is_bad.
+    With CHECK, an ID outside the table or a NaN weight sets ``is_bad``.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
@@ -105,7 +105,7 @@ def count_ids(
 def write_header(
     routes, ranks, starts, is_bad, header, counts, num_routes, num_ranks, words_per_id, BLOCK: tl.constexpr
 ):
-    """Write the header per message, and the number of IDs per route.
+    """Write the header of each message, and the number of IDs of each route.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
@@ -154,7 +154,7 @@ def write_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write every route's part of the message to the route's rank.
+    """Write the IDs of each route to the message for its rank.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
@@ -225,7 +225,7 @@ def unpack_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy lengths, IDs and weights from every message to the batch tensors.
+    """Copy the lengths, IDs and weights of each message to the batch tensors.
 
     Args:
         blocks: int64 [n, 6]: first word of the lengths, bags, first word of the IDs, IDs, first bag, first
@@ -260,7 +260,7 @@ def unpack_messages(
 
 @triton.jit
 def _inverse_lengths(offsets, first_bags, use, lanes, inside):
-    """Return 1 / IDs per bag read by a use; 0 for empty bags."""
+    """Return 1 / (IDs per bag) of the bags that a use reads; 0 for empty bags."""
     at = offsets + tl.load(first_bags + use) + lanes
     length = (tl.load(at + 1, inside, 0) - tl.load(at, inside, 0)).to(tl.float32)
     return tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
@@ -284,7 +284,7 @@ def gather_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the parts of a column group, in order.
+    """Write a group of output columns: the sum of the group's parts, in order.
 
     Args:
         groups: int64 [G, 4]: first column, width, first part, number of parts.
@@ -352,7 +352,7 @@ def scatter_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the gradient columns of a piece to the source, times ``scale``.
+    """Copy the gradient columns of one piece to the rank that sent the piece, times ``scale``.
 
     Args:
         pieces: int64 [P, 5]: source, first source column, width, first gradient column, use as in
@@ -408,7 +408,7 @@ def copy_sequences(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy a bag's rows for a lookup between the message and the rows by ID.
+    """Copy the rows of one bag and one lookup between the message and the rows by ID.
 
     Args:
         lookups: int64 [L, 6]: ``SEQUENCE_FIELDS``.
@@ -455,7 +455,7 @@ def copy_sequences(
 def sum_weight_grads(
     keys, routes_of_keys, routes, starts, ids, offsets, num_ids, received, out, BLOCK: tl.constexpr
 ):
-    """Sum the values received on the routes of a key, per ID, in route order.
+    """Sum the values that an ID received on the routes of its key, in route order.
 
     Args:
         keys: int64 [., 2]: first entry in ``routes_of_keys``, number of routes.

@@ -1,4 +1,4 @@
-"""Inputs for the Triton kernels in ``triton.py``: cached per plan, plus the bags of a batch."""
+"""Inputs of the Triton kernels in ``triton.py``: computed once per plan, except for the bags of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,27 +11,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshrec.ops.tbe.layout import segment_bounds
 
-# U uses, Q routes, K keys
+# Shape legend: U uses, Q routes, K keys.
 
 _MAX_COLUMNS = 128
-"""Columns per program."""
+"""Maximum columns per program. Wider pieces are split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRoutes:
-    """Routes of a plan, from the router."""
+    """Routes of a plan, in the form that the kernels read."""
 
     fields: Tensor
-    """int64 [Q, 7] on the CPU: the first 7 ``triton_kernels.ROUTE_FIELDS``, which do not depend on the batch.
+    """int64 [Q, 7] on the CPU: the first 7 of ``triton_kernels.ROUTE_FIELDS``, which depend on the plan only.
     """
-    uses: list[int]
+    uses: list[int]  # [Q]: use of each route
     first_of_rank: list[int]
-    """First route per rank, and Q."""
+    """First route of each rank, followed by Q."""
     max_routes: list[int]
-    """[U]: maximum number of routes taking the same ID."""
+    """[U]: maximum number of routes that take the same ID."""
 
     @classmethod
-    def of(cls, router: Sequence[Tensor]) -> "PlanRoutes":
+    def from_router(cls, router: Sequence[Tensor]) -> "PlanRoutes":
+        """Compute the routes from the five ``router`` tensors; see ``naive``."""
         cut_start, cuts, interval_start, interval_routes, flat = (tensor.tolist() for tensor in router)
         routes = [flat[i : i + 3] for i in range(0, len(flat), 3)]
         ends, max_routes, interval = [0] * len(routes), [], 0
@@ -60,42 +61,53 @@ class PlanRoutes:
         )
 
 
-# Keyed by a plan's tensors: entries live as long as the plan.
+# Keyed by a tensor of the plan: entries live as long as the plan.
 _route_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _group_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def routes_of(router: Sequence[Tensor]) -> PlanRoutes:
+def cached_routes(router: Sequence[Tensor]) -> PlanRoutes:
+    """Return the routes of a plan. Computed at the first call per plan."""
     routes: PlanRoutes | None = _route_cache.get(router[4])
     if routes is None:
-        routes = _route_cache[router[4]] = PlanRoutes.of(router)
+        routes = _route_cache[router[4]] = PlanRoutes.from_router(router)
     return routes
 
 
 class UseBags(NamedTuple):
-    """Bags of a batch, per use of a plan."""
+    """The bags of a batch that each use of a plan reads."""
 
     first: list[int]
-    """First bag of the use's key, [U]."""
+    """[U]: first bag of the use's key."""
     number: list[int]
-    """Bags per use, [U]."""
+    """[U]: number of bags of the use's key."""
 
     @classmethod
-    def of(cls, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: Sequence[int]) -> "UseBags":
-        """Compute the bags per use from a batch's offsets.
+    def from_offsets(
+        cls, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: Sequence[int]
+    ) -> "UseBags":
+        """Compute the bags of each use from the offsets of a batch.
 
         Args:
-            offsets: first ID per bag, and N.
-            segments: first bag per key, or None.
+            offsets: index of the first ID of each bag, followed by N.
+            segments: index of the first bag of each key, or None.
             num_keys: K.
-            keys: key per use.
+            keys: key of each use.
         """
         bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
         return cls([bounds[key] for key in keys], [bounds[key + 1] - bounds[key] for key in keys])
 
 
 class ColumnGroups(NamedTuple):
-    """Pieces of a pooled output, arranged for ``gather_columns`` and ``scatter_columns``."""
+    """Pieces of a pooled output, arranged for the kernels ``gather_columns`` and ``scatter_columns``.
+
+    Attributes:
+        groups: output columns that consist of the same pieces, int64 [G, 4]; see ``gather_columns``.
+        parts: pieces of each group, int64 [., 3]; see ``gather_columns``.
+        pieces: pieces of at most ``_MAX_COLUMNS`` columns, int64 [P, 5]; see ``scatter_columns``.
+        has_means: whether any piece is divided by bag lengths.
+        max_columns: width of the widest piece.
+    """
 
     groups: Tensor
     parts: Tensor
@@ -104,8 +116,8 @@ class ColumnGroups(NamedTuple):
     max_columns: int
 
     @classmethod
-    def of(cls, pieces: list[list[int]]) -> "ColumnGroups":
-        """Split columns where the set of pieces changes, and at ``_MAX_COLUMNS``."""
+    def from_pieces(cls, pieces: list[list[int]]) -> "ColumnGroups":
+        """Group output columns that consist of the same pieces, in groups of at most ``_MAX_COLUMNS``."""
         edges = {edge for _, _, width, column, *_ in pieces for edge in (column, column + width)}
         groups: list[list[int]] = []
         parts: list[list[int]] = []
@@ -128,10 +140,11 @@ class ColumnGroups(NamedTuple):
         )
 
 
-def groups_of(pieces: Tensor, device: torch.device) -> ColumnGroups:
+def cached_groups(pieces: Tensor, device: torch.device) -> ColumnGroups:
+    """Return the column groups of a plan on a device. Computed at the first call per plan and device."""
     by_device: dict[torch.device, ColumnGroups] = _group_cache.setdefault(pieces, {})
     if device not in by_device:
-        groups = ColumnGroups.of(pieces.tolist())
+        groups = ColumnGroups.from_pieces(pieces.tolist())
         # Later batches may use the cache on other streams, so copy synchronously.
         by_device[device] = groups._replace(
             groups=groups.groups.to(device), parts=groups.parts.to(device), pieces=groups.pieces.to(device)
@@ -139,5 +152,6 @@ def groups_of(pieces: Tensor, device: torch.device) -> ColumnGroups:
     return by_device[device]
 
 
-def num_blocks(number: int, size: int) -> int:
+def ceil_div(number: int, size: int) -> int:
+    """Return the number of blocks of ``size`` that cover ``number`` items."""
     return -(-number // size)

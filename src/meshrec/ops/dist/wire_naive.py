@@ -1,10 +1,10 @@
-"""Wire encoding of rows exchanged between ranks, in plain torch: the reference for the kernels, and the
-fallback.
+"""Encoding of rows exchanged between ranks (the wire format), in plain torch.
 
-A message is a sequence of blocks. A block has rows; a row has consecutive columns; a column has several
-values in the same format. ``rows`` [B] has the rows per block, ``starts`` [B + 1] the first column per block,
-``widths`` and ``formats`` [C] describe columns. Formats are numbered by ``FLOAT`` to ``INT4``; ``STOCHASTIC``
-is added for stochastic rounding.
+The reference for the kernels, and the fallback without them. A message is a sequence of blocks. A block has
+rows; a row has consecutive columns; a column has several values in the same format. A rank sends one block
+per table, for example, and a column per feature. ``rows`` [B] has the number of rows of each block,
+``starts`` [B + 1] the first column of each block, ``widths`` and ``formats`` [C] describe the columns.
+Formats are numbered by ``FLOAT`` to ``INT4``; ``STOCHASTIC`` is added for stochastic rounding.
 
 An int8 or int4 column consists of a scale and a midpoint, fp32, and a signed code per value. The value is
 ``scale * code + midpoint``; a midpoint below 2^-110 becomes 0. Codes have a sign and 7 or 3 bits; two 4-bit
@@ -27,19 +27,23 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.library import implement
-from meshrec.ops.tbe.naive_update import shifted, signed
+from meshrec.ops.tbe.naive_update import shift_right, to_signed
 
-# N rows, D values of a column, B blocks, C columns
+# Shape legend: N rows, D values of a column, B blocks, C columns.
 
 FLOAT, HALF, BFLOAT16, INT8, INT4 = range(5)
+"""Numbers of the wire formats."""
 STOCHASTIC = 8
+"""Added to the number of a format that rounds stochastically."""
 PARAM_BYTES = 8
+"""Bytes for scale and midpoint of an int8 or int4 column, per row."""
+# At least 2^-110, so that scale * code stays a normal fp32 number.
 MIN_SCALE = 2.0**-110
 _CASTS = {FLOAT: torch.float32, HALF: torch.float16, BFLOAT16: torch.bfloat16}
 
 
 def column_bytes(format: int, dim: int) -> int:
-    """Return the bytes per row of a column with ``dim`` values.
+    """Return the number of bytes that one row of a column with ``dim`` values takes in a message.
 
     Raises:
         ValueError: unknown format.
@@ -56,10 +60,10 @@ def column_bytes(format: int, dim: int) -> int:
 
 
 class _Column(NamedTuple):
-    """Column of a block."""
+    """One column of a block, and where its values are."""
 
     number: int
-    block: int
+    block: int  # block number
     elements: slice
     """Elements within a row."""
     bytes: slice
@@ -67,17 +71,19 @@ class _Column(NamedTuple):
 
 
 class _BlockRanges(NamedTuple):
+    """Where the rows of one block are, in the values and in the message."""
+
     rows: slice
-    """Row range within all blocks."""
+    """Row range, counting the rows of all blocks."""
     element: int
-    """First element."""
-    row_elements: int
-    byte: int
-    row_bytes: int
+    """First element of the block in the values."""
+    row_elements: int  # values per row
+    byte: int  # first byte of the block in the message
+    row_bytes: int  # bytes per row
     columns: list[_Column]
 
-    def of(self, flat: Tensor, row_size: int, start: int) -> Tensor:
-        """Return the block's part of a flat tensor, [N, ``row_size``].
+    def view_of(self, flat: Tensor, row_size: int, start: int) -> Tensor:
+        """Return the part of a flat tensor that belongs to the block, [N, ``row_size``], as a view.
 
         Args:
             flat: values or message, 1-D.
@@ -88,16 +94,16 @@ class _BlockRanges(NamedTuple):
         return flat[start : start + num_rows * row_size].view(num_rows, row_size)
 
 
-def blocks_of(
+def block_ranges(
     rows: Sequence[int], starts: Sequence[int], widths: Sequence[int], formats: Sequence[int]
 ) -> Iterator[_BlockRanges]:
-    """Yield the row, element and byte ranges of every block.
+    """Yield the row, element and byte ranges of one block after the other.
 
     Args:
-        rows: rows per block.
-        starts: first column per block, and C.
-        widths: values per column.
-        formats: format per column.
+        rows: number of rows of each block.
+        starts: first column of each block, followed by C.
+        widths: values per row of each column.
+        formats: wire format of each column.
 
     Raises:
         ValueError: the lists do not fit together.
@@ -134,16 +140,15 @@ def wire_encode(
 
     Args:
         values: fp32, flat, block by block.
-        rows: [B]; rows per block.
-        starts: [B + 1]; first column per block, and C.
-        widths: [C]; values per column.
-        formats: [C]; format number per column, plus ``STOCHASTIC`` for stochastic rounding.
+        rows: [B]; number of rows of each block.
+        starts: [B + 1]; first column of each block, followed by C.
+        widths: [C]; values per row of each column.
+        formats: [C]; format number of each column, plus ``STOCHASTIC`` for stochastic rounding.
         seeds: [C]; stochastic rounding is seeded by (seed, step, row key, column).
-        origins: [C]; first column within the whole table.
-        first_keys: [B]; row i of a block has the key ``first_keys[block] + i``.
-        keys: key per row, int64, instead of ``first_keys``; or None.
+        origins: [C]; column of the whole table at which the column starts.
+        first_keys: [B]; row i of a block has the row key ``first_keys[block] + i``.
+        keys: row key of each row, int64, instead of ``first_keys``; or None.
         step: see ``seeds``.
-
     Returns:
         The message, uint8, flat; and a report on int8 and int4 columns, int64 [2]: the number of (row,
             column) pairs with a non-finite value, and the index in ``values`` at which the first such pair
@@ -153,7 +158,7 @@ def wire_encode(
         ValueError: ``values`` has another dtype or size, or the lists do not fit together.
     """
     values = values.reshape(-1)
-    blocks = list(blocks_of(rows, starts, widths, formats))
+    blocks = list(block_ranges(rows, starts, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_elements for b in blocks)
     if values.dtype != torch.float32 or values.numel() != size:
         raise ValueError(f"values must be {size} fp32 numbers, got {values.numel()} {values.dtype}.")
@@ -164,8 +169,8 @@ def wire_encode(
     none = torch.iinfo(torch.int64).max
     first = torch.full((), none, device=values.device)
     for block in blocks:
-        values_ND = block.of(values, block.row_elements, block.element)
-        coded = block.of(message, block.row_bytes, block.byte)
+        values_ND = block.view_of(values, block.row_elements, block.element)
+        coded = block.view_of(message, block.row_bytes, block.byte)
         row = torch.arange(len(values_ND), device=values.device)
         for column in block.columns:
             column_values = values_ND[:, column.elements].contiguous()
@@ -189,12 +194,12 @@ def wire_decode(
 
     Args:
         message: uint8, flat.
-        rows: [B]; rows per block.
-        starts: [B + 1]; first column per block, and C.
-        widths: [C]; values per column.
-        formats: [C]; format number per column, plus ``STOCHASTIC`` for stochastic rounding.
+        rows: [B]; number of rows of each block.
+        starts: [B + 1]; first column of each block, followed by C.
+        widths: [C]; values per row of each column.
+        formats: [C]; format number of each column, plus ``STOCHASTIC`` for stochastic rounding.
     """
-    blocks = list(blocks_of(rows, starts, widths, formats))
+    blocks = list(block_ranges(rows, starts, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_bytes for b in blocks)
     if message.dtype != torch.uint8 or message.numel() != size:
         raise ValueError(f"the message must be {size} bytes, got {message.numel()} {message.dtype}.")
@@ -202,8 +207,8 @@ def wire_decode(
         sum((b.rows.stop - b.rows.start) * b.row_elements for b in blocks), dtype=torch.float32
     )
     for block in blocks:
-        values_ND = block.of(values, block.row_elements, block.element)
-        coded = block.of(message.reshape(-1), block.row_bytes, block.byte)
+        values_ND = block.view_of(values, block.row_elements, block.element)
+        coded = block.view_of(message.reshape(-1), block.row_bytes, block.byte)
         for column in block.columns:
             dim = column.elements.stop - column.elements.start
             values_ND[:, column.elements] = decode_column(coded[:, column.bytes], formats[column.number], dim)
@@ -211,12 +216,19 @@ def wire_decode(
 
 
 def noise_start(seed: int, step: int) -> int:
-    """Return the offset that a column's seed and a step add to the noise counters, as int64."""
-    return signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
+    """Return the part of the random number counter that depends on seed and step, as int64."""
+    return to_signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
 
 
 class Noise(NamedTuple):
-    """Seeds for stochastic rounding of N rows in a column."""
+    """Seeds for stochastic rounding of N rows in one column.
+
+    Attributes:
+        seed: seed of the column.
+        step: training step.
+        keys: row key of each row, int64 [N]. A row has the same key on every rank.
+        origin: column of the whole table at which the column starts.
+    """
 
     seed: int
     step: int
@@ -224,17 +236,17 @@ class Noise(NamedTuple):
     origin: int
 
     def bits(self, scale: Tensor, midpoint: Tensor, dim: int) -> Tensor:
-        """Return 16 random bits per value, int64 [N, dim].
+        """Return 16 pseudo-random bits per value, int64 [N, dim].
 
-        Scale and midpoint are part of the seed: tables without a step get new bits when rows change.
+        Scale and midpoint are part of the seed: if no step is given, the bits change when the row changes.
 
         Args:
             scale: fp32 [N].
             midpoint: fp32 [N].
             dim: values per row.
         """
-        low = self._row_bits(_bits_of(scale))
-        high = self._row_bits(_bits_of(midpoint) + (1 << 32))
+        low = self._row_bits(_float_bits(scale))
+        high = self._row_bits(_float_bits(midpoint) + (1 << 32))
         columns = torch.arange(self.origin, self.origin + dim, device=self.keys.device)
         x = (columns * 0x9E3779B9 + low[:, None]) & _MASK
         x = x ^ (x >> 16)
@@ -244,22 +256,24 @@ class Noise(NamedTuple):
         return (x ^ (x >> 16)) & 0xFFFF
 
     def _row_bits(self, column: Tensor) -> Tensor:
-        x = self.keys * signed(0x9E3779B97F4A7C15) + column * signed(0xC2B2AE3D27D4EB4F)
+        """Return 32 pseudo-random bits per row, int64 [N]: splitmix64 of key, ``column``, seed and step."""
+        x = self.keys * to_signed(0x9E3779B97F4A7C15) + column * to_signed(0xC2B2AE3D27D4EB4F)
         x = x + noise_start(self.seed, self.step)
-        x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
-        x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
-        return (x ^ shifted(x, 31)) & _MASK
+        x = (x ^ shift_right(x, 30)) * to_signed(0xBF58476D1CE4E5B9)
+        x = (x ^ shift_right(x, 27)) * to_signed(0x94D049BB133111EB)
+        return (x ^ shift_right(x, 31)) & _MASK
 
 
 _MASK = 0xFFFFFFFF
 
 
-def _bits_of(values_ND: Tensor) -> Tensor:
+def _float_bits(values_ND: Tensor) -> Tensor:
+    """Return the bits of fp32 values as non-negative int64."""
     return values_ND.view(torch.int32).long() & _MASK
 
 
 def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor:
-    """Encode rows of a column.
+    """Encode the rows of one column.
 
     Args:
         values_ND: fp32 [N, D].
@@ -281,7 +295,7 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
     empty = ~finite.any(1)
     minimum = torch.where(finite, values_ND, limit).amin(1).masked_fill(empty, 0.0)
     maximum = torch.where(finite, values_ND, -limit).amax(1).masked_fill(empty, 0.0)
-    scale, midpoint = _params(minimum, maximum, top)
+    scale, midpoint = _scale_and_midpoint(minimum, maximum, top)
     # With noise, codes have 16 fractional bits, to which 16 random bits are added before truncation.
     inverse = (1.0 / scale) * (1.0 if noise is None else 65536.0)
     codes = (torch.where(finite, values_ND, 0.0) - midpoint[:, None]).mul(inverse[:, None])
@@ -301,11 +315,11 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
 
 
 _NAN_BITS = {torch.float16: (13, 0x7E00, 0x3FF), torch.bfloat16: (16, 0x7FC0, 0x7F)}
-"""Surplus mantissa bits in fp32, a quiet NaN, and the payload mask."""
+"""For each dtype: surplus mantissa bits in fp32, the bits of a quiet NaN, and the mask of its payload."""
 
 
 def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 values to nearest. A NaN keeps the sign and upper payload bits."""
+    """Round fp32 values to the nearest fp16 or bf16. A NaN keeps its sign and upper payload bits."""
     if dtype not in _NAN_BITS:
         return values_ND
     shift, quiet, payload = _NAN_BITS[dtype]
@@ -315,8 +329,8 @@ def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values_ND.isnan(), nan.to(torch.int16), words)
 
 
-def _uncast(values_ND: Tensor) -> Tensor:
-    """Convert to fp32. A NaN keeps sign and payload; an fp16 NaN becomes quiet."""
+def _cast_to_fp32(values_ND: Tensor) -> Tensor:
+    """Convert fp16 or bf16 to fp32. A NaN keeps sign and payload; an fp16 NaN becomes quiet."""
     words = values_ND.float()
     if values_ND.dtype != torch.float16:
         return words
@@ -325,8 +339,14 @@ def _uncast(values_ND: Tensor) -> Tensor:
     return torch.where(values_ND.isnan(), nan, words.view(torch.int32)).view(torch.float32)
 
 
-def _params(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return scale and midpoint per row, fp32 [N]."""
+def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return scale and midpoint of each row, fp32 [N].
+
+    Args:
+        minimum: smallest finite value per row, fp32 [N].
+        maximum: greatest finite value per row, fp32 [N].
+        top: greatest code.
+    """
     span = maximum - minimum
     fits = span.isfinite()
     scale = torch.where(fits, span / (2 * top), maximum / (2 * top) - minimum / (2 * top))
@@ -338,7 +358,7 @@ def _params(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Tensor, Tensor]
 
 
 def _special_kinds(values_ND: Tensor, finite: Tensor) -> Tensor:
-    """Return the kind of non-finite values per row, see the module docstring; int64 [N]."""
+    """Return the kinds of non-finite values in each row, as numbered in the module docstring; int64 [N]."""
     up, down, nan = (
         kind.any(1) for kind in (values_ND == torch.inf, values_ND == -torch.inf, values_ND.isnan())
     )
@@ -347,7 +367,7 @@ def _special_kinds(values_ND: Tensor, finite: Tensor) -> Tensor:
 
 
 def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
-    """Decode rows of a column, fp32 [N, D].
+    """Decode the rows of one column, fp32 [N, D].
 
     Args:
         coded: uint8 [N, bytes].
@@ -356,7 +376,7 @@ def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
     """
     kind = format & ~STOCHASTIC
     if kind in _CASTS:
-        return _uncast(coded.contiguous().view(_CASTS[kind])).view(len(coded), dim)
+        return _cast_to_fp32(coded.contiguous().view(_CASTS[kind])).view(len(coded), dim)
     params = coded[:, :PARAM_BYTES].contiguous().view(torch.float32).view(-1, 2)
     raw = params[:, 0].contiguous().view(torch.int32)
     scale, flags = (raw & ~3).view(torch.float32), raw & 3

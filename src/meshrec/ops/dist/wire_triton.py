@@ -1,4 +1,4 @@
-"""Wire encoding on GPUs, as Triton kernels. ``wire_naive.py`` describes the operators.
+"""Wire encoding on GPUs, as Triton kernels. ``wire_naive.py`` documents the operators.
 
 A launch processes a column of a block, a program a row. No synchronization with the GPU.
 """
@@ -46,7 +46,7 @@ def wire_encode(
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
     options = seeds, origins, first_keys, keys, step
-    blocks = list(naive.blocks_of(rows, starts, widths, formats))
+    blocks = list(naive.block_ranges(rows, starts, widths, formats))
     size = sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True))
     if max(widths, default=0) > _MAX_WIDTH or values.dtype != torch.float32 or values.numel() != size:
         return naive.wire_encode(values, rows, starts, widths, formats, *options)
@@ -94,7 +94,7 @@ def wire_decode(
     """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
-    blocks = list(naive.blocks_of(rows, starts, widths, formats))
+    blocks = list(naive.block_ranges(rows, starts, widths, formats))
     size = sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True))
     if max(widths, default=0) > _MAX_WIDTH or message.dtype != torch.uint8 or message.numel() != size:
         return naive.wire_decode(message, rows, starts, widths, formats)
@@ -118,7 +118,7 @@ def wire_decode(
 
 
 def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, int]]:
-    """Yield non-empty columns with their blocks and widths."""
+    """Yield the columns that have rows and values, each with its block and width."""
     for block in blocks:
         for column in block.columns:
             if block.rows.stop > block.rows.start and widths[column.number]:
@@ -126,7 +126,7 @@ def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, i
 
 
 OPS: list[Callable[..., Any]] = [wire_encode, wire_decode]
-"""Operators with Triton kernels."""
+"""Operators that have Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

@@ -10,12 +10,14 @@ next_power_of_2 = triton.next_power_of_2
 
 @triton.jit
 def _store_word(message, at, word):
+    """Store a 32-bit word at any byte position."""
     for k in tl.static_range(4):
         tl.store(message + at + k, ((word >> (8 * k)) & 255).to(tl.uint8))
 
 
 @triton.jit
 def _load_word(message, at):
+    """Load a 32-bit word from any byte position."""
     word = tl.load(message + at).to(tl.int32)
     for k in tl.static_range(1, 4):
         word = word | (tl.load(message + at + k).to(tl.int32) << (8 * k))
@@ -24,7 +26,7 @@ def _load_word(message, at):
 
 @triton.jit
 def _row_bits(start, key, column):
-    """Return 32 random bits per row. Products wrap like uint64."""
+    """Return 32 pseudo-random bits per row; see ``wire_naive.Noise``. Products wrap like uint64."""
     x = key * -7046029254386353131 + column * -4417276706812531889 + start
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -44,7 +46,7 @@ def _noise(low, high, columns):
 
 @triton.jit
 def _round_to_even(x):
-    """Round to nearest even."""
+    """Round to the nearest integer, ties to even."""
     below = tl.floor(x)
     over = x - below
     is_odd = (below.to(tl.int32) & 1) == 1
@@ -69,19 +71,19 @@ def encode_rows(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode a column's row.
+    """Encode one row of one column.
 
     Args:
         values: fp32, flat.
         message: output, uint8.
-        report: output, int64 [2]: rows with non-finite values, first such element.
+        report: output, int64 [2]: number of rows with non-finite values, and first element of the first one.
         keys: key per row, int64, or None.
         first_element: first element of the column in ``values``.
         row_elements: elements between rows.
         first_byte: first byte of the column in ``message``.
         row_bytes: bytes between rows.
         dim: values per row.
-        start: seed and step, mixed.
+        start: ``wire_naive.noise_start`` of seed and step.
         first_key: key of row 0, without ``keys``.
         origin: first column within the whole table.
         FORMAT: wire format.
@@ -178,7 +180,7 @@ def decode_rows(
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode a column's row.
+    """Decode one row of one column.
 
     Args:
         message: uint8.

@@ -1,4 +1,4 @@
-"""Slots of arbitrary 64-bit IDs: a hash index, an ID mix, and the distinct IDs in a batch."""
+"""Hash index from 64-bit IDs to slots, a pseudo-random ID mix, and the distinct IDs in a batch."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ __all__ = [
     "marked_histogram",
     "marked_range",
     "mix",
-    "mix_parts",
+    "mix_spans",
     "order",
     "release_slots",
     "unique",
@@ -48,11 +48,11 @@ first_left = operators.first_left
 release_slots = operators.release_slots
 
 BYTES_PER_ID = 16
-"""Maximum ``HashIndex`` memory in bytes per ID, for the largest number of simultaneous IDs so far."""
+"""Maximum ``HashIndex`` memory: bytes per ID, for the largest number of IDs that were present at once."""
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:
-    """Map IDs to 64 pseudo-random bits; every seed gives a different permutation of all 2^64 values.
+    """Map IDs to 64 pseudo-random bits (keys). Each seed gives a different permutation of the 2^64 values.
 
     Args:
         ids_N: int64.
@@ -65,38 +65,43 @@ def mix(ids_N: Tensor, seed: int) -> Tensor:
     return keys
 
 
-def mix_parts(ids_N: Tensor, parts: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Mix some spans of IDs and copy the remaining IDs, int64 [N].
+def mix_spans(ids_N: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Mix some spans of a batch with different seeds, and copy the IDs outside the spans: int64 [N].
 
     Args:
         ids_N: int64.
-        parts: (start, end, mix seed) per span, ascending.
+        spans: start position, end position and mix seed of each span, ascending.
     """
-    starts, ends, seeds = ([part[k] for part in parts] for k in range(3))
+    starts, ends, seeds = ([span[k] for span in spans] for k in range(3))
     mixed: Tensor = operators.index_mix_parts(ids_N, starts, ends, list(map(_signed, seeds)))
     return mixed
 
 
 def unmix(keys_N: Tensor, seed: int) -> Tensor:
-    """Invert `mix`: return the IDs behind the keys, int64 [N]."""
+    """Invert `mix`: return the IDs whose keys are given, int64 [N]."""
     ids: Tensor = operators.index_mix(keys_N, _signed(seed), True)
     return ids
 
 
 def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs in ascending order, int64, and the position of every ID among them, int64 [N].
+    """Return the distinct IDs, and the index of each ID in them.
 
-    The result does not depend on the number of threads.
+    IDs [7, 3, 7] give distinct IDs [3, 7] and indices [1, 0, 1]. The result does not depend on the number of
+    threads.
+
+    Returns:
+        Distinct IDs in ascending order, int64; and the index of each ID among them, int64 [N].
     """
     distinct, inverse = operators.index_unique(ids_N)
     return distinct, inverse
 
 
 def order(ids_N: Tensor) -> Tensor:
-    """Return the positions that sort distinct IDs, int64 [N]."""
+    """Return the permutation that sorts distinct IDs (their argsort), int64 [N]."""
     positions: Tensor = operators.index_order(ids_N)
     return positions
 
 
 def _signed(seed: int) -> int:
+    """Return the int64 with the same low 64 bits."""
     return ((seed & ((1 << 64) - 1)) ^ (1 << 63)) - (1 << 63)

@@ -17,18 +17,22 @@ from meshrec.ops.library import c_functions
 from meshrec.ops.memory import reserve_pages
 from meshrec.ops.prefault import GrowingRegion
 
+# Layout constants of csrc/index/shard.h and csrc/index/hash_index.h; both sides must agree.
 _BUCKET_BYTES, _TAG_BYTES = 64, 3
 _HEADER_WORDS, _SHARD_WORDS, _MIN_BUCKETS = 8, 4, 8
+# Positions in the header. ROOM is the number of buckets that fit per shard, SLOT_ROOM the number of slots.
 _NUM_LIVE, _NUM_SLOTS, _MAX_SLOTS, _SHARD_BITS, _ROOM, _SLOT_ROOM = range(6)
+# One shard per million slots, at most 16: threads work on different shards.
 _SLOTS_PER_SHARD, _MAX_SHARD_BITS = 1 << 20, 4
+# Where address space cannot be reserved, memory starts at this size and doubles.
 _INITIAL_SLOTS, _INITIAL_BUCKETS = 1 << 12, 64
 _BUCKETS_PER_ID = 25 / 126  # see buckets_for in csrc/index/shard.h
-_PAGE_BUCKETS = (1 << 21) // _BUCKET_BYTES
+_PAGE_BUCKETS = (1 << 21) // _BUCKET_BYTES  # buckets per huge page
 _pointers = ctypes.c_void_p * 4
 
 
 class AssignArgs(ctypes.Structure):
-    """Arguments to ``meshrec_index_give`` for an index, as in csrc/index/hash_index.h."""
+    """C struct of the arguments to ``meshrec_index_give`` for one index, as in csrc/index/hash_index.h."""
 
     _fields_ = (
         ("memory", _pointers),
@@ -46,7 +50,7 @@ class AssignArgs(ctypes.Structure):
 
 
 class FreeArgs(ctypes.Structure):
-    """Arguments to ``meshrec_index_free`` for an index, as in csrc/index/hash_index.h."""
+    """C struct of the arguments to ``meshrec_index_free`` for one index, as in csrc/index/hash_index.h."""
 
     _fields_ = (
         ("memory", _pointers),
@@ -74,11 +78,11 @@ is_compiled: bool = _library is not None
 
 
 class CompiledIndex:
-    """ID-to-slot map stored and searched by the kernels; see ``HashIndex``.
+    """Map from IDs to slots, stored and searched by the kernels. ``HashIndex`` documents the methods.
 
     Attributes:
-        memory: header, buckets, tags and free slots, read by ``torch.ops.meshrec.index_find``. Replaced when
-            the index grows beyond the memory.
+        memory: header, buckets, tags and free slots, read by ``torch.ops.meshrec.index_find``. New tensors
+            replace these when the index outgrows them.
         seed: seed of the ID mix.
     """
 
@@ -118,8 +122,8 @@ class CompiledIndex:
         return int(_library.meshrec_index_num_bytes(self._addresses))
 
     @property
-    def parts(self) -> list[GrowingRegion]:
-        """Memory regions that grow with the slots; empty where the tensors are copied as they fill."""
+    def growing_regions(self) -> list[GrowingRegion]:
+        """Memory regions that grow in place with the slots; empty if the tensors are copied as they fill."""
         _, buckets, tags, _ = self.memory
         if not self._is_reserved:
             return []
@@ -136,11 +140,11 @@ class CompiledIndex:
         return slots
 
     def insert(self, ids_N: Tensor, given_N: Tensor | None = None) -> Tensor | Status:
-        """Insert IDs; return their slots, or the status if nothing changed.
+        """Insert IDs, and return their slots. If that fails, return a status and change nothing.
 
         Args:
             ids_N: int64, contiguous.
-            given_N: free slots to use, int64 [N]. None: the lowest free slots.
+            given_N: free slots to assign, int64 [N]. None: assign the lowest free slots.
         """
         assert _library is not None
         num_live, num_slots, max_slots, _, _, slot_room = self.memory[0][:_HEADER_WORDS].tolist()[:6]
@@ -161,7 +165,7 @@ class CompiledIndex:
             self._set_room(2 * self._room, int(self.memory[0][_SLOT_ROOM]), reserved=False)
 
     def remove(self, ids_N: Tensor) -> Tensor | Status:
-        """Remove IDs; return the slots they had, or the status if nothing changed."""
+        """Remove IDs, and return the slots they had. If that fails, return a status and change nothing."""
         assert _library is not None
         slots = torch.empty_like(ids_N)
         status = _library.meshrec_index_remove(
@@ -170,7 +174,7 @@ class CompiledIndex:
         return Status(status) if status else slots
 
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
-        """Return the IDs stored at slots, or the status if a slot is free."""
+        """Return the IDs stored at slots, or a status if a slot is free."""
         assert _library is not None
         ids = torch.empty_like(slots_N)
         status = _library.meshrec_index_ids_of(
@@ -198,14 +202,14 @@ class CompiledIndex:
     def assign_args(
         self, ids_N: Tensor, slots_N: Tensor, results: Tensor, mix_seed: int | None, first: int
     ) -> AssignArgs:
-        """Return the arguments ``assign`` needs for this index.
+        """Return the C arguments with which ``assign`` inserts into this index.
 
         Args:
             ids_N: int64, contiguous.
-            slots_N: slot per ID, -1 where unassigned, int64, contiguous. Written by the kernel.
-            results: output buffer, int64 [3, number of IDs without a slot].
+            slots_N: slot per ID, -1 where unassigned, int64, contiguous. The kernel replaces each -1.
+            results: output buffer, int64 [3, number of IDs without a slot]: distinct IDs, slots, occurrences.
             mix_seed: seed of the ID mix, or None for unmixed IDs.
-            first: offset added to the IDs.
+            first: offset added to the IDs after the mix.
         """
         word = (1 << 64) - 1
         return AssignArgs(
@@ -227,12 +231,12 @@ class CompiledIndex:
         return int(self._words[_ROOM])
 
     def _set_room(self, room: int, slot_room: int, *, reserved: bool) -> bool:
-        """Allocate memory for more buckets per shard and more slots, and copy the contents.
+        """Allocate larger tensors, copy the contents, and switch to them.
 
         Args:
             room: buckets per shard.
             slot_room: number of slots.
-            reserved: reserve address space only, and return False where the system cannot.
+            reserved: only reserve address space. Where the system cannot, return False and change nothing.
         """
         header, buckets, tags, free = self.memory
         num_shards, old_words = 1 << int(header[_SHARD_BITS]), -(-int(header[_SLOT_ROOM]) // 64)
@@ -263,11 +267,14 @@ class CompiledIndex:
 
 
 def assign(arguments: Sequence[AssignArgs]) -> list[int]:
-    """Insert unassigned IDs in distinct indexes, and write their slots.
+    """Insert IDs that have no slot yet into several indexes, and write their slots.
+
+    Args:
+        arguments: results of ``CompiledIndex.assign_args`` for distinct indexes.
 
     Returns:
-        Per index, the number of distinct IDs inserted. -1 where nothing changed, because the index needs
-            larger memory first or is full.
+        Number of distinct IDs inserted into each index. -1 for an unchanged index, which is full or must
+            first be moved to larger memory.
     """
     assert _library is not None
     array = (AssignArgs * len(arguments))(*arguments)
@@ -276,15 +283,15 @@ def assign(arguments: Sequence[AssignArgs]) -> list[int]:
 
 
 def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
-    """Remove the IDs at some slots, in distinct indexes.
+    """Remove the IDs stored at some slots of several indexes.
 
     Args:
         indexes: distinct indexes.
         slots: slots to free per index, int64 [N], contiguous.
 
     Returns:
-        IDs per index. If any slot is refused, no index changed, and every index gets a status instead:
-            ``Status.SUCCESS`` where its slots were valid.
+        Removed IDs of each index. If a slot is invalid, no index changes and the results are statuses
+            instead: ``Status.SUCCESS`` for an index whose slots were all valid.
     """
     assert _library is not None
     ids = [torch.empty_like(index_slots) for index_slots in slots]

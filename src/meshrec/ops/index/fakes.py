@@ -14,8 +14,8 @@ import meshrec.ops.index.naive  # noqa: F401
 import meshrec.ops.index.slots  # noqa: F401
 
 
-def _size() -> SymInt:
-    """Return a size that depends on the data."""
+def _dynamic_size() -> SymInt:
+    """Return a symbolic size for a dimension that depends on the data."""
     return torch.library.get_ctx().new_dynamic_size()
 
 
@@ -24,7 +24,7 @@ def _like_ids(ids: Tensor, *_: Any) -> Tensor:
 
 
 def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    return ids.new_empty(_size()), torch.empty_like(ids)
+    return ids.new_empty(_dynamic_size()), torch.empty_like(ids)
 
 
 def _find(memory: list[Tensor], ids: Tensor, seed: int) -> Tensor:
@@ -44,16 +44,16 @@ def _histogram(values: Tensor, *options: Any) -> Tensor:
 
 
 def _between(values: Tensor, *_: Any) -> Tensor:
-    return values.new_empty(_size(), dtype=torch.int64)
+    return values.new_empty(_dynamic_size(), dtype=torch.int64)
 
 
 def _release(pins: Any, alive: Any, slots: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.empty(_size(), dtype=torch.int64), torch.empty(len(slots), dtype=torch.int64)
+    return torch.empty(_dynamic_size(), dtype=torch.int64), torch.empty(len(slots), dtype=torch.int64)
 
 
 def _first_left(scores: Any, slots: list[Tensor], *_: Any) -> list[Tensor]:
     return [
-        *(table_slots.new_empty(_size()) for table_slots in slots),
+        *(table_slots.new_empty(_dynamic_size()) for table_slots in slots),
         torch.empty(len(slots), dtype=torch.int64),
     ]
 

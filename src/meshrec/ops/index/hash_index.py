@@ -18,11 +18,11 @@ _SEED = 0x51ED270B7F4A9E3D
 
 
 class HashIndex:
-    """ID-to-slot map for tables without a fixed vocabulary.
+    """Map from IDs to slots (row numbers), for tables without a fixed vocabulary.
 
-    IDs are int64, and all 2^64 values are valid. Equal calls in equal order give equal slots, whatever the
-    number of threads. Calls must not overlap, except ``find`` and ``ids_of``, which only read. A forked
-    process keeps a copy.
+    IDs are int64, and all 2^64 values are valid. The same sequence of calls gives the same slots with any
+    number of threads. Only ``find`` and ``ids_of``, which just read, may run concurrently. A forked process
+    keeps a copy.
 
     Args:
         max_slots: maximum number of slots, below 2^32.
@@ -46,36 +46,36 @@ class HashIndex:
 
     @property
     def num_live(self) -> int:
-        """Number of IDs with a slot."""
+        """Number of IDs that have a slot."""
         return self._index.num_live
 
     @property
     def num_slots(self) -> int:
-        """Number of slots from 0 to the greatest slot ever assigned."""
+        """Highest slot ever assigned, plus 1. Some of these slots may be free."""
         return self._index.num_slots
 
     @property
     def num_bytes(self) -> int:
-        """Memory in bytes: at most 16 per ID, for the largest number of simultaneous IDs so far."""
+        """Memory in bytes: at most 16 per ID, for the largest number of IDs that were present at once."""
         return self._index.num_bytes
 
     @property
-    def parts(self) -> list[GrowingRegion]:
-        """Memory regions that grow in place with the slots; empty if they may move."""
-        return self._index.parts if isinstance(self._index, CompiledIndex) else []
+    def growing_regions(self) -> list[GrowingRegion]:
+        """Memory regions that grow in place with the slots; empty if the index may move in memory."""
+        return self._index.growing_regions if isinstance(self._index, CompiledIndex) else []
 
     @property
-    def kernel_parts(self) -> tuple[list[Tensor], int] | None:
-        """Tensors and seed with which kernels find slots; None without kernels."""
+    def kernel_tensors(self) -> tuple[list[Tensor], int] | None:
+        """Tensors and seed that operators such as ``index_find`` search; None without compiled kernels."""
         index = self._index
         return (index.memory, index.seed) if isinstance(index, CompiledIndex) else None
 
     def find(self, ids_N: Tensor) -> Tensor:
-        """Return the slot per ID, -1 where unassigned: int64 [N]. IDs may repeat."""
-        return self._index.find(self._checked(ids_N))
+        """Return the slot of each ID, -1 where it has none: int64 [N]. IDs may repeat."""
+        return self._index.find(self._validated(ids_N))
 
     def insert(self, ids_N: Tensor) -> Tensor:
-        """Assign the lowest free slots to new IDs, in ID order.
+        """Assign the lowest free slots to new IDs: the lowest slot to the lowest ID.
 
         Args:
             ids_N: int64, distinct and ascending, none in the index.
@@ -87,9 +87,9 @@ class HashIndex:
             ValueError: the IDs are not ascending, an ID is already in the index, or there are fewer free
                 slots than IDs. Nothing changed.
         """
-        ids_N = self._checked(ids_N)
+        ids_N = self._validated(ids_N)
         result = self._index.insert(ids_N)
-        return result if isinstance(result, Tensor) else self._refuse(result, ids_N)
+        return result if isinstance(result, Tensor) else self._raise_for_status(result, ids_N)
 
     def remove(self, ids_N: Tensor) -> Tensor:
         """Remove IDs and free their slots.
@@ -103,12 +103,12 @@ class HashIndex:
         Raises:
             ValueError: an ID is not in the index, or repeats. Nothing changed.
         """
-        ids_N = self._checked(ids_N)
+        ids_N = self._validated(ids_N)
         result = self._index.remove(ids_N)
-        return result if isinstance(result, Tensor) else self._refuse(result, ids_N)
+        return result if isinstance(result, Tensor) else self._raise_for_status(result, ids_N)
 
     def free(self, slots_N: Tensor) -> Tensor:
-        """Remove the IDs at some slots, and free the slots.
+        """Remove the IDs stored at some slots, which become free.
 
         Args:
             slots_N: int64, distinct, all in use.
@@ -122,27 +122,27 @@ class HashIndex:
         return free_slots([(self, slots_N)])[0]
 
     def ids_of(self, slots_N: Tensor) -> Tensor:
-        """Return the ID stored at every slot, int64 [N]. Slots may repeat.
+        """Return the ID stored at each slot, int64 [N]. Slots may repeat.
 
         Raises:
             ValueError: a slot is free.
         """
-        slots_N = self._checked(slots_N)
+        slots_N = self._validated(slots_N)
         result = self._index.ids_of(slots_N)
-        return result if isinstance(result, Tensor) else self._refuse(result, slots_N)
+        return result if isinstance(result, Tensor) else self._raise_for_status(result, slots_N)
 
     def items(self) -> tuple[Tensor, Tensor]:
         """Return all IDs in ascending order, and their slots: both int64 [num_live]."""
         return self._index.items()
 
     def marked(self, marks: Tensor, max_id: int = (1 << 63) - 1) -> tuple[Tensor, Tensor]:
-        """Return the IDs at marked slots, in any order, and the slots: both int64 [M].
+        """Return the IDs stored at marked slots, and these slots, in any order: both int64 [M].
 
-        Scans the index sequentially, much faster than ``ids_of`` if most slots are marked.
+        Scans the whole index sequentially, which is much faster than ``ids_of`` if most slots are marked.
 
         Args:
-            marks: bool on the CPU, at least ``num_slots`` entries.
-            max_id: skip greater IDs.
+            marks: whether to return the ID at a slot: bool on the CPU, at least ``num_slots`` entries.
+            max_id: IDs greater than this are left out.
 
         Raises:
             ValueError: the marks have another type or shape, or are too few.
@@ -155,7 +155,8 @@ class HashIndex:
             )
         return self._index.marked(marks.contiguous(), max_id)
 
-    def _checked(self, integers_N: Tensor) -> Tensor:
+    def _validated(self, integers_N: Tensor) -> Tensor:
+        """Return a contiguous tensor. Raises ValueError unless the input is an int64 vector on the CPU."""
         if integers_N.dtype != torch.int64 or integers_N.dim() != 1 or not integers_N.is_cpu:
             raise ValueError(
                 f"{self.name} takes int64 tensors [N] on the CPU; this one is {integers_N.dtype} "
@@ -163,8 +164,13 @@ class HashIndex:
             )
         return integers_N.contiguous()
 
-    def _refuse(self, status: Status, given_N: Tensor) -> Tensor:
-        """Raise the error for a status."""
+    def _raise_for_status(self, status: Status, given_N: Tensor) -> Tensor:
+        """Raise the exception for a status. Never returns.
+
+        Args:
+            status: why the call changed nothing.
+            given_N: IDs or slots passed to the call.
+        """
         if status is Status.NO_MEMORY:
             raise MemoryError(f"{self.name}: there is no memory for {len(given_N):,} IDs.")
         if status is Status.NOT_ASCENDING:
@@ -196,7 +202,7 @@ class HashIndex:
 
     @staticmethod
     def of(max_slots: int, ids_N: Tensor, slots_N: Tensor, seed: int = 0, name: str = "") -> "HashIndex":
-        """Build an index from distinct ascending IDs with given slots.
+        """Build an index in which the given IDs have the given slots. Inverse of ``items``.
 
         Args:
             max_slots: maximum number of slots, below 2^32.
@@ -209,14 +215,14 @@ class HashIndex:
             ValueError: the IDs are not ascending, or a slot is out of range.
         """
         index = HashIndex(max_slots, seed=seed, name=name or "the index")
-        result = index._index.insert(index._checked(ids_N), index._checked(slots_N))
+        result = index._index.insert(index._validated(ids_N), index._validated(slots_N))
         if not isinstance(result, Tensor):
-            index._refuse(result, ids_N)
+            index._raise_for_status(result, ids_N)
         return index
 
 
 class IdSpan(NamedTuple):
-    """Consecutive IDs in a batch, all looked up in the same index."""
+    """A range of positions in a batch whose IDs are all looked up in the same index."""
 
     start: int
     end: int
@@ -228,11 +234,11 @@ class IdSpan(NamedTuple):
 
 
 def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int]]:
-    """Replace spans of IDs by their slots, -1 where unassigned, in one kernel call.
+    """Replace the IDs inside the spans by their slots, -1 where they have none, in one kernel call.
 
     Args:
         ids_N: int64, contiguous.
-        spans: spans to replace, ascending.
+        spans: spans to replace, ascending. IDs outside them are copied.
 
     Returns:
         Slots inside spans and unchanged IDs elsewhere, int64 [N]; and the number of unassigned IDs per span.
@@ -262,10 +268,10 @@ def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int
 
 
 def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
-    """Remove the IDs at some slots in several distinct indexes; see ``HashIndex.free``.
+    """Remove the IDs stored at some slots of several indexes; see ``HashIndex.free``.
 
     Args:
-        slots: distinct indexes, with the slots to free: int64, distinct, all in use.
+        slots: distinct indexes, each with the slots to free: int64, distinct, all in use.
 
     Returns:
         Removed IDs per index, int64 [number of freed slots].
@@ -273,7 +279,7 @@ def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
     Raises:
         ValueError: a slot is already free, or repeats. No index changed.
     """
-    slots_by_index = [index._checked(index_slots) for index, index_slots in slots]
+    slots_by_index = [index._validated(index_slots) for index, index_slots in slots]
     implementations = [index._index for index, _ in slots]
     assert len({id(index) for index in implementations}) == len(implementations)
     compiled_indexes = [index for index in implementations if isinstance(index, CompiledIndex)]
@@ -286,18 +292,18 @@ def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
     )
     for (index, _), index_slots, ids in zip(slots, slots_by_index, results, strict=True):
         if isinstance(ids, Status) and ids is not Status.SUCCESS:
-            index._refuse(ids, index_slots)
+            index._raise_for_status(ids, index_slots)
     return [ids for ids in results if isinstance(ids, Tensor)]
 
 
 class UnassignedIds(NamedTuple):
-    """Batch IDs, some without a slot in an index."""
+    """The IDs of a batch in one index, some of which have no slot: the input to `assign_slots`."""
 
     owner: HashIndex
     ids: Tensor
     """int64 [N], contiguous."""
     slots: Tensor
-    """Slot per ID, -1 where unassigned, int64 [N], contiguous. Written by `assign_slots`."""
+    """Slot of each ID, -1 where it has none, int64 [N], contiguous. `assign_slots` replaces each -1."""
     num_absent: int
     """Number of IDs without a slot."""
     first: int = 0
@@ -307,7 +313,7 @@ class UnassignedIds(NamedTuple):
 
 
 class AssignedSlots(NamedTuple):
-    """Newly assigned slots."""
+    """Slots that `assign_slots` has assigned in one index. U distinct IDs."""
 
     slots: Tensor
     """Slots in ascending ID order, int64 [U]."""
@@ -318,7 +324,13 @@ class AssignedSlots(NamedTuple):
 
 
 def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
-    """Insert unassigned IDs in several distinct indexes, and write their slots.
+    """Insert IDs that have no slot into several distinct indexes, and write the new slots to the requests.
+
+    Args:
+        requests: one per index.
+
+    Returns:
+        The newly assigned slots of each index, in the order of the requests.
 
     Raises:
         ValueError: an index has fewer free slots than new IDs. No index changed.
@@ -331,10 +343,12 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
         assert len(request.ids) == len(request.slots)
         assert request.ids.is_contiguous()
         assert request.slots.is_contiguous()
+    # Occurrences of absent IDs: an upper bound for the number of distinct ones.
     buffers = [torch.empty(3, request.num_absent, dtype=torch.int64) for request in requests]
     compiled = [
         request.owner._index for request in requests if isinstance(request.owner._index, CompiledIndex)
     ]
+    # -1: not inserted by the kernel.
     counts_inserted = [-1] * len(requests)
     # The kernel reports -1 for an index that must grow first. The step-by-step path below grows it.
     if len(compiled) == len(requests):
@@ -362,7 +376,7 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
 
 
 def _assign_one(request: UnassignedIds) -> AssignedSlots:
-    """Insert unassigned IDs in one index with plain torch."""
+    """Insert the IDs of one request step by step, with plain torch and `HashIndex.insert`."""
     absent = request.slots < 0
     ids = request.ids[absent]
     keys = (ids if request.mix_seed is None else naive.mix(ids, request.mix_seed)) + request.first

@@ -1,4 +1,4 @@
-"""Scans over row scores, optionally restricted to marked rows, for eviction.
+"""Scans over the scores of all rows, optionally only of marked rows, to find rows to evict.
 
 Plain torch: the reference for the kernels, and the fallback without them. Shape legend: N values.
 """
@@ -12,24 +12,24 @@ _MAX_INT64 = (1 << 63) - 1
 
 
 def marked_range(values_N: Tensor, marks_N: Tensor | None) -> Tensor:
-    """Return the minimum, maximum and number of marked values, int64 [3].
+    """Return the minimum and maximum of the marked values, and their number: int64 [3].
 
-    Without marked values: the greatest int64, the least int64, and 0.
+    If no value is marked: the greatest int64, the least int64, and 0.
 
     Args:
         values_N: int32 or int64.
         marks_N: bool; None: all values.
     """
-    selected = _selected(values_N, marks_N)
+    selected = _marked_values(values_N, marks_N)
     if len(selected) == 0:
         return torch.tensor([_MAX_INT64, -_MAX_INT64 - 1, 0])
     return torch.stack([selected.min(), selected.max(), torch.tensor(len(selected))])
 
 
 def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift: int, size: int) -> Tensor:
-    """Count marked values by digit ``(value >> shift) - (base >> shift)``, int64 [size].
+    """Return a histogram of the marked values by the digit ``(value >> shift) - (base >> shift)``.
 
-    Values with digits outside [0, size) are skipped.
+    Used for a radix select: one digit per pass. Values with digits outside [0, size) are skipped.
 
     Args:
         values_N: int32 or int64.
@@ -37,14 +37,17 @@ def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift:
         base: any value with digit 0.
         shift: number of low bits to drop.
         size: number of digits.
+
+    Returns:
+        Number of marked values per digit, int64 [size].
     """
-    shifted, first = _selected(values_N, marks_N) >> shift, base >> shift
+    shifted, first = _marked_values(values_N, marks_N) >> shift, base >> shift
     inside = shifted[(shifted >= first) & (shifted <= min(_MAX_INT64, first + size - 1))]
     return torch.bincount(inside - first, minlength=size)
 
 
 def marked_between(values_N: Tensor, marks_N: Tensor | None, min_value: int, max_value: int) -> Tensor:
-    """Return the positions of marked values in [min_value, max_value], ascending, int64.
+    """Return the indices of marked values in [min_value, max_value], ascending, int64.
 
     Args:
         values_N: int32 or int64.
@@ -56,7 +59,8 @@ def marked_between(values_N: Tensor, marks_N: Tensor | None, min_value: int, max
     return (selected if marks_N is None else selected & marks_N).nonzero()[:, 0]
 
 
-def _selected(values_N: Tensor, marks_N: Tensor | None) -> Tensor:
+def _marked_values(values_N: Tensor, marks_N: Tensor | None) -> Tensor:
+    """Return the marked values as int64."""
     return (values_N if marks_N is None else values_N[marks_N]).long()
 
 

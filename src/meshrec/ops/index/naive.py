@@ -1,4 +1,4 @@
-"""Hash index as a Python dict, ID mix and distinct IDs, in plain torch.
+"""Hash index as a Python dict, ID mix, and distinct IDs, in plain torch.
 
 The reference for the kernels, and the fallback without them. Shape legend: N IDs or slots.
 """
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from meshrec.ops.library import implement
 
+# Constants of splitmix64.
 _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIER_1, _MULTIPLIER_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:
-    """Map IDs to 64 pseudo-random bits; every seed gives a different permutation of all 2^64 values.
+    """Map IDs to 64 pseudo-random bits (keys). Each seed gives a different permutation of the 2^64 values.
 
     The splitmix64 finalizer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
 
@@ -36,17 +37,19 @@ def mix(ids_N: Tensor, seed: int) -> Tensor:
 
 
 def unmix(keys_N: Tensor, seed: int) -> Tensor:
-    """Invert `mix`."""
+    """Invert `mix`: return the IDs whose keys are given, int64 [N]."""
     ids = _invert_xorshift(keys_N, 31) * _signed(pow(_MULTIPLIER_2, -1, 1 << 64))
     ids = _invert_xorshift(ids, 27) * _signed(pow(_MULTIPLIER_1, -1, 1 << 64))
     return _invert_xorshift(ids, 30) - _signed(_GAMMA * (seed + 1))
 
 
 def _signed(bits: int) -> int:
+    """Return the int64 with the same low 64 bits."""
     return ((bits & _WORD) ^ (1 << 63)) - (1 << 63)
 
 
 def _shift_right(bits: Tensor, by: int) -> Tensor:
+    """Shift right without sign extension, as if int64 were unsigned."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -59,29 +62,31 @@ def _invert_xorshift(mixed: Tensor, by: int) -> Tensor:
 
 
 def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
-    """Mix IDs, or invert the mix.
+    """Return ``mix(ids_N, seed)``, or ``unmix`` of the same arguments. Reference for the kernel.
 
     Args:
         ids_N: int64.
         seed: any int64.
-        inverse: return the IDs behind the keys instead.
+        inverse: whether ``ids_N`` are keys to map back to IDs.
     """
     return unmix(ids_N, seed) if inverse else mix(ids_N, seed)
 
 
 def index_order(ids_N: Tensor) -> Tensor:
-    """Return the positions that sort distinct IDs, int64 [N]."""
+    """Return the permutation that sorts distinct IDs (their argsort), int64 [N]."""
     return ids_N.argsort()
 
 
 def index_unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs in ascending order, and the position of every ID among them, int64 [N]."""
+    """Return the distinct IDs in ascending order, and the index of each ID among them, int64 [N]."""
     distinct, inverse = torch.unique(ids_N, return_inverse=True)
     return distinct, inverse
 
 
 def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
-    """Return the slot per ID in a compiled index, -1 where unassigned.
+    """Return the slot of each ID in the memory of a compiled index, -1 where it has none.
+
+    Reads the layout of [Note: the hash index] in csrc/index/shard.h.
 
     Args:
         memory: header, buckets, tags and free slots, laid out as in `csrc/index/shard.h`.
@@ -116,7 +121,7 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
 
 
 def index_mix_parts(ids_N: Tensor, starts: list[int], ends: list[int], seeds: list[int]) -> Tensor:
-    """Mix spans of IDs with different seeds, and copy the remaining IDs.
+    """Mix spans of a batch with different seeds, and copy the IDs outside the spans.
 
     Args:
         ids_N: int64.
@@ -140,7 +145,7 @@ def index_find_parts(
     firsts: list[int],
     mixes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Replace every span of IDs by slots in the span's index, and count unassigned IDs per span.
+    """Replace the IDs inside spans by their slots, and count the IDs without a slot per span.
 
     The index holds ``mix(id, mixes[span]) + firsts[span]``, or ``id + firsts[span]`` without ``mixes``.
 
@@ -175,7 +180,7 @@ def _scale_fraction(fractions: Tensor, sizes: Tensor) -> Tensor:
 
 
 class Status(IntEnum):
-    """Why a call changed nothing, as in csrc/index/hash_index.h."""
+    """Result of a call: SUCCESS, or why it changed nothing. As in csrc/index/hash_index.h."""
 
     NO_MEMORY = -1
     SUCCESS = 0
@@ -190,7 +195,7 @@ class Status(IntEnum):
 
 
 class NaiveIndex:
-    """ID-to-slot map as a Python dict; see ``HashIndex``."""
+    """Map from IDs to slots as a Python dict. ``HashIndex`` documents the methods."""
 
     def __init__(self, max_slots: int) -> None:
         self._max_slots = max_slots
@@ -233,6 +238,7 @@ class NaiveIndex:
         return torch.tensor(slots, dtype=torch.int64)
 
     def _lowest_free(self, count: int) -> list[int]:
+        """Take the lowest free slots: first from the heap, then new ones after the last slot."""
         slots = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         return slots + list(range(len(self._ids), len(self._ids) + count - len(slots)))
 
@@ -268,7 +274,7 @@ class NaiveIndex:
 
 
 def free(indexes: Sequence[NaiveIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
-    """Remove the IDs at some slots; see ``compiled.free``."""
+    """Remove the IDs stored at some slots of several indexes; see ``compiled.free``."""
     results = [index.ids_of(index_slots) for index, index_slots in zip(indexes, slots, strict=True)]
     for number, index_slots in enumerate(slots):
         if isinstance(results[number], Tensor) and len(set(index_slots.tolist())) < len(index_slots):

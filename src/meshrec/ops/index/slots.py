@@ -1,4 +1,4 @@
-"""Per-slot values of hashed tables, written and read for all tables in one call.
+"""Operators on the per-slot tensors of hashed tables; each call covers all tables.
 
 Plain torch: the reference for the kernels, and the fallback without them. All lists have an element per
 table, or per tensor of table rows. Shape legend: N slots in a list.
@@ -16,35 +16,36 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(value: Tensor) -> int:
-    """Return the bits of a tensor's first value as an integer, for ``Fills.add``."""
+    """Return the bits of a tensor's first element as an integer, for ``Fills.add``."""
     return int(value.flatten()[:1].view(_INTEGERS[value.element_size()]))
 
 
 class Fills:
-    """Pending writes to rows at some slots, for any number of tensors, executed in one call.
+    """Queue of fill operations ("set these rows of this tensor to this value"), run in one operator call.
 
-    As a context manager it executes the writes on exit, unless an exception is raised.
+    As a context manager it runs the queue on exit, unless an exception was raised.
     """
 
     def __init__(self) -> None:
+        # Parallel lists with an element per queued fill. Emptied by run().
         self._parts: list[Tensor] = []
         self._slots: list[Tensor] = []
         self._values: list[int] = []
 
     def add(self, part: Tensor, slots: Tensor, value: int) -> None:
-        """Queue a write. Writes to the same slots of a tensor must have equal values.
+        """Queue a fill. Fills of the same slots of a tensor must have equal values: their order is undefined.
 
         Args:
             part: contiguous tensor with a row per slot.
             slots: int64 [N]; may repeat.
-            value: the integer, or the value's bits from ``bits_of``.
+            value: an integer, or for other dtypes the bits from ``bits_of``.
         """
         self._parts.append(part)
         self._slots.append(slots)
         self._values.append(value)
 
     def run(self) -> None:
-        """Execute the queued writes."""
+        """Run all queued fills, and empty the queue."""
         if self._parts:
             memory = [
                 part.data for part in self._parts
@@ -63,12 +64,12 @@ class Fills:
 
 
 def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> None:
-    """Write a value to the rows at some slots, per tensor.
+    """Fill the rows at some slots with one value, for several tensors. Reference for the kernel.
 
     Args:
         parts: contiguous tensors with a row per slot.
         slots: int64 [N] per tensor; may repeat.
-        values: value bits per tensor.
+        values: value per tensor, as the bits of one element.
     """
     for part, part_slots, value in zip(parts, slots, values, strict=True):
         # Fill bits through an integer view, so that one call serves all dtypes.
@@ -76,15 +77,16 @@ def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> N
 
 
 def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Decrement pin counts, and return the slots without pins and without a live row, int64.
+    """Decrement the pin counts of slots, and return the slots that are now free: without pins or a live row.
 
     Args:
         pins: pin count by slot, int32, per table. Modified in place.
-        alive: whether a slot's row is live, bool, per table.
-        slots: slots to unpin, int64 [N], per table. A repeated slot loses several pins.
+        alive: whether the slot holds a live row, bool, per table.
+        slots: slots to unpin, int64 [N], per table. A slot given n times loses n pins.
 
     Returns:
-        Freed slots of all tables, per table in the order of their last pins; and freed slots per table.
+        Freed slots, int64: those of the first table, then of the second, etc., each in the order in which
+            they lost the last pin; and the number of freed slots per table, int64.
     """
     freed: list[int] = []
     counts = []
@@ -108,21 +110,23 @@ def first_left(
     evicted: list[Tensor],
     limits: list[int],
 ) -> list[Tensor]:
-    """Return the first eviction candidates per list whose row is live, unprotected, and has an unchanged
-    score.
+    """Select rows to evict from each list of candidates: the first ones that are still valid.
 
+    A candidate is valid if its row is live, its score has not changed since the list was built, and it is
+    not protected.
     Args:
-        scores: scores when the list was built, int32 or int64 [N].
-        slots: candidate slots, int64 [N].
-        scores_now: present scores by slot, same type.
-        alive: whether a slot's row is live, bool; may be longer.
-        used: protected slots, int64; may repeat.
-        evicted: more protected slots.
+        scores: score of each candidate when the list was built, int32 or int64 [N].
+        slots: slot of each candidate, int64 [N].
+        scores_now: present score by slot, same dtype.
+        alive: whether the slot holds a live row, bool; may be longer than ``scores_now``.
+        used: slots that the batch uses, which are protected, int64; may repeat.
+        evicted: slots already selected for eviction, which are also protected.
         limits: maximum number of results per list.
 
     Returns:
-        Positions per list, int64. Last element: per list, the length of the stale prefix (dead rows or
-            changed scores) among the entries read, int64.
+        Indices of the selected candidates in each list, int64. The last element of the result is the number
+            of leading candidates per list that are stale (dead row or changed score), int64: the caller can
+            drop them from the list.
     """
     results, num_stale = [], []
     for score, slot, now, live, *protected, limit in zip(

@@ -14,9 +14,18 @@ __all__ = ["dot_interaction"]
 
 
 def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """Map dense [B, D] and sparse [B, F, D], F > 0, to [B, D + F (F + 1) / 2]; differentiable in both.
+    """Return the dense vector of each sample, followed by the dot products of all pairs of its vectors.
 
-    The result has the type of ``dense``, and gradients have the types of the inputs. If ``dense`` is bf16,
+    The vectors of a sample are one dense and F > 0 sparse ones. Differentiable in both inputs.
+
+    Args:
+        dense: [B, D].
+        sparse: [B, F, D].
+
+    Returns:
+        [B, D + F (F + 1) / 2], in the dtype of ``dense``.
+
+    Gradients have the dtypes of the inputs. If ``dense`` is bf16,
     products are those of bf16 vectors, which a CPU adds in fp32.
 
     Example::
@@ -27,7 +36,7 @@ def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
         assert torch.allclose(out[:, 8], (dense * sparse[:, 0]).sum(1), atol=1e-6)
     """
     if not torch.jit.is_scripting():  # type: ignore
-        # TorchScript reads this line too, and knows no sets.
+        # No set of dtypes: TorchScript reads this line too, and does not support sets.
         low = (torch.float32, torch.bfloat16)
         if dense.is_cpu and dense.dtype == torch.float32 and sparse.dtype == torch.bfloat16:
             sparse = sparse.float()

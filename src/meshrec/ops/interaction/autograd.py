@@ -9,7 +9,7 @@ import meshrec.ops.interaction.naive  # noqa: F401 - the ops must exist before g
 from meshrec.ops import operators
 
 
-def _context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     # The backward pass recomputes the products, which need more memory than the inputs.
     ctx.save_for_backward(*inputs)
 
@@ -19,4 +19,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return dense_grad, sparse_grad
 
 
-torch.library.register_autograd("meshrec::dot_interaction", _backward, setup_context=_context)
+torch.library.register_autograd("meshrec::dot_interaction", _backward, setup_context=_setup_context)

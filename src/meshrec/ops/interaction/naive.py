@@ -12,10 +12,10 @@ from meshrec.ops.library import implement
 
 
 def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
-    """Return the dense vector, followed by the dot product of every pair of vectors.
+    """Return the dense vector of each sample, followed by the dot product of each pair of vectors.
 
     Args:
-        dense_BD: vector 0 of every sample.
+        dense_BD: vector 0 of each sample.
         sparse_BFD: vectors 1 to F, F > 0.
 
     Returns:
@@ -47,12 +47,14 @@ def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> 
 
 
 def _vectors(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
+    """Return all vectors of each sample, the dense vector first: [B, V, D]."""
     if sparse_BFD.dtype != dense_BD.dtype:
         sparse_BFD = sparse_BFD.to(dense_BD.dtype)
     return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
 
 
 def _pairs(vectors_BVD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the second vector number of each pair, int64 [P]."""
     num_vectors = vectors_BVD.shape[1]
     pairs = torch.triu_indices(num_vectors, num_vectors, offset=1, device=vectors_BVD.device)
     return pairs[0], pairs[1]

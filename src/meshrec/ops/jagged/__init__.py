@@ -16,14 +16,14 @@ __all__ = ["Permuted", "lengths_to_offsets", "permute_jagged"]
 
 
 class Permuted(NamedTuple):
-    """Result of :func:`permute_jagged`."""
+    """Result of :func:`permute_jagged`: the bags of the selected keys."""
 
     lengths: Tensor
     values: Tensor
     weights: Tensor | None
 
 
-# Without an intermediate call, because every batch passes here.
+# The operator itself, without a Python function around it, because every batch calls it.
 lengths_to_offsets: Callable[[Tensor], Tensor] = operators.lengths_to_offsets
 """Return the offsets [B+1] for lengths [B]: cumulative sums with a leading 0, in the same dtype.
 
@@ -44,19 +44,20 @@ def permute_jagged(
     weights: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Permuted:
-    """Return the bags of the keys in ``order``, which may omit or repeat keys; see ``naive.py``.
+    """Return the bags of the keys in ``order``: select, reorder or repeat the keys of a jagged tensor.
 
     Differentiable in ``values`` and ``weights``.
 
     Args:
-        order: keys of the result.
+        order: keys of the result, by position in the input.
         num_keys: number of keys in the input.
-        lengths: bag lengths, key-major, int32 or int64 [B].
+        lengths: bag lengths, all bags of the first key first, int32 or int64 [B].
         values: [N, ...].
-        num_bags: bags in the result.
-        num_values: values in the result.
+        num_bags: number of bags in the result.
+        num_values: number of values in the result.
         weights: [N, ...].
-        segments: first bag per key, and B; int64 CPU [num_keys + 1]. None: equal bag counts per key.
+        segments: index of the first bag of each key, followed by B; int64 [num_keys + 1] on the CPU. None:
+            equal bag counts per key.
 
     Example::
 

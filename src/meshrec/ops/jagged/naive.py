@@ -1,8 +1,8 @@
 """Jagged operators in plain torch: the reference for the kernels, and the fallback without them.
 
-Shape legend: B bags over all keys, K keys, M keys in a result, N IDs. Bags are key-major: all bags of key 0,
-then key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag per key, and B. None: B / K bags
-per key.
+Shape legend: B bags over all keys, K keys, M keys in a result, N IDs. All bags of key 0 come first, then
+those of key 1, etc. ``segments`` is an int64 tensor [K+1] on the CPU with the index of the first bag of each
+key, followed by B. None: B / K bags per key.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def permute_jagged(
     num_bags: int,
     num_values: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bags of key ``order[0]``, then ``order[1]``, ... Keys may be omitted or repeated.
+    """Return the bags of key ``order[0]``, then those of ``order[1]``, etc. Keys may be omitted or repeated.
 
     Args:
         order: M keys.
@@ -93,17 +93,22 @@ def permute_jagged(
 
 
 def no_weights(like: Tensor) -> Tensor:
-    """Return the empty float32 tensor that represents absent weights in operator results."""
+    """Return the empty float32 tensor that stands for absent weights in operator results."""
     return like.new_empty(0, dtype=torch.float32)
 
 
 def _gather_ranges(tensor: Tensor, starts: list[int], order: list[int]) -> Tensor:
-    """Concatenate the rows ``starts[i] ... starts[i+1]`` for every ``i`` in ``order``."""
+    """Concatenate rows ``starts[i]`` to ``starts[i+1]`` (exclusive), for each ``i`` in ``order``."""
     pieces = [tensor[starts[part] : starts[part + 1]] for part in order]
     return torch.cat(pieces) if pieces else tensor[:0].clone()
 
 
 def _first_bags(segments: Tensor | None, num_keys: int, num_bags: int, op: str) -> list[int]:
+    """Return the index of the first bag of each key, followed by B.
+
+    Raises:
+        ValueError: ``segments`` do not match the number of keys or bags.
+    """
     if num_keys < 0:
         raise ValueError(f"{op}: num_keys must be 0 or more, got {num_keys}")
     if segments is None:
@@ -128,6 +133,7 @@ def _first_bags(segments: Tensor | None, num_keys: int, num_bags: int, op: str) 
 
 
 def _check_integers(tensor: Tensor, name: str) -> None:
+    """Raise ValueError unless the tensor is an int32 or int64 vector."""
     if tensor.dim() != 1:
         raise ValueError(f"{name} must have 1 dimension, got {tensor.dim()}")
     if tensor.dtype not in _LENGTH_DTYPES:
@@ -135,6 +141,7 @@ def _check_integers(tensor: Tensor, name: str) -> None:
 
 
 def _num_rows(tensor: Tensor, name: str) -> int:
+    """Return the size of the first dimension. Raises ValueError for a tensor without dimensions."""
     if tensor.dim() < 1:
         raise ValueError(f"{name} must have at least 1 dimension")
     return tensor.size(0)

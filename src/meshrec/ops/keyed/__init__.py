@@ -1,7 +1,7 @@
-"""Lookups by raw 64-bit ID: in read-only tables with a key index, and in tables with a hash index.
+"""Lookups by raw 64-bit ID, in read-only tables with a key index and in tables with a hash index.
 
-In a read-only table, an ID without a stored row reads its initial row, computed by a formula. In a hashed
-table, every ID must have a slot.
+In a read-only table, an ID without a stored row reads its initial row, which is computed from the ID. In a
+hashed table, each ID must have a slot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from meshrec.ops import operators
 from meshrec.ops.index import HashIndex
-from meshrec.ops.initial_rows import step_of
-from meshrec.ops.keyed.naive import buckets_of, rows_of
+from meshrec.ops.initial_rows import value_spacing
+from meshrec.ops.keyed.naive import find_rows, pack_buckets
 from meshrec.ops.tbe import LookupOptions, Lookups
 
-__all__ = ["KeyIndex", "UniformInit", "buckets_of", "forward", "hashed_forward", "rows_of"]
+__all__ = ["KeyIndex", "UniformInit", "find_rows", "forward", "hashed_forward", "pack_buckets"]
 
 _forward: Callable[..., Tensor] = operators.keyed_forward
 _hashed_forward: Callable[..., tuple[Tensor, Tensor]] = operators.hashed_forward
 
 
 class UniformInit(NamedTuple):
-    """Initial rows of a table: uniform in [low, high)."""
+    """Distribution of the initial rows of a table: uniform in [low, high), a function of seed and ID."""
 
     seed: int
     low: float
@@ -30,7 +30,7 @@ class UniformInit(NamedTuple):
 
 
 class KeyIndex(NamedTuple):
-    """Tensors that map keys to rows in a read-only table; see ``naive``."""
+    """Tensors that map keys (mixed IDs) to the rows of a read-only table; see ``naive`` for their layout."""
 
     buckets: Tensor
     added: Tensor
@@ -38,6 +38,7 @@ class KeyIndex(NamedTuple):
     seed: int
     """Seed of the mix from IDs to keys."""
     first: UniformInit
+    """Initial row of an ID that the index does not contain."""
 
 
 def forward(
@@ -47,11 +48,11 @@ def forward(
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor:
-    """Look up rows in tables, some read by raw ID, some quantized.
+    """Look up and pool rows of several tables, some read by raw ID, some quantized.
 
     Args:
-        bits: bits per code and table; 0 for floating-point rows.
-        keyed: key index per table number, for tables read by raw ID.
+        bits: bits per code of each table; 0 for floating-point rows.
+        keyed: key indexes of the tables read by raw ID, by table number.
         weights: rows per table.
         lookups: the batch, and the tables read by its features.
         options: output size and dtype, and whether to check IDs and weights.
@@ -65,7 +66,9 @@ def forward(
     key_tensors = [tensor for index in keyed.values() for tensor in index[:3]]
     seeds = [seed for index in keyed.values() for seed in (index.seed, index.first.seed)]
     firsts = [
-        x for _, low, high in (index.first for index in keyed.values()) for x in (low, step_of(low, high))
+        x
+        for _, low, high in (index.first for index in keyed.values())
+        for x in (low, value_spacing(low, high))
     ]
     return _forward(list(weights), list(bits), *lookups, *options, list(keyed), key_tensors, seeds, firsts)
 
@@ -77,17 +80,17 @@ def hashed_forward(
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor | None:
-    """Find slots in hash indexes and look up the rows, in one call.
+    """Find the slots of raw IDs in hash indexes, and look up and pool the rows, in one call.
 
     Args:
-        bits: bits per code and table; 0 for floating-point rows.
-        indexes: hash index and mix seed per table number.
+        bits: bits per code of each table; 0 for floating-point rows.
+        indexes: hash index and mix seed of each hashed table, by table number.
         weights: rows per table, by slot.
         lookups: the batch, and the tables read by its features.
         options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
-        As ``ops.tbe.forward``. None if an ID has no slot, or an index is not compiled.
+        As ``ops.tbe.forward``. None if an ID has no slot, or an index is not a compiled one.
 
     Raises:
         ValueError: as for ``ops.tbe.forward``.
@@ -95,9 +98,9 @@ def hashed_forward(
     memory: list[Tensor] = []
     seeds: list[int] = []
     for index, mix_seed in indexes.values():
-        if index.kernel_parts is None:
+        if index.kernel_tensors is None:
             return None
-        tensors, seed = index.kernel_parts
+        tensors, seed = index.kernel_tensors
         memory += tensors
         seeds += [seed, mix_seed]
     out, absent = _hashed_forward(list(weights), list(bits), *lookups, *options, list(indexes), memory, seeds)

@@ -1,9 +1,10 @@
-"""Raw 64-bit ID lookups in read-only tables, in plain torch: the reference for the kernel.
+"""Lookups by raw 64-bit ID in read-only tables, in plain torch: the reference for the kernel.
 
 Three tensors map keys to rows:
 
-- ``buckets``: int64 [b, 8]: the mixed IDs of the rows, ascending, in cache-line buckets, see ``buckets_of``;
-- ``added``: int64 [2, m]: keys added later, ascending, and their rows in
+- ``buckets``: int64 [b, 8]: the keys (mixed IDs) of the rows, ascending, in cache-line buckets, see
+  ``pack_buckets``;
+- ``added``: int64 [2, m]: keys of rows added after the export, ascending, and the row of each in
 - ``added_rows``: [c, columns].
 
 An ID without a key reads its initial row (``ops.first_rows``), in the table's dtype. For quantized tables,
@@ -22,31 +23,31 @@ from meshrec.ops.library import implement
 from meshrec.ops.nbit import naive as nbit
 from meshrec.ops.tbe import Lookups
 
-# F features, N ids, n rows, U unknown IDs, b buckets
+# Shape legend: F features, N IDs, n rows, U unknown IDs, b buckets.
 
 KEYS_PER_BUCKET = 7
-"""Keys per bucket. With the first row's number, they fill a cache line."""
+"""Keys per bucket. Together with the number of the first row, they fill a cache line."""
 PER_TABLE = 3
-"""Key index tensors per table."""
+"""Number of key index tensors per table."""
 
 
 def num_homes(num_rows: int) -> int:
-    """Return the number of equal key intervals: one bucket each, 72 % full."""
+    """Return the number of equal key intervals into which all keys are divided: a bucket each, 72 % full."""
     return max(1, (25 * num_rows + 125) // 126)
 
 
 def _homes(keys_N: Tensor, num_rows: int) -> Tensor:
-    """Return the interval per key, in key order: the top 64 bits of a 96-bit product."""
+    """Return the interval of each key, int64 [N]: the top bits of a 96-bit product of key and intervals."""
     number, half = num_homes(num_rows), (1 << 32) - 1
     high = (keys_N >> 32) + (1 << 31)
     return (high * number + ((keys_N & half) * number >> 32)) >> 32
 
 
-def buckets_of(keys_n: Tensor) -> Tensor:
+def pack_buckets(keys_n: Tensor) -> Tensor:
     """Pack ascending keys into buckets: int64 [b, 8].
 
-    A bucket holds the first row number, then the keys of seven consecutive rows. Every key interval
-    (``num_homes``) has a bucket starting at or before the interval's first key, and no later than the
+    A bucket holds a row number, then the keys of that row and the six rows after it. Each key interval (see
+    ``num_homes``) has a bucket that starts at or before the interval's first key, and no later than the
     previous bucket's end. A key therefore lies in its interval's bucket or shortly after. The last bucket
     repeats the last key.
 
@@ -66,11 +67,11 @@ def buckets_of(keys_n: Tensor) -> Tensor:
     return buckets
 
 
-def rows_of(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
-    """Return the row per key, -1 where absent: int64 [N].
+def find_rows(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
+    """Return the row of each key, -1 where absent: int64 [N].
 
     Args:
-        buckets_b: int64 [b, 8], see ``buckets_of``.
+        buckets_b: int64 [b, 8], from ``pack_buckets``.
         num_rows: number of keys in the buckets.
         keys_N: int64 [N]; may repeat.
     """
@@ -87,7 +88,7 @@ def rows_of(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
 
 
 def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Run ``nbit_forward`` on tables, some (``keyed``) read by raw ID.
+    """Run ``nbit_forward`` on tables of which some (``keyed``) are read by raw ID.
 
     Args:
         weights: see ``nbit_forward``.
@@ -110,7 +111,7 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
     def find_rows(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         k = keyed.index(table)
         tensors = key_tensors[PER_TABLE * k : PER_TABLE * (k + 1)]
-        row, slots = _find_rows(ids, weights[table], tensors, seeds[2 * k], table)
+        row, slots = _find_rows_and_added(ids, weights[table], tensors, seeds[2 * k], table)
         unknown, dim = slots < 0, lookups.dims[lookups.tables.index(table)]
         low, step = firsts[2 * k : 2 * k + 2]
         first = first_rows(ids[unknown], seeds[2 * k + 1], low, step, 0, dim)
@@ -122,7 +123,7 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
 
 
 def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Run ``nbit_forward`` on tables, some (``hashed``) read through a hash index.
+    """Run ``nbit_forward`` on tables of which some (``hashed``) are read through a hash index.
 
     Args:
         weights: see ``nbit_forward``.
@@ -171,7 +172,7 @@ def _look_up_by_table(
         lookups: the batch.
         options: further arguments to ``nbit_forward``.
         indexed_tables: numbers of the tables with an index.
-        find_rows: maps a table number and IDs to that table's rows and the row per ID.
+        find_rows: maps a table number and IDs to all rows of that table, and the row of each ID among them.
     """
     out_size, out_dtype, check_ids, names = options
     layout = lookups.layout()
@@ -202,14 +203,14 @@ def _look_up_by_table(
         targets = [piece for piece in layout.pieces if piece.feature in features]
         for piece, target in zip(table_layout.pieces, targets, strict=True):
             dim = table_lookups.dims[piece.feature]
-            target.of(out, dim).copy_(piece.of(result, dim))
+            target.view_of(out, dim).copy_(piece.view_of(result, dim))
     return out
 
 
-def _find_rows(
+def _find_rows_and_added(
     ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int
 ) -> tuple[Tensor, Tensor]:
-    """Return all rows of a table, added rows last, and the row per ID; -1 for unknown IDs."""
+    """Return the rows of a table followed by its added rows, and the row of each ID; -1 for unknown IDs."""
     buckets, added, added_rows = tensors
     num_rows = len(weight)
     if buckets.dim() != 2 or buckets.shape[1] != 1 + KEYS_PER_BUCKET or len(buckets) < num_homes(num_rows):
@@ -218,7 +219,7 @@ def _find_rows(
             "together. Export the model again."
         )
     keys = mix(ids, seed)
-    slots = rows_of(buckets, num_rows, keys)
+    slots = find_rows(buckets, num_rows, keys)
     if added.shape[1]:
         position = torch.searchsorted(added[0], keys).clamp(max=added.shape[1] - 1)
         slots = torch.where((slots < 0) & (added[0][position] == keys), num_rows + added[1][position], slots)

@@ -1,9 +1,9 @@
 """Quantized rows in plain torch: the reference for the kernels, and the fallback without them.
 
 A quantized table is uint8 ``[rows, row_bytes(D, bits)]``. A row consists of an fp16 scale, an fp16 bias, and
-a code with 8, 4 or 2 bits per value, lowest bits first, padded with zeros to a multiple of 4 bytes. Values
-are ``scale * code + bias`` in fp32. The product has at most 19 significant bits, so only the addition rounds,
-and all kernels give the same result.
+one code of 8, 4 or 2 bits per value, packed with the first value in the lowest bits and padded with zeros to
+a multiple of 4 bytes. A value is ``scale * code + bias`` in fp32. The product has at most 19 significant
+bits, so only the addition rounds, and all kernels give the same result.
 
 Rounding follows FBGEMM (``FloatToFusedNBitRowwiseQuantizedSBHalf``). The bias is the row minimum in fp16. The
 scale is ``(maximum - bias) / (2^bits - 1)`` in fp16, or 1 if that is 0. A code is ``(x - bias) * (1 /
@@ -19,7 +19,7 @@ from meshrec.ops.library import implement
 from meshrec.ops.tbe import Lookups
 from meshrec.ops.tbe import naive as tbe
 
-# D width, T tables
+# Shape legend: D width, T tables.
 
 PARAM_BYTES = 4
 """Bytes for a row's scale and bias."""
@@ -28,12 +28,12 @@ BITS = (8, 4, 2)
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of a row with ``dim`` values, including scale and bias: a multiple of 4."""
+    """Return the bytes of a quantized row with ``dim`` values, including scale and bias: a multiple of 4."""
     return PARAM_BYTES + (code_bytes(dim, bits) + 3) // 4 * 4
 
 
 def code_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of the codes, without padding."""
+    """Return the size of the codes of a row in bytes, without padding."""
     return (dim * bits + 7) // 8
 
 
@@ -43,7 +43,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     Args:
         weight: fp32, fp16 or bf16.
         bits: bits per code: 8, 4 or 2.
-        params: scale and bias per row, fp16 ``[rows, 2]``. None: as FBGEMM.
+        params: scale and bias of each row, fp16 ``[rows, 2]``. None: computed as in FBGEMM.
 
     Raises:
         ValueError: a row contains NaN, infinity, or a value outside fp16's range.
@@ -74,7 +74,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
 
 
 def params_of(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
-    """Return scale and bias per row, fp16 ``[rows, 2]``.
+    """Return the scale and bias of each row, computed as in FBGEMM: fp16 ``[rows, 2]``.
 
     Args:
         minimum: row minimum, fp32 ``[rows]``.
@@ -87,7 +87,7 @@ def params_of(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
 
 
 def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the row values, fp32 ``[rows, D]``.
+    """Return the values of quantized rows, fp32 ``[rows, D]``.
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
@@ -103,7 +103,7 @@ def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Run ``tbe_forward`` on tables, some quantized.
+    """Run ``tbe_forward`` on tables of which some are quantized.
 
     Args:
         weights: rows per table.
@@ -124,11 +124,11 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
 
 
 def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> None:
-    """Raise ValueError unless the rows of every table read have the width of its features.
+    """Raise ValueError unless the rows of each table that is read have the width of the features reading it.
 
     Args:
         weights: rows per table.
-        bits: bits per code and table; 0 for floating-point rows.
+        bits: bits per code of each table; 0 for floating-point rows.
         lookups: the batch.
     """
     if len(bits) != len(weights):
@@ -150,12 +150,15 @@ def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> No
 
 
 def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return codes, one per byte, uint8 ``[rows, D]``, and scale and bias, fp16 ``[rows, 2]``.
+    """Unpack quantized rows. Inverse of ``join_rows``.
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
         bits: bits per code.
         dim: D.
+
+    Returns:
+        Codes, one per byte, uint8 ``[rows, D]``; and scales and biases, fp16 ``[rows, 2]``.
     """
     packed = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
@@ -165,7 +168,7 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
-    """Pack codes and parameters into rows, uint8 ``[rows, row_bytes(D, bits)]``; inverse of ``split_rows``.
+    """Pack codes, scales and biases into rows, uint8 ``[rows, row_bytes(D, bits)]``.
 
     Args:
         codes: uint8 ``[rows, D]``.
@@ -184,10 +187,10 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
 
 
 def check_rows(rows: Tensor, bits: int, dim: int) -> None:
-    """Raise ValueError unless ``rows`` has the dtype and length for ``dim`` values.
+    """Raise ValueError unless ``rows`` has the dtype and row size of quantized rows with ``dim`` values.
 
     Args:
-        rows: candidate rows.
+        rows: rows to check.
         bits: bits per code.
         dim: values per row.
     """
@@ -224,7 +227,8 @@ def _forward_fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
     return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)
 
 
-def _refuse(ctx: Any, grad: Tensor) -> NoReturn:
+def _raise_no_gradient(ctx: Any, grad: Tensor) -> NoReturn:
+    """Raise ValueError: quantized rows cannot be trained. Registered as the backward pass."""
     raise ValueError(
         "quantised tables are for inference: a lookup in them has no gradient. Train the model as it was "
         "before meshrec.quant.quantize, or call this one under torch.no_grad()."
@@ -237,4 +241,4 @@ for _name, _fake in (
     ("nbit_forward", _forward_fake),
 ):
     torch.library.register_fake(f"meshrec::{_name}", _fake)
-torch.library.register_autograd("meshrec::nbit_forward", _refuse)
+torch.library.register_autograd("meshrec::nbit_forward", _raise_no_gradient)

@@ -1,4 +1,4 @@
-"""GPU lookup of quantized rows, by the kernel in ``ops.tbe.triton``.
+"""Lookup of quantized rows on GPUs, with the kernel of ``ops.tbe.triton``.
 
 Quantization and dequantization on GPUs use the plain torch versions.
 """
@@ -29,7 +29,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
 
 
 OPS = [nbit_forward]
-"""Operators with Triton kernels."""
+"""Operators that have Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

@@ -1,8 +1,9 @@
-"""Table rows in fixed-size file records, in plain Python.
+"""Table rows in fixed-size file records, and cache replacement, in plain Python.
 
-The reference for the kernels, and the fallback without them. A record is the concatenated parts of a row,
-followed by the CRC-32 of the row's key and these bytes. Blocks of ``block_bytes`` hold ``per_block`` records
-and zero padding. Reads and writes transfer whole blocks, because a disk transfers whole sectors.
+The reference for the kernels, and the fallback without them. A record is the bytes of all parts of a row
+(weights, optimizer state), followed by the CRC-32 of the row's key and these bytes. Blocks of ``block_bytes``
+hold ``per_block`` records and zero padding. Reads and writes transfer whole blocks, because a disk transfers
+whole sectors.
 """
 
 import os
@@ -24,23 +25,23 @@ END_OF_FILE = -2
 
 
 class RecordLayout(NamedTuple):
-    """Record layout of a file."""
+    """Where the record of each key is in a file."""
 
     first_key: int
     """Key of the first record."""
-    per_block: int
-    block_bytes: int
+    per_block: int  # records per block
+    block_bytes: int  # block size
     record_bytes: int
     """Bytes per record, including the checksum in the last 4."""
     salt: int
     """Initial CRC value for all records, so that a record copied from another file is detected."""
 
     def position(self, key: int) -> int:
-        """Return the file offset of the block with a key."""
+        """Return the file offset of the block that has the record of a key."""
         return (key - self.first_key) // self.per_block * self.block_bytes
 
     def offset(self, key: int) -> int:
-        """Return the record's offset within the block."""
+        """Return the offset of a key's record within its block."""
         return (key - self.first_key) % self.per_block * self.record_bytes
 
     def checksum(self, key: int, content: bytes) -> int:
@@ -57,23 +58,23 @@ def records_read(
     in_flight: int,
     ring: bool,
 ) -> Tensor:
-    """Read the rows of some keys into memory.
+    """Read the rows of some keys from a file into memory.
 
     Args:
         file: open file descriptor.
         layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
-        parts: row memory, ``[height, ...]`` per tensor.
-        slots: destination row in ``parts`` per key, int64 [N].
+        parts: row memory, one tensor ``[height, ...]`` per part of a row. Modified in place.
+        slots: destination row in ``parts`` for each key, int64 [N].
         in_flight: concurrent disk requests; 0: sequential reads by the caller.
         ring: use io_uring where available, instead of threads.
 
     Returns:
-        Failures, int64 [failures, 2]: position in ``keys``, and ``DAMAGED``, ``END_OF_FILE`` or the errno. A
+        Failures, int64 [failures, 2]: index in ``keys``, and ``DAMAGED``, ``END_OF_FILE`` or the errno. One
             failure may represent all keys read in the same request.
     """
     geometry, failures = RecordLayout(*layout), list[tuple[int, int]]()
-    memory = [_bytes(part) for part in parts]
+    memory = [_as_bytes(part) for part in parts]
     for position, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         try:
             block = os.pread(file, geometry.block_bytes, geometry.position(key))
@@ -105,14 +106,14 @@ def records_write(
     in_flight: int,
     ring: bool,
 ) -> Tensor:
-    """Write the rows of some keys from memory. Other records in their blocks are preserved.
+    """Write the rows of some keys from memory to a file. Other records in the same blocks are preserved.
 
     Args:
         file: open file descriptor.
         layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
-        parts: row memory, ``[height, ...]`` per tensor.
-        slots: source row in ``parts`` per key, int64 [N].
+        parts: row memory, one tensor ``[height, ...]`` per part of a row.
+        slots: source row in ``parts`` for each key, int64 [N].
         in_flight: concurrent disk requests; 0: sequential writes by the caller.
         ring: use io_uring where available, instead of threads.
 
@@ -120,7 +121,7 @@ def records_write(
         Failures, as ``records_read``.
     """
     geometry, failures = RecordLayout(*layout), list[tuple[int, int]]()
-    memory = [_bytes(part) for part in parts]
+    memory = [_as_bytes(part) for part in parts]
     for position, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         content = b"".join(bytes(part[slot].tolist()) for part in memory)
         record = content + geometry.checksum(key, content).to_bytes(4, "little")
@@ -136,13 +137,14 @@ def records_write(
 
 
 def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the slots used for the first time by a batch, and stamp them with the batch.
+    """Return the cache slots that a batch uses for the first time, and stamp them with the batch number.
 
-    The result has no duplicates, and is in order of first use.
+    A slot that already has the stamp was returned by an earlier call for the same batch. The result has no
+    duplicates, and is in order of first use.
 
     Args:
         slots: int64 [N]; -1: no slot.
-        stamps: last batch per cache slot, int64. Modified in place.
+        stamps: number of the last batch that used each cache slot, int64. Modified in place.
         batch: batch number.
     """
     first_uses = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0 and stamps[slot] != batch))
@@ -152,15 +154,15 @@ def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
 
 
 def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> tuple[Tensor, int]:
-    """Choose slots to evict with the generalized CLOCK policy.
+    """Select cache slots to evict with the generalized CLOCK policy.
 
     The hand circles over the slots. It skips pinned slots, decrements positive reference counts, and selects
     slots with a count of 0.
 
     Args:
-        counts: reference count per slot, uint8. Modified in place.
-        pins: pin count per slot, int32. Pinned slots (above 0) stay.
-        hand: hand position.
+        counts: reference count of each slot, uint8. Modified in place.
+        pins: pin count of each slot, int32. Slots with pins are not evicted.
+        hand: slot at which the hand stands.
         num_victims: number of slots to evict.
 
     Returns:
@@ -181,7 +183,7 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
     return torch.tensor(victims, dtype=torch.int64), hand
 
 
-def _bytes(part: Tensor) -> Tensor:
+def _as_bytes(part: Tensor) -> Tensor:
     """View a part's memory as uint8 [height, bytes per row]."""
     assert part.is_contiguous()
     height = part.shape[0]

@@ -1,4 +1,4 @@
-"""Fused optimizers: formulas in plain torch, optimizer state, and required whole-row statistics.
+"""Fused optimizers: update formulas in plain torch, optimizer state, and the whole-row statistics they need.
 
 Everything else derives from ``FORMULAS``: the state of the specs (``optim/optimizers.py``), the exchange of
 row statistics (``distributed/row_stats.py``), the planner's memory estimate, Triton's constants, and
@@ -12,8 +12,8 @@ All formulas compute in fp32 on touched rows. ``g`` is a row's summed gradient, 
 gradient step without affecting it: norms use the row before decay. LAMB and LARS apply decay differently, see
 their docstrings.
 
-Norms and means are over the whole row. For column-sharded tables, ``stats_U3`` supplies them, in ``RowSum``
-order.
+Norms and means are over the whole row. If a table is sharded by columns, a rank has only part of a row, and
+``stats_U3`` supplies the sums over all shards, in ``RowSum`` order.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# U touched rows, D width
+# Shape legend: U touched rows, D width.
 
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
-"""Decay mode codes."""
+"""Codes for the weight decay mode, as in the kernels."""
 
 
 class Hyper(NamedTuple):
-    """Optimizer parameters for an update. Formulas read the relevant fields by name.
+    """Optimizer parameters of one update. Formulas read the relevant fields by name.
 
     Kernels receive a float64 tensor in this order, and also know the names (``formulas.inc``,
     ``triton_update_kernels.py``). A formula with an additional parameter adds a field here.
@@ -56,7 +56,7 @@ class Hyper(NamedTuple):
 
     @classmethod
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
-        """Read a float64 tensor with ``HYPER_SIZE`` values."""
+        """Read the float64 tensor ``[HYPER_SIZE]`` that ``as_tensor`` returns."""
         if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
             raise ValueError(
                 f"hyper must be a float64 CPU tensor with {HYPER_SIZE} entries, got {hyper.dtype} "
@@ -78,7 +78,7 @@ _CPP_TYPES = {"decay_mode": "int", "step": "uint64_t", "seed": "uint64_t", "row_
 
 
 class RowSum(IntEnum):
-    """Sums of squares over a whole row: columns of ``stats_U3``."""
+    """Sums of squares over a whole row, used as column numbers of ``stats_U3``."""
 
     GRADIENT = 0
     """Sum of squares of ``Formula.gradient``."""
@@ -89,7 +89,7 @@ class RowSum(IntEnum):
 
 
 class Rows(NamedTuple):
-    """Touched rows of a table. Formulas return a new ``weight``, and modify the state slots in place."""
+    """Touched rows of one table: input to a formula, which returns new weights and modifies ``slots``."""
 
     weight: Tensor
     """fp32 [U, D]"""
@@ -101,26 +101,34 @@ class Rows(NamedTuple):
     """Whole-row sums, fp32 [U, 3]; None: compute them from these rows."""
 
     def sum_of_squares(self, which: RowSum, x_UD: Tensor) -> Tensor:
-        """Return the sum of squares per row of ``x_UD`` [U], or the given whole-row sum."""
+        """Return the sum of squares of each row of ``x_UD``, fp32 [U]: from ``stats`` if given.
+
+        Args:
+            which: column of ``stats`` that holds the sum of squares of ``x_UD``.
+            x_UD: fp32 [U, D].
+        """
         return x_UD.square().sum(1) if self.stats is None else self.stats[:, which]
 
 
 def decayed_gradient(rows: Rows, h: Hyper) -> Tensor:
-    """Return ``g``, plus the L2 term if enabled."""
+    """Return the gradient ``g``, plus ``weight_decay * w`` with L2 decay."""
     if h.decay_mode == L2_DECAY:
         return rows.gradient + h.weight_decay * rows.weight
     return rows.gradient
 
 
 def _plain_gradient(rows: Rows, h: Hyper) -> Tensor:
+    """Return the gradient without the L2 term, for LARS, which adds the decay after the norms."""
     return rows.gradient
 
 
 def _mean_of_squares(rows: Rows, h: Hyper, g_UD: Tensor) -> Tensor:
+    """Return the mean of squared gradients over each whole row, fp32 [U]."""
     return rows.sum_of_squares(RowSum.GRADIENT, g_UD) / (h.row_dim or g_UD.shape[1])
 
 
-def _decayed(rows: Rows, h: Hyper) -> Tensor:
+def _decayed_weight(rows: Rows, h: Hyper) -> Tensor:
+    """Return the weights, shrunk by ``lr * weight_decay`` with decoupled decay."""
     if h.decay_mode == DECOUPLED_DECAY:
         return rows.weight * (1 - h.lr * h.weight_decay)
     return rows.weight
@@ -128,21 +136,21 @@ def _decayed(rows: Rows, h: Hyper) -> Tensor:
 
 def _sgd(rows: Rows, h: Hyper) -> Tensor:
     """Apply w -= lr * g."""
-    return _decayed(rows, h) - h.lr * decayed_gradient(rows, h)
+    return _decayed_weight(rows, h) - h.lr * decayed_gradient(rows, h)
 
 
 def _adagrad(rows: Rows, h: Hyper) -> Tensor:
     """Apply s += g^2; w -= lr * g / (sqrt(s) + eps)."""
     g, (total,) = decayed_gradient(rows, h), rows.slots
     total += g.square()
-    return _decayed(rows, h) - h.lr * g / (total.sqrt() + h.eps)
+    return _decayed_weight(rows, h) - h.lr * g / (total.sqrt() + h.eps)
 
 
 def _rowwise_adagrad(rows: Rows, h: Hyper) -> Tensor:
     """Apply s += mean(g^2), one value per row; w -= lr * g / (sqrt(s) + eps)."""
     g, (total,) = decayed_gradient(rows, h), rows.slots
     total += _mean_of_squares(rows, h, g)
-    return _decayed(rows, h) - (h.lr / (total.sqrt() + h.eps))[:, None] * g
+    return _decayed_weight(rows, h) - (h.lr / (total.sqrt() + h.eps))[:, None] * g
 
 
 def _moments_step(rows: Rows, h: Hyper) -> Tensor:
@@ -160,11 +168,11 @@ def _moments_step(rows: Rows, h: Hyper) -> Tensor:
 
 def _adam(rows: Rows, h: Hyper) -> Tensor:
     """Apply w -= lr * m^ / (sqrt(v^) + eps), with v per element or per row."""
-    return _decayed(rows, h) - h.lr * _moments_step(rows, h)
+    return _decayed_weight(rows, h) - h.lr * _moments_step(rows, h)
 
 
 def _lamb_direction(rows: Rows, h: Hyper) -> Tensor:
-    """Return r = Adam's step (+ weight_decay * w if decoupled)."""
+    """Return LAMB's direction r: Adam's step, plus weight_decay * w with decoupled decay."""
     r = _moments_step(rows, h)
     return r + h.weight_decay * rows.weight if h.decay_mode == DECOUPLED_DECAY else r
 
@@ -193,9 +201,10 @@ def _lars(rows: Rows, h: Hyper) -> Tensor:
     local = h.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + h.eps)
     local_lr = h.lr * torch.where(either_zero, torch.ones_like(local), local)
     m.mul_(h.momentum).add_(local_lr[:, None] * (g + decay * rows.weight))
-    return _decayed(rows, h) - m
+    return _decayed_weight(rows, h) - m
 
 
+# Much smaller than any root of an accumulated square, so it changes no other quotient.
 _TINY = 1e-37
 
 
@@ -216,7 +225,7 @@ def _ftrl(rows: Rows, h: Hyper) -> Tensor:
 
 @unique
 class OptimizerKind(Enum):
-    """Fused optimizers, by their names in plan files and recipes."""
+    """Fused optimizers. The values are the names in plan files and recipes."""
 
     NONE = "none"
     SGD = "sgd"
@@ -231,7 +240,7 @@ class OptimizerKind(Enum):
 
     @property
     def code(self) -> int:
-        """Optimizer code in kernels.
+        """Number of the optimizer in the kernels: the index in ``FORMULAS``.
 
         Raises:
             ValueError: the kind is NONE.
@@ -240,19 +249,22 @@ class OptimizerKind(Enum):
 
     @property
     def state_per_row(self) -> tuple[int, int]:
-        """fp32 state values: per column, and per row."""
+        """Optimizer state values (fp32) that a table row needs: per column, and per row.
+
+        Row-wise Adam needs (1, 1): a first moment per column, and a second moment per row.
+        """
         slots = _BY_KIND[self].slots if self in _BY_KIND else ()
         num_per_row = sum(slot.per_row for slot in slots)
         return len(slots) - num_per_row, num_per_row
 
     @property
     def row_statistics(self) -> int:
-        """fp32 values per row that column shards must sum before the update."""
+        """Number of fp32 values per row that column shards must sum over ranks before the update."""
         return len(_BY_KIND[self].row_sums) if self in _BY_KIND else 0
 
 
 class Slot(NamedTuple):
-    """Optimizer state tensor of a table, fp32."""
+    """One optimizer state tensor of a table, fp32."""
 
     name: str
     per_row: bool = False
@@ -262,17 +274,17 @@ class Slot(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """Optimizer formula. The code is the index in ``FORMULAS``."""
+    """Update formula of an optimizer, with the state and statistics that it needs."""
 
     kind: OptimizerKind
     name: str
     """Name of the spec in ``meshrec.optim`` and, prefixed with ``k``, of the C++ constant."""
     apply: Callable[[Rows, Hyper], Tensor]
-    """Returns the new rows, and modifies the state slots in place."""
+    """Returns the new weights, and modifies the state slots in place."""
     slots: tuple[Slot, ...] = ()
     """Optimizer state; at most two slots."""
     row_sums: frozenset[RowSum] = frozenset()
-    """Required whole-row sums."""
+    """Whole-row sums that the formula reads."""
     gradient: Callable[[Rows, Hyper], Tensor] = decayed_gradient
     """Returns the gradient whose squares ``RowSum.GRADIENT`` sums."""
     direction: Callable[[Rows, Hyper], Tensor] | None = None
@@ -280,7 +292,7 @@ class Formula(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Optimizer code in kernels."""
+        """Number of the optimizer in the kernels: the index in ``FORMULAS``."""
         return FORMULAS.index(self)
 
 
@@ -341,13 +353,13 @@ FORMULAS = (
         slots=(Slot("sum", initial="initial_accumulator_value"), Slot("linear")),
     ),
 )
-"""Optimizers, by code."""
+"""Formulas of all optimizers. The index of a formula is the optimizer code."""
 
 _BY_KIND = {formula.kind: formula for formula in FORMULAS}
 
 
 def formula_of(optimizer: int | OptimizerKind) -> Formula:
-    """Return a formula by code or kind.
+    """Return the formula of an optimizer, given its code or kind.
 
     Raises:
         ValueError: unknown code or kind.
@@ -360,14 +372,17 @@ def formula_of(optimizer: int | OptimizerKind) -> Formula:
 
 
 def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
-    """Return whether the squared gradient is the only whole-row sum required."""
+    """Return whether the update needs no whole-row statistic except the squared gradient.
+
+    Column shards can then exchange a single value per row, without looking up the weights.
+    """
     formula = formula_of(optimizer)
     reads_weight = formula.gradient is decayed_gradient and hyper.decay_mode == L2_DECAY
     return formula.row_sums == {RowSum.GRADIENT} and not reads_weight
 
 
 def as_cpp() -> str:
-    """Return ``formulas.inc``: ``Hyper`` fields and optimizers, in order, as C++ macros."""
+    """Return the content of ``formulas.inc``: ``Hyper`` fields and optimizers, in order, as C++ macros."""
     lines = ["// Written by setup.py from ops/tbe/formulas.py: change that.", "#ifdef HYPER"]
     lines += [f"HYPER({_CPP_TYPES.get(name, 'float')}, {name})" for name in Hyper._fields]
     lines += ["#endif", "#ifdef FORMULA"]

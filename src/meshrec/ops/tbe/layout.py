@@ -1,7 +1,8 @@
-"""Index ranges of IDs, bags and output rows per feature, shared by the plain torch kernels.
+"""Index ranges of IDs, bags and output rows of each feature, shared by the plain torch kernels.
 
-Bags are segment-major: segment ``s = block * K + key`` holds the bags of a key in a block. A block is the
-message from a source rank; a single process has one block. ``segments`` holds the first bag per segment.
+Bags are ordered by segment: segment ``s = block * K + key`` holds the bags of one key in one block. A block
+is the message from one source rank; a single process has one block. ``segments`` holds the index of the first
+bag of each segment. With two ranks and keys a and b, the bags are: rank 0 a, rank 0 b, rank 1 a, rank 1 b.
 """
 
 import itertools
@@ -13,28 +14,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# F features, K keys, R blocks, S = R*K segments, N ids, B bags of one segment, D width
+# Shape legend: F features, K keys, R blocks, S = R * K segments, N IDs, B bags of one segment, D width.
 
 SUM, MEAN, NONE = 0, 1, 2
-"""Pooling mode codes."""
+"""Codes for the pooling mode of a feature, as in the kernels."""
 
 
 class Lookups(NamedTuple):
-    """Batch of jagged IDs, and the table and pooling per feature: arguments shared by all TBE operators."""
+    """Batch of jagged IDs, with table and pooling of each feature: the first arguments of all TBE ops."""
 
     values: Tensor
     """int32 or int64 [N]."""
     offsets: Tensor
-    """int32 or int64: first ID per bag, and N."""
+    """int32 or int64: index of the first ID of each bag, followed by N."""
     per_sample_weights: Tensor | None
     """float32 [N]."""
     segments: Tensor | None
-    """First bag per segment, and the number of bags; int64 on the CPU. None: equal bag counts per key."""
+    """Index of the first bag of each segment, followed by the number of bags; int64 [S + 1] on the CPU.
+
+    None: one block, in which all keys have equally many bags.
+    """
     num_keys: int
     keys: list[int]
-    """[F]: key read by the feature."""
+    """[F]: key that the feature reads."""
     tables: list[int]
-    """[F]: table read by the feature, as an index into the weights."""
+    """[F]: table that the feature reads, as an index into the weights."""
     pooling: list[int]
     """[F]: 0 SUM, 1 MEAN, 2 NONE."""
     flat: bool
@@ -44,12 +48,15 @@ class Lookups(NamedTuple):
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["Lookups", Sequence[Any]]:
-        """Split operator arguments into the shared ones and the operator-specific ones."""
+        """Split the arguments of an operator into ``Lookups`` and the arguments that follow."""
         shared = len(cls._fields)
         return cls._make(arguments[:shared]), arguments[shared:]
 
     def of_tables(self, selected: Sequence[int]) -> "Lookups":
-        """Return lookups with the selected tables renumbered from 0, in order; other tables become -1."""
+        """Return lookups for only some tables, renumbered in the given order; other tables become -1.
+
+        Selecting [3, 1] turns table 3 into 0, table 1 into 1, and table 2 into -1, which operators skip.
+        """
         # Selecting all tables is the common case. Avoid new lists on every step.
         if len(selected) > max(self.tables, default=-1) and all(
             map(operator.eq, selected, itertools.count())
@@ -63,7 +70,7 @@ class Lookups(NamedTuple):
         return [out_size] if self.flat else [out_size, sum(self.dims)]
 
     def layout(self) -> "OutputLayout":
-        """Return the index ranges of every feature in every block; see `make_layout`."""
+        """Return the index ranges of each feature in each block; see `make_layout`."""
         return make_layout(
             self.offsets,
             self.segments,
@@ -76,7 +83,7 @@ class Lookups(NamedTuple):
 
 
 class FeaturePiece(NamedTuple):
-    """IDs, bags and output range of a feature in one block."""
+    """IDs, bags and output range of one feature in one block."""
 
     feature: int
     ids: slice
@@ -91,18 +98,26 @@ class FeaturePiece(NamedTuple):
     """Elements in a 1-D output."""
 
     def bag_of_id(self) -> Tensor:
-        """Return the bag index within the piece, per ID, int64 [n]."""
+        """Return, for each ID, the index of its bag within the piece: int64 [n]."""
         return torch.repeat_interleave(self.lengths_B)
 
-    def of(self, output: Tensor, dim: int) -> Tensor:
-        """Return the piece's rows, ``[bags or ids, dim]``, as a view of an output (or output gradient)."""
+    def view_of(self, output: Tensor, dim: int) -> Tensor:
+        """Return the part of an output (or output gradient) that belongs to this piece.
+
+        Args:
+            output: output of the whole lookup.
+            dim: feature width.
+
+        Returns:
+            A view, ``[bags, dim]``, or ``[ids, dim]`` without pooling.
+        """
         if output.dim() == 1:
             return output[self.flat].view(-1, dim)
         return output[self.rows, self.columns]
 
 
 class OutputLayout(NamedTuple):
-    """Feature pieces, block by block, and the output size: rows if 2-D, elements if 1-D."""
+    """Pieces of all features, block by block, and the output size: rows if 2-D, elements if 1-D."""
 
     pieces: list[FeaturePiece]
     out_size: int
@@ -130,11 +145,11 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
 
 
 def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
-    """Return the first bag per segment, and the number of bags: R * K + 1 integers for R blocks and K keys.
+    """Return the index of the first bag of each segment, followed by the number of bags: R * K + 1 integers.
 
     Args:
         num_bags: number of bags.
-        segments: segment bounds, int64 on the CPU; None: one block with equal bag counts per key.
+        segments: the same as a tensor, int64 on the CPU; None: one block with equal bag counts per key.
         num_keys: K.
 
     Raises:
@@ -166,11 +181,11 @@ def make_layout(
     pooling: list[int],
     flat: bool,
 ) -> OutputLayout:
-    """Compute the index ranges of every feature in every block.
+    """Compute the index ranges of each feature in each block.
 
     Args:
-        offsets: first ID per bag, and N.
-        segments: first bag per segment, or None.
+        offsets: index of the first ID of each bag, followed by N.
+        segments: index of the first bag of each segment, followed by the number of bags, or None.
         num_keys: K.
         keys: [F].
         dims: [F].

@@ -1,4 +1,4 @@
-"""Lookups for modules: a single kernel for all tables, and a backward pass that may update the tables."""
+"""Lookups as modules call them: one kernel for all tables, and a backward pass that may update the tables."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from meshrec.ops.tbe import (
 from meshrec.ops.tbe.layout import Lookups
 from meshrec.ops.versions import check_unchanged, versions_of
 
-# F features, K keys, T tables, N ids, B samples, D width
+# Shape legend: F features, K keys, T tables, N IDs, B samples, D width.
 
 # Overloads, resolved once: resolving them by name on every call, as torch.ops does, doubles the call time.
 _forward: Callable[..., Tensor] = operators.tbe_forward
@@ -25,11 +25,11 @@ update: Callable[..., None] = operators.tbe_update
 
 
 BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch sizes")
-"""Names for the first four fields of ``Lookups`` in messages."""
+"""Names of the first four fields of ``Lookups``, for error messages."""
 
 
 class LookupOptions(NamedTuple):
-    """Size and dtype of a lookup result, and whether to check the input."""
+    """Size and dtype of a lookup result, and whether to check IDs and weights."""
 
     out_size: int
     """Rows (2-D) or elements (flat) of the result."""
@@ -42,26 +42,29 @@ class LookupOptions(NamedTuple):
 
 
 class Updater(Protocol):
-    """Protocol for objects that receive a lookup's gradient and update tables with it."""
+    """Protocol for objects that update tables in the backward pass of a fused lookup."""
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Return the number of in-place writes per table not made by the updater.
+        """Return the number of in-place writes to each table that the updater did not make itself.
 
         Raises:
             ValueError: ``weights`` are not the updater's tables.
         """
 
     def check_tables(self, before: list[int]) -> None:
-        """Raise ValueError if ``foreign_writes`` changed since it returned ``before``."""
+        """Raise ValueError if ``foreign_writes`` no longer returns ``before``: a table was changed."""
 
     def take(self, grad: Tensor, lookups: Lookups) -> None:
-        """Update the tables. ``grad`` has the shape of the lookup output; ``lookups.tables`` index the
-        module's tables.
+        """Update the tables with a lookup's gradient.
+
+        Args:
+            grad: gradient with the shape of the lookup output.
+            lookups: the batch; ``lookups.tables`` index the tables of the module.
         """
 
 
 def forward(weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions) -> Tensor:
-    """Look up and pool rows; differentiable in the weights (dense gradients) and per-sample weights.
+    """Look up and pool rows. Differentiable: gives dense weight gradients, and per-sample weight gradients.
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
@@ -79,7 +82,7 @@ def forward(weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions)
 
 
 def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
-    """Return gradients with the shapes and dtypes of the weights.
+    """Return the dense gradients of all tables, with the shapes and dtypes of the weights.
 
     Args:
         grad: output gradient.
@@ -91,26 +94,29 @@ def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> lis
 
 
 def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return touched rows, int64 [U] ascending, and their summed gradients, fp32 [U, D], per table.
+    """Return the gradients of the rows that the batch touches, per table: (rows, gradients).
+
+    ``rows`` are distinct and ascending, int64 [U]. ``gradients`` are summed over the batch, fp32 [U, D].
 
     Args:
         grad: output gradient.
         lookups: the batch.
-        num_rows: rows per table.
+        num_rows: number of rows of each table.
     """
     flat = operators.tbe_sparse_grad(grad, *lookups, num_rows)
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return squared gradient sums of touched rows, touched rows per table, and ``runs``.
+    """Return the squared gradient norm of each touched row, for optimizers with row statistics.
 
-    See ``naive.tbe_row_squares``.
+    The remaining results are the number of touched rows per table, and ``runs`` to pass to ``update``. See
+    ``naive.tbe_row_squares``.
 
     Args:
         grad: output gradient.
         lookups: the batch.
-        num_rows: rows per table.
+        num_rows: number of rows of each table.
     """
     result: tuple[Tensor, Tensor, Tensor] = operators.tbe_row_squares(grad, *lookups, num_rows)
     return result
@@ -132,7 +138,7 @@ def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups
 
 
 class _FusedLookup(torch.autograd.Function):
-    """Lookup whose backward pass hands the gradient to the updater."""
+    """Lookup whose backward pass passes the gradient to an updater instead of to the weights."""
 
     @staticmethod
     def forward(
@@ -150,14 +156,14 @@ class _FusedLookup(torch.autograd.Function):
 
         Args:
             ctx: holds the lookup for the backward pass.
-            anchor: makes the result require a gradient.
-            per_sample_weights: the weights in ``lookups``, for their gradient.
+            anchor: tensor that requires a gradient, so that the result does too; never gets one.
+            per_sample_weights: the weights in ``lookups``, as an input that autograd asks a gradient for.
             weights: ``[rows, D]`` per table.
             lookups: the batch.
             updater: receives the gradient.
             options: output size and dtype, and whether to check IDs.
-            dense_tables: tables with ordinary gradients.
-            dense_weights: the weights of ``dense_tables``.
+            dense_tables: tables that get ordinary dense gradients instead of an update.
+            dense_weights: the weights of ``dense_tables``, as inputs that autograd asks gradients for.
         """
         # Not saved for backward, because the update intentionally modifies the weights in place. Other
         # in-place writes are detected by comparing versions, as torch does for saved tensors.
@@ -196,7 +202,7 @@ def fused_forward(
     dense_tables: list[int],
     options: LookupOptions,
 ) -> Tensor:
-    """Look up like ``forward``; the backward pass hands the gradient to ``updater``.
+    """Look up like ``forward``, with a backward pass that passes the gradient to ``updater``.
 
     torch.compile does not trace this function, but runs it between its graphs: a traced graph would lose the
     update, a side effect in the backward pass.
@@ -223,6 +229,7 @@ def _run_fused(
     dense_tables: list[int],
     options: LookupOptions,
 ) -> Tensor:
+    """Implement ``fused_forward`` outside tracing."""
     if torch._C._are_functorch_transforms_active():
         raise ValueError(
             "a fused collection was called inside a torch.func transform (grad, vmap, ...), which cannot "
@@ -235,16 +242,21 @@ def _run_fused(
 
 @functools.cache
 def _anchor() -> Tensor:
-    """Return a tensor that makes results require a gradient. It never gets one, so all lookups share it."""
+    """Return a tensor that requires a gradient, and so makes lookup results require one.
+
+    No gradient ever reaches it, so all lookups share it.
+    """
     # A tensor created in inference mode could not require a gradient later.
     with torch.inference_mode(False):
         return torch.empty(0, device="cpu", requires_grad=True)
 
 
+# Created at the first traced call, because creating it imports the compiler.
 _untraced_fused: Callable[..., Tensor] | None = None
 
 
 def _untraced() -> Callable[..., Tensor]:
+    """Return ``_run_fused`` wrapped so that torch.compile runs it outside its graphs."""
     global _untraced_fused
     if _untraced_fused is None:
         _untraced_fused = torch.compiler.disable(_run_fused)

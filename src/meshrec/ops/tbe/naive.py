@@ -1,10 +1,10 @@
-"""Table-batched embedding in plain torch: the reference for the kernels, and the fallback without them.
+"""Table-batched embedding (TBE) in plain torch: the reference for the kernels, and the fallback without them.
 
 Shared arguments (F features, K keys, T tables, N IDs, S segments, B bags per segment, D width):
 
-- ``values_N``: IDs, int32 or int64. ``offsets``: first ID per bag, and N; int32 or int64. Bags are
-  segment-major, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one block with equal bag
-  counts per key.
+- ``values_N``: IDs, int32 or int64. ``offsets``: index of the first ID of each bag, followed by N; int32 or
+  int64. Bags are ordered by segment, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one
+  block with equal bag counts per key.
 - Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In
   update and gradient operators, table -1 skips the feature. ``dims[f]`` is the feature width.
 - Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, block by block. ``flat=True``: 1-D; per block
@@ -37,7 +37,7 @@ from meshrec.ops.tbe.naive_update import update_rows
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
-    r"""Look up and pool rows.
+    r"""Look up the rows of all IDs in all tables, and pool them by bag.
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
@@ -65,13 +65,14 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
         if sample_weights is not None:
             rows_nD *= sample_weights[piece.ids, None]
         mode = lookups.pooling[piece.feature]
-        piece.of(out, table.shape[1]).copy_(rows_nD if mode == NONE else _pooled(rows_nD, piece, mode))
+        piece.view_of(out, table.shape[1]).copy_(rows_nD if mode == NONE else _pooled(rows_nD, piece, mode))
     return out
 
 
 def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
-    """Sum the gradient of every touched row, then update the row once. Untouched rows and state do not
-    change.
+    """Update tables in place: sum the gradient of each touched row, then apply one optimizer step to the row.
+
+    Untouched rows and their state do not change.
 
     Args:
         grad: output gradient.
@@ -82,13 +83,13 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
       1). ``optimizer`` and ``hyper`` (float64): see ``formulas.py``; rounding: ``naive_update.py``.
     - ``row_stats``: whole-row sums per ID for column-sharded tables, fp32 [N, 3]; only with NONE and distinct
       IDs per table.
-    - ``origins``: first row and column of every weight within the whole table (empty: 0, 0). Stochastic
+    - ``origins``: row and column of the whole table at which each weight starts (empty: 0, 0). Stochastic
       rounding uses these positions, so that shards round like the whole table.
     - ``runs``: result of ``tbe_row_squares`` for the same arguments, which avoids sorting again. Requires
-      ``mean_squares``, fp32 [sum of U_t]: mean squared gradient per touched whole row, for optimizers without
-      other statistics.
-    - ``row_keys``: position in the whole table per row and weight, int64. Replaces the row in ``origins``.
-      Empty for a weight with rows in order.
+      ``mean_squares``, fp32 [sum of U_t]: mean squared gradient of each touched whole row, for optimizers
+      without other statistics.
+    - ``row_keys``: for each weight, the row numbers in the whole table, int64, instead of counting from
+      ``origins``. Empty for a weight that stores rows in order.
     """
     lookups, (weights, state, optimizer, hyper, row_stats, origins, *trailing) = Lookups.split(arguments)
     # The dispatcher omits trailing defaults; direct callers may pass these by name.
@@ -105,9 +106,10 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
         raise ValueError(
             f"origins must hold a row and a column for each of the {len(weights)} tables, or nothing."
         )
-    for table, parts in enumerate(_by_table(grad, lookups, [weight.shape[0] for weight in weights])):
+    num_rows = [weight.shape[0] for weight in weights]
+    for table, parts in enumerate(_gradients_by_table(grad, lookups, num_rows)):
         if parts:
-            rows_U, gradient_UD, inverse_n = _summed(parts)
+            rows_U, gradient_UD, inverse_n = _sum_by_row(parts)
             stats_U3 = None
             if row_stats is not None:
                 stats_U3 = row_stats.new_empty(rows_U.numel(), 3)
@@ -123,16 +125,16 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
 
 
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
-    """Return the gradients of T = len(num_rows) tables by touched row: ``rows_0, grads_0, rows_1, ...``.
+    """Return the gradients of touched rows, for T = len(num_rows) tables: ``rows_0, grads_0, rows_1, ...``.
 
     ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. Tables without a feature have
     U_t = 0 and D_t = 0.
     """
     lookups, (num_rows,) = Lookups.split(arguments)
     result: list[Tensor] = []
-    for parts in _by_table(grad, lookups, num_rows):
+    for parts in _gradients_by_table(grad, lookups, num_rows):
         if parts:
-            result += _summed(parts)[:2]
+            result += _sum_by_row(parts)[:2]
         else:
             nothing = lookups.values.new_empty(0, dtype=torch.int64)
             result += [nothing, grad.new_empty(0, 0, dtype=torch.float32)]
@@ -140,7 +142,7 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return squared gradient sums of the touched rows in T = len(num_rows) tables.
+    """Return the squared gradient norms of touched rows, for T = len(num_rows) tables.
 
     Returns:
         Sums, fp32 [sum of U_t], by table and ascending row; U_t, int64 [T] on the CPU; and ``runs`` for
@@ -153,7 +155,7 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """Return dense gradients with the shape and dtype of the tables. Sums are in fp32.
+    """Return dense gradients with the shapes and dtypes of the tables. Sums are in fp32.
 
     Args:
         grad: output gradient.
@@ -171,13 +173,13 @@ def tbe_sample_weight_grad(
 ) -> Tensor:
     """Return the gradient of the per-sample weights, fp32 [N].
 
-    Features with the same key add up; unread IDs get 0.
+    Gradients of features that read the same key are added. IDs that no feature reads get 0.
 
     Args:
         grad: output gradient.
         weights: ``[rows, D]`` per table.
         values: IDs.
-        offsets: first ID per bag, and N.
+        offsets: index of the first ID of each bag, followed by N.
         arguments: the remaining fields of ``Lookups``, without per-sample weights.
     """
     lookups = Lookups(values, offsets, None, *arguments)
@@ -199,14 +201,14 @@ def clamp_ids(
     tables: list[int],
     num_rows: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Replace IDs outside their table by 0.
+    """Replace IDs outside their table by 0, and count them.
 
     An ID in a key read by several features is replaced if it is outside any of their tables.
 
     Args:
         values: IDs [N].
-        offsets: first ID per bag, and N.
-        segments: first bag per segment, or None.
+        offsets: index of the first ID of each bag, followed by N.
+        segments: index of the first bag of each segment, followed by the number of bags, or None.
         num_keys: K.
         keys: [F].
         tables: [F].
@@ -223,29 +225,33 @@ def clamp_ids(
     for piece in layout.pieces:
         table = tables[piece.feature]
         if table >= 0:
-            bad = _outside(values[piece.ids], num_rows[table])
+            bad = _is_outside(values[piece.ids], num_rows[table])
             clamped[piece.ids] = clamped[piece.ids].masked_fill(bad, 0)
             counts_F[piece.feature] += bad.sum()
     return clamped, counts_F
 
 
 def _pooled(rows_nD: Tensor, piece: FeaturePiece, mode: int) -> Tensor:
+    """Return the sum or mean of rows per bag, fp32 [bags, D]."""
     num_bags = piece.lengths_B.numel()
     pooled = rows_nD.new_zeros(num_bags, rows_nD.shape[1]).index_add_(0, piece.bag_of_id(), rows_nD)
     return pooled / piece.lengths_B.clamp(min=1)[:, None] if mode == MEAN else pooled
 
 
 class _Gradient(NamedTuple):
-    """Gradients per ID in a piece, before summing duplicates."""
+    """Gradients of the IDs in one piece, before gradients of the same row are summed."""
 
     table: int
-    ids: slice
-    rows_n: Tensor
+    ids: slice  # the piece's IDs in values_N
+    rows_n: Tensor  # table row of each ID
     gradient_nD: Tensor
 
 
 def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> Iterator[_Gradient]:
-    """Yield gradients per ID and piece, scaled by weight and 1/length (MEAN), without skipped features."""
+    """Yield the gradients of the IDs of each piece: scaled by sample weight, and by 1 / bag size for MEAN.
+
+    Features with table -1 are skipped.
+    """
     layout = _layout(lookups)
     out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(lookups.dims)
     if grad.numel() != out_size:
@@ -254,7 +260,7 @@ def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> It
         table, mode = lookups.tables[piece.feature], lookups.pooling[piece.feature]
         if table < 0:
             continue
-        gradient = piece.of(grad, lookups.dims[piece.feature]).float()
+        gradient = piece.view_of(grad, lookups.dims[piece.feature]).float()
         if mode == MEAN:
             gradient = gradient / piece.lengths_B.clamp(min=1)[:, None]
         if mode != NONE:
@@ -272,15 +278,21 @@ def _layout(lookups: Lookups) -> OutputLayout:
     return lookups.layout()
 
 
-def _by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> list[list[_Gradient]]:
+def _gradients_by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> list[list[_Gradient]]:
+    """Return the gradients of all pieces that read table 0, then of those that read table 1, etc."""
     parts: list[list[_Gradient]] = [[] for _ in num_rows]
     for part in _id_gradients(grad, lookups, num_rows):
         parts[part.table].append(part)
     return parts
 
 
-def _summed(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return distinct rows [U], ascending, summed gradients [U, D], and the row position per ID [n]."""
+def _sum_by_row(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the gradients of equal rows of one table.
+
+    Returns:
+        Distinct rows, ascending, int64 [U]; their gradients, fp32 [U, D]; and for each ID the index of its
+            row among the distinct rows, int64 [n].
+    """
     rows_U, inverse_n = torch.cat([part.rows_n for part in parts]).unique(return_inverse=True)
     gradient_nD = torch.cat([part.gradient_nD for part in parts])
     total_UD = gradient_nD.new_zeros(rows_U.numel(), gradient_nD.shape[1])
@@ -288,13 +300,14 @@ def _summed(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
     return rows_U, total_UD.index_add_(0, inverse_n, gradient_nD), inverse_n
 
 
-def _outside(ids: Tensor, num_rows: int) -> Tensor:
+def _is_outside(ids: Tensor, num_rows: int) -> Tensor:
     return (ids < 0) | (ids >= num_rows)
 
 
 def _check_inputs(
     values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, pooling: Sequence[int]
 ) -> None:
+    """Check offsets and per-sample weights. Raises ValueError."""
     check_offsets(offsets, values.numel())
     if per_sample_weights is None:
         return
@@ -309,6 +322,7 @@ def _check_inputs(
 
 
 def _check_pooled(pooling: Sequence[int]) -> None:
+    """Raise ValueError if a feature is not pooled: per-sample weights scale rows in a sum."""
     if NONE in pooling:
         raise ValueError("per-sample weights belong to pooled lookups; a sequence lookup takes none.")
 
@@ -320,13 +334,14 @@ def _check_ids(
     num_rows_F: list[int],
     names: Tensor,
 ) -> None:
+    """Raise ValueError for the first ID outside its table, or weight that is NaN."""
     for piece in layout.pieces:
         ids = values[piece.ids]
-        table, feature = _names(names, piece.feature)
+        table, feature = _table_and_feature(names, piece.feature)
         _check_rows(piece, ids, num_rows_F[piece.feature], table, feature)
         if per_sample_weights is None:
             continue
-        if (position := _first(per_sample_weights[piece.ids].isnan())) is not None:
+        if (position := _first_true(per_sample_weights[piece.ids].isnan())) is not None:
             raise ValueError(
                 f"table '{table}': the weight of id {int(ids[position])} of feature '{feature}' "
                 f"(sample {int(piece.bag_of_id()[position])}) is NaN. "
@@ -335,7 +350,8 @@ def _check_ids(
 
 
 def _check_rows(piece: FeaturePiece, ids_n: Tensor, num_rows: int, table: str, feature: str) -> None:
-    if (position := _first(_outside(ids_n, num_rows))) is not None:
+    """Raise ValueError for the first ID outside [0, num_rows). ``table`` and ``feature`` are names."""
+    if (position := _first_true(_is_outside(ids_n, num_rows))) is not None:
         raise ValueError(
             f"table '{table}': id {int(ids_n[position])} of feature '{feature}' "
             f"(sample {int(piece.bag_of_id()[position])}) is outside [0, {num_rows}). "
@@ -343,11 +359,13 @@ def _check_rows(piece: FeaturePiece, ids_n: Tensor, num_rows: int, table: str, f
         )
 
 
-def _first(bad: Tensor) -> int | None:
+def _first_true(bad: Tensor) -> int | None:
+    """Return the index of the first True, or None if there is none."""
     return int(bad.nonzero()[0]) if bool(bad.any()) else None
 
 
-def _names(names: Tensor, feature: int) -> tuple[str, str]:
+def _table_and_feature(names: Tensor, feature: int) -> tuple[str, str]:
+    """Return the names of a feature's table and of the feature; see ``tbe_forward`` for ``names``."""
     table, name = bytes(names.tolist()).decode().split("\n")[feature].split("\t")
     return table, name
 
@@ -409,7 +427,7 @@ def _clamp_ids_fake(
     return torch.empty_like(values), values.new_empty([len(keys)], dtype=torch.int64)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weights, values, offsets, per_sample_weights, segments, *options = inputs
     ctx.save_for_backward(values, offsets, per_sample_weights, segments, *weights)
     num_keys, keys, tables, pooling, flat = options[:5]
@@ -444,7 +462,7 @@ for _name, _fake in (
     ("clamp_ids", _clamp_ids_fake),
 ):
     torch.library.register_fake(f"meshrec::{_name}", _fake)
-torch.library.register_autograd("meshrec::tbe_forward", _backward, setup_context=_save)
+torch.library.register_autograd("meshrec::tbe_forward", _backward, setup_context=_setup_context)
 
 # The update has no gradient. Without the fallthrough, torch inspects every argument tensor on every call.
 _registration = torch.library.Library("meshrec", "IMPL")

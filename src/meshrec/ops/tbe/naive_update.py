@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshrec.ops.tbe.formulas import Hyper, Rows, formula_of
 
-# U touched rows, D width
+# Shape legend: U touched rows, D width.
 
 
 def update_rows(
@@ -24,7 +24,7 @@ def update_rows(
     origin: Sequence[int] = (0, 0),
     keys_U: Tensor | None = None,
 ) -> None:
-    """Apply an optimizer step to distinct rows of a table, in place.
+    """Apply an optimizer step to distinct rows of one table, in place.
 
     Args:
         weight: [num_rows, D], fp32, fp16 or bf16.
@@ -34,40 +34,41 @@ def update_rows(
         stats_U3: whole-row sums for column-sharded tables, see `RowSum`, fp32; None: compute them here.
         optimizer: optimizer code.
         h: optimizer parameters.
-        origin: first row and column of ``weight`` within the whole table. Seeds only stochastic rounding, so
-            that a shard rounds like the whole table.
-        keys_U: whole-table row per entry of ``rows_U``, if ``weight`` does not store rows in order. Replaces
-            ``rows_U + origin[0]``.
+        origin: row and column of the whole table at which ``weight`` starts. Only stochastic rounding reads
+            it, so that a shard rounds like the whole table.
+        keys_U: number that stands for each row in stochastic rounding, int64, if ``weight`` does not store
+            rows in order (hashed tables). Replaces ``rows_U + origin[0]``.
     """
     slots = [slot[rows_U] for slot in state]
     updated = formula_of(optimizer).apply(Rows(weight[rows_U].float(), gradient_UD, slots, stats_U3), h)
-    weight[rows_U] = _rounded(
+    weight[rows_U] = _round_to_dtype(
         updated, weight.dtype, rows_U + origin[0] if keys_U is None else keys_U, h, origin[1]
     )
     for slot, values in zip(state, slots, strict=True):
         slot[rows_U] = values
 
 
-def _rounded(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, first_column: int) -> Tensor:
+def _round_to_dtype(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, first_column: int) -> Tensor:
+    """Convert to the dtype of the table: stochastically if ``h.seed`` is set, else to nearest."""
     if dtype == torch.float32 or h.seed == 0:
         return x_UD.to(dtype)
     columns_D = torch.arange(first_column, first_column + x_UD.shape[1], device=x_UD.device)
     return stochastic_round(x_UD, dtype, random_bits(rows_U, columns_D, h.seed, h.step))
 
 
-def signed(x: int) -> int:
-    """Return the int64 with the bits of an unsigned 64-bit integer."""
+def to_signed(x: int) -> int:
+    """Return the int64 with the same 64 bits as an unsigned integer."""
     x %= 1 << 64
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-def shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 right logically."""
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift int64 right without sign extension."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tensor:
-    """Return 16 random bits per element, int64 [U, D], independent of the update order.
+    """Return 16 pseudo-random bits per element, int64 [U, D], that do not depend on the update order.
 
     Counter-based: ``x = row * 0x9E3779B97F4A7C15 + column * 0xC2B2AE3D27D4EB4F + seed * 0x165667B19E3779F9 +
     step * 0x27D4EB2F165667C5`` modulo 2^64 goes through the splitmix64 finalizer (Steele, Lea, Flood: "Fast
@@ -79,19 +80,20 @@ def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tens
         seed: rounding seed.
         step: update number.
     """
-    start = signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
-    x = rows_U.long()[:, None] * signed(0x9E3779B97F4A7C15) + columns_D * signed(0xC2B2AE3D27D4EB4F) + start
-    x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
-    return (x ^ shifted(x, 31)) & 0xFFFF
+    start = to_signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
+    x = rows_U.long()[:, None] * to_signed(0x9E3779B97F4A7C15)
+    x = x + columns_D * to_signed(0xC2B2AE3D27D4EB4F) + start
+    x = (x ^ shift_right(x, 30)) * to_signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift_right(x, 27)) * to_signed(0x94D049BB133111EB)
+    return (x ^ shift_right(x, 31)) & 0xFFFF
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Round fp32 up or down at random, with probabilities that preserve the mean.
+    """Round fp32 up or down at random, so that the expected result equals the input.
 
-    bf16: add 16 random bits below the precision, then truncate. fp16: likewise with the low 13 random bits,
-    within the range of normal numbers (2^-14 to 65504). Other values (fp16 subnormals and overflow, inf, NaN)
-    are rounded to nearest.
+    bf16: add 16 random bits below the precision, then truncate. fp16: likewise with 13 random bits, for
+    magnitudes from 2^-14 to 65504 (normal numbers). Other values (fp16 subnormals and overflow, inf, NaN) are
+    rounded to nearest.
 
     Args:
         x: fp32.

@@ -1,6 +1,6 @@
-"""Lookup reports as operators: a traced graph cannot read a count, but can call an operator that does.
+"""Operator that reports replaced IDs: a traced graph cannot read a count, but can call an operator that does.
 
-They are Python on every device, and so have a separate namespace.
+It runs in Python on every device. A separate namespace keeps it out of ``schemas.inc``.
 """
 
 import logging
@@ -33,6 +33,7 @@ def report_clamped(total: Tensor, counts: Tensor, names: Tensor) -> None:
 
 
 def _register() -> torch.library.Library:
+    """Define the operator ``torch.ops.meshrec_host.report_clamped``."""
     library = torch.library.Library("meshrec_host", "DEF")
     library.define("report_clamped(Tensor(a!) total, Tensor counts, Tensor names) -> ()")
     library.impl("report_clamped", report_clamped, "CompositeExplicitAutograd")

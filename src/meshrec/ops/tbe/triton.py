@@ -1,4 +1,4 @@
-"""Table-batched operators on GPUs, as Triton kernels. ``naive.py`` describes the operators.
+"""Table-batched operators on GPUs, as Triton kernels. ``naive.py`` documents the operators.
 
 A single launch serves all lookups in all tables. Gradients are sorted by row (stably, so that sums do not
 depend on GPU scheduling); every touched row is summed and written once. Unlike on the CPU, offsets and IDs
@@ -24,11 +24,11 @@ from meshrec.ops.tbe.formulas import Hyper, RowSum, formula_of
 from meshrec.ops.tbe.layout import Lookups
 from meshrec.ops.tbe.triton_positions import PositionedLookups, position_lookups
 
-# F features, K keys, R blocks, L = R * F lookups, T tables, N ids, E entries
+# Shape legend: F features, K keys, R blocks, L = R * F lookups, T tables, N IDs, E entries.
 
 _logger = logging.getLogger("meshrec")
 _LISTED_BAGS, _LISTED_IDS = 8, 16
-"""Bags per program, and IDs per bag in a loop iteration."""
+"""Bags per program, and IDs per bag and loop iteration, when entries are listed."""
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
@@ -38,7 +38,8 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     out = look_up(
         weights, [0] * len(weights), batch, out_size=out_size, out_dtype=out_dtype, check_ids=check_ids
     )
-    return naive.tbe_forward(weights, *arguments) if out is None else out  # raises the error
+    # None: the input is invalid. The plain version raises the error.
+    return naive.tbe_forward(weights, *arguments) if out is None else out
 
 
 def look_up(
@@ -50,18 +51,18 @@ def look_up(
     out_dtype: torch.dtype,
     check_ids: bool,
 ) -> Tensor | None:
-    """Look up rows in floating-point (``bits`` 0) and quantized tables.
+    """Look up and pool rows of tables, floating-point or quantized.
 
     Args:
         weights: rows per table.
-        bits: bits per code and table; 0 for floating-point rows.
+        bits: bits per code of each table; 0 for floating-point rows.
         batch: the lookups.
         out_size: rows (2-D) or elements (flat) of the output.
         out_dtype: output dtype.
         check_ids: whether to check offsets, IDs and weights.
 
     Returns:
-        The output, or None if offsets or IDs are invalid.
+        The output. None if offsets, IDs or weights are invalid.
     """
     from meshrec.ops.tbe import triton_kernels
 
@@ -81,9 +82,9 @@ def look_up(
     # A launch serves many tables, so kernels receive addresses as integers.
     addresses = [weight.data_ptr() for weight in weights]
     num_rows = cached_on_device(device, [weight.shape[0] for weight in weights])
-    for (dtype, num_bits), selected in _by_kind(weights, bits).items():
+    for (dtype, num_bits), selected in _group_by_dtype(weights, bits).items():
         subset = lookups.of_tables(selected)
-        block = _block(batch.dims[feature] for feature in subset.features)
+        block = _padded_width(batch.dims[feature] for feature in subset.features)
         bags = max(1, min(16, 512 // block))
         if 0 in subset.grid(bags):
             continue
@@ -95,7 +96,7 @@ def look_up(
             num_ids,
             is_bad,
             out,
-            WEIGHT=_element(dtype),
+            WEIGHT=_triton_dtype(dtype),
             BITS=num_bits,
             WEIGHTED=batch.per_sample_weights is not None,
             CHECK=check_ids,
@@ -108,38 +109,54 @@ def look_up(
 
 
 def _alignment(widths: Sequence[int], addresses: Sequence[int]) -> int:
-    """Return 4 if all rows start at multiples of 16 bytes, given widths and addresses; otherwise 1."""
+    """Return the number of fp32 values that a thread may load at once: 4 if rows are 16-byte aligned, else 1.
+
+    Args:
+        widths: row widths of all tables.
+        addresses: addresses at which the tables start.
+    """
     is_aligned = all(width % 4 == 0 for width in widths) and all(at % 16 == 0 for at in addresses)
     return 4 if is_aligned else 1
 
 
 class _Entries(NamedTuple):
-    """Gradient contributions per ID, in row order. Padding entries, without a row, come last."""
+    """Gradient contributions of all IDs, sorted by row. An entry is one ID read by one feature.
+
+    Entries without a row are padding, and come last.
+    """
 
     grad: Tensor
-    """Flat gradient, fp32."""
+    """Flat output gradient, fp32."""
     rows: Tensor
+    """Row of each entry, numbered across all tables, ascending; int32 or int64 [E]."""
     """int32 or int64 [E]: rows, ascending, numbered across all tables."""
     order: Tensor
-    """int64 [E]: entry numbers in the order of ``rows``. The other fields are in entry order."""
+    """Entry number of each element of ``rows``, int64 [E]. The fields below are indexed by entry number."""
     starts: Tensor
-    """int64 [E]: first gradient element per entry."""
+    """First gradient element of each entry, int64 [E]."""
     factors: Tensor
-    """Gradient factor per entry, fp32 [E]."""
+    """Gradient factor of each entry, fp32 [E]: sample weight, and 1 / bag size for MEAN."""
     tables_of: Tensor
-    """Table per entry, int32 [E]."""
+    """Table of each entry, int32 [E]."""
     first_rows: list[int]
-    """First row per table, numbered across all tables, and the end: [T + 1]."""
+    """[T + 1]: first row of each table in the numbering across all tables, and the end."""
     align: int
-    """``ALIGN`` for gradient rows."""
+    """``ALIGN`` of the kernels, for gradient rows."""
 
     @property
     def end_of_rows(self) -> int:
         """Row number of padding entries."""
         return self.first_rows[-1]
 
-    def parts(self, fields: Tensor, block: int) -> Tensor:
-        """Return the partial sums of long runs, fp32 [parts, block]. Other elements are uninitialized."""
+    def partial_sums(self, fields: Tensor, block: int) -> Tensor:
+        """Return partial gradient sums of long runs, fp32 [parts, block]; see ``triton_kernels.sum_parts``.
+
+        Elements of other parts are uninitialized.
+
+        Args:
+            fields: ``triton_kernels.TABLE_FIELDS`` of each table.
+            block: row width, padded to a power of two.
+        """
         from meshrec.ops.tbe import triton_kernels
 
         num_entries = self.rows.numel()
@@ -160,7 +177,7 @@ class _Entries(NamedTuple):
         return sums
 
 
-def _entries(
+def _make_entries(
     grad: Tensor,
     lookups: PositionedLookups,
     batch: Lookups,
@@ -169,6 +186,16 @@ def _entries(
     num_rows: Sequence[int],
     runs: Tensor | None = None,
 ) -> _Entries:
+    """List the gradient contributions of a batch, and sort them by row.
+
+    Args:
+        grad: output gradient.
+        lookups: the lookups to include.
+        batch: the batch.
+        table_fields: ``triton_kernels.TABLE_FIELDS`` of each table.
+        num_rows: number of rows of each table.
+        runs: result of ``tbe_row_squares`` for the same batch, to skip the sort.
+    """
     from meshrec.ops.tbe import triton_kernels
 
     if grad.numel() != torch.Size(lookups.shape).numel():
@@ -246,11 +273,11 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         [*batch.dims, *(weight.shape[1] for weight in weights)],
         [tensor.data_ptr() for tensor in (*weights, *state)],
     )
-    kinds = _by_kind(weights, [0] * num_tables)
+    kinds = _group_by_dtype(weights, [0] * num_tables)
     for (dtype, _), selected in kinds.items():
         subset = lookups.of_tables(selected)
         # The runs cover all tables, so they only apply if a single kernel serves all tables.
-        entries = _entries(
+        entries = _make_entries(
             grad, subset, batch, fields, num_rows=num_rows, runs=runs if len(kinds) == 1 else None
         )
         num_entries = entries.rows.numel()
@@ -270,13 +297,14 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
             OPTIMIZER=optimizer,
             DECAY=h.decay_mode,
             STOCHASTIC=h.seed != 0,
-            WEIGHT=_element(dtype),
+            WEIGHT=_triton_dtype(dtype),
             ALIGN=align,
-            BLOCK=_block(weights[table].shape[1] for table in selected),
+            BLOCK=_padded_width(weights[table].shape[1] for table in selected),
         )
 
 
 def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -> None:
+    """Check the number of state tensors, and that all tensors to update are contiguous."""
     if len(state) != num_state * len(weights):
         raise ValueError(
             f"got {len(state)} state tensors for {len(weights)} tables of an optimizer with {num_state} "
@@ -289,13 +317,14 @@ def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -
 def _update_runs(
     entries: _Entries, fields: Tensor, stats: Tensor | None, hyper: Tensor, **constants: Any
 ) -> None:
+    """Launch the update kernel: sum the gradient of each row, and update the row."""
     from meshrec.ops.tbe import triton_update_kernels
 
     num_entries, runs_at_once = entries.rows.numel(), _runs_at_once(constants["BLOCK"])
     triton_update_kernels.update_runs[(-(-num_entries // runs_at_once),)](
         *entries[:6],
         fields,
-        entries.parts(fields, constants["BLOCK"]),
+        entries.partial_sums(fields, constants["BLOCK"]),
         None if stats is None else stats.contiguous(),
         num_entries,
         entries.end_of_rows,
@@ -307,7 +336,7 @@ def _update_runs(
 
 
 def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
-    """Expand mean squares per row to ``row_stats`` per entry, fp32 [E, 3]."""
+    """Expand the mean squared gradient of each row to the ``row_stats`` of each entry, fp32 [E, 3]."""
     _, order, run_ids = runs.view(3, -1)
     stats = mean_squares.new_zeros(order.numel(), len(RowSum))
     if mean_squares.numel():
@@ -323,7 +352,7 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``naive.tbe_row_squares``. The runs hold row, order and run number per entry."""
+    """Compute ``naive.tbe_row_squares``. ``runs`` is [3 * E]: row, order and run number of each entry."""
     summed, entries, run_ids = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
     counts = torch.tensor([len(table_squares) for table_squares in squares], dtype=torch.int64)
@@ -333,7 +362,7 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
 def _summed_rows(
     grad: Tensor, batch: Lookups, options: Sequence[Any]
 ) -> tuple[list[Tensor], _Entries, Tensor]:
-    """Return touched rows and gradients per table, the entries, and the run number per entry."""
+    """Sum gradients by row. Returns rows and gradients per table, the entries, and the run of each entry."""
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
     lookups = position_lookups(batch, grad.numel())
@@ -341,7 +370,7 @@ def _summed_rows(
     widths = [width_of.get(table, 0) for table in range(num_tables)]
     no_slots = [[0] * num_tables]
     fields = _table_fields([0] * num_tables, no_slots, widths, num_rows=num_rows, origins=[], device=device)
-    entries = _entries(grad, lookups, batch, fields, num_rows=num_rows)
+    entries = _make_entries(grad, lookups, batch, fields, num_rows=num_rows)
     is_first = torch.ones_like(entries.rows, dtype=torch.bool)
     is_first[1:] = entries.rows[1:] != entries.rows[:-1]
     is_first &= entries.rows < entries.end_of_rows
@@ -382,21 +411,22 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     fields = _table_fields(
         [0] * len(weights), targets, widths, num_rows=num_rows, origins=[], device=batch.values.device
     )
-    entries = _entries(grad, lookups, batch, fields, num_rows=num_rows)
+    entries = _make_entries(grad, lookups, batch, fields, num_rows=num_rows)
     _sum_runs(entries, fields, entries.rows, widths, dense=True)
     return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
 
 
 def _sum_runs(entries: _Entries, fields: Tensor, run_ids: Tensor, widths: list[int], *, dense: bool) -> None:
+    """Launch the kernel that sums the gradients of equal rows; see ``triton_kernels.sum_runs``."""
     from meshrec.ops.tbe import triton_kernels
 
-    num_entries, block = entries.rows.numel(), _block(widths)
+    num_entries, block = entries.rows.numel(), _padded_width(widths)
     if num_entries:
         runs_at_once = _runs_at_once(block)
         triton_kernels.sum_runs[(-(-num_entries // runs_at_once),)](
             *entries[:6],
             fields,
-            entries.parts(fields, block),
+            entries.partial_sums(fields, block),
             run_ids,
             num_entries,
             entries.end_of_rows,
@@ -408,7 +438,7 @@ def _sum_runs(entries: _Entries, fields: Tensor, run_ids: Tensor, widths: list[i
 
 
 def _runs_at_once(block: int) -> int:
-    """Return how many runs a program sums in parallel: 1024 values in total, at most 32 runs."""
+    """Return the number of runs that a program sums in parallel: 1024 values in total, at most 32 runs."""
     return max(1, min(32, 1024 // block))
 
 
@@ -421,14 +451,14 @@ def _table_fields(
     origins: list[int],
     device: torch.device,
 ) -> Tensor:
-    """Return the ``triton_kernels.TABLE_FIELDS``, int64 [T, 7].
+    """Return the ``triton_kernels.TABLE_FIELDS`` of each table, int64 [T, 7] on the device.
 
     Args:
-        weights: weight address per table.
-        slots: state address per slot and table.
-        widths: row width per table.
-        num_rows: rows per table.
-        origins: first row and column per table, or empty.
+        weights: address of each table.
+        slots: for each state slot, the address of each table's state; at most 2 slots.
+        widths: row width of each table.
+        num_rows: number of rows of each table.
+        origins: first row and column of each table in the whole table, or empty.
         device: device of the result.
     """
     zeros = [0] * len(weights)
@@ -438,7 +468,7 @@ def _table_fields(
     return cached_on_device(device, list(zip(*columns, strict=True)))
 
 
-def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, int], set[int]]:
+def _group_by_dtype(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, int], set[int]]:
     """Group table numbers by dtype and bits, because every type compiles to a separate kernel."""
     tables: dict[tuple[torch.dtype, int], set[int]] = {}
     for table, (weight, table_bits) in enumerate(zip(weights, bits, strict=True)):
@@ -446,12 +476,13 @@ def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, 
     return tables
 
 
-def _block(widths: Any) -> int:
-    """Return the smallest power of two that covers the widest table."""
+def _padded_width(widths: Any) -> int:
+    """Return the smallest power of two that covers the widest table: the BLOCK of the kernels."""
     return 1 << (max(widths, default=1) - 1).bit_length()
 
 
-def _element(dtype: torch.dtype) -> Any:
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    """Return Triton's name for a torch dtype."""
     import triton.language as tl
 
     return {
@@ -463,7 +494,7 @@ def _element(dtype: torch.dtype) -> Any:
 
 
 OPS: list[Callable[..., Any]] = [tbe_forward, tbe_update, tbe_sparse_grad, tbe_row_squares, tbe_dense_grad]
-"""Operators with Triton kernels."""
+"""Operators that have Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

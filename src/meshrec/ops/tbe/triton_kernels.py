@@ -1,11 +1,12 @@
 """Triton kernels for table-batched lookups and gradient sums; ``triton.py`` launches them.
 
-A lookup is a feature's part of a block, described by ``LOOKUP_FIELDS`` integers. An entry is the gradient
-contribution of an ID in a lookup: a row (numbered across all tables), the start of its gradient, and a
-factor. Entries sorted by row form runs. The program at a run's first entry sums the run and writes the row.
+A lookup is one feature in one block (see ``layout.py``), described by ``LOOKUP_FIELDS`` integers. An entry is
+the gradient contribution of one ID in one lookup: a row (numbered across all tables), the start of the
+gradient, and a factor. Entries sorted by row form runs of equal rows. The program at a run's first entry sums
+the run and writes the row.
 
 A program processes several bags or runs in parallel to hide memory latency. ``ALIGN`` is 4 if every row
-starts at a multiple of 16 bytes, otherwise 1. With 4, a thread reads four values at once.
+starts at a multiple of 16 bytes, so that a thread can load four values at once; otherwise it is 1.
 """
 
 
@@ -15,11 +16,12 @@ import triton
 import triton.language as tl
 
 LOOKUP_FIELDS = 7
-"""Lookup fields: table, width, first bag, number of bags, first output element, output row stride, pooling.
+"""Number of lookup fields: table, width, first bag, number of bags, first output element, output row stride,
+pooling.
 """
 TABLE_FIELDS = 7
-"""Table fields: addresses of weight and two state slots; width; first row, numbered across all tables; origin
-(row, column).
+"""Number of table fields: addresses of weight and two state slots; width; first row, numbered across all
+tables; origin (row, column).
 """
 
 _AT_ONCE: tl.constexpr = tl.constexpr(4)
@@ -27,7 +29,7 @@ _AT_ONCE: tl.constexpr = tl.constexpr(4)
 OFFSETS_AT_ONCE = 1024
 """Offsets checked per program."""
 PART = 64
-"""Run entries summed per program."""
+"""Entries of a run that one program sums. Longer runs are split into parts, summed by several programs."""
 _PART: tl.constexpr = tl.constexpr(PART)
 _MEAN: tl.constexpr = tl.constexpr(1)
 _NONE: tl.constexpr = tl.constexpr(2)
@@ -35,10 +37,10 @@ _NONE: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
-    """Set is_bad unless offsets start at 0, never decrease, and end at the number of IDs.
+    """Set ``is_bad`` unless offsets start at 0, never decrease, and end at the number of IDs.
 
     Args:
-        offsets: first ID per bag, and N.
+        offsets: index of the first ID of each bag, followed by N.
         num_bags: number of bags.
         num_ids: N.
         is_bad: output flag, int32 [1].
@@ -56,7 +58,7 @@ def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
 def _rows(
     address, row, is_valid, width, columns, WEIGHT: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """Load rows as fp32 [rows, BLOCK].
+    """Load rows of one table as fp32 [rows, BLOCK].
 
     Floating-point values (BITS 0), or codes with scale and bias, see ``ops.nbit.naive``. Invalid rows and
     columns beyond the width are 0.
@@ -77,7 +79,7 @@ def _rows(
 
 @triton.jit
 def _bags(fields, offsets, BAGS: tl.constexpr):
-    """Return bag numbers, which bags exist, first and end ID per bag, and the lookup's first ID."""
+    """Return this program's bags (numbers, which exist, first and end ID), and the lookup's first ID."""
     bags = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     is_valid = bags < tl.load(fields + 3)
     at = offsets + tl.load(fields + 2)
@@ -105,7 +107,7 @@ def look_up(
     BAGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Look up some bags of a lookup: write pooled rows, or all rows without pooling.
+    """Look up this program's bags: write one pooled row per bag, or one row per ID without pooling.
 
     With CHECK, set is_bad if an ID is outside its table or has a NaN weight, and skip the row.
 
@@ -114,7 +116,7 @@ def look_up(
         addresses: weight address per table, int64.
         num_rows: rows per table, int64.
         ids: IDs [N].
-        offsets: first ID per bag, and N.
+        offsets: index of the first ID of each bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
         is_bad: output flag, int32 [1], if CHECK.
@@ -187,15 +189,16 @@ def list_entries(
     BAGS: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    """Write the entries of some bags of a lookup. ID ``i`` gets entry ``i`` of the lookup's round.
+    """Write the entries of this program's bags. ID ``i`` gets entry ``i`` of the lookup's round.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
-        rounds: round per lookup. A round has an entry per ID.
+        rounds: round of each lookup. Lookups that read the same key are in different rounds, each with N
+            entries.
         num_ids: N.
         tables: ``TABLE_FIELDS`` per table, int64.
         ids: IDs [N].
-        offsets: first ID per bag, and N.
+        offsets: index of the first ID of each bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         rows: output, row per entry, numbered across all tables.
         starts: output, first gradient element per entry.
@@ -235,7 +238,7 @@ def list_entries(
 
 @triton.jit
 def run_starts(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
-    """Return the program's entry positions, their rows, and whether they start a run.
+    """Return the positions of this program's entries, their rows, and whether each is the first of a run.
 
     Args:
         rows: row per entry, ascending.
@@ -265,7 +268,7 @@ def _sum_part(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum run gradients from ``at`` to the end of the run or its part: fp32 [RUNS, BLOCK]."""
+    """Sum the gradients of runs from position ``at`` to the end of the run or part: fp32 [RUNS, BLOCK]."""
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([RUNS, BLOCK], tl.float32)
     end = tl.where(active, tl.minimum((at // _PART + 1) * _PART, num_entries), 0)
@@ -302,7 +305,7 @@ def sum_parts(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum parts of long runs in parallel.
+    """Sum the parts of long runs in parallel.
 
     Entries are split into parts of ``_PART``. If the run at a part's first entry started in an earlier part,
     its entries in this part are summed to ``parts[part number]``. A row that occurs in every sample is thus
@@ -355,7 +358,7 @@ def sum_of_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the gradient sums of runs starting at ``at``: fp32 [RUNS, BLOCK].
+    """Return the gradient sums of the runs that start at ``at``: fp32 [RUNS, BLOCK].
 
     Args:
         grad: flat gradient, fp32.
@@ -405,7 +408,9 @@ def sum_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write run sums to the table's first state slot, and (unless DENSE) the rows to the second.
+    """Write the gradient sum of each run to the table's first state slot, and the row number to the second.
+
+    With DENSE, no row numbers are written.
 
     Args:
         grad: flat gradient, fp32.

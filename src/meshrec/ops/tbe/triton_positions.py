@@ -1,4 +1,4 @@
-"""Bag ranges and output positions of lookups, for the Triton kernels."""
+"""Bag ranges and output positions of lookups on the device, for the Triton kernels."""
 
 import functools
 from typing import NamedTuple
@@ -9,24 +9,24 @@ from torch import Tensor
 from meshrec.ops.device_copies import cached_on_device, copy_to_device, stream_of
 from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
 
-# F features, K keys, R blocks, L = R * F lookups
+# Shape legend: F features, K keys, R blocks, L = R * F lookups (a feature in a block).
 
 
 class PositionedLookups(NamedTuple):
-    """Lookups of a batch with a table, R per feature."""
+    """The lookups of a batch that read a table, and where they write. R lookups per feature."""
 
     fields: Tensor
-    """int64 [L, 7] on the device: ``triton_kernels.LOOKUP_FIELDS``."""
+    """int64 [L, 7] on the device, with the columns ``triton_kernels.LOOKUP_FIELDS``."""
     features: list[int]
-    """[L]: feature per lookup."""
+    """[L]: feature of each lookup."""
     tables: list[int]
-    """[L]: table per lookup."""
-    max_bags: int
+    """[L]: table of each lookup."""
+    max_bags: int  # largest number of bags of a lookup
     shape: list[int]
     """Output shape."""
 
     def of_tables(self, selected: set[int]) -> "PositionedLookups":
-        """Return only the lookups in some tables."""
+        """Return only the lookups that read the selected tables."""
         positions = [at for at, table in enumerate(self.tables) if table in selected]
         if len(positions) == len(self.tables):
             return self
@@ -42,11 +42,12 @@ class PositionedLookups(NamedTuple):
 
 
 def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLookups:
-    """Compute every lookup's bag range and output position, without synchronizing with the device.
+    """Compute the bag range and output position of each lookup, without synchronizing with the device.
 
     Args:
         batch: the lookups.
-        size: elements in a flat output, which depends on the IDs without pooling.
+        size: number of elements of a flat output. Without pooling it depends on the IDs, so the caller must
+            know it.
     """
     offsets, segments, device = batch.offsets, batch.segments, batch.offsets.device
     positioned, bounds = _positions(
@@ -85,7 +86,7 @@ def _positions(
     device: torch.device,
     stream: int,
 ) -> tuple[PositionedLookups, Tensor]:
-    """Return all lookups, and the first bag per segment on the device.
+    """Compute the lookups of a batch shape. Returns them, and the first bag of each segment on the device.
 
     Cached, because the batches in a run have few different shapes. Without pooling, output positions depend
     on the IDs, and the caller sets them.
@@ -124,7 +125,10 @@ def _positions(
 
 
 def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
-    """Return the first output element per lookup. Without pooling, a lookup has a row per ID."""
+    """Return the index of the first output element of each lookup, on the device: int64 [L].
+
+    Without pooling, a lookup has one output row per ID.
+    """
     starts, keys = batch.offsets[bounds].long(), cached_on_device(bounds.device, batch.keys)
     num_ids = starts.diff().view(-1, batch.num_keys)[:, keys].flatten()
     sizes = torch.where(fields[:, 6] == NONE, num_ids, fields[:, 3]) * fields[:, 1]

@@ -30,6 +30,7 @@ _DIRECTION_SUM: tl.constexpr = tl.constexpr(int(RowSum.DIRECTION))
 
 
 def _index_of(name):
+    """Return the index of a field of ``Hyper`` as a compile-time constant."""
     return tl.constexpr(Hyper._fields.index(name))
 
 
@@ -47,6 +48,7 @@ _TRUST: tl.constexpr = _index_of("trust_coefficient")
 _BETA: tl.constexpr = _index_of("beta")
 _L1: tl.constexpr = _index_of("l1")
 _L2_PROXIMAL: tl.constexpr = _index_of("l2")
+# Adam's bias corrections follow the fields: computed on the host in float64.
 _CORRECTION1: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE)
 _CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
 
@@ -78,12 +80,13 @@ def _rounded(x, bits, STOCHASTIC: tl.constexpr, WEIGHT: tl.constexpr):
 
 @triton.jit
 def _load_hyper(hyper, index: tl.constexpr):
+    """Return an optimizer parameter as fp32."""
     return tl.load(hyper + index).to(tl.float32)
 
 
 @triton.jit
 def _decoupled_decay(w, hyper, DECAY: tl.constexpr):
-    """Apply decoupled weight decay to the rows."""
+    """Return the rows after decoupled weight decay, if enabled."""
     if DECAY == _DECOUPLED:
         w = w * (1 - _load_hyper(hyper, _LR) * _load_hyper(hyper, _WEIGHT_DECAY))
     return w
@@ -100,6 +103,7 @@ def _sum_of_squares(x, stats, first, column: tl.constexpr, STATS: tl.constexpr):
 
 @triton.jit
 def _mean_square(g, stats, first, hyper, width, STATS: tl.constexpr):
+    """Return the mean squared gradient of each whole row."""
     whole = _load_hyper(hyper, _ROW_DIM)
     whole = tl.where(whole == 0, width.to(tl.float32), whole)
     return _sum_of_squares(g, stats, first, _GRADIENT_SUM, STATS) / tl.where(first, whole, 1.0)
@@ -191,6 +195,7 @@ def _ftrl(w, g, n_at, z_at, inside, hyper):
 
 @triton.jit
 def _pointers(fields, first, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Return the address of each run's table (or state slot), read from ``fields``, as a typed pointer."""
     return tl.multiple_of(tl.load(fields, first, 0).to(tl.pointer_type(TYPE)), [4 * ALIGN])
 
 
@@ -217,7 +222,7 @@ def update_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update the rows of runs that start in this program, by the formulas in ``formulas.py``.
+    """Update the rows whose runs start in this program, by the formulas in ``formulas.py``.
 
     Args:
         grad: flat gradient, fp32.

@@ -77,7 +77,7 @@ class RowCache:
         while self.released:
             self.pins[self.released.popleft()] -= 1
         self._batch += 1
-        used = records.used(slots, self._stamps, self._batch)
+        used = records.newly_used(slots, self._stamps, self._batch)
         self.pins[used] += 1
         self._counts[used] = (self._counts[used] + 1).clamp_(max=_MOST_CHANCES)
         return used
@@ -92,7 +92,7 @@ class RowCache:
         if (num_victims := len(keys) - num_free) > 0:
             # Free slots are not victims: mask them as pinned.
             stays = self.pins if num_free == 0 else self.pins.masked_fill(self.keys < 0, 1)
-            victims, self._hand = records.victims(self._counts, stays, self._hand, num_victims)
+            victims, self._hand = records.select_victims(self._counts, stays, self._hand, num_victims)
             if len(victims) < num_victims:
                 return None
         leaving = victims[self.dirty[victims]]

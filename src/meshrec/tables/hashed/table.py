@@ -201,7 +201,9 @@ class HashedTable:
         row |= {ALIVE: torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
         label = f"table {storage.name!r}"
         self.slots = HashIndex(most, seed=storage.keys.seed, name=label)
-        self._grown = GrowingRows(list(row.values()), max_rows=most, name=label, beside=self.slots.parts)
+        self._grown = GrowingRows(
+            list(row.values()), max_rows=most, name=label, beside=self.slots.growing_regions
+        )
         self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
         """In-memory parts by name, indexed by slot. ``ALIVE`` tells which slots are alive, ``pins`` how many
         batches in flight use a pending slot. 16-bit rows have a ``key``, by which they are rounded.
