@@ -18,7 +18,7 @@ from meshrec.distributed.reshard import moved
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.modules.embedding_modules import seed_by_path
 from meshrec.optim.keyed import CombinedOptimizer
-from meshrec.optim.parts import mark_part
+from meshrec.optim.parts import mark_shard
 from meshrec.plan.builders import tables_of
 from meshrec.plan.checks import verify_plan
 from meshrec.plan.sharding_plan import ShardingPlan
@@ -196,7 +196,7 @@ class DistributedModelParallel(nn.Module):
             for name, parameter in self.module.named_parameters():
                 if name not in ignored:
                     # Lets a rank without tables take part in the norm of all gradients.
-                    mark_part(parameter, self._env.shard.group, counts=False)
+                    mark_shard(parameter, self._env.shard.group, is_sharded=False)
 
     def reshard(self, plan: ShardingPlan) -> None:
         """Move the tables and their optimizer state to another plan, over the network.

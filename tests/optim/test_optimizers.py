@@ -8,7 +8,7 @@ from meshrec import optim
 from meshrec.ops.tbe import formulas
 from meshrec.ops.tbe.formulas import FORMULAS, Hyper
 from meshrec.ops.tbe.naive_update import update_rows
-from meshrec.optim.optimizers import HyperOfSteps
+from meshrec.optim.optimizers import StepHyper
 
 from .models import KINDS
 
@@ -75,13 +75,13 @@ def test_hyper_puts_every_number_in_its_place():
 
 def test_the_hyper_of_steps_is_what_each_step_would_make():
     spec = optim.Adam(lr=0.5, weight_decay=0.1)
-    steps = HyperOfSteps(spec, 11)
+    steps = StepHyper(spec, 11)
     steps.at(2)
     copied = copy.deepcopy(steps)
     for step, numbers in ((3, steps), (4, copied), (5, steps)):
         assert torch.equal(numbers.at(step), spec.hyper(lr=0.5, step=step, seed=11))
     with pytest.raises(ValueError, match="seed"):
-        HyperOfSteps(spec, -1)
+        StepHyper(spec, -1)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

@@ -24,7 +24,7 @@ from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward, mark_sharded
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, StateSlot
-from meshrec.optim.parts import mark_part
+from meshrec.optim.parts import mark_shard
 from meshrec.plan.checks import verify_module_plan
 from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
@@ -275,7 +275,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         shards[table.name] = here
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
-            mark_part(here.weight, env.shard.group, counts=True)  # even if it is empty: norms are collective
+            mark_shard(here.weight, env.shard.group, is_sharded=True)  # even if empty: norms are collective
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
             fused[t] = _fused_table(here, rule, contents.steps[t])

@@ -20,7 +20,7 @@ from meshrec.modules import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
-from meshrec.modules.embedding_modules import holder_of
+from meshrec.modules.embedding_modules import module_dict_of
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.optimizer import FusedOptimizer
 
@@ -38,7 +38,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
     def __init__(self, built: ModuleParts, holder: str) -> None:
         super().__init__()
         self._holder = holder
-        setattr(self, holder, holder_of(built.shards))
+        setattr(self, holder, module_dict_of(built.shards))
         self._take_over(built)
         self._names, self._dims = built.names, built.dims
         output = built.options.output_dtype
@@ -62,7 +62,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         """Continue with the same tables under another plan, see ``reshard.moved``. Call this between steps
         only.
         """
-        setattr(self, self._holder, holder_of(built.shards))
+        setattr(self, self._holder, module_dict_of(built.shards))
         self._take_over(built)
         # The optimizer object stays: the user and LR schedulers hold references to it.
         self.fused_optimizer.rebind(built.named_fused(prefix=self._holder), built.deferred())

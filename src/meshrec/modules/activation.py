@@ -1,4 +1,4 @@
-"""Activations: SwishLayerNorm, and a ReLU with reused output buffers."""
+"""Activation functions: SwishLayerNorm, and a ReLU with reused output buffers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,10 +45,13 @@ def relu(input: Tensor) -> Tensor:
 
 
 def _buffered_relu(input: Tensor) -> Tensor:
+    # A separate function, because TorchScript cannot parse the call of an autograd function.
     return _Relu.apply(input)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Relu(torch.autograd.Function):
+    """ReLU with an output buffer reused between training steps."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         # new_buffer returns memory kept from earlier steps, without page faults.

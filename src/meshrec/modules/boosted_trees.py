@@ -24,32 +24,32 @@ class Branch(NamedTuple):
     right: "Branch | Leaf"
 
 
-def scaled(node: Branch | Leaf, factor: float) -> Branch | Leaf:
+def scale_leaves(node: Branch | Leaf, factor: float) -> Branch | Leaf:
     """Return a copy of a tree with all leaf values multiplied by ``factor``."""
     if isinstance(node, Leaf):
         return Leaf(node.value * factor)
-    return node._replace(left=scaled(node.left, factor), right=scaled(node.right, factor))
+    return node._replace(left=scale_leaves(node.left, factor), right=scale_leaves(node.right, factor))
 
 
 class BoostedTrees(nn.Module):
-    """T binary trees whose leaf values are summed. A tree returns 0 until `set_trees` sets it.
+    """Sum of T binary regression trees. Initially all trees return 0; `set_trees` replaces them.
 
-    Every tree is stored as a complete binary tree with L levels, so that shapes do not depend on the fitted
-    trees. A batch descends all trees at once, level by level. Trees are buffers: checkpoints and exported
-    programs include them, optimizers do not.
+    Each tree is stored as a complete binary tree with L levels, so that tensor shapes do not depend on the
+    fitted trees. All samples descend all trees at once, level by level. Trees are buffers: checkpoints and
+    exported programs include them, optimizers do not.
 
     Args:
-        num_trees: Trees T.
+        num_trees: Number of trees T.
         num_levels: Maximum number of splits L from root to leaf.
         device: Device for the buffers.
     """
 
     # Read by export: these buffers may be folded into a program as constants.
     constant_buffers = ("inputs", "thresholds", "values", "roots")
-    inputs: Tensor  # input index per node, level order within a tree, [T * (2^L - 1)]
-    thresholds: Tensor  # [T * (2^L - 1)]
-    values: Tensor  # leaf values, [T * 2^L]
-    roots: Tensor  # tree index, [T]
+    inputs: Tensor  # input that each inner node compares, tree by tree in level order, [T * (2^L - 1)]
+    thresholds: Tensor  # threshold of each inner node, in the same order
+    values: Tensor  # leaf values, tree by tree, [T * 2^L]
+    roots: Tensor  # 0 to T - 1; a buffer, so that it moves with the module
 
     def __init__(self, num_trees: int, num_levels: int, *, device: torch.device | None = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class BoostedTrees(nn.Module):
         self.register_buffer("roots", roots, persistent=False)
 
     def set_trees(self, trees: list[Branch | Leaf]) -> None:
-        """Replace all trees of the module by ``trees``. Unused trees return 0.
+        """Replace all trees of the module. Trees beyond ``len(trees)`` return 0.
 
         Raises:
             ValueError: There are more trees than ``num_trees``, or a tree has more levels than
@@ -106,7 +106,7 @@ class BoostedTrees(nn.Module):
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the sums [B] for inputs [B, X], without gradients."""
+        """Return the sum of all trees' values for each sample, [B], given inputs [B, X]. No gradients."""
         splits = self.roots * ((1 << self.num_levels) - 1)
         position = torch.zeros(inputs.shape[0], self.num_trees, dtype=torch.int64, device=inputs.device)
         # Samples in shallow trees continue left below a leaf, so that all trees take L steps without

@@ -5,7 +5,7 @@ Improved deep & cross network" (2021), equations 1 to 4. Parameters have TorchRe
 checkpoints load. Kernels have Xavier normal initialization, biases are 0.
 """
 
-# B batch, N features, R rank, K experts
+# Shape legend: B batch, N features, R rank, K experts.
 
 from collections.abc import Callable
 
@@ -21,8 +21,8 @@ class CrossNet(nn.Module):
     """Cross network with full-rank kernels: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``.
 
     Args:
-        in_features: Input and output columns.
-        num_layers: Cross layer count.
+        in_features: Number of input and output columns.
+        num_layers: Number of cross layers.
         device: Parameter device.
 
     Example::
@@ -49,8 +49,8 @@ class LowRankCrossNet(nn.Module):
     """Cross network with low-rank kernels: ``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``.
 
     Args:
-        in_features: Input and output columns.
-        num_layers: Cross layer count.
+        in_features: Number of input and output columns.
+        num_layers: Number of cross layers.
         low_rank: Rank of the kernels: V_l is [low_rank, in_features], W_l [in_features, low_rank].
         device: Parameter device.
 
@@ -82,8 +82,8 @@ class VectorCrossNet(nn.Module):
     """Cross network with kernel vectors w_l: ``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l``.
 
     Args:
-        in_features: Input and output columns.
-        num_layers: Cross layer count.
+        in_features: Number of input and output columns.
+        num_layers: Number of cross layers.
         device: Parameter device.
     """
 
@@ -107,9 +107,9 @@ class LowRankMixtureCrossNet(nn.Module):
     g(C_lk g(V_lk x)) + b_l)``. A single expert has no gate.
 
     Args:
-        in_features: Input and output columns.
-        num_layers: Cross layer count.
-        num_experts: Experts per layer. All layers share the gates.
+        in_features: Number of input and output columns.
+        num_layers: Number of cross layers.
+        num_experts: Number of experts per layer. All layers share the gates.
         low_rank: Rank of the expert kernels.
         activation: Activation g, a tensor function or a module.
         device: Parameter device.
@@ -155,6 +155,7 @@ class LowRankMixtureCrossNet(nn.Module):
         return crossed_BN
 
     def _mix(self, experts_KBN: Tensor, crossed_BN: Tensor) -> Tensor:
+        """Return the sum of the experts' outputs, weighted by the gates, [B, N]."""
         if self.gates is None:
             return experts_KBN[0]
         # [K, B, 1]; the softmax runs over experts.
@@ -162,14 +163,16 @@ class LowRankMixtureCrossNet(nn.Module):
         return (experts_KBN * gates_KB1.softmax(0)).sum(0)
 
 
-# InitializedList restores this initialization after to_empty on meta.
 def _kernels(num_layers: int, size: tuple[int, ...], device: torch.device | None) -> InitializedList:
+    """Create one kernel per layer with Xavier normal initialization."""
+    # InitializedList restores this initialization after to_empty on meta.
     return InitializedList(
         (torch.empty(size, device=device) for _ in range(num_layers)), nn.init.xavier_normal_
     )
 
 
 def _biases(num_layers: int, size: tuple[int, ...], device: torch.device | None) -> InitializedList:
+    """Create one bias per layer, initialized to 0."""
     return InitializedList((torch.empty(size, device=device) for _ in range(num_layers)), nn.init.zeros_)
 
 

@@ -1,6 +1,7 @@
-"""The two halves of DeepFM: Guo et al., "DeepFM: a factorization-machine based neural network" (2017).
+"""The deep and the factorization machine part of DeepFM.
 
-Both take the same list of embeddings, [B, num, dim] or [B, dim], with equal B. The widths may differ.
+Guo et al., "DeepFM: a factorization-machine based neural network" (2017). Both take the same list of
+embeddings, [B, num, dim] or [B, dim], with equal B. The widths may differ.
 """
 
 import torch
@@ -11,7 +12,7 @@ torch.fx.wrap("_concatenate")
 
 
 class DeepFM(nn.Module):
-    """Deep half: concatenated embeddings through ``dense_module``.
+    """Deep part: flattens and concatenates embeddings, and passes them to ``dense_module``.
 
     Args:
         dense_module: Module with input [B, sum of num * dim].
@@ -34,7 +35,7 @@ class DeepFM(nn.Module):
 
 
 class FactorizationMachine(nn.Module):
-    """Second-order half: the sum of products over all pairs of elements, ``((sum x)^2 - sum x^2) / 2``.
+    """Factorization machine part: the sum of ``x_i x_j`` over all pairs i < j, ``((sum x)^2 - sum x^2) / 2``.
 
     As in TorchRec, ``x`` runs over all elements of all embeddings, so that widths may differ. Unlike the
     paper's sum of dot products, this includes products between different columns.
@@ -56,6 +57,7 @@ class FactorizationMachine(nn.Module):
 
 
 def _concatenate(embeddings: list[Tensor]) -> Tensor:
+    """Return the flattened embeddings side by side, [B, sum of num * dim]."""
     if len(embeddings) == 0:
         raise ValueError("the list of embeddings is empty. Give at least one embedding [B, num, dim].")
     batch_sizes = [embedding.size(0) for embedding in embeddings]

@@ -1,4 +1,4 @@
-"""Embedding table configurations: size, features, pooling and initialization."""
+"""Configuration of embedding tables: size, features, pooling and initialization."""
 
 import enum
 import math
@@ -18,7 +18,7 @@ _TAKEN_NAMES = frozenset(vars(nn.Module()))
 
 
 class PoolingType(enum.Enum):
-    """How the rows of a bag are pooled. NONE returns a row per ID (sequence embeddings)."""
+    """How the rows of a bag are combined. NONE returns one row per ID (sequence embeddings)."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -38,6 +38,7 @@ class _DataTypeMeta(enum.EnumMeta):
 
 
 def _unknown_data_type(name: object, members: Iterable[str]) -> str:
+    """Return the error message for a data type that does not exist."""
     return (
         f"tables have no data type {name}. Choose one of {', '.join(members)}; codes are unsigned, so that "
         "what others call UINT8 is INT8."
@@ -76,7 +77,7 @@ class DataType(enum.Enum, metaclass=_DataTypeMeta):
 
 
 class BoundsCheckMode(enum.Enum):
-    """Handling of IDs outside their table."""
+    """What happens to IDs outside their table."""
 
     ERROR = "error"
     """Raise ValueError before any lookup. The message names table, feature, sample and ID."""
@@ -97,25 +98,25 @@ def can_name_table(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseEmbeddingConfig:
-    """A table [num_embeddings, embedding_dim].
+    """Configuration of one embedding table [num_embeddings, embedding_dim].
 
     Args:
         num_embeddings: Number of rows; IDs are in ``[0, num_embeddings)``. Omit it if ``keys`` is given: it
             is then set to the maximum number of rows.
         embedding_dim: Row width D.
-        name: Unique name in the collection, without dots because it is part of the parameter name.
+        name: Table name, unique in the collection. No dots, because it is part of the parameter name.
         feature_names: Features looked up in this table. Several features may share a table, and a feature may
             read several tables.
         data_type: Element type.
         weight_init_min: Lower bound for uniform initialization; ``-sqrt(1/num_embeddings)`` if None.
         weight_init_max: Upper bound for uniform initialization; ``sqrt(1/num_embeddings)`` if None.
-        init_fn: Fills a new weight [num_embeddings, embedding_dim] in place, instead of uniform
-            initialization. For hashed tables it is called with a single row [1, embedding_dim] per new ID,
+        init_fn: Function that fills a new weight [num_embeddings, embedding_dim] in place, instead of uniform
+            initialization. For hashed tables it is called once per new ID with one row [1, embedding_dim],
             which is slow.
         storage: Where a sharded module stores the rows; None: in memory. See ``FileRows``.
         keys: ``meshrec.Hashed(max_rows=...)`` for a table with arbitrary int64 IDs, whose rows are admitted
             and evicted. Initial rows are a function of (seed, table, ID).
-        seed_name: Table name used to seed initial rows; ``name`` if None. ``meshrec.fuse`` and
+        seed_name: Table name from which initial rows are seeded; ``name`` if None. ``meshrec.fuse`` and
             ``DistributedModelParallel`` set it to the full path if several modules have tables with the same
             name.
 
@@ -174,7 +175,7 @@ class BaseEmbeddingConfig:
             raise ValueError(f"table {self.name!r}: features {repeated} are given twice. Name each once.")
 
     def _max_rows(self, keys: Hashed) -> int:
-        """Return the maximum number of rows for a hashed table.
+        """Return the maximum number of rows of a hashed table.
 
         Raises:
             ValueError: ``keys`` is invalid, or ``num_embeddings`` contradicts it.
@@ -216,7 +217,7 @@ class BaseEmbeddingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingBagConfig(BaseEmbeddingConfig):
-    """A table with pooled rows; ``pooling`` is SUM or MEAN.
+    """Configuration of a table whose rows are pooled per bag; ``pooling`` is SUM or MEAN.
 
     Raises:
         ValueError: As for `BaseEmbeddingConfig`, or pooling is NONE.
@@ -235,16 +236,16 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig(BaseEmbeddingConfig):
-    """A table that returns a row per ID (sequence embeddings)."""
+    """Configuration of a table that returns one row per ID (sequence embeddings)."""
 
 
 def check_configs(collection: object, tables: object, kind: type[BaseEmbeddingConfig]) -> None:
     """Check the ``tables`` argument of a collection.
 
     Args:
-        collection: Collection for errors.
+        collection: Collection to name in error messages.
         tables: Argument to check.
-        kind: Required config class.
+        kind: Config class that all elements must have.
 
     Raises:
         TypeError: ``tables`` is not a list of ``kind``.

@@ -1,4 +1,4 @@
-"""Embedding table collections: pooled (bags) and unpooled (sequences), with a single lookup per batch."""
+"""Collections of embedding tables, pooled (bags) and unpooled (sequences), with a single lookup per batch."""
 
 import copy
 import dataclasses
@@ -37,7 +37,7 @@ from meshrec.tables.hashed.table import HashedTable, is_growable
 from meshrec.tables.module import TableModule
 from meshrec.tables.optimizer import FusedOptimizer
 
-# F features in the order of the tables, B samples, N ids, D width
+# Shape legend: F features in the order of the tables, B samples, N IDs, D width.
 
 
 class TableCollection(nn.Module, ABC):
@@ -60,26 +60,26 @@ class TableCollection(nn.Module, ABC):
             bounds_check=bounds_check,
             output_dtype=output_dtype,
         )
-        # Set by attach(), for the module's lifetime: gradients go to it instead of to .grad.
+        # Set by attach(), for the module's lifetime: gradients then go to it instead of to .grad.
         self._updater: WholeTables | None = None
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the ModuleDict that holds the tables, and the attribute name."""
+        """Return the ModuleDict with one submodule per table, and the name of the attribute that holds it."""
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
-        """Return config and weight by parameter name."""
+        """Return the config and the weight of each table, by parameter name."""
         prefix, _ = self.table_holders()
         names = [f"{prefix}.{config.name}.weight" for config in self._configs]
         return dict(zip(names, zip(self._configs, self._weights(), strict=True), strict=True))
 
     def embedding_names(self) -> list[str]:
-        """Return the output keys."""
+        """Return the output keys: feature names, or ``feature@table`` if a feature reads several tables."""
         return list(self._lookup.embedding_names)
 
     @property
     def bounds_check(self) -> BoundsCheckMode:
-        """Handling of IDs outside their table."""
+        """What happens to IDs outside their table."""
         return self._lookup.bounds_check
 
     @property
@@ -94,7 +94,7 @@ class TableCollection(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Parameter device."""
+        """Device of the tables."""
         return self._weights()[0].device
 
     @property
@@ -124,11 +124,15 @@ class TableCollection(nn.Module, ABC):
         )
 
     def attach(self, updater: WholeTables) -> None:
-        """Send lookup gradients to ``updater`` from now on. Called by ``meshrec.fuse``."""
+        """Send the gradients of lookups to ``updater`` from now on. Called by ``meshrec.fuse``."""
         self._updater = updater
 
     def seed_by(self, names: Mapping[str, str]) -> None:
-        """Set ``BaseEmbeddingConfig.seed_name`` for some tables, by table name."""
+        """Set ``BaseEmbeddingConfig.seed_name`` of some tables.
+
+        Args:
+            names: New seed name by table name.
+        """
         modules = self.table_modules()
         for index, config in enumerate(self._configs):
             if config.name not in names:
@@ -151,6 +155,7 @@ class TableCollection(nn.Module, ABC):
                 holders[config.name].reset_parameters()  # type: ignore[operator]
 
     def _weights(self) -> list[nn.Parameter]:
+        """Return the weights of all tables, in config order."""
         # Called in every forward. Reading _parameters skips nn.Module.__getattr__, which is slow.
         holders = self.table_holders()[1]._modules.values()
         try:
@@ -159,22 +164,22 @@ class TableCollection(nn.Module, ABC):
             return [holder.weight for holder in holders]  # type: ignore[misc]
 
     def table_modules(self) -> dict[str, TableModule]:
-        """Return the modules of quantized and hashed tables, by table name."""
+        """Return the submodules of quantized and hashed tables, by table name. Others are torch modules."""
         holders = self.table_holders()[1]._modules
         return {name: child for name, child in holders.items() if isinstance(child, TableModule)}
 
     def hashed_tables(self) -> dict[str, HashedTable]:
-        """Return hashed tables by name."""
+        """Return the hashed tables by name."""
         tables = self._hashed_tables()
         return {self._configs[index].name: table for index, table in tables.items()}
 
     @property
     def admission_evictions(self) -> list[AdmissionEviction]:
-        """Admission and eviction of fused hashed tables."""
+        """Admission and eviction of the fused hashed tables."""
         return [] if self._updater is None else self._updater.admission_evictions
 
     def _hashed_tables(self) -> dict[int, HashedTable]:
-        """Return hashed tables by table index."""
+        """Return the hashed tables by table index. Empty for tables in their exported form."""
         tables = {}
         holders = self.table_holders()[1]._modules
         for index, config in self._lookup.hashed.items():
@@ -183,7 +188,7 @@ class TableCollection(nn.Module, ABC):
         return tables
 
     def serve(self) -> None:
-        """Replace hashed tables by the read-only form in exported packages; see ``ServedTable``."""
+        """Replace hashed tables by the read-only form of exported packages; see ``ServedTable``."""
         holders, modules, served = self.table_holders()[1]._modules, self.table_modules(), {}
         for index, config in self._lookup.hashed.items():
             storage = modules[config.name].storage
@@ -192,11 +197,11 @@ class TableCollection(nn.Module, ABC):
         self._lookup.serve(served)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
-        """Return the row memory per table for the kernels.
+        """Return the tensor that kernels read as the rows of each table.
 
         Args:
-            weights: Weight per table.
-            hashed: Hashed tables by index.
+            weights: Weight of each table.
+            hashed: Hashed tables by table index. Their weight parameter is a placeholder.
 
         Raises:
             ValueError: A hashed table would receive gradients without a fused optimizer.
@@ -214,7 +219,7 @@ class TableCollection(nn.Module, ABC):
         return [hashed[n].rows if n in hashed else weight for n, weight in enumerate(weights)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply a move or cast, except where rows or optimizer state could not follow.
+        """Move or cast the module. Raises where rows or optimizer state could not follow.
 
         Raises:
             ValueError: The module is fused, or a table cannot be moved or cast.
@@ -260,7 +265,7 @@ class TableCollection(nn.Module, ABC):
 
 
 class EmbeddingBagCollection(TableCollection):
-    """Tables with pooled rows, all looked up by a single kernel.
+    """Embedding tables whose rows are pooled per bag, all looked up by a single kernel.
 
     Parameters are named ``embedding_bags.<table>.weight``. They receive ordinary gradients, or are updated in
     the backward pass after ``meshrec.fuse``.
@@ -270,7 +275,7 @@ class EmbeddingBagCollection(TableCollection):
             output per table, named ``feature@table``.
         is_weighted: Scale rows by the input's weights.
         device: Parameter device; ``meta`` allocates nothing.
-        bounds_check: Handling of IDs outside their table.
+        bounds_check: What happens to IDs outside their table.
         output_dtype: Output dtype; None: the widest dtype among the tables, fp32 for quantized tables.
 
     Raises:
@@ -299,7 +304,7 @@ class EmbeddingBagCollection(TableCollection):
         super().__init__(
             tables, [config.pooling for config in tables], is_weighted, bounds_check, output_dtype
         )
-        self.embedding_bags = holder_of(
+        self.embedding_bags = module_dict_of(
             {
                 config.name: _table_module(config, device)
                 or nn.EmbeddingBag(
@@ -342,7 +347,7 @@ class EmbeddingBagCollection(TableCollection):
         return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
     def _pool_variable(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
-        """Look up keys with different strides, and expand every key to the batch by ``inverse_indices``."""
+        """Look up keys with variable strides, and expand each key to the batch by ``inverse_indices``."""
         lookup = self._lookup
         hashed = self._hashed_tables() if lookup.hashed else None
         lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
@@ -357,7 +362,7 @@ class EmbeddingBagCollection(TableCollection):
         return torch.cat(pieces, dim=1)
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return ``"embedding_bags"`` and the ModuleDict."""
+        """Return ``"embedding_bags"`` and its ModuleDict."""
         return "embedding_bags", self._modules["embedding_bags"]  # type: ignore[return-value]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -365,12 +370,12 @@ class EmbeddingBagCollection(TableCollection):
         return list(cast(list[EmbeddingBagConfig], self._configs))
 
     def is_weighted(self) -> bool:
-        """Return whether the input's weights scale the rows."""
+        """Return whether rows are multiplied by the weights of the input."""
         return self._lookup.is_weighted
 
 
 class EmbeddingCollection(TableCollection):
-    """Tables that return a row per ID (sequence embeddings), all looked up by a single kernel.
+    """Embedding tables that return one row per ID (sequence embeddings), all looked up by a single kernel.
 
     Parameters are named ``embeddings.<table>.weight``. They receive ordinary gradients, or are updated in the
     backward pass after ``meshrec.fuse``.
@@ -378,7 +383,7 @@ class EmbeddingCollection(TableCollection):
     Args:
         tables: Table configs, as in `EmbeddingBagCollection`.
         device: Parameter device; ``meta`` allocates nothing.
-        bounds_check: Handling of IDs outside their table.
+        bounds_check: What happens to IDs outside their table.
         output_dtype: Output dtype, as in `EmbeddingBagCollection`.
 
     Raises:
@@ -404,7 +409,7 @@ class EmbeddingCollection(TableCollection):
     ) -> None:
         check_configs(self, tables, EmbeddingConfig)
         super().__init__(tables, [PoolingType.NONE] * len(tables), False, bounds_check, output_dtype)
-        self.embeddings = holder_of(
+        self.embeddings = module_dict_of(
             {
                 config.name: _table_module(config, device)
                 or nn.Embedding(
@@ -417,7 +422,7 @@ class EmbeddingCollection(TableCollection):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look up every ID.
+        """Look up the row of each ID.
 
         Args:
             features: IDs for the features of all tables; other keys are ignored.
@@ -450,7 +455,7 @@ class EmbeddingCollection(TableCollection):
         return result
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return ``"embeddings"`` and the ModuleDict."""
+        """Return ``"embeddings"`` and its ModuleDict."""
         return "embeddings", self._modules["embeddings"]  # type: ignore[return-value]
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
@@ -459,10 +464,13 @@ class EmbeddingCollection(TableCollection):
 
 
 def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
-    """Seed tables that share a name by their full paths.
+    """Seed the tables that share a name with another collection's table by their full paths.
 
-    Other tables keep their names as seeds. Initial rows are a function of (seed, name, row). Changing a name
-    would also change rows that no checkpoint has, because they were never read.
+    Otherwise two tables with the same name would get the same initial rows. Other tables keep their names as
+    seeds: a changed seed would also change rows that no checkpoint has, because they were never read.
+
+    Args:
+        collections: Collections by module path.
     """
     tables = {
         path: [config.name for config in collection._configs] for path, collection in collections.items()
@@ -475,8 +483,8 @@ def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
         collections[path].seed_by(seed_names)
 
 
-def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    """Return a ModuleDict of tables, whose names may also be ModuleDict methods."""
+def module_dict_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    """Return a ModuleDict of tables whose names may also be names of ModuleDict methods."""
     holder = nn.ModuleDict()
     # ModuleDict rejects method names as keys, but "items" is a common table name.
     holder._modules.update(tables)
@@ -484,7 +492,7 @@ def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
 
 
 def _table_module(config: BaseEmbeddingConfig, device: torch.device | str | None) -> TableModule | None:
-    """Build the module for a quantized or hashed table; None for ordinary tables."""
+    """Build the submodule of a quantized or hashed table. Returns None for other tables."""
     storage = storage_of(config)
     if is_growable(storage):
         target = _as_device(device)
@@ -497,11 +505,11 @@ def _table_module(config: BaseEmbeddingConfig, device: torch.device | str | None
     return TableModule(config.name, size, storage, make_weight(config, _as_device(device)))
 
 
-_ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that the lookup kernels read
 
 
 def _changes_weight(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether ``fn``, as passed to ``Module._apply``, moves or casts ``weight``."""
+    """Return whether ``fn``, as passed to ``Module._apply``, would move or cast ``weight``."""
     # An empty tensor costs nothing to move or cast.
     probe = fn(weight.detach().new_empty(0))
     return probe.device != weight.device or probe.dtype != weight.dtype

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshrec.optim.keyed import Closure, KeyedOptimizer, run_closure
-from meshrec.optim.parts import part_of
+from meshrec.optim.parts import shard_info_of
 
 
 @unique
@@ -65,7 +65,7 @@ class GradientClippingOptimizer(KeyedOptimizer):
             raise ValueError(
                 f"max_gradient and norm_type must be above 0, got {max_gradient} and {norm_type!r}."
             )
-        # NONE is allowed, so that configurations can share code.
+        # NONE is allowed with fused tables, so that configurations with and without clipping share code.
         if clipping is not GradientClipping.NONE and optimizer.updates_in_backward:
             raise ValueError(
                 "gradients of parameters that are updated in backward cannot be clipped: they are used up "
@@ -113,7 +113,10 @@ class GradientClippingOptimizer(KeyedOptimizer):
 
 
 def _elements(parameter: Tensor) -> Tensor:
-    """Return the local gradient elements for in-place changes. Coalesces a sparse gradient first."""
+    """Return the local elements of a parameter's gradient as a tensor that may be changed in place.
+
+    A sparse gradient is coalesced first: duplicate rows must be summed before they are clipped.
+    """
     gradient = parameter.grad
     assert gradient is not None
     if hasattr(gradient, "to_local"):  # a DTensor; importing the class is slow
@@ -126,7 +129,16 @@ def _elements(parameter: Tensor) -> Tensor:
 
 
 def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-    """Scale all gradients in place, and return the total norm before; None without gradients."""
+    """Scale all gradients in place so that their total norm is at most ``max_norm``.
+
+    Args:
+        parameters: Parameters with the gradients.
+        max_norm: Maximum norm.
+        norm_type: p in the p-norm.
+
+    Returns:
+        Total norm before scaling; None if there is no gradient.
+    """
     norms = _norms(parameters, norm_type)
     if not norms:
         return None
@@ -142,51 +154,54 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
 
 
 def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return norms of disjoint parts of the whole gradient. Collective if some parameters are sharded."""
+    """Return the norms of disjoint parts of the whole model's gradient: one per local parameter and group.
+
+    Collective if some parameters are sharded: all ranks must call it.
+    """
     norms: list[Tensor] = []
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        part = part_of(parameter)
-        if part is not None:
+        shard = shard_info_of(parameter)
+        if shard is not None:
             # Before the check for a gradient: every rank must enter the group's all-reduce, or it hangs.
-            groups.setdefault(part.group, [])
+            groups.setdefault(shard.group, [])
         if parameter.grad is None:
             continue
-        # Replicated parameters (part.counts False) are equal on all ranks and count once, without a
-        # reduction.
+        # Replicated parameters are equal on all ranks and count once, without a reduction.
         norm = _norm(parameter, norm_type)
-        (groups[part.group] if part is not None and part.counts else norms).append(norm)
+        (groups[shard.group] if shard is not None and shard.is_sharded else norms).append(norm)
     device = (norms[0] if norms else torch.zeros(())).device
     return norms + [
-        _norm_over(group, local_norms, norm_type, device) for group, local_norms in groups.items()
+        _norm_over_ranks(group, local_norms, norm_type, device) for group, local_norms in groups.items()
     ]
 
 
 def _norm(parameter: Tensor, norm_type: float) -> Tensor:
+    """Return the gradient norm of one parameter: of all shards for a DTensor, else of local elements."""
     gradient = parameter.grad
     assert gradient is not None
     if hasattr(gradient, "full_tensor"):
-        sharded: Any = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient))
+        sharded: Any = torch.linalg.vector_norm(gradient, norm_type, dtype=_norm_dtype(gradient))
         full: Tensor = sharded.full_tensor()
         return full
     elements = _elements(parameter)
     # A rank may hold an empty shard, and vector_norm rejects empty input for p = inf.
     if elements.numel() == 0:
-        return elements.new_zeros((), dtype=_wide(elements))
-    norm: Tensor = torch.linalg.vector_norm(elements, norm_type, dtype=_wide(elements))
+        return elements.new_zeros((), dtype=_norm_dtype(elements))
+    norm: Tensor = torch.linalg.vector_norm(elements, norm_type, dtype=_norm_dtype(elements))
     return norm
 
 
-def _norm_over(
+def _norm_over_ranks(
     group: "dist.ProcessGroup", local_norms: Sequence[Tensor], norm_type: float, device: torch.device
 ) -> Tensor:
-    """Combine local norms over the ranks in a group.
+    """Return the norm of the shards of all ranks in a group, given the norms of this rank's shards.
 
     Args:
         group: Ranks to reduce over.
         local_norms: Norms of this rank's shards; may be empty.
         norm_type: p in the p-norm.
-        device: Device for a rank without norms.
+        device: Device of the result if ``local_norms`` is empty.
     """
     local_norms = [norm.to(local_norms[0].device) for norm in local_norms] or [torch.zeros((), device=device)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(local_norms), norm_type)
@@ -199,6 +214,7 @@ def _norm_over(
     return power.pow_(1.0 / norm_type)
 
 
-def _wide(gradient: Tensor) -> torch.dtype:
+def _norm_dtype(gradient: Tensor) -> torch.dtype:
+    """Return the dtype in which to compute the norm: at least fp32."""
     # Sums of squares overflow fp16 at 65504.
     return torch.promote_types(gradient.dtype, torch.float32)

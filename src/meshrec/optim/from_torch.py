@@ -10,6 +10,8 @@ from meshrec.optim.optimizers import SGD, SPECS, Adagrad, Adam, OptimizerSpec
 
 
 class _Translation(NamedTuple):
+    """Spec that corresponds to a torch optimizer class."""
+
     spec: type[OptimizerSpec]
     fixed: dict[str, Any]  # spec arguments implied by the torch class
 
@@ -104,11 +106,11 @@ def _translate(
                 f"{name}: {key}={value!r} cannot be fused, only {key}={default!r} can. Leave it out, "
                 "or train these parameters with the dense optimizer."
             )
-    return _make(translation.spec, arguments)
+    return _make_spec(translation.spec, arguments)
 
 
 def _from_spec(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> OptimizerSpec:
-    """Build a spec of this package, with aliases resolved."""
+    """Build a spec from arguments that may have TorchRec's or FBGEMM's names."""
     fields = inspect.signature(spec).parameters
     arguments: dict[str, Any] = {}
     for key, value in _merge_betas(spec, kwargs).items():
@@ -121,11 +123,11 @@ def _from_spec(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> Optimize
     # Specs have no default rate: fused and dense optimizers rarely share a good value.
     if "lr" not in arguments:
         raise ValueError(f"{spec.__name__} needs a learning rate. Add 'lr' to the arguments.")
-    return _make(spec, arguments)
+    return _make_spec(spec, arguments)
 
 
 def _merge_betas(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``beta1`` and ``beta2`` by ``betas``, which is TorchRec's and torch's form."""
+    """Replace the arguments ``beta1`` and ``beta2`` (FBGEMM's form) by ``betas`` (torch's form)."""
     fields = inspect.signature(spec).parameters
     joined = dict(kwargs)
     if "betas" in fields and ("beta1" in kwargs or "beta2" in kwargs):
@@ -136,7 +138,8 @@ def _merge_betas(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> dict[s
     return joined
 
 
-def _make(spec: type[OptimizerSpec], arguments: dict[str, Any]) -> OptimizerSpec:
+def _make_spec(spec: type[OptimizerSpec], arguments: dict[str, Any]) -> OptimizerSpec:
+    """Call the spec class, with betas converted from a list."""
     # Specs are hashable, and JSON configurations have lists.
     if isinstance(arguments.get("betas"), list):
         arguments["betas"] = tuple(arguments["betas"])

@@ -1,4 +1,4 @@
-"""Per-parameter choice of the optimizer that the backward pass applies."""
+"""Choice of the optimizer that updates a parameter in the backward pass."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import OptimizerSpec
-from meshrec.optim.parts import part_of
+from meshrec.optim.parts import shard_info_of
 
 _logger = logging.getLogger("meshrec")
 
@@ -29,9 +29,9 @@ _TORCH_CLASSES, _TORCH_ARGUMENTS = "_optimizer_classes", "_optimizer_kwargs"
 def apply_optimizer_in_backward(
     optimizer_class: type, params: Iterable[torch.nn.Parameter], optimizer_kwargs: Mapping[str, Any]
 ) -> None:
-    """Mark parameters with the optimizer that the backward pass will apply.
+    """Record the optimizer that is to update some parameters in the backward pass.
 
-    ``meshrec.fuse`` and the sharder read the mark.
+    Takes effect when ``meshrec.fuse`` or the sharder processes the parameters.
 
     Args:
         optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec from
@@ -78,21 +78,24 @@ def apply_optimizer_in_backward(
 
 
 def mark_in_backward(parameter: Tensor, spec: OptimizerSpec) -> None:
-    """Record a parameter's optimizer for ``in_backward_spec`` and ``in_backward_optimizer_filter``."""
+    """Record the optimizer that updates a parameter in the backward pass, for ``in_backward_spec``."""
     setattr(parameter, _SPEC, spec)
 
 
 def mark_sharded(parameter: Tensor) -> None:
-    """Mark a parameter as a shard, so that the optimizer can no longer be changed."""
+    """Mark a parameter as part of a sharded table, so that its optimizer can no longer be changed.
+
+    From the first call on, each torch optimizer checks its parameters in its first step.
+    """
     setattr(parameter, _SHARDED, True)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_check_parameters))
 
 
 def accept_fused_parameters() -> None:
-    """Allow torch optimizers to hold fused tables, for the whole process.
+    """Do not raise an error if a torch optimizer is given fused tables, in the whole process.
 
-    TorchRec programs pass all parameters to the dense optimizer. It does nothing to fused tables, which have
+    TorchRec programs pass all parameters to the dense optimizer, which skips fused tables because they have
     no gradient.
     """
     global _accepts_fused
@@ -100,9 +103,10 @@ def accept_fused_parameters() -> None:
 
 
 def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Check an optimizer's sharded tables. Registered as a pre-hook for every optimizer's first step.
+    """Check the sharded tables given to an optimizer. A pre-hook on ``step`` of all torch optimizers.
 
-    The constructor would be too early: programs may build an optimizer only to save its state.
+    Only the first step of each optimizer is checked. A check in the constructor would be too early: programs
+    may build an optimizer only to save its state.
 
     Args:
         optimizer: Any torch optimizer.
@@ -130,7 +134,7 @@ def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
             "it the parameters that meshrec.optim.in_backward_optimizer_filter(model.named_parameters()) "
             "yields."
         )
-    if any(part_of(parameter) is not None for parameter in tables if not hasattr(parameter, _SPEC)):
+    if any(shard_info_of(parameter) is not None for parameter in tables if not hasattr(parameter, _SPEC)):
         _logger.warning(
             "%s trains a table that is split over ranks: its state cannot be saved in a checkpoint. Give "
             "the table an optimizer that is fused into the backward pass: the sharder's, or "
@@ -169,7 +173,7 @@ def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
 
 
 def _recorded_optimizers(parameter: Tensor) -> list[str]:
-    """Describe all optimizers recorded for a parameter, for errors."""
+    """Return descriptions of all optimizers recorded for a parameter, for error messages."""
     spec = getattr(parameter, _SPEC, None)
     if hasattr(parameter, _TORCH_CLASSES):
         pairs = zip(getattr(parameter, _TORCH_CLASSES), getattr(parameter, _TORCH_ARGUMENTS), strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshrec.optim.named_state import NamedGroup, NamedState
-from meshrec.optim.slots import check_slots, contents, fill_slots
+from meshrec.optim.slots import check_slots, fill_slots, slots_to_save
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -29,7 +29,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         params: Parameters by name.
         state: State dict per parameter.
         param_groups: Torch's groups, with ``"params"`` and hyperparameters such as ``"lr"``.
-        parts: Combined or wrapped optimizers, with the prefix for their names. Their load hooks run too.
+        parts: (prefix, optimizer) pairs of the combined or wrapped optimizers. Their load hooks run too.
 
     Raises:
         ValueError: ``state`` has a key that is not in ``params``.
@@ -50,7 +50,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         self.state = cast(Any, state)
         self.param_groups = cast(Any, param_groups)
         self._saves_param_groups = True  # changed by save_param_groups
-        self._parts = parts
+        self._parts = parts  # read by load hooks only
         parameters = set(params.values())
         num_unnamed = sum(parameter not in parameters for parameter in state)
         if num_unnamed:
@@ -66,6 +66,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
+        """Always False; raises ValueError if fused tables would make a GradScaler useless."""
         # GradScaler.step reads this first. It would skip parameters whose gradients are already consumed.
         if self.updates_in_backward:
             raise ValueError(
@@ -78,15 +79,15 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Update the parameters. Returns the closure's loss, or None."""
+        """Update the parameters. Returns the loss from the closure, or None without one."""
 
     @abstractmethod
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group with ``"params"`` given as a dict from names to parameters."""
+        """Add a parameter group, whose ``"params"`` is a dict from names to parameters."""
 
     @abstractmethod
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create initial state for the named parameters that have none.
+        """Create the initial optimizer state of the named parameters, except where state exists.
 
         Args:
             names: Parameter names.
@@ -94,17 +95,21 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         """
 
     def drop_state(self, names: Collection[str]) -> None:
-        """Remove the named parameters' state, which undoes ``create_state``."""
+        """Remove the optimizer state of the named parameters. Undoes ``create_state``."""
         for name in names:
             cast(Any, self.state).pop(self.params[name], None)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state of all trained parameters, which torch creates only in the first step."""
+        """Create the state of all trained parameters now. torch would create it in the first step.
+
+        Args:
+            sparse_grad_parameter_names: Names of parameters with sparse gradients.
+        """
         names = [name for name, parameter in self.params.items() if parameter.requires_grad]
         self.create_state(names, sparse_grad_parameter_names or ())
 
     def save_param_groups(self, save: bool) -> None:
-        """Set whether ``state_dict`` includes the groups (the default) or only the state."""
+        """Set whether ``state_dict`` includes the parameter groups (the default) or only the state."""
         self._saves_param_groups = save
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +118,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             pre_hook(self)
         name_of = {parameter: name for name, parameter in self.params.items()}
         names = [name_of.get(parameter) for group in self.param_groups for parameter in group["params"]]
-        state = {name: contents(slots) for name, slots in self._named_state().items()}
+        state = {name: slots_to_save(slots) for name, slots in self._named_state().items()}
         result: dict[str, Any] = {"state": NamedState(state, names)}
         if self._saves_param_groups:
             result["param_groups"] = [
@@ -131,10 +136,10 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy a state_dict for the same parameters into the existing tensors.
+        """Load a state_dict of the same parameters by copying into the existing tensors.
 
-        Missing state is created first. Groups are loaded if present in the state_dict. On error nothing
-        changes.
+        State that does not exist yet is created first. Parameter groups are loaded if present in the
+        state_dict. On error nothing changes.
 
         Raises:
             ValueError: Names, slots, shapes or groups differ.
@@ -207,11 +212,12 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         return "\n".join(lines)
 
     def _named_state(self) -> dict[str, dict[str, Any]]:
+        """Return the state by parameter name, without parameters that have none."""
         state = {name: self.state.get(parameter) for name, parameter in self.params.items()}
         return {name: slots for name, slots in state.items() if slots}
 
     def _apply_load_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Apply the load pre-hooks, including those registered on parts, to a state_dict."""
+        """Return the state_dict after all load pre-hooks, also those of combined or wrapped optimizers."""
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, cast(Any, state_dict)) or state_dict
         state = dict(state_dict["state"])
@@ -224,7 +230,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
     def _match_groups(
         self, new_groups: Sequence[Mapping[str, Any]] | None
     ) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-        """Pair every group with the new group for the same parameters, in whatever order they were saved.
+        """Pair each parameter group with the saved group of the same parameters, in any order.
 
         Raises:
             ValueError: The parameters are grouped differently.
@@ -306,7 +312,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
 
 class CombinedOptimizer(KeyedOptimizer):
-    """A live view of several keyed optimizers as a single optimizer.
+    """Several keyed optimizers as a single one. Later changes to their groups and state are visible.
 
     Args:
         optims: Optimizers, or (prefix, optimizer) pairs whose parameters are named ``prefix.name``.
@@ -338,7 +344,7 @@ class CombinedOptimizer(KeyedOptimizer):
                 owners[parameter] = full
         # Views, not copies: an optimizer may get new groups or state later.
         groups = LiveGroups([optimizer for _, optimizer in self._optims])
-        super().__init__(LiveMapping(self._all_params), _AllState(self._optims), groups, self._optims)
+        super().__init__(LiveMapping(self._all_params), _CombinedState(self._optims), groups, self._optims)
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
@@ -378,6 +384,7 @@ class CombinedOptimizer(KeyedOptimizer):
             optimizer.drop_state([name for name in optimizer.params if _prefixed(prefix, name) in names])
 
     def _all_params(self) -> dict[str, Tensor]:
+        """Return the parameters of all optimizers by prefixed name."""
         return {
             _prefixed(prefix, name): parameter
             for prefix, optimizer in self._optims
@@ -436,16 +443,16 @@ def create_by_step(
     names: Collection[str],
     sparse_names: Collection[str],
 ) -> None:
-    """Create initial state by stepping with zero gradients, and restore everything else the step changed.
+    """Create initial optimizer state by a step with zero gradients, and undo all other changes of the step.
 
-    torch creates state only in ``step``. Weight decay is disabled, because it would change weights even with
-    zero gradients.
+    torch creates state only in ``step``. Weight decay is disabled for the step, because it changes weights
+    even with zero gradients.
 
     Args:
-        optimizer: Owner of params and state.
+        optimizer: Keyed optimizer that has the parameters and state.
         step: Step function of the torch optimizer.
-        names: Parameters that need state.
-        sparse_names: Parameters with sparse gradients.
+        names: Names of the parameters to create state for.
+        sparse_names: Names of the parameters with sparse gradients.
     """
     targets = [optimizer.params[name] for name in names if not optimizer.state.get(optimizer.params[name])]
     if not targets:
@@ -482,7 +489,7 @@ def create_by_step(
 
 
 def run_closure(closure: Closure) -> float | None:
-    """Evaluate the closure with gradients enabled, and return the loss; None without a closure."""
+    """Call a step's closure with gradients enabled, and return the loss. None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -490,7 +497,7 @@ def run_closure(closure: Closure) -> float | None:
 
 
 class LiveMapping(Mapping[K, V]):
-    """Mapping whose content is computed at every access.
+    """Read-only mapping that calls a function for its content at every access.
 
     Args:
         content: Returns the current content.
@@ -509,8 +516,8 @@ class LiveMapping(Mapping[K, V]):
         return len(self._content())
 
 
-class _AllState(Mapping[Tensor, Any]):
-    """State of several optimizers, by parameter."""
+class _CombinedState(Mapping[Tensor, Any]):
+    """State of several optimizers as one mapping, by parameter. Later changes are visible."""
 
     def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
         self._optims = optims
@@ -530,10 +537,10 @@ class _AllState(Mapping[Tensor, Any]):
 
 
 class LiveGroups(Sequence[dict[str, Any]]):
-    """Concatenated groups of several optimizers.
+    """Parameter groups of several optimizers as one sequence. Later changes are visible.
 
     Args:
-        optimizers: The optimizers, whose groups may change.
+        optimizers: Optimizers with the groups.
     """
 
     def __init__(self, optimizers: Sequence[KeyedOptimizer]) -> None:
@@ -543,7 +550,7 @@ class LiveGroups(Sequence[dict[str, Any]]):
         return list(self)[index]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        # Without Python calls per group: torch's optimizers walk the groups in every step.
+        # No Python call per group: torch's optimizers iterate over the groups in every step.
         return chain.from_iterable(map(operator.attrgetter("param_groups"), self._optimizers))
 
     def __len__(self) -> int:
@@ -551,11 +558,12 @@ class LiveGroups(Sequence[dict[str, Any]]):
 
 
 def _names_in(group: Mapping[str, Any], name_of: Mapping[Tensor, str]) -> list[str]:
-    """Return the parameter names in a group. Unnamed parameters have no state to save."""
+    """Return the names of the parameters in a group. Parameters without a name have no state to save."""
     return [name_of[parameter] for parameter in group["params"] if parameter in name_of]
 
 
 def _prefixed(prefix: str, name: str) -> str:
+    """Return ``prefix.name``; without a prefix, the name."""
     return f"{prefix}.{name}" if prefix else name
 
 

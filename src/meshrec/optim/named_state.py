@@ -10,11 +10,11 @@ from typing import Any
 
 
 class NamedState(dict[Any, Any]):
-    """State by parameter name. Assignment by position is stored under the name.
+    """Optimizer state by parameter name. ``state[i] = x`` assigns to the name of parameter number i.
 
     Args:
         state: State by name.
-        names: Name per parameter position over all groups; None for an unnamed parameter.
+        names: Name of each parameter, counted over all groups; None for an unnamed parameter.
     """
 
     def __init__(self, state: Mapping[str, Any], names: Sequence[str | None]) -> None:
@@ -30,11 +30,11 @@ class NamedState(dict[Any, Any]):
 
 
 class NamedGroup(dict[str, Any]):
-    """A group with names in ``"params"``, even if they are assigned as positions.
+    """Parameter group with names in ``"params"``. Positions assigned to ``"params"`` are replaced by names.
 
     Args:
         group: Hyperparameters and ``"params"``.
-        names: Name per parameter position, as in `NamedState`.
+        names: Name of each parameter, as in `NamedState`.
     """
 
     def __init__(self, group: Mapping[str, Any], names: Sequence[str | None]) -> None:
@@ -51,10 +51,10 @@ class NamedGroup(dict[str, Any]):
 
 
 def _by_name(params: Iterable[Any], names: Sequence[str | None]) -> list[Any]:
-    """Replace positions by names; names are kept."""
+    """Replace parameter positions by names, and leave names as they are."""
     return [names[param] if isinstance(param, int) else param for param in params]
 
 
 def _plain(mapping: dict[Any, Any]) -> Any:
-    """Reduce to a plain OrderedDict, so that copies and pickles load without this package."""
+    """Return the ``__reduce__`` value of a plain OrderedDict, which loads without this package."""
     return OrderedDict, (), None, None, iter(mapping.items())

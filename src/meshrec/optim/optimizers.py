@@ -31,7 +31,7 @@ from meshrec.ops.tbe.formulas import (
 )
 
 _MAX_SEED = 1 << 53  # larger integers are not exact in the kernels' float64 hyperparameters
-_STEP = Hyper._fields.index("step")
+_STEP = Hyper._fields.index("step")  # position of the step number in the hyperparameters
 DEFAULT_SEED = 1
 """Default seed for stochastic rounding."""
 _ABOVE_0 = (math.ulp(0.0), math.inf, "a number above 0")
@@ -46,7 +46,7 @@ _RANGES = {
 
 
 class StateSlot(NamedTuple):
-    """An fp32 optimizer state tensor that every table has."""
+    """Name, shape and initial value of one optimizer state tensor of a table, fp32."""
 
     name: str
     per_row: bool
@@ -87,7 +87,7 @@ class OptimizerSpec(ABC):
         cls.code = kind.code
 
     def __post_init__(self) -> None:
-        # Without further calls: a learning rate schedule makes a new spec in every step.
+        # Without helper functions: a learning rate schedule makes a new spec in every step.
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             low, high, allowed = _RANGES.get(name, (0, math.inf, "a number >= 0"))
@@ -103,14 +103,14 @@ class OptimizerSpec(ABC):
                 raise ValueError(f"{type(self).__name__}: {name} must be {allowed}, got {value!r}.")
 
     def state_slots(self) -> tuple[StateSlot, ...]:
-        """Return the state slots per table, in kernel order."""
+        """Return the state tensors that a table needs, in the order in which the kernels take them."""
         return tuple(
             StateSlot(slot.name, slot.per_row, getattr(self, slot.initial) if slot.initial else 0.0)
             for slot in self.formula.slots
         )
 
     def hyper(self, *, lr: float, step: int, seed: int = 0, row_dim: int = 0) -> Tensor:
-        """Return the kernels' hyperparameters for an update: float64, in the order of ``Hyper``.
+        """Return the hyperparameters of one update for the kernels: float64, in the order of ``Hyper``.
 
         Args:
             lr: Current learning rate.
@@ -125,13 +125,12 @@ class OptimizerSpec(ABC):
         return torch.frombuffer(self._pack(lr, step, seed, row_dim), dtype=torch.float64)
 
     def _pack(self, lr: float, step: int, seed: int, row_dim: int) -> "array[float]":
+        """Return the values of ``hyper`` as an array; the arguments are those of ``hyper``."""
         return array("d", self._initial_hyper._replace(lr=lr, step=step, seed=seed, row_dim=row_dim))
 
     @functools.cached_property
     def _initial_hyper(self) -> Hyper:
-        """Spec fields as ``Hyper`` fields. Cached, because only lr, step, seed and row_dim change between
-        updates.
-        """
+        """Fields of this spec as a ``Hyper``. Cached: only lr, step, seed and row_dim change over updates."""
         values = {**vars(self)}
         if "betas" in values:
             values["beta1"], values["beta2"] = values["betas"]
@@ -141,8 +140,8 @@ class OptimizerSpec(ABC):
         return Hyper(**{name: value for name, value in values.items() if name in Hyper._fields})
 
 
-class HyperOfSteps:
-    """Hyperparameters in a reused tensor, for updates that differ only in the step number.
+class StepHyper:
+    """Hyperparameters for updates that differ only in the step number, in a reused tensor.
 
     Args:
         spec: Optimizer spec.
@@ -157,7 +156,7 @@ class HyperOfSteps:
         self._tensor = torch.frombuffer(self._values, dtype=torch.float64)
 
     def at(self, step: int) -> Tensor:
-        """Return the hyperparameters for ``step``, float64. Valid until the next call."""
+        """Return the hyperparameters for ``step``, float64. The next call overwrites the tensor."""
         self._values[_STEP] = step
         return self._tensor
 

@@ -1,39 +1,39 @@
-"""Marks on sharded parameters, for gradient norms over the whole model."""
+"""Marks on the parameters of a sharded model, from which gradient norms over all ranks are computed."""
 
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-_PART = "_meshrec_part"
+_SHARD_INFO = "_meshrec_part"  # attribute on a parameter
 
 
-class ParameterPart(NamedTuple):
-    """Role of a parameter in a sharded model.
+class ShardInfo(NamedTuple):
+    """How a parameter of a sharded model is distributed.
 
     Attributes:
         group: Ranks over which the model is sharded.
-        counts: True if every rank holds different elements, so that norms add up over ranks. False if the
-            parameter is replicated.
+        is_sharded: True if each rank holds different elements, so that squared norms add up over ranks. False
+            if the parameter is replicated.
     """
 
     group: "dist.ProcessGroup"
-    counts: bool
+    is_sharded: bool
 
 
-def mark_part(parameter: Tensor, group: "dist.ProcessGroup", *, counts: bool) -> None:
-    """Mark a parameter of a sharded model.
+def mark_shard(parameter: Tensor, group: "dist.ProcessGroup", *, is_sharded: bool) -> None:
+    """Record how a parameter of a sharded model is distributed.
 
     Args:
         parameter: Parameter to mark.
         group: Ranks over which the model is sharded.
-        counts: Whether every rank holds different elements; see `ParameterPart`.
+        is_sharded: Whether each rank holds different elements; see `ShardInfo`.
     """
     # An attribute on the tensor, because wrappers such as DDP replace modules but keep parameters.
-    setattr(parameter, _PART, ParameterPart(group, counts))
+    setattr(parameter, _SHARD_INFO, ShardInfo(group, is_sharded))
 
 
-def part_of(parameter: Tensor) -> ParameterPart | None:
-    """Return the mark set by `mark_part`, or None."""
-    part: ParameterPart | None = getattr(parameter, _PART, None)
-    return part
+def shard_info_of(parameter: Tensor) -> ShardInfo | None:
+    """Return the information recorded by `mark_shard`, or None."""
+    info: ShardInfo | None = getattr(parameter, _SHARD_INFO, None)
+    return info

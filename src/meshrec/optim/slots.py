@@ -1,7 +1,7 @@
-"""Save, check and load the optimizer state of a single parameter.
+"""Functions that save, check and load the optimizer state of one parameter.
 
-The state is a dict from slot name, such as ``exp_avg`` in ``torch.optim.Adam``, to a tensor, object or nested
-dict.
+The state is a dict from slot name, such as ``exp_avg`` in ``torch.optim.Adam``, to a tensor, an object with a
+state dict, or a nested dict.
 """
 
 import copy
@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor
 
 
-def contents(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's optimizer state in the form that is saved.
+def slots_to_save(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer state of a parameter in the form that is saved.
 
-    Stateful objects are replaced by state dicts, also in nested dicts. Tensors are not copied.
+    Objects with a ``state_dict`` method are replaced by their state dicts, also in nested dicts. Tensors are
+    not copied.
     """
     return {
-        slot: contents(value)
+        slot: slots_to_save(value)
         if isinstance(value, dict)
         else value.state_dict()
         if _is_stateful(value)
@@ -27,9 +28,9 @@ def contents(slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Load saved optimizer state into a parameter's existing state, after `check_slots`.
+    """Load saved optimizer state into the existing state of a parameter. Call `check_slots` first.
 
-    Tensors, dicts and stateful objects are filled in place. Other values are replaced by copies.
+    Tensors, dicts and objects with a state dict are filled in place. Other values are replaced by copies.
 
     Args:
         slots: Existing state, modified.
@@ -55,14 +56,15 @@ def fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
 
 
 def _is_stateful(value: Any) -> bool:
+    """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Check that ``new_slots`` can be loaded into ``slots``.
+    """Check that saved optimizer state fits the existing state of a parameter.
 
     Args:
-        name: Parameter name for errors.
+        name: Parameter name for error messages.
         slots: Existing state.
         new_slots: State to load.
 

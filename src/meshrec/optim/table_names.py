@@ -1,4 +1,4 @@
-"""Table names unique in a whole model: the config's name, prefixed by the module path if modules share it."""
+"""Table names that are unique in a model: the config's name, or ``path.name`` if several modules use it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -7,9 +7,10 @@ T = TypeVar("T")
 
 
 def full_names(tables: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str]:
-    """Return unique table names by (module path, config name).
+    """Return the unique name of each table, keyed by (module path, config name).
 
-    A name used in a single module is returned as is, otherwise as ``path.name``.
+    A name that only one module uses stays as it is; otherwise the unique name is ``path.name``:
+    ``{"a": ["t", "u"], "b": ["t"]}`` gives a.t, u and b.t.
 
     Args:
         tables: Table names by module path.
@@ -23,7 +24,7 @@ def full_names(tables: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str
 
 
 def by_full_name(options: Mapping[str, T], tables: Mapping[str, Sequence[str]], subject: str) -> dict[str, T]:
-    """Resolve per-table options to unique table names; see ``full_names``.
+    """Return per-table options keyed by unique table name; see ``full_names``.
 
     Args:
         options: Options by config name or ``path.name``.
@@ -55,7 +56,7 @@ def by_full_name(options: Mapping[str, T], tables: Mapping[str, Sequence[str]], 
 def by_module(
     options: Mapping[str, T], tables: Mapping[str, Sequence[str]], subject: str
 ) -> dict[str, dict[str, T]]:
-    """Resolve per-table options to module paths and config names; see ``by_full_name``.
+    """Return per-table options keyed by module path, then by config name; see ``by_full_name``.
 
     Args:
         options: Options by config name or ``path.name``.
@@ -73,7 +74,7 @@ def by_module(
 
 
 def _owners(tables: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the module paths that have a table with a given name, by table name."""
+    """Return, for each table name, the paths of the modules that have such a table."""
     owners: dict[str, list[str]] = {}
     for path, names in tables.items():
         for name in names:
@@ -82,4 +83,5 @@ def _owners(tables: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _joined(path: str, name: str) -> str:
+    """Return ``path.name``; for the root module, the name."""
     return f"{path}.{name}" if path else name

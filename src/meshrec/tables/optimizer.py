@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.optim.keyed import Closure, KeyedOptimizer, run_closure
-from meshrec.optim.optimizers import DEFAULT_SEED, HyperOfSteps, OptimizerSpec
+from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, StepHyper
 
 
 class UpdateRule:
@@ -35,7 +35,7 @@ class UpdateRule:
         self._read = operator.itemgetter(*hyper)
         # Values that ``spec`` was built from; ``refresh`` compares them with the param_group in every step.
         self._values = tuple(hyper.values())
-        self._hyper = HyperOfSteps(spec, seed)
+        self._hyper = StepHyper(spec, seed)
 
     @property
     def code(self) -> int:
@@ -58,7 +58,7 @@ class UpdateRule:
             values: list[Any] = [number.item() if isinstance(number, Tensor) else number for number in now]
             names = [field.name for field in dataclasses.fields(self.spec)]
             self.spec = dataclasses.replace(self.spec, **dict(zip(names, values, strict=True)))
-            self._hyper = HyperOfSteps(self.spec, self.seed)
+            self._hyper = StepHyper(self.spec, self.seed)
             self._values = tuple(values)
 
     def hyper_at(self, step: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve, auc_interval, effective_sizes, score_histograms
-from meshrec.modules.boosted_trees import Branch, Leaf, scaled
+from meshrec.modules.boosted_trees import Branch, Leaf, scale_leaves
 from meshrec.train.linear import weighted_mean
 
 NUM_LEVELS = 4
@@ -151,7 +151,7 @@ def _bias(train: TreeSamples) -> float:
 
 def _mean(bias: float, residual: list[Branch | Leaf], separate: list[Branch | Leaf]) -> Boosted:
     """Average the model plus residual trees with the bias plus independent trees."""
-    trees = [scaled(tree, 0.5) for tree in (*residual, *separate)]
+    trees = [scale_leaves(tree, 0.5) for tree in (*residual, *separate)]
     return Boosted(0.5, bias / 2, trees, (len(residual), len(separate)))
 
 
