@@ -85,6 +85,39 @@ class RawSource(FittedSource, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SplitOptions:
+    """Split of a source's samples into training, validation and test data."""
+
+    split_by: Literal["time", "hash", "random"] | None = None
+    """Split that takes validation and test rows, a tenth each, out of the training data."""
+    split_column: str | None = None
+    """Column for a split by hash."""
+    seed: int = 0
+    """Shuffle seed."""
+
+    def split(self) -> "Split | None":
+        """Return the split; None without ``split_by``."""
+        return _split_of(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileParts:
+    """Files with training, validation and test data."""
+
+    train: tuple[str, ...]
+    """Training data; with a split, all data."""
+    validation: tuple[str, ...] | None = None
+    """Validation files, which select the best weights."""
+    test: tuple[str, ...] | None = None
+    """Test files, which evaluate the selected weights once."""
+
+    def all_rows(self) -> Any:
+        """Return a source that also trains on this source's validation and test files."""
+        files = (*self.train, *(self.validation or ()), *(self.test or ()))
+        return replace(self, train=files, validation=None, test=None, split_by=None)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TableSource(ABC):
     """Tables with columns that become samples through `Features`, fitted on the training rows.
 
@@ -118,11 +151,6 @@ class TableSource(ABC):
         """
         train, validation, test = (getattr(self, name) for name in ("train", "validation", "test"))
         return train, validation, test
-
-    def all_rows(self) -> Any:
-        """Return a source that also trains on this source's validation and test rows."""
-        files = tuple(path for part in self.parts() if part is not None for path in part)
-        return replace(self, train=files, validation=None, test=None, split_by=None)  # type: ignore[call-arg]
 
     def fit(self) -> "Features":
         """Fit the features on the training rows, in one pass over the data."""
@@ -189,18 +217,20 @@ class TableSource(ABC):
         return self.dataset(self.fit())
 
     def _split(self) -> "Split | None":
-        from meshrec.data import Split
-
-        if self.split_by is None:
-            return None
-        return Split(
-            by=self.split_by,
-            column=self.split_column,
+        return _split_of(
+            self,
             validation=self.split_validation,
             test=self.split_test,
             time_format=self.split_time_format,
-            seed=self.seed,
         )
+
+
+def _split_of(source: SplitOptions | TableSource, **options: Any) -> "Split | None":
+    from meshrec.data import Split
+
+    if source.split_by is None:
+        return None
+    return Split(by=source.split_by, column=source.split_column, seed=source.seed, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

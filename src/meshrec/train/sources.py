@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
-from meshrec.train.recipe import DataSource, TableSource
+from meshrec.train.recipe import DataSource, FileParts, SplitOptions, TableSource
 
 if TYPE_CHECKING:
-    from meshrec.data import Dataset, Split
+    from meshrec.data import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class SyntheticClicks(DataSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MovieLens(DataSource):
+class MovieLens(SplitOptions, DataSource):
     """Will a user like a movie, given the movies that the user rated before? See `meshrec.data.movielens`."""
 
     path: Path | None = None
@@ -67,8 +67,6 @@ class MovieLens(DataSource):
     """Column for a split by hash: user or movie."""
     liked_from: tuple[float, ...] = (4.0,)
     """Ratings from this value on have label 1. Several thresholds make several labels."""
-    seed: int = 0
-    """Shuffle seed."""
 
     def load(self) -> "Dataset":
         """Load the ratings into memory."""
@@ -76,7 +74,7 @@ class MovieLens(DataSource):
 
         return movielens(
             path=self.path,
-            split=_split_of(self),
+            split=self.split(),
             history=self.history,
             liked_from=self.liked_from,
             seed=self.seed,
@@ -84,27 +82,14 @@ class MovieLens(DataSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parquet(TableSource, DataSource):
+class Parquet(FileParts, TableSource, DataSource):
     """Parquet files: paths, folders (all ``*.parquet`` files in them) or patterns."""
-
-    train: tuple[str, ...]
-    """Training data; with a split, all data."""
-    validation: tuple[str, ...] | None = None
-    """Validation files, which select the best weights."""
-    test: tuple[str, ...] | None = None
-    """Test files, which evaluate the selected weights once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Csv(TableSource, DataSource):
+class Csv(FileParts, TableSource, DataSource):
     """CSV files with a header, or JSON lines, which are read into memory."""
 
-    train: tuple[str, ...]
-    """Training data; with a split, all data."""
-    validation: tuple[str, ...] | None = None
-    """Validation files, which select the best weights."""
-    test: tuple[str, ...] | None = None
-    """Test files, which evaluate the selected weights once."""
     csv: CsvFormat = DETECTED
     """File format, also for files to predict; settings not given are detected."""
 
@@ -142,30 +127,15 @@ class Frame(TableSource, DataSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Criteo(DataSource):
+class Criteo(FileParts, SplitOptions, DataSource):
     """Criteo's display advertising data, day files or Parquet; see `meshrec.data.criteo`."""
 
     train: tuple[str, ...]
     """Training files, folders or patterns."""
-    validation: tuple[str, ...] | None = None
-    """Validation files, which select the best weights."""
-    test: tuple[str, ...] | None = None
-    """Test files, which evaluate the selected weights once."""
-    split_by: Literal["time", "hash", "random"] | None = None
-    """Split that takes validation and test rows, a tenth each, out of the training data."""
-    split_column: str | None = None
-    """Column for a split by hash."""
     num_embeddings: int = 100_000
     """Number of rows in each of the 26 tables."""
     on_error: Literal["raise", "skip"] = "raise"
     """Handling of damaged lines: raise an error, or skip and count them."""
-    seed: int = 0
-    """Shuffle seed."""
-
-    def all_rows(self) -> "Criteo":
-        """Return a source that also trains on this source's validation and test files."""
-        files = (*self.train, *(self.validation or ()), *(self.test or ()))
-        return replace(self, train=files, validation=None, test=None, split_by=None)
 
     def load(self) -> "Dataset":
         """Open the files."""
@@ -175,16 +145,8 @@ class Criteo(DataSource):
             train=self.train,
             validation=self.validation,
             test=self.test,
-            split=_split_of(self),
+            split=self.split(),
             num_embeddings=self.num_embeddings,
             on_error=self.on_error,
             seed=self.seed,
         )
-
-
-def _split_of(source: MovieLens | Criteo) -> "Split | None":
-    from meshrec.data import Split
-
-    if source.split_by is None:
-        return None
-    return Split(by=source.split_by, column=source.split_column, seed=source.seed)
