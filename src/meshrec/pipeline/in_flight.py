@@ -2,8 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ def walk(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
     """List (path, tensor or jagged tensor) pairs in ``batch``. An object appears once."""
     leaves: list[tuple[Path, Tensor | Jagged]] = []
     seen: set[int] = set()
-    # A stack instead of recursion: every step walks a batch, and most time was spent in calls.
+    # A stack instead of recursion: every batch is walked, and most time was spent in calls.
     stack: list[tuple[Path, Any]] = [((), batch)]
     while stack:
         path, part = stack.pop()
@@ -72,20 +72,30 @@ def walk(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
         if isinstance(part, Tensor | Jagged):
             leaves.append((path, part))
             continue
-        children: list[tuple[Path, Any]] = []
-        if isinstance(part, Mapping):
-            for name, child in part.items():
-                children.append(((*path, PathStep(name, True)), child))
-        elif isinstance(part, Sequence):
-            for number, child in enumerate(part):
-                children.append(((*path, PathStep(number, True)), child))
-        else:
-            slots = _slots(type(part))  # type: ignore[arg-type]  # the type's hash is not that of its instances
-            for name in (*getattr(part, "__dict__", ()), *slots):
-                children.append(((*path, PathStep(name, False)), getattr(part, name, None)))
+        parts_of = _parts_of(type(part))  # type: ignore[arg-type]  # the type's hash is not that of its instances
         # Reversed, so leaves are listed in batch order.
-        stack += reversed(children)
+        stack += [((*path, step), child) for step, child in reversed(parts_of(part))]
     return leaves
+
+
+@functools.lru_cache
+def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
+    """Return the function that lists the parts of a type's instances."""
+    if issubclass(kind, Mapping):
+        return lambda mapping: [(PathStep(name, True), part) for name, part in mapping.items()]
+    if issubclass(kind, Sequence):
+        return lambda sequence: [(PathStep(number, True), part) for number, part in enumerate(sequence)]
+    if is_dataclass(kind) and "__dataclass_fields__" in vars(kind):  # not only a base class
+        steps = [PathStep(field.name, False) for field in fields(kind)]
+        return lambda batch: [(step, getattr(batch, step.name, None)) for step in steps]
+    # Other types declare no list of their attributes.
+    slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
+    names = [name for name in names if name not in ("__weakref__", "__dict__")]
+    return lambda thing: [
+        (PathStep(name, False), getattr(thing, name, None))
+        for name in (*getattr(thing, "__dict__", ()), *names)
+    ]
 
 
 def find(batch: Any, features: KeyedJaggedTensor) -> Path | None:
@@ -174,11 +184,12 @@ class BatchInFlight:
     error: Exception | None = None
 
     def __post_init__(self) -> None:
-        self._versions = _versions(self.batch)
+        self._leaves = walk(self.batch)
+        self._versions = _versions(self._leaves)
 
     def take_change(self) -> str | None:
         """Describe a write to the batch since the loader returned it, once; None if there was none."""
-        before, self._versions = self._versions, _versions(self.batch)
+        before, self._versions = self._versions, _versions(self._leaves)
         return _change(before, self._versions)
 
     def route(self, module: Collection, features: KeyedJaggedTensor) -> None:
@@ -237,7 +248,7 @@ class BatchInFlight:
         """
         for lookup in self.lookups:
             if lookup.module is module and lookup.features is features and lookup.is_of_now:
-                if (change := _change(self._versions, _versions(features))) is not None:
+                if (change := _change(self._versions, _versions([((), features)]))) is not None:
                     raise ValueError(f"{change}. Give every batch tensors of its own.")
                 self.lookups.remove(lookup)
                 return lookup.send_embeddings()
@@ -255,10 +266,10 @@ class BatchInFlight:
         self.lookups.clear()
 
 
-def _versions(batch: Any) -> dict[int, tuple[Path, Tensor, int]]:
-    """Return (path, tensor, write count) for all tensors in the batch, by the tensor's ``id``."""
+def _versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int, tuple[Path, Tensor, int]]:
+    """Return (path, tensor, write count) for all tensors in a batch's leaves, by the tensor's ``id``."""
     versions: dict[int, tuple[Path, Tensor, int]] = {}
-    for path, part in walk(batch):
+    for path, part in leaves:
         for tensor in part._tensors() if isinstance(part, Jagged) else (part,):
             # Inference tensors have no version counter. Holding the tensor keeps its ``id`` unique.
             if not tensor.is_inference():
@@ -283,14 +294,6 @@ def _mode(module: Collection) -> tuple[Any, ...]:
     """Return a lookup's dependencies other than IDs and weights. It changes on all ranks or on none."""
     trained = list(map(operator.attrgetter("requires_grad"), module.parameters()))
     return id(module.tables), torch.is_grad_enabled(), trained
-
-
-@functools.lru_cache
-def _slots(kind: type) -> Sequence[str]:
-    """Return a type's instance attributes outside ``__dict__``."""
-    slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
-    names = [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
-    return [name for name in names if name not in ("__weakref__", "__dict__")]
 
 
 def _moved(thing: Any, device: torch.device) -> Any:

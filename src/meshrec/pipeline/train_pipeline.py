@@ -27,7 +27,8 @@ class TrainPipeline:
     batches, or of the batches left at the end.
 
     Nothing is traced, so any model works. A sharded module is pipelined if its input is a KeyedJaggedTensor
-    from the batch itself; otherwise it runs the plain lookup. In eval mode a batch is only computed.
+    from the batch itself; otherwise it runs the plain lookup. In eval mode a batch is only computed. The
+    parts of a batch are mapping values, sequence items, dataclass fields, and attributes of other objects.
 
     A batch's tensors must stay until it is trained. A loader that writes to an earlier batch's tensors is
     detected, unless it writes through NumPy, which torch does not see. Random values drawn by the loader in
