@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from sklearn.metrics import average_precision_score
 
 from meshrec.metrics import MetricSet, binary_metrics
 
@@ -130,6 +131,24 @@ def test_auc_is_within_half_the_share_of_pairs_in_one_bin():
     )
     error = abs(metrics.compute().window["auc"] - binary_metrics(logits, labels)["auc"])
     assert 0 < error <= float(positive @ negative) / 2
+
+
+def test_auprc_is_that_of_the_bins():
+    metrics, (logits, labels, weights) = MetricSet(num_bins=64, auprc=True), samples()
+    metrics.update(logits, labels, weights)
+    found = metrics.compute().window["auprc"]
+    bins = ((logits + 16) * 2).long()
+    assert found == pytest.approx(average_precision_score(labels, bins, sample_weight=weights), abs=1e-12)
+    metrics.update(torch.tensor([-9.0, -9.0, 9.0]), torch.tensor([0.0, 1.0, 1.0]))
+    assert metrics.compute().window["auprc"] == pytest.approx((1 + 2 / 3) / 2)
+    metrics.update(torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0]))
+    assert math.isnan(metrics.compute().window["auprc"])
+    metrics.update(torch.ones(2), torch.ones(2))
+    assert "auprc" not in metrics.compute().window
+    fine = MetricSet(auprc=True)
+    fine.update(logits, labels, weights)
+    exact = average_precision_score(labels, logits, sample_weight=weights)
+    assert fine.compute().window["auprc"] == pytest.approx(exact, abs=1e-3)
 
 
 def test_importing_is_light():

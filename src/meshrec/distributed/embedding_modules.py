@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.build import ModuleParts
 from meshrec.distributed.lookup_batch import LookupBatch
+from meshrec.distributed.printed_stages import PrintedStage, printed_stages
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.modules import (
     EmbeddingBagCollection,
@@ -84,6 +85,18 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         """
         # Bind the current tables: ``rebuild`` may replace ``self.tables`` before the first use.
         return LazyAwaitable(partial(self._finished, self.tables, batch, link))
+
+    @property
+    def _input_dists(self) -> list[PrintedStage]:
+        return printed_stages("ids to their shards", self.plan)
+
+    @property
+    def _lookups(self) -> list[PrintedStage]:
+        return printed_stages("lookup of rows", self.plan, self.built.env.shard.rank)
+
+    @property
+    def _output_dists(self) -> list[PrintedStage]:
+        return printed_stages("embeddings to their samples", self.plan)
 
     @abstractmethod
     def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings: ...

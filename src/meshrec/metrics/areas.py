@@ -1,4 +1,4 @@
-"""Area under the ROC curve, over all samples or per group."""
+"""Area under the ROC curve, over all samples or per group, and under the precision-recall curve."""
 
 from typing import Any
 
@@ -37,6 +37,27 @@ def areas_of_ties(positive_T: Floats, negative_T: Floats, group_T: Ints | None =
     areas: Floats = np.clip(totals(group_T, shares_T), 0.0, 1.0)
     areas[(positive_G == 0) | (negative_G == 0)] = np.nan
     return areas
+
+
+def average_precision(positive_T: Floats, negative_T: Floats) -> float:
+    """Return the area under the precision-recall curve: the mean of the precision at each positive's score.
+
+    Without interpolation, as in scikit-learn's ``average_precision_score`` and TorchRec's AUPRC.
+
+    Args:
+        positive_T: total weight of positive samples per tie, by rising score.
+        negative_T: total weight of negative samples per tie.
+
+    Returns:
+        Area; NaN without positive or negative samples.
+    """
+    positive, negative = positive_T[::-1], negative_T[::-1]
+    true_positives, false_positives = np.cumsum(positive), np.cumsum(negative)
+    if not len(positive) or not true_positives[-1] or not false_positives[-1]:
+        return float("nan")
+    counts = positive > 0
+    precision = true_positives[counts] / (true_positives + false_positives)[counts]
+    return float(positive[counts] @ precision / true_positives[-1])
 
 
 def totals(index_n: Ints, values_n: Floats) -> Floats:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.areas import areas_of_ties, click_labels, defined
+from meshrec.metrics.areas import areas_of_ties, average_precision, click_labels, defined
 from meshrec.metrics.binary import BinarySums, binary_sums, metrics_of
 from meshrec.metrics.gathering import refuse, stacked, with_weight
 from meshrec.metrics.windowed import Computed, WindowedSum
@@ -39,6 +39,7 @@ class MetricSet:
 
     Args:
         num_bins: equal histogram bins for logits from -16 to 16.
+        auprc: whether to compute ``auprc``, the area under the precision-recall curve, from the histograms.
         extra: torchmetrics metrics, by name. They receive probabilities and integer labels of samples with
             positive weight, without weights, and synchronize between ranks themselves.
         device: where the sums are.
@@ -58,6 +59,7 @@ class MetricSet:
         self,
         *,
         num_bins: int = 16384,
+        auprc: bool = False,
         extra: Mapping[str, "Metric"] | None = None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
@@ -65,6 +67,7 @@ class MetricSet:
         if num_bins < 2:
             raise ValueError(f"num_bins must be >= 2, got {num_bins}.")
         self._num_bins = num_bins
+        self._auprc = auprc
         self._sums = WindowedSum(_NUM_SUMS + 2 * num_bins, torch.device(device), group)
         self._pending: list[Tensor] = []
         self._num_pending = 0
@@ -116,8 +119,8 @@ class MetricSet:
     def compute(self) -> Computed:
         """Compute all metrics over all ranks, and start a new window. Collective.
 
-        Undefined metrics are omitted: AUC if all labels are equal, and all metrics without samples. With a
-        NaN logit, all are NaN.
+        Undefined metrics are omitted: AUC and AUPRC if all labels are equal, and all metrics without samples.
+        With a NaN logit, all are NaN.
         """
         self._flush()
         computed = Computed(*(self._metrics(totals) for totals in self._sums.take()))
@@ -168,9 +171,11 @@ class MetricSet:
 
     def _metrics(self, totals: Tensor) -> dict[str, float]:
         metrics = metrics_of(BinarySums(*totals[:_NUM_SUMS].tolist()))
-        (area,) = areas_of_ties(*totals[_NUM_SUMS:].view(2, self._num_bins).cpu().numpy())
+        histograms = totals[_NUM_SUMS:].view(2, self._num_bins).cpu().numpy()
+        (area,) = areas_of_ties(*histograms)
         auc = defined(area)
         if auc is None:
             return metrics
+        areas = {"auc": auc} | ({"auprc": average_precision(*histograms)} if self._auprc else {})
         # Histograms hide NaN logits, but the loss does not.
-        return {"auc": math.nan if math.isnan(metrics["loss"]) else auc, **metrics}
+        return (dict.fromkeys(areas, math.nan) if math.isnan(metrics["loss"]) else areas) | metrics

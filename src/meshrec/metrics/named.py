@@ -23,6 +23,7 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "auc": Metric("AUC", 1, leads=True, is_curve=True),
+    "auprc": Metric("AUPRC", 1),
     "ndcg": Metric("NDCG", 1, leads=True, is_curve=True),
     "recall": Metric("recall", 1),
     "mrr": Metric("MRR", 1),

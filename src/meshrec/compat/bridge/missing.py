@@ -21,10 +21,6 @@ _MIXED = (
     "it weighs several signals. Nearest: EmbeddingBagConfig(keys=meshrec.Hashed(max_rows=..., "
     "evict=meshrec.tables.Score(...))), a score of your own."
 )
-_REQUESTS = (
-    "plans are not requested for kinds of machines by name. Nearest: "
-    "EmbeddingShardingPlanner(topology=...).plan(model, sharders) for each topology."
-)
 _PRUNE = "tables are not pruned while training. Nearest: fewer num_embeddings."
 _TWO_D = (
     "2D training needs no class of its own. Nearest: meshrec.distributed.ShardingEnv.from_mesh with the axes "
@@ -51,18 +47,16 @@ MISSING: dict[str, str] = {
     "torchrec.distributed.mc_embedding": _REMAP,
     "torchrec.distributed.mc_embeddingbag": _REMAP,
     "torchrec.distributed.model_parallel.DMPCollection": _TWO_D,
-    "torchrec.distributed.planner.api": _REQUESTS,
     "torchrec.distributed.planner.constants": "speeds and sizes of machines are in hardware profiles. "
     "Nearest: "
     "meshrec.planner.HardwareProfile.",
+    "torchrec.distributed.planner.dry_run": "plans are not made for kinds of machines by name. Nearest: "
+    "EmbeddingShardingPlanner(topology=...).plan(model, sharders) for each topology.",
     "torchrec.distributed.planner.enumerators": _PLANNER,
     "torchrec.distributed.planner.estimator": _TIMES,
-    "torchrec.distributed.planner.executor": _REQUESTS,
     "torchrec.distributed.planner.partitioners": _PLANNER,
     "torchrec.distributed.planner.perf_models": _TIMES,
     "torchrec.distributed.planner.proposers": _PLANNER,
-    "torchrec.distributed.planner.provider": _REQUESTS,
-    "torchrec.distributed.planner.reporter": "Nearest: print(plan.planned), and `meshrec plan`.",
     "torchrec.distributed.planner.shard_estimators": _TIMES,
     "torchrec.distributed.planner.stats": "Nearest: print(plan.planned), and `meshrec plan`.",
     "torchrec.distributed.planner.types.PlannerError": "a plan that cannot be raises ValueError, with what "
@@ -78,8 +72,8 @@ MISSING: dict[str, str] = {
     "Nearest: ShardedEmbeddingBagCollection.",
     "torchrec.distributed.types.ShardingEnv2D": _TWO_D,
     "torchrec.inference.modules": "Nearest: `meshrec export`, meshrec.export.Predictor, and `meshrec serve`.",
-    "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics.MetricSet with "
-    "binary_metrics.",
+    "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics.MetricSet, whose "
+    "auprc=True is TorchRec's binned AUPRC, with binary_metrics.",
     "torchrec.models.experimental": "Nearest: torchrec.models.dlrm.DLRM.",
     "torchrec.modules.embedding_configs.CountTimestampMixedEvictionPolicy": _MIXED,
     "torchrec.modules.embedding_configs.EmbeddingTableConfig": "Nearest: EmbeddingBagConfig.",

@@ -273,8 +273,22 @@ MODULES: dict[str, dict[str, str]] = {
         **_of(f"{_C}.sharding_plan", "get_default_sharders"),
     },
     "torchrec.distributed.planner": {**_PLANNER, **_of(f"{_C}.planner", "bytes_to_gb sharder_name")},
+    "torchrec.distributed.planner.api": _of(
+        f"{_C}.plan_requests", "ProductionPlannerOrchestrator ShardingPlannerAPI"
+    ),
+    "torchrec.distributed.planner.executor": _of(f"{_C}.plan_requests", "DefaultPlannerExecutor"),
+    "torchrec.distributed.planner.protocols": _of(f"{_C}.plan_requests", "PlannerExecutor"),
+    "torchrec.distributed.planner.provider": _of(
+        f"{_C}.plan_requests", "DefaultPlannerProvider PlannerProvider"
+    ),
+    "torchrec.distributed.planner.reporter": _of(f"{_C}.plan_requests", "DefaultPlanReporter PlanReporter"),
     "torchrec.distributed.planner.types": {
         **_of(f"{_C}.planner", "Topology"),
+        **_of(
+            f"{_C}.plan_requests",
+            "PlannerConfig PlannerSessionContext PlannerVariant ShardingPlanRequest ShardingPlanResult "
+            "StorageReservationPolicy",
+        ),
         **_CONSTRAINTS,
         "ShardingPlan": _PLANS["ShardingPlan"],
     },

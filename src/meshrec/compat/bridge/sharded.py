@@ -1,7 +1,6 @@
-"""Sharded collections with TorchRec's attributes: a combined optimizer, and printable stages."""
+"""Sharded collections with TorchRec's attributes: a combined optimizer, and callable stages."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,41 +19,7 @@ from meshrec.distributed.build import ModuleParts
 from meshrec.distributed.lookup_batch import LookupBatch, Stage
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
 from meshrec.tables import FusedOptimizer
-
-
-@dataclass(frozen=True)
-class PrintedStage:
-    """Stage for all tables with the same sharding type."""
-
-    title: str
-    sharding_type: str
-    tables: dict[str, tuple[str, ...]]
-    """Shards per table as text, rows, columns and rank, such as ``[0:10, 0:4]@1``."""
-
-    def __repr__(self) -> str:
-        shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
-        return "\n".join([f"{self.title}, {self.sharding_type}", *shards])
-
-
-def printed_stages(
-    title: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None
-) -> list[PrintedStage]:
-    """Return a stage per sharding type in the plan.
-
-    Args:
-        title: stage description.
-        plan: module plan.
-        rank: list only this rank's shards; None: all.
-    """
-    by_type: dict[str, dict[str, tuple[str, ...]]] = {}
-    for name, sharding in plan.items():
-        here = [shard for shard in sharding.shards if rank in (None, shard.placement.rank)]
-        is_whole = sharding.sharding_type is ShardingType.DATA_PARALLEL
-        texts = ("on every rank",) if is_whole else tuple(map(str, here))
-        by_type.setdefault(sharding.sharding_type.value, {})[name] = texts
-    return [PrintedStage(title, kind, tables) for kind, tables in by_type.items()]
 
 
 class _Later(Awaitable[Any]):
@@ -76,9 +41,8 @@ class ShardedContext(Multistreamable):
 
 
 class _Stages:
-    """Stages of a sharded module, as TorchRec's tutorials print and call them."""
+    """Stages of a sharded module, as TorchRec's tutorials call them."""
 
-    plan: Any
     built: ModuleParts
     tables: ShardedTables
     awaited: Callable[[LookupBatch, Tensor], LazyAwaitable[Any]]
@@ -122,18 +86,6 @@ class _Stages:
         if any(config.data_type.bits == 0 for config in self._configs):
             raise AttributeError("only quantised collections have tbes. Read the state_dict of this one.")
         return table_groups(self)
-
-    @property
-    def _input_dists(self) -> list[PrintedStage]:
-        return printed_stages("ids to their shards", self.plan)
-
-    @property
-    def _lookups(self) -> list[PrintedStage]:
-        return printed_stages("lookup of rows", self.plan, self.built.env.shard.rank)
-
-    @property
-    def _output_dists(self) -> list[PrintedStage]:
-        return printed_stages("embeddings to their samples", self.plan)
 
 
 class ShardedEmbeddingBagCollection(_Stages, core.ShardedEmbeddingBagCollection):

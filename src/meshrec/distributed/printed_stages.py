@@ -1,0 +1,38 @@
+"""Stages of a sharded module as text: which shards of which tables a stage serves."""
+
+from dataclasses import dataclass
+
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
+
+
+@dataclass(frozen=True)
+class PrintedStage:
+    """Stage for all tables with the same sharding type."""
+
+    title: str
+    sharding_type: str
+    tables: dict[str, tuple[str, ...]]
+    """Shards per table as text, rows, columns and rank, such as ``[0:10, 0:4]@1``."""
+
+    def __repr__(self) -> str:
+        shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
+        return "\n".join([f"{self.title}, {self.sharding_type}", *shards])
+
+
+def printed_stages(
+    title: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None
+) -> list[PrintedStage]:
+    """Return a stage per sharding type in the plan.
+
+    Args:
+        title: stage description.
+        plan: module plan.
+        rank: list only this rank's shards; None: all.
+    """
+    by_type: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, sharding in plan.items():
+        here = [shard for shard in sharding.shards if rank in (None, shard.placement.rank)]
+        is_whole = sharding.sharding_type is ShardingType.DATA_PARALLEL
+        texts = ("on every rank",) if is_whole else tuple(map(str, here))
+        by_type.setdefault(sharding.sharding_type.value, {})[name] = texts
+    return [PrintedStage(title, kind, tables) for kind, tables in by_type.items()]
