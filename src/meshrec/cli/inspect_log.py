@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NextItemModel = Literal["hstu", "sasrec", "gru4rec", "bert4rec", "two_tower"]
 _STEPS = 3000
 """Training steps that a small log gets; larger logs get at least four epochs."""
-_MOST_CLICKS = 50
+_MAX_CLICKS = 50
 _DOT_PRODUCTS = "softmax=SampledSoftmax(num_negatives=1024)"
 _COSINES = 'softmax=SampledSoftmax(num_negatives=1024, similarity="cosine", temperature=0.05)'
 _MODELS: dict[str, tuple[str, str]] = {
@@ -133,7 +133,7 @@ def _of_clicks(log: "LogProposal", label: str) -> _RecipeParts:
     return _RecipeParts(
         task="DIN: does the user click, given the clicks before?",
         source="ClickLog",
-        options=(f"label={text_of(label)}", f"history={min(log.history, _MOST_CLICKS)}"),
+        options=(f"label={text_of(label)}", f"history={min(log.history, _MAX_CLICKS)}"),
         model="DINConfig()",
         loss="BinaryCrossEntropy",
         table_lr="2e-3",

@@ -28,9 +28,9 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 
 # Width where the output is not a terminal; rich would wrap lines at 80.
 _PIPE_WIDTH = 120
-_MOST_RANKS = 16
-_MOST_NAMES = 8
-_MOST_FAILURES = 3
+_MAX_RANKS = 16
+_MAX_NAMES = 8
+_MAX_FAILURES = 3
 _MIB = 2**20
 
 
@@ -147,7 +147,7 @@ def plan_table(plan: PlannedShardingPlan) -> Table:
     table = Table(title=f"the plan: {_types(report)}", title_justify="left", title_style="")
     for name in ("rank", "tables", "memory, MiB", "predicted, ms"):
         table.add_column(name, justify="left" if name == "tables" else "right")
-    for rank in report.ranks[:_MOST_RANKS]:
+    for rank in report.ranks[:_MAX_RANKS]:
         table.add_row(
             str(rank.rank),
             _parts(report, rank.rank),
@@ -161,7 +161,7 @@ def plan_lines(report: PlanReport) -> list[str]:
     """Return the plan as lines of text, one per rank."""
     ranks = [
         f"rank {rank.rank}: {_parts(report, rank.rank)} ({rank.num_bytes / _MIB:,.1f} MiB)"
-        for rank in report.ranks[:_MOST_RANKS]
+        for rank in report.ranks[:_MAX_RANKS]
     ]
     return [f"plan: {_types(report)}", *ranks]
 
@@ -204,7 +204,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
         f"{summary['train_seconds']:.1f} s of them training; {summary['samples']:,} samples, "
         f"{summary['samples_per_second']:,.0f} samples/s while training"
     ]
-    lines += [f"no checkpoint was saved: {failure}" for failure in summary["failed_saves"][-_MOST_FAILURES:]]
+    lines += [f"no checkpoint was saved: {failure}" for failure in summary["failed_saves"][-_MAX_FAILURES:]]
     lines += [
         f"skipped {count_text(sum(reasons.values()), 'row')} of {file}"
         for file, reasons in summary["skipped"].items()
@@ -269,8 +269,8 @@ def _parts(report: PlanReport, rank: int) -> str:
         shares.append(
             table.name if share == 1 else f"{table.name} ({share:.0%}, {_cut(table.sharding_type)})"
         )
-    return ", ".join(shares[:_MOST_NAMES]) + (
-        f" and {len(shares) - _MOST_NAMES} more" if len(shares) > _MOST_NAMES else ""
+    return ", ".join(shares[:_MAX_NAMES]) + (
+        f" and {len(shares) - _MAX_NAMES} more" if len(shares) > _MAX_NAMES else ""
     )
 
 

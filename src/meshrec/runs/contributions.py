@@ -29,7 +29,7 @@ from meshrec.train.run_folder import RunFolder
 
 BASE, OUTPUT = "(base)", "(output)"
 # Background rows are drawn from this many rows at the start of the background data.
-_MOST_ROWS = 10_000
+_MAX_ROWS = 10_000
 _LONG_SECONDS = 10.0
 
 
@@ -76,7 +76,7 @@ def contributions(
     rows = plain_table(read_columns(data, names, kinds, source.csv_format)).select(names)
     background = source.parts()[0] if background is None else background
     background_rows = read_columns(background, names, kinds, source.csv_format)
-    background_rows = plain_table(background_rows.slice(0, _MOST_ROWS))
+    background_rows = plain_table(background_rows.slice(0, _MAX_ROWS))
     if not len(background_rows):
         raise ValueError("there are no background rows to compare with. Give some.")
     scorer = load_scorer(run, ranks, rows, labelled=False, step=step, last=last)

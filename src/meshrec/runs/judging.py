@@ -12,7 +12,7 @@ from meshrec.train.evaluation import Scored
 from meshrec.train.losses import BinaryCrossEntropy, NextItem
 from meshrec.train.ranks import Ranks
 
-_MOST_SLICES = 20
+_MAX_SLICES = 20
 
 
 class Judged(NamedTuple):
@@ -120,13 +120,13 @@ def _numbered(
     order = np.argsort(-counts, kind="stable")
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))
-    values = encoded.dictionary.take(pa.array(order[: _MOST_SLICES + 1])).to_pylist()
+    values = encoded.dictionary.take(pa.array(order[: _MAX_SLICES + 1])).to_pylist()
     null = "None (null)" if "None" in values else "None"
     return [null if value is None else str(value) for value in values], position[codes]
 
 
 def _slices(whole: Scored, values: Sequence[str], value_indices: Any) -> dict[str, dict[str, float]]:
-    shown_values = list(values[:_MOST_SLICES])
+    shown_values = list(values[:_MAX_SLICES])
     remaining_name = "others (the rest)" if "others" in shown_values else "others"
     names = shown_values + ([remaining_name] if len(values) > len(shown_values) else [])
     metrics = sliced_metrics(

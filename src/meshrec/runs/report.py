@@ -16,7 +16,7 @@ from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
 from meshrec.train.table_counts import PREFIX
 
 # More points than a screen is wide add size but no detail.
-_MOST_POINTS = 800
+_MAX_POINTS = 800
 _CURVES = (
     "step",
     "epoch",
@@ -133,7 +133,7 @@ def _is_curve(name: str) -> bool:
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     # Keep the last line too: it has the final values.
-    stride = -(-len(lines) // _MOST_POINTS) or 1
+    stride = -(-len(lines) // _MAX_POINTS) or 1
     return lines[::stride] + (lines[-1:] if lines and (len(lines) - 1) % stride else [])
 
 

@@ -40,8 +40,8 @@ ENVIRONMENT = (
 """Variables that affect a step's results. MESHREC_HOST_LINK may differ: it does not change any bit."""
 _FINGERPRINT_BYTES = 1 << 16
 _FINGERPRINT_PARTS = 9  # a file of up to half a MiB is read whole
-_MOST_FILES = 1000
-_MOST_NAMED = 5
+_MAX_FILES = 1000
+_MAX_NAMED = 5
 _DATA_SUFFIXES = (".parquet", ".csv", ".tsv", ".dat", ".txt", ".json", ".npy", ".gz", ".bz2", ".zst")
 # Object addresses in reprs differ between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -69,9 +69,9 @@ def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], complaint: str) -> None
     differences = [
         f"{name} is {_by_rank([values.get(name, 'absent') for values in every])}" for name in differing
     ]
-    more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
+    more = f"; and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
     raise ValueError(
-        f"the ranks {complaint}: {'; '.join(differences[:_MOST_NAMED])}{more}. Start all ranks with the same "
+        f"the ranks {complaint}: {'; '.join(differences[:_MAX_NAMED])}{more}. Start all ranks with the same "
         "command, the same files, and the same versions."
     )
 
@@ -125,7 +125,7 @@ def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
 
 def _files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
     for number, file in enumerate([] if reader is None else reader.files):
-        about = _fingerprint(Path(file.name)) if number < _MOST_FILES else ""
+        about = _fingerprint(Path(file.name)) if number < _MAX_FILES else ""
         yield number, f"{Path(file.name).name}, {file.num_rows} rows, {about}"
 
 
@@ -163,9 +163,9 @@ def _listing(path: Path) -> Iterator[tuple[str, str]]:
         files = sorted(
             entry for entry in path.iterdir() if entry.suffix in _DATA_SUFFIXES and entry.is_file()
         )
-    for file in files[:_MOST_FILES]:
+    for file in files[:_MAX_FILES]:
         yield file.name, _fingerprint(file)
-    if len(files) > _MOST_FILES:
+    if len(files) > _MAX_FILES:
         yield "number of files", str(len(files))
 
 

@@ -23,7 +23,7 @@ from meshrec.serve.samples import read_json
 from meshrec.serve.scoring import Scoring, body_of, refusal, respond, score_request_of
 
 _EXTENSIONS = ["binary_tensor_data", "model_repository"]
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """Maximum body size of model repository requests."""
 
 
@@ -235,7 +235,7 @@ async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any
     Raises:
         RequestError: not a JSON object, or a field outside ``allowed``.
     """
-    body = await body_of(dict(http.scope["headers"]), http.receive, _MOST_BYTES)
+    body = await body_of(dict(http.scope["headers"]), http.receive, _MAX_BYTES)
     given = read_json(body) if body.strip() else {}
     if not isinstance(given, dict):
         raise RequestError(f"the body must be a JSON object, got {shown(given)}.")

@@ -27,8 +27,8 @@ _SECONDS_TO_LINGER = 2.0
 """Seconds for which a refused connection continues reading. Closing it with unread data would make the kernel
 reset the connection, and the client would lose the answer.
 """
-_MOST_PIPELINED = 64
-_MOST_HEADERS = 256
+_MAX_PIPELINED = 64
+_MAX_HEADERS = 256
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::\d*)?", re.ASCII)
 """Grammar of the Host header: name or address, and port (RFC 9110, 7.2)."""
 _SINGLE_HEADERS = (
@@ -348,8 +348,8 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_fields += 1
         self._num_between += len(name) + len(value)
-        if self._num_fields > _MOST_HEADERS:
-            self._reason = 431, f"the request has more than {_MOST_HEADERS} headers. Send fewer."
+        if self._num_fields > _MAX_HEADERS:
+            self._reason = 431, f"the request has more than {_MAX_HEADERS} headers. Send fewer."
             raise ValueError(self._reason[1])
         super().on_header(name, value.strip(b" \t"))
 
@@ -359,10 +359,10 @@ class Connection(HttpToolsProtocol):
         self._check_header()
         if self._refused_at is not None:
             raise ValueError("this connection was refused and accepts no further requests")
-        if len(self.pipeline) >= _MOST_PIPELINED:
+        if len(self.pipeline) >= _MAX_PIPELINED:
             self._reason = (
                 429,
-                f"more than {_MOST_PIPELINED} requests wait on this connection. Send fewer at once.",
+                f"more than {_MAX_PIPELINED} requests wait on this connection. Send fewer at once.",
             )
         self._reason = self._reason or self._check_request()
         if self._reason is not None:

@@ -26,7 +26,7 @@ _UNLOADED = "unloaded"
 _SECONDS_BETWEEN_TRIES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_LOOKS_AT_FILES = 0.5
-_MOST_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta is unusable: a retry may read all of it
+_MAX_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta is unusable: a retry may read all of it
 
 
 class ModelChange(NamedTuple):
@@ -151,7 +151,7 @@ class Served:
                     continue
             await asyncio.sleep(pause)
             has_failed = self.freshness.reason != ""
-            pause = min(2 * pause, _MOST_SECONDS_BETWEEN_LOOKS) if has_failed else _SECONDS_BETWEEN_LOOKS
+            pause = min(2 * pause, _MAX_SECONDS_BETWEEN_LOOKS) if has_failed else _SECONDS_BETWEEN_LOOKS
 
     async def watch(self) -> PackageError:
         """Wait until the package's weights file is damaged; return the error."""

@@ -36,7 +36,7 @@ VALUES, LENGTHS = ".values", ".lengths"
 RAW = "raw."
 """Name prefix of raw inputs."""
 TEXTS = "BYTES"
-_MOST_DIMS = 8
+_MAX_DIMS = 8
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
@@ -46,7 +46,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),  # the upper halves of FP32
 }
 """Binary format of numeric datatypes."""
-_MOST_INT64 = (1 << 63) - 1
+_MAX_INT64 = (1 << 63) - 1
 _JSON_COLUMN = "pd_json"
 """MLServer's content type for a column with values other than strings: each value is JSON in a string."""
 _CONTENT_TYPES = {
@@ -424,7 +424,7 @@ def _values_of(array: NDArray[Any], content_type: str | None, expected: _Input, 
     if (dtype := expected.dtype) is not None:
         if array.dtype == object:
             raise RequestError(f"input {name!r} has null; only raw values may be null.")
-        if dtype.kind == "i" and array.dtype == np.uint64 and (array > _MOST_INT64).any():
+        if dtype.kind == "i" and array.dtype == np.uint64 and (array > _MAX_INT64).any():
             raise RequestError(f"input {name!r} must fit int64, got {array.max()}.")
         # astype copies: a binary tensor may be unaligned.
         with np.errstate(over="ignore"):
@@ -512,14 +512,14 @@ def _timeout(parameters: dict[str, Any]) -> float:
 
 
 def _shape(shape: Any, name: str) -> list[int]:
-    if isinstance(shape, list) and len(shape) <= _MOST_DIMS:  # the product of a million sizes takes minutes
+    if isinstance(shape, list) and len(shape) <= _MAX_DIMS:  # the product of a million sizes takes minutes
         for dim in shape:
             if not _is_whole(dim) or dim >= 1 << 40:
                 break
         else:
             return shape
     raise RequestError(
-        f"input {name!r}: shape must be a list of sizes, {_MOST_DIMS} at most, got {shown(shape)}."
+        f"input {name!r}: shape must be a list of sizes, {_MAX_DIMS} at most, got {shown(shape)}."
     )
 
 

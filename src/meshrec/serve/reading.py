@@ -18,7 +18,7 @@ from meshrec.serve.samples import read_samples
 
 _AT_ONCE = 32 << 10
 """Maximum bytes of JSON or strings parsed in the event loop, in about 2 ms."""
-_MOST_SIGNATURES = 16
+_MAX_SIGNATURES = 16
 # The server's own work has priority.
 _NICE = 5
 
@@ -91,7 +91,7 @@ class BodyReader:
             self._num_signatures += 1
         if number in self._sent:
             return number, None
-        self._sent = [*self._sent[1 - _MOST_SIGNATURES :], number]
+        self._sent = [*self._sent[1 - _MAX_SIGNATURES :], number]
         return number, signature
 
 
@@ -137,7 +137,7 @@ def _read_bodies(parent: socket.socket) -> None:
         (number, signature), is_infer, header_length, body = receive(parent)
         if signature is not None:
             signatures[number] = signature
-            while len(signatures) > _MOST_SIGNATURES:
+            while len(signatures) > _MAX_SIGNATURES:
                 del signatures[next(iter(signatures))]
         try:
             answer: Any = read(Body(is_infer, header_length, bytes(body)), signatures[number])

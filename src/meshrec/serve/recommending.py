@@ -13,7 +13,7 @@ from meshrec.export import Predictor
 from meshrec.export.next_items import Recommended
 from meshrec.serve.requests import Floats, Request, RequestError
 
-MOST_ITEMS = 10_000
+MAX_ITEMS = 10_000
 
 
 class ItemOptions(NamedTuple):
@@ -37,8 +37,8 @@ def recommended_by(query: bytes) -> ItemOptions:
     """
     given = options_of(query, ("k", "keep_seen"))
     k, keep = given.get("k", "10"), given.get("keep_seen")
-    if not (k.isascii() and k.isdecimal() and len(k) < 10 and 1 <= int(k) <= MOST_ITEMS):
-        raise RequestError(f"k must be a whole number from 1 to {MOST_ITEMS}, got {shown(k)}.")
+    if not (k.isascii() and k.isdecimal() and len(k) < 10 and 1 <= int(k) <= MAX_ITEMS):
+        raise RequestError(f"k must be a whole number from 1 to {MAX_ITEMS}, got {shown(k)}.")
     if keep not in (None, "0", "1"):
         raise RequestError(f"keep_seen must be 0 or 1, got {shown(keep)}.")
     return ItemOptions(int(k), None if keep is None else keep == "1")

@@ -13,9 +13,9 @@ from meshrec.data.raw_values import DENSE, RawValues, table_of
 
 # B samples, D dense columns, F features, N IDs
 
-_MOST_REPEATED = 1 << 24
+_MAX_REPEATED = 1 << 24
 """Maximum number of IDs and dense values in a request after shared values are repeated."""
-_MOST_DEEP = 16
+_MAX_DEEP = 16
 SCORES = "scores"
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -185,7 +185,7 @@ def checked(
     num_repeated = (
         sum(len(values_F[f]) + 1 for f in repeated) + (DENSE in shared - shared_once) * dense.shape[1]
     )
-    if num_repeated * num_samples > _MOST_REPEATED:
+    if num_repeated * num_samples > _MAX_REPEATED:
         raise RequestError(
             f"the shared values have too many ids to repeat for {num_samples} samples. Send fewer samples, "
             "or export the model with these features as shared.",
@@ -372,11 +372,11 @@ def _types_in(data: Any, label: str) -> set[type]:
     """Return the value types in nested lists."""
     seen: set[type] = set()
     level = [data]
-    for _ in range(_MOST_DEEP):
+    for _ in range(_MAX_DEEP):
         types = set(map(type, level))
         seen |= types
         if list not in types:
             return seen - {list}
         lists = [item for item in level if type(item) is list]
         level = list(itertools.chain.from_iterable(lists))
-    raise RequestError(f"{label} is nested more than {_MOST_DEEP} lists deep. Send flat lists.")
+    raise RequestError(f"{label} is nested more than {_MAX_DEEP} lists deep. Send flat lists.")

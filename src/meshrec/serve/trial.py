@@ -30,7 +30,7 @@ from meshrec.serve.samples import read_samples
 
 _SECONDS = 300.0
 """Maximum duration of a trial: load the package and score a few batches."""
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 _PASSED = b"passed"
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 """Signals sent by other processes, or by the kernel when memory is short."""
@@ -191,7 +191,7 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
         report, code = reports[0], 0
     finally:
         with contextlib.suppress(OSError):
-            os.write(to, report[:_MOST_BYTES])
+            os.write(to, report[:_MAX_BYTES])
         os._exit(code)
 
 
@@ -213,7 +213,7 @@ def _read_to_the_end(descriptor: int, deadline: float) -> bytes | None:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return None
-        part = os.read(descriptor, _MOST_BYTES)
+        part = os.read(descriptor, _MAX_BYTES)
         if not part:
             return content
         content += part

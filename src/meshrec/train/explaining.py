@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _SAMPLES = 8192
 """Number of samples over all ranks to examine, from the start of the data."""
 _BATCH = 1024
-_MOST_FEATURES = 64
-_MOST_VALUES = 8
-_MOST_SLICED = 6
+_MAX_FEATURES = 64
+_MAX_VALUES = 8
+_MAX_SLICED = 6
 _COVERED = 0.5
 """Slice a feature only if the most frequent values cover this share of samples."""
 
@@ -76,7 +76,7 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
         importance = {}
         names = [feature.name for feature in dataset.features]
         dense_names = list(dataset.dense_names) or [f"dense {index}" for index in range(dataset.num_dense)]
-        for index, name in enumerate([*names, *dense_names][:_MOST_FEATURES]):
+        for index, name in enumerate([*names, *dense_names][:_MAX_FEATURES]):
             feature = name if index < len(names) else index - len(names)
             without = _scored(model, [_shuffled(batch, feature) for batch in batches], ranks)
             importance[name] = before - binary_metrics(without, labels, weights, group=ranks.control)["auc"]
@@ -89,7 +89,7 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
     slices: dict[str, dict[int, dict[str, float]]] = {}
     for name in sorted(names, key=lambda name: -importance.get(name, 0.0)):
         rows = [values[2][name] for values in by_rank]
-        if all(part is not None for part in rows) and len(slices) < _MOST_SLICED:
+        if all(part is not None for part in rows) and len(slices) < _MAX_SLICED:
             metrics = _slices(plain, labels, weights, np.concatenate(rows))
             slices |= {name: metrics} if metrics else {}
     ordered = dict(sorted(importance.items(), key=lambda item: -item[1]))
@@ -142,7 +142,7 @@ def _slices(
     logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
     values, indices, counts = np.unique(rows, return_inverse=True, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:_MOST_VALUES]
+    order = np.argsort(-counts, kind="stable")[:_MAX_VALUES]
     if len(values) < 2 or counts[order].sum() < _COVERED * len(rows):
         return {}
     number = np.full(len(values), len(order))

@@ -38,7 +38,7 @@ DELTAS = "deltas"
 FINAL = "final"
 """Subfolder for the refit on all rows, which is a run itself."""
 RUNS = Path("runs")
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 _KINDS = ("run", "run in a folder of the user")
 """Mark kinds: the folder is deleted with the run, or it existed before, empty."""
 _JSON = r"(?:config|plan|summary|state|features|launch)\.json"
@@ -183,7 +183,7 @@ class RunFolder:
         """
         path = self.path / name
         try:
-            return unsealed(read_regular(path, _MOST_BYTES), name, required=False)
+            return unsealed(read_regular(path, _MAX_BYTES), name, required=False)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _ROUNDS = 2000
 _PATIENCE = 50
-_MOST_IDS = 64
+_MAX_IDS = 64
 """Number of frequent list IDs with a separate column."""
-_MOST_CATEGORIES = 10_000
+_MAX_CATEGORIES = 10_000
 """Maximum number of categories in a column. All rarer IDs share one more category."""
 
 
@@ -65,12 +65,12 @@ class Trees:
             ids = train.sparse[name]
             if len(ids.values()) and int(ids.lengths().max()) > 1:
                 counts = torch.bincount(ids.values(), minlength=self._rows[name])
-                self._lists[name] = torch.topk(counts, min(_MOST_IDS, len(counts))).indices
+                self._lists[name] = torch.topk(counts, min(_MAX_IDS, len(counts))).indices
         # Most frequent IDs per single-ID feature; all other IDs share a category.
         self._frequent = {
             name: torch.topk(torch.bincount(train.sparse[name].values(), minlength=rows), most).indices
             for name, rows in self._rows.items()
-            if name not in self._lists and (most := min(rows, _MOST_CATEGORIES)) < rows
+            if name not in self._lists and (most := min(rows, _MAX_CATEGORIES)) < rows
         }
         singles = [name for name in self._rows if name not in self._lists]
         first = train.dense.shape[1]
