@@ -39,7 +39,7 @@ def in_loop(test, longest=math.inf):
         return result, batched
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "_LONGEST", longest)
+        patch.setattr(batching, "_MAX_BATCH_SECONDS", longest)
         return asyncio.run(run())
 
 

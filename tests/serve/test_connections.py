@@ -195,7 +195,7 @@ class Drawn:
     state: str
     since: float
 
-    def waits(self):
+    def wait_state(self):
         return self.state, self.since
 
 

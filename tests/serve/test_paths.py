@@ -30,7 +30,7 @@ from meshrec.runs.recommending import load_recommender, log_source
 from meshrec.runs.scoring import load_scorer
 from meshrec.serve import Limits
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.models import Served
+from meshrec.serve.models import ServedModel
 from meshrec.serve.reading import BodyReader
 from meshrec.serve.samples import read_samples
 from meshrec.serve.scoring import Scoring, score_request_of
@@ -99,7 +99,7 @@ def by_predict(folder, file):
 
 def answers(predictor, paths_and_bodies):
     """Return what the server answers, by its ASGI application."""
-    served = Served("m", predictor, Limits(), Metrics(), None)
+    served = ServedModel("m", predictor, Limits(), Metrics(), None)
     repository = SimpleNamespace(only=lambda: served, get=lambda *_: served)
     connections = SimpleNamespace(reserve=lambda _: None, release=lambda _: None)
     reader = BodyReader()
@@ -179,7 +179,7 @@ def test_models_of_clicks(seed, tmp_path, program):  # noqa: F811
             np.testing.assert_array_equal(scores, by_model)
             # The server
             raw = predictor.raw
-            signature = Served("m", predictor, Limits(), Metrics(), None).signature
+            signature = ServedModel("m", predictor, Limits(), Metrics(), None).signature
             body = body_of(rng, {name: new[name].to_pylist() for name in raw.columns})
             request = read_samples(body, signature)
             assert_same_inputs(request, samples.dense, samples.ids)
@@ -229,7 +229,7 @@ def test_models_of_histories(seed, tmp_path):
             columns["user"] = lists["user"]
             columns = {name: columns[name].to_pylist() for name in predictor.raw.columns}
             body = body_of(rng, columns)
-            signature = Served("m", predictor, Limits(), Metrics(), None).signature
+            signature = ServedModel("m", predictor, Limits(), Metrics(), None).signature
             request = read_samples(body, signature)
             recommender = load_recommender(run, join("cpu"), data=file)
             (batch,) = recommender.reader.batches(100)

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshrec.serve.requests import RequestError, as_array, checked, joined
+from meshrec.serve.requests import RequestError, as_array, check_request, concat_requests
 from tests.serve.conftest import SIGNATURE, request_of, samples
 from tests.serve.toys import FEATURES
 
@@ -19,31 +19,33 @@ def arrays(given):
 
 def test_sound_requests_are_put_in_order_and_joined():
     first, second = samples(3, 1), samples(2, 2)
-    both = joined([checked(SIGNATURE, *arrays(first)), checked(SIGNATURE, *arrays(second))])
+    both = concat_requests(
+        [check_request(SIGNATURE, *arrays(first)), check_request(SIGNATURE, *arrays(second))]
+    )
     assert both.group is None
     for found, expected in zip(both[:3], request_of(first + second)[:3], strict=True):
         assert np.array_equal(
             np.concatenate([np.ravel(a) for a in found]), np.concatenate([np.ravel(a) for a in expected])
         )
     assert both.num_samples == 5
-    assert checked(SIGNATURE, *arrays([])).num_samples == 0
+    assert check_request(SIGNATURE, *arrays([])).num_samples == 0
 
 
 def test_what_is_shared_is_kept_or_repeated():
     dense, values, lengths = arrays(samples(3, 1))
     once = dense[:1], {**values, "user": np.array([4, 5])}, {**lengths, "user": np.array([2])}
     kept = dataclasses.replace(SIGNATURE, shared=frozenset({"user", "dense"}))
-    found = checked(kept, *once, shared={"user", "dense"}, num_samples=3)
+    found = check_request(kept, *once, shared={"user", "dense"}, num_samples=3)
     assert found.num_samples == 3
     assert found.group.tolist() == [0, 0, 0]
     assert found.lengths[0].tolist() == [2]
-    repeated = checked(SIGNATURE, *once, shared={"user", "dense"}, num_samples=3)
+    repeated = check_request(SIGNATURE, *once, shared={"user", "dense"}, num_samples=3)
     assert repeated.group is None
     assert repeated.values[0].tolist() == [4, 5] * 3
     assert repeated.lengths[0].tolist() == [2] * 3
     assert repeated.dense.tolist() == [dense[0].tolist()] * 3
     # A request that shares less than the model does is a plain one.
-    less = checked(
+    less = check_request(
         kept, dense, {**values, "user": np.array([4])}, {**lengths, "user": np.array([1])}, shared={"user"}
     )
     assert less.group is None
@@ -53,9 +55,9 @@ def test_what_is_shared_is_kept_or_repeated():
         {**lengths, "user": np.array([1 << 23])},
     )
     with pytest.raises(RequestError, match="3 samples") as caught:
-        checked(SIGNATURE, *many, shared={"user", "dense"}, num_samples=3)
+        check_request(SIGNATURE, *many, shared={"user", "dense"}, num_samples=3)
     assert caught.value.status == 413
-    both = joined([found, repeated, found])
+    both = concat_requests([found, repeated, found])
     assert both.group.tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4]
     assert both.num_samples == 9
 
@@ -89,7 +91,7 @@ def test_what_cannot_be_scored_is_named(change, message):
     given[0]["item"] = [7]
     given[1]["user"] = [1]
     with pytest.raises(RequestError, match=message) as caught:
-        checked(SIGNATURE, *change(*arrays(given)))
+        check_request(SIGNATURE, *change(*arrays(given)))
     assert caught.value.status == 400
 
 
@@ -99,7 +101,7 @@ def test_the_sample_of_a_wrong_id_is_the_one_that_has_it():
         each["item"] = []
     given[2]["item"] = [1, 99, 2]
     with pytest.raises(RequestError, match=r"'item'.*id 99.*sample 2"):
-        checked(SIGNATURE, *arrays(given))
+        check_request(SIGNATURE, *arrays(given))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def service(scores=(0.25, 0.5), finished=None, refused=None):
     )
     repository = SimpleNamespace(only=lambda: served, get=lambda name, version: served)
     finished = [] if finished is None else finished
-    metrics = SimpleNamespace(finished=lambda name, outcome, _: finished.append((name, outcome)))
+    metrics = SimpleNamespace(record_request=lambda name, outcome, _: finished.append((name, outcome)))
     waiting = SimpleNamespace(reserve=lambda _: refused, release=lambda _: None)
     return ScoringService(repository, metrics, waiting)
 
@@ -49,7 +49,7 @@ def score(service, wanted=WANTED, deadline=math.inf):
     async def read(signature):
         return REQUEST
 
-    with service.counted(wanted) as began:
+    with service.count_outcome(wanted) as began:
         return asyncio.run(service.score(wanted, read, 0, began=began, deadline=deadline))
 
 

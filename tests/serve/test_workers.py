@@ -235,7 +235,7 @@ def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monk
             start(supervisor, index)
         wish = {"action": "load", "model": "clicks", "delta": None}
         supervisor._tasks[1] = workers._Task(wish, {0, 1}, [], 0, 0)
-        supervisor._ended(0)
+        supervisor._on_worker_exit(0)
         supervisor._finish_change(1, 1, None)
         assert supervisor._tasks == {}
         assert supervisor._workers[0].pipe.sent == []

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshrec.data.faults import shown
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.models import Repository, Served
+from meshrec.serve.models import Repository, ServedModel
 from meshrec.serve.open_api import page, schema
 from meshrec.serve.open_inference import metadata
 from meshrec.serve.origins import check_origin
@@ -23,6 +23,7 @@ from meshrec.serve.samples import read_json
 from meshrec.serve.scoring import Scoring, body_of, refusal, respond, score_request_of
 
 _EXTENSIONS = ["binary_tensor_data", "model_repository"]
+"""Protocol extensions which ``GET /v2`` reports."""
 _MAX_BYTES = 1 << 20
 """Maximum body size of model repository requests."""
 
@@ -154,6 +155,7 @@ class Routes:
         return JSONResponse({})
 
     def _check_admin(self, http: HttpRequest) -> None:
+        """Raise RequestError (403) if the request may not load or unload models."""
         if not self._admin:
             raise RequestError(
                 "this server was started with --no-admin. To change models, start it without that option.",
@@ -175,7 +177,8 @@ class Routes:
     async def _page(self, _: HttpRequest) -> Response:
         return HTMLResponse(page(schema(self._repository)))
 
-    def _served(self, http: HttpRequest) -> Served:
+    def _served(self, http: HttpRequest) -> ServedModel:
+        """Return the model and version named in the path."""
         return self._repository.get(http.path_params["model"], http.path_params.get("version"))
 
 
@@ -221,6 +224,8 @@ class Guard:
 
     @staticmethod
     def _closing(send: Send) -> Send:
+        """Wrap ``send`` so that responses have the header ``Connection: close``."""
+
         async def closing(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
@@ -243,7 +248,10 @@ async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any
 
 
 async def _check_parameters(http: HttpRequest, *allowed: str) -> None:
-    """Refuse repository parameters which this server would ignore."""
+    """Raise RequestError if the JSON body has repository parameters outside ``allowed``.
+
+    The server would ignore them, and the client would not notice.
+    """
     parameters = (await _fields_of(http, ("parameters",))).get("parameters", {})
     if not isinstance(parameters, dict):
         raise RequestError(f"parameters must be a JSON object, got {shown(parameters)}.")
@@ -251,6 +259,7 @@ async def _check_parameters(http: HttpRequest, *allowed: str) -> None:
 
 
 def _checked_names(given: Mapping[str, Any], allowed: Sequence[str], kind: str) -> dict[str, Any]:
+    """Return the non-null values of a JSON object; raise RequestError for a name outside ``allowed``."""
     values = {name: value for name, value in given.items() if value is not None}
     if unknown := sorted(values.keys() - set(allowed)):
         raise RequestError(
@@ -261,15 +270,18 @@ def _checked_names(given: Mapping[str, Any], allowed: Sequence[str], kind: str) 
 
 
 async def _refused(_: HttpRequest, error: Exception) -> Response:
+    """Answer with the status and headers of a `RequestError`."""
     assert isinstance(error, RequestError)
     return JSONResponse({"error": str(error)}, error.status, error.headers)
 
 
 async def _unknown(_: HttpRequest, error: Exception) -> Response:
+    """Answer a path or method without a route."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: see / for the available paths."
     return JSONResponse({"error": message}, error.status_code, error.headers)
 
 
 async def _failed(_: HttpRequest, error: Exception) -> Response:
+    """Answer 500 after an unexpected exception, without details which may be confidential."""
     return JSONResponse({"error": "internal error; see the server log."}, 500)

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.serve.requests import Floats, Pieces, Request, RequestError, joined
+from meshrec.serve.requests import Floats, Request, RequestError, RequestSplitter, concat_requests
 
-_LONGEST = 5e-3
+_MAX_BATCH_SECONDS = 5e-3
 """Maximum duration of a batch with several requests, in seconds. A compiled program holds the GIL, so the
 server neither reads, answers nor refuses requests meanwhile.
 """
-_PIECE = 1e-3
+_PIECE_SECONDS = 1e-3
 """Target duration, in seconds, of a piece of a request too large for a batch."""
-_MARGIN = 1.5
+_WAIT_MARGIN = 1.5
 """Safety factor on estimated waits before comparison with deadlines."""
 
 
@@ -54,14 +54,28 @@ class Limits:
             raise ValueError(f"max_wait_ms must lie in [0, 60000), got {self.max_wait_ms}.")
 
 
-class Batched(NamedTuple):
-    """Metrics of a batch: sample count, and queue time per request in seconds."""
+class BatchMetrics(NamedTuple):
+    """Measurements of a scored batch.
+
+    Attributes:
+        num_samples: number of samples, all requests together.
+        waits: seconds which each request waited in the queue.
+    """
 
     num_samples: int
     waits: list[float]
 
 
-class _Work(NamedTuple):
+class _QueuedRequest(NamedTuple):
+    """Request in the queue.
+
+    Attributes:
+        request: samples to score.
+        deadline: ``time.monotonic`` time after which the request is dropped.
+        since: ``time.monotonic`` time when the request entered the queue.
+        answer: receives the scores or an exception; cancelled if the client disconnects.
+    """
+
     request: Request
     deadline: float
     since: float
@@ -69,9 +83,10 @@ class _Work(NamedTuple):
 
 
 class Batcher:
-    """Request queue of a model. A thread scores requests batch by batch, on behalf of a single event loop.
+    """Request queue of a model, with a thread which scores one batch at a time. Used by a single event loop.
 
-    If scoring a batch fails, the requests are scored individually.
+    Requests enter with ``with batcher: scores = await batcher(request)``. If scoring a batch fails, the
+    requests are scored individually.
 
     Args:
         score: scores a request; called in the thread.
@@ -79,29 +94,36 @@ class Batcher:
         observe: called after every batch.
     """
 
-    def __init__(self, score: Score, limits: Limits, observe: Callable[[Batched], None]) -> None:
+    def __init__(self, score: Score, limits: Limits, observe: Callable[[BatchMetrics], None]) -> None:
         self._score, self._limits, self._observe = score, limits, observe
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="score")
-        self._waiting: deque[_Work] = deque()
+        self._waiting: deque[_QueuedRequest] = deque()
+        # Samples in `_waiting`, and in the batch being scored (0: no batch is running).
         self._num_waiting = 0
         self._num_running = 0
+        # Requests between `__enter__` and `__exit__`, including those whose body is still being parsed.
         self._num_admitted = 0
+        # Moving average of samples per request; stands for a request whose body was not read yet.
         self._usual_samples = 0.0
+        # Next call of `_on_timer`; None: none is scheduled.
         self._timer: asyncio.Handle | None = None
+        # Moving averages of wall time under load (estimates waits) and of scoring time alone (sizes batches).
         self._seconds_per_sample = 0.0
         self._computing_per_sample = 0.0
+        # ``time.monotonic`` end of the last batch.
         self._finished = 0.0
+        # Set while no request is admitted; `drain` waits for it.
         self._idle = asyncio.Event()
         self._idle.set()
 
     def __enter__(self) -> "Batcher":
-        """Admit a request whose body has arrived. Requests still being received do not occupy the queue.
+        """Take a queue position for a request whose body has arrived; ``with`` releases it after the answer.
 
         Raises:
             RequestError: the queue is full (status 503).
         """
         if self.is_full:
-            raise self._busy(f"{self._num_admitted} requests are already waiting")
+            raise self._queue_error(f"{self._num_admitted} requests are already waiting")
         self._num_admitted += 1
         self._idle.clear()
         return self
@@ -133,18 +155,19 @@ class Batcher:
         self.check(deadline, request.num_samples)
         self._usual_samples += 0.1 * (min(request.num_samples, self._limits.max_batch) - self._usual_samples)
         if request.num_samples <= self._limits.max_batch:
-            return await self._queued(request, deadline)
-        piece, start = Pieces(request), 0
+            return await self._enqueue(request, deadline)
+        piece, start = RequestSplitter(request), 0
         scored: list[VersionedScores] = []
         while start < request.num_samples:
-            stop = start + self._samples_of_a_piece()
-            scored.append(await self._queued(piece(start, stop), deadline))
+            stop = start + self._piece_size()
+            scored.append(await self._enqueue(piece(start, stop), deadline))
             start = stop
         # Deltas may be applied between pieces; every piece has at least the first piece's version.
         return VersionedScores(np.concatenate([part.scores for part in scored]), scored[0].version)
 
-    async def _queued(self, request: Request, deadline: float) -> VersionedScores:
-        work = _Work(request, deadline, time.monotonic(), asyncio.get_running_loop().create_future())
+    async def _enqueue(self, request: Request, deadline: float) -> VersionedScores:
+        """Put a request of at most ``max_batch`` samples into the queue and wait for the scores."""
+        work = _QueuedRequest(request, deadline, time.monotonic(), asyncio.get_running_loop().create_future())
         self._waiting.append(work)
         self._num_waiting += request.num_samples
         if self._timer is None and not self._num_running:
@@ -152,10 +175,11 @@ class Batcher:
             self._timer = asyncio.get_running_loop().call_soon(self._on_timer)
         return await work.answer
 
-    def _samples_of_a_piece(self) -> int:
+    def _piece_size(self) -> int:
+        """Return the number of samples which take about `_PIECE_SECONDS`; 32 before the first measurement."""
         if not self._computing_per_sample:
             return min(32, self._limits.max_batch)
-        return max(1, min(int(_PIECE / self._computing_per_sample), self._limits.max_batch))
+        return max(1, min(int(_PIECE_SECONDS / self._computing_per_sample), self._limits.max_batch))
 
     def check(self, deadline: float, num_samples: int | None = None) -> None:
         """Check that a request arriving now would be scored before the deadline.
@@ -171,29 +195,33 @@ class Batcher:
         """
         now = time.monotonic()
         if num_samples is None and self.is_full:
-            raise self._busy(f"{self._num_admitted} requests are already waiting")
+            raise self._queue_error(f"{self._num_admitted} requests are already waiting")
         if deadline <= now:
-            raise expired()
+            raise deadline_error()
         if num_samples is None:
             num_samples = round(self._usual_samples)
         wait = (self._num_waiting + self._num_running + num_samples) * self._seconds_per_sample
-        if now + _MARGIN * wait > deadline and self._num_waiting + self._num_running:
-            raise self._busy(f"an answer would take about {1e3 * wait:.0f} ms, past the request's deadline")
+        if now + _WAIT_MARGIN * wait > deadline and self._num_waiting + self._num_running:
+            raise self._queue_error(
+                f"an answer would take about {1e3 * wait:.0f} ms, past the request's deadline"
+            )
 
     async def drain(self) -> None:
         """Wait until all admitted requests are answered, then end the thread."""
         await self._idle.wait()
         self._pool.shutdown(wait=False)
 
-    async def in_thread(self, call: Callable[[], None]) -> None:
+    async def run_in_thread(self, call: Callable[[], None]) -> None:
         """Run a function in the scoring thread, between batches."""
         await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
-    def _busy(self, reason: str) -> RequestError:
+    def _queue_error(self, reason: str) -> RequestError:
+        """Return a 503 error which tells the client when the queue will be empty."""
         seconds = math.ceil(self._num_waiting * self._seconds_per_sample) or 1
         return RequestError(f"{reason}. Try again later.", 503, {"Retry-After": str(seconds)})
 
     def _start(self) -> None:
+        """Start scoring the next batch, unless one is running or requests may still wait for others."""
         if self._num_running or not self._waiting:
             return
         now = time.monotonic()
@@ -213,9 +241,9 @@ class Batcher:
         self._timer = None
         self._start()
 
-    def _take(self, now: float) -> list[_Work]:
+    def _take(self, now: float) -> list[_QueuedRequest]:
         """Take the next batch from the queue, dropping expired requests."""
-        batch: list[_Work] = []
+        batch: list[_QueuedRequest] = []
         num_samples = 0
         while self._waiting:
             work = self._waiting[0]
@@ -224,7 +252,7 @@ class Batcher:
             if is_live and batch and together > self._limits.max_batch:
                 break
             # Computing time alone: queueing does not hold the GIL.
-            if is_live and batch and together * self._computing_per_sample > _LONGEST:
+            if is_live and batch and together * self._computing_per_sample > _MAX_BATCH_SECONDS:
                 break
             self._waiting.popleft()
             self._num_waiting -= work.request.num_samples
@@ -232,15 +260,15 @@ class Batcher:
                 batch.append(work)
                 num_samples += work.request.num_samples
             elif not work.answer.done():
-                work.answer.set_exception(expired())
+                work.answer.set_exception(deadline_error())
         return batch
 
-    def _scores(self, batch: Sequence[_Work]) -> list[VersionedScores | Exception]:
+    def _scores(self, batch: Sequence[_QueuedRequest]) -> list[VersionedScores | Exception]:
         """Return scores or an error per request. Runs in the thread."""
         requests = [work.request for work in batch]
         results: list[VersionedScores | Exception] = []
         try:
-            scores, version = self._score(joined(requests))
+            scores, version = self._score(concat_requests(requests))
             start = 0
             for request in requests:
                 results.append(VersionedScores(scores[start : start + request.num_samples], version))
@@ -253,10 +281,17 @@ class Batcher:
 
     def _finish(
         self,
-        batch: Sequence[_Work],
+        batch: Sequence[_QueuedRequest],
         began: float,
         future: "asyncio.Future[list[VersionedScores | Exception]]",
     ) -> None:
+        """Update the averages, start the next batch, and answer the requests. Runs in the event loop.
+
+        Args:
+            batch: scored requests.
+            began: ``time.monotonic`` time when scoring started.
+            future: result of `_scores`.
+        """
         now = time.monotonic()
         # Wall time since the last batch: under load, reading and answering requests also takes time.
         since = max(self._finished, min(work.since for work in batch))
@@ -268,7 +303,7 @@ class Batcher:
             computing = min(computing, 2 * self._computing_per_sample)  # damp outliers
         self._computing_per_sample += 0.2 * (computing - self._computing_per_sample)
         num_samples, self._num_running = self._num_running, 0
-        self._start()
+        self._start()  # before the answers, so that the thread computes while they are serialized
         for work, result in zip(batch, future.result(), strict=True):
             if work.answer.done():
                 continue  # the client disconnected
@@ -276,9 +311,9 @@ class Batcher:
                 work.answer.set_exception(result)
             else:
                 work.answer.set_result(result)
-        self._observe(Batched(num_samples, [began - work.since for work in batch]))
+        self._observe(BatchMetrics(num_samples, [began - work.since for work in batch]))
 
 
-def expired() -> RequestError:
+def deadline_error() -> RequestError:
     """Return the error for a request past the deadline."""
     return RequestError("the deadline passed before the request was computed. Allow more time.", 504)

@@ -1,4 +1,4 @@
-"""Child processes for work which must not run in the server.
+"""Child processes for tasks which must not run in the server process.
 
 Parsing a large body would block the event loop (`reading`). Loading a damaged package could end the process
 (`trial`).
@@ -26,6 +26,7 @@ import numpy as np
 from meshrec.interpreter import interpreter_arguments
 
 _SIZE = struct.Struct("<Q")
+"""Format of a buffer size in the message header."""
 _SOCKET = 3
 """File descriptor of the connection in a new interpreter."""
 _PROGRAM = "from meshrec.serve.child import run_child; run_child()"
@@ -33,9 +34,9 @@ Work = Callable[[socket.socket], None]
 
 
 class Child:
-    """Process which answers questions in order, until the parent exits.
+    """Child process which receives objects and returns a result for each, in order, until the parent exits.
 
-    A single-threaded process forks it on construction. Otherwise, call `start` before the first question.
+    A single-threaded process forks it on construction. Otherwise, call `start` before the first `ask`.
 
     Args:
         work: module-level function, called in the child with the child's end of the connection. It raises
@@ -51,7 +52,7 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether the child runs. Also detects a child which ended since the last question."""
+        """Whether the child runs. Also detects a child which ended since the last `ask`."""
         if self._socket is not None and os.waitpid(self._pid, os.WNOHANG)[0]:
             self._socket.close()  # not `stop`: the reaped process ID may already be reused
             self._socket = None
@@ -67,11 +68,11 @@ class Child:
             else:
                 self._pid = os.fork()
                 if not self._pid:
-                    _live(there, self._work)
+                    _run_and_exit(there, self._work)
         self._socket = here
 
     def ask(self, *question: Any) -> Any:
-        """Send a question and return the answer.
+        """Send objects to the child, wait, and return the object which it sends back.
 
         Raises:
             EOFError: the child ended. Call `start` to replace it.
@@ -99,7 +100,7 @@ def run_child() -> None:
     """Entry point of a new interpreter: receive the work function and run it."""
     parent = socket.socket(fileno=_SOCKET)
     work: Work = receive(parent)
-    _live(parent, work)
+    _run_and_exit(parent, work)
 
 
 def _has_other_threads() -> bool:
@@ -130,7 +131,8 @@ def _start_interpreter(parent: socket.socket) -> int:
     )
 
 
-def _live(parent: socket.socket, work: Work) -> NoReturn:
+def _run_and_exit(parent: socket.socket, work: Work) -> NoReturn:
+    """Run the child's work function, then exit without the parent's cleanup handlers."""
     try:
         # Close the inherited listening socket: it must end with the server.
         os.closerange(3, parent.fileno())
@@ -162,13 +164,14 @@ def receive(source: socket.socket) -> Any:
     Raises:
         EOFError: the other process ended.
     """
-    (num,) = _SIZE.unpack(_exactly(source, _SIZE.size))
-    sizes = [size for (size,) in _SIZE.iter_unpack(_exactly(source, num * _SIZE.size))]
-    head, *buffers = [_exactly(source, size) for size in sizes]
+    (num,) = _SIZE.unpack(_receive_exactly(source, _SIZE.size))
+    sizes = [size for (size,) in _SIZE.iter_unpack(_receive_exactly(source, num * _SIZE.size))]
+    head, *buffers = [_receive_exactly(source, size) for size in sizes]
     return pickle.loads(head, buffers=buffers)
 
 
-def _exactly(source: socket.socket, size: int) -> memoryview:
+def _receive_exactly(source: socket.socket, size: int) -> memoryview:
+    """Receive ``size`` bytes; raise EOFError if the connection ends before."""
     buffer = np.empty(size, np.uint8).data  # unlike bytearray, not zeroed
     at = 0
     while at < size:

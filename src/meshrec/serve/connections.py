@@ -43,12 +43,16 @@ _SINGLE_HEADERS = (
     b"x-timeout-ms",
 )
 """Headers allowed once: servers and proxies differ in which of two values they use."""
-_TOO_MUCH = "unanswered requests take too much memory on the server. Try again later."
+_MEMORY_REFUSAL = "unanswered requests take too much memory on the server. Try again later."
 IDLE, HEADER, BODY, UNREAD, REFUSED = "idle", "header", "body", "unread", "refused"
+"""States in which a connection waits for the client: to send a request, headers or a body, to read an answer,
+or to close after a refusal. Each has a time limit.
+"""
 ANSWER, ANSWERS = "answer", "answers"
+"""States in which a connection waits for the server: for one answer, or for several pipelined answers."""
 
 
-class _Waits(NamedTuple):
+class _WaitState(NamedTuple):
     """State in which a connection waits, and the ``time.monotonic`` time when the wait started."""
 
     state: str
@@ -65,96 +69,105 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits, count: Callable[[int], None] = lambda _: None) -> None:
         self.limits, self.count = limits, count
-        # Dictionaries as ordered sets, oldest connection first; from `admit` until `leave`.
+        # Dictionaries as ordered sets, oldest connection first; from `add` until `remove`.
         self._all: dict[Connection, None] = {}
-        self._of: dict[str, dict[Connection, None]] = {}
+        self._by_client: dict[str, dict[Connection, None]] = {}  # by `Connection.owner`
         # Bytes of unanswered requests, over all connections and `reserve` calls.
-        self._held = 0
+        self._num_reserved = 0
+        # Next call of `_on_sweep`; None while there are no connections.
         self._sweep: asyncio.TimerHandle | None = None
 
     @property
     def refusal(self) -> str | None:
         """Why a new request would be refused; None if it would be accepted."""
-        if self._held >= self.limits.max_unanswered and self._largest() is None:
-            return f"requests of {self._held} bytes wait for their answers already"
+        if self._num_reserved >= self.limits.max_unanswered and self._largest_upload() is None:
+            return f"requests of {self._num_reserved} bytes wait for their answers already"
         if len(self._all) >= self.limits.max_connections and self._slowest(self._all) is None:
             return f"{len(self._all)} connections wait for their answers already"
         return None
 
-    def admit(self, connection: "Connection") -> str | None:
+    def add(self, connection: "Connection") -> str | None:
         """Register a new connection, closing the slowest one if there are too many.
 
         Returns:
             Reason for refusing the connection, or None.
         """
-        siblings = self._of.get(connection.owner, {})
+        siblings = self._by_client.get(connection.owner, {})
         limits = self.limits
         refusal = None
-        if len(siblings) >= limits.max_per_client and not self._evict(siblings):
+        if len(siblings) >= limits.max_per_client and not self._close_slowest(siblings):
             refusal = f"{len(siblings)} connections of this client wait for their answers already"
         elif len(self._all) >= limits.max_connections:
             # The client with most connections gives way first.
-            crowd = max(self._of.values(), key=len)
-            if not self._evict(crowd) and not self._evict(self._all):
+            crowd = max(self._by_client.values(), key=len)
+            if not self._close_slowest(crowd) and not self._close_slowest(self._all):
                 refusal = f"{len(self._all)} connections wait for their answers already"
-        self._of.setdefault(connection.owner, {})[connection] = None
+        self._by_client.setdefault(connection.owner, {})[connection] = None
         self._all[connection] = None
         if self._sweep is None:
             self._sweep = connection.loop.call_later(_SECONDS_BETWEEN_SWEEPS, self._on_sweep, connection.loop)
         return refusal
 
-    def leave(self, connection: "Connection") -> None:
+    def remove(self, connection: "Connection") -> None:
         """Unregister a closed connection."""
         if connection not in self._all:
             return
-        siblings = self._of[connection.owner]
+        siblings = self._by_client[connection.owner]
         del self._all[connection], siblings[connection]
         if not siblings:
-            del self._of[connection.owner]
+            del self._by_client[connection.owner]
         if not self._all and self._sweep is not None:
             self._sweep.cancel()
             self._sweep = None
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes of an incomplete body. Above the limit, refuse the largest bodies."""
-        self._held += num_bytes
-        while self._held > self.limits.max_unanswered and (largest := self._largest()) is not None:
-            largest.refuse(503, _TOO_MUCH)
+        self._num_reserved += num_bytes
+        while (
+            self._num_reserved > self.limits.max_unanswered
+            and (largest := self._largest_upload()) is not None
+        ):
+            largest.refuse(503, _MEMORY_REFUSAL)
 
     def release(self, num_bytes: int) -> None:
         """Subtract bytes counted by `hold` or `reserve`."""
-        self._held -= num_bytes
+        self._num_reserved -= num_bytes
 
     def reserve(self, num_bytes: int) -> str | None:
         """Count bytes of a complete request; return the reason if the limit is exceeded."""
-        if self._held + num_bytes > self.limits.max_unanswered:
-            return _TOO_MUCH
-        self._held += num_bytes
+        if self._num_reserved + num_bytes > self.limits.max_unanswered:
+            return _MEMORY_REFUSAL
+        self._num_reserved += num_bytes
         return None
 
-    def _largest(self) -> "Connection | None":
+    def _largest_upload(self) -> "Connection | None":
+        """Return the connection which has sent most bytes of a still incomplete body."""
         unfinished = (
             connection
             for connection in self._all
-            if connection.held and connection.waits().state == BODY and not connection.transport.is_closing()
+            if connection.held
+            and connection.wait_state().state == BODY
+            and not connection.transport.is_closing()
         )
         return max(unfinished, key=lambda connection: connection.held, default=None)
 
-    def _evict(self, some: "Iterable[Connection]") -> bool:
+    def _close_slowest(self, some: "Iterable[Connection]") -> bool:
+        """Close the `_slowest` connection; return False if all of them only wait for the server."""
         slowest = self._slowest(some)
         if slowest is None:
             return False
-        if slowest.waits().state in (HEADER, BODY):
+        if slowest.wait_state().state in (HEADER, BODY):
             slowest.refuse(408, "there are too many connections, and this one was the slowest. Use fewer.")
         slowest.drop()
         return True
 
     @staticmethod
     def _slowest(some: "Iterable[Connection]") -> "Connection | None":
-        """Return the connection with the longest incomplete request or answer.
+        """Return the connection to close first, or None if all wait for a single answer.
 
-        Otherwise, return the connection which has been idle longest; otherwise, one which waits for several
-        pipelined answers, because the client must resend those requests.
+        First choice: the connection whose request or unread answer has been incomplete longest. Second: the
+        one idle longest. Last: one which waits for several pipelined answers, because the client must resend
+        those requests.
         """
         slowest: Connection | None = None
         last = {IDLE: 1, ANSWERS: 2}
@@ -162,7 +175,7 @@ class Connections:
         for connection in some:
             if lowest[0] == 0 and lowest[1] <= connection.opened:
                 break  # later connections are newer, so they cannot have waited longer
-            state, since = connection.waits()
+            state, since = connection.wait_state()
             if state != ANSWER and (order := (last.get(state, 0), since)) < lowest:
                 slowest, lowest = connection, order
         return slowest
@@ -175,11 +188,12 @@ class Connections:
         self._sweep = loop.call_later(_SECONDS_BETWEEN_SWEEPS, self._on_sweep, loop)
         now = time.monotonic()
         for connection in list(self._all):
-            state, since = connection.waits()
-            if state not in (ANSWER, ANSWERS) and now - since > self._seconds(state):
+            state, since = connection.wait_state()
+            if state not in (ANSWER, ANSWERS) and now - since > self._timeout(state):
                 connection.expire(state)
 
-    def _seconds(self, state: str) -> float:
+    def _timeout(self, state: str) -> float:
+        """Return the seconds which a connection may stay in a state."""
         limits = self.limits
         if state == IDLE:
             return limits.idle_seconds
@@ -189,14 +203,14 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """Client connection.
+    """Protocol of a client connection: uvicorn's HTTP/1.1 protocol with limits.
 
     Args:
         registry: connections of the process.
-        given: arguments for uvicorn's protocol.
+        given: keyword arguments of uvicorn's ``HttpToolsProtocol``.
 
     Attributes:
-        owner: client address or network; set when the connection is made.
+        owner: `client_of` of the peer's address; set when the connection is made.
         held: body bytes received and not yet answered.
         opened: ``time.monotonic`` time of construction.
     """
@@ -207,14 +221,17 @@ class Connection(HttpToolsProtocol):
         self.owner = ""
         self.held = 0
         self.opened = self._began = time.monotonic()
-        # Part of a request being received, None between requests; a new connection must send a request.
+        # HEADER or BODY while it is received, None between requests; a new connection must send a request.
         self._reading: str | None = HEADER
         # Request being answered, from the request start until the response is complete.
         self._active: RequestResponseCycle | None = None
         # No byte of a request received yet.
         self._is_silent = True
-        self._begins_here = False
-        self._num_header = self._num_fields = self._num_between = 0
+        # Whether a request started in the chunk which `data_received` is parsing.
+        self._started_in_chunk = False
+        # Header bytes and header fields of the current request; bytes received since the last body data, such
+        # as chunk sizes and extensions, which would otherwise be unlimited.
+        self._num_header = self._num_fields = self._num_unstructured = 0
         # Since when the client has not read the answer.
         self._unread_since: float | None = None
         # When an error was sent; nothing more is read from then on.
@@ -222,15 +239,15 @@ class Connection(HttpToolsProtocol):
         # Status and reason to refuse with, set inside parser callbacks.
         self._reason: tuple[int, str] | None = None
 
-    def waits(self) -> _Waits:
+    def wait_state(self) -> _WaitState:
         """Return the state in which the connection waits, and the start time."""
         if self._refused_at is not None:
-            return _Waits(REFUSED, self._refused_at)
+            return _WaitState(REFUSED, self._refused_at)
         if self._unread_since is not None:
-            return _Waits(UNREAD, self._unread_since)
+            return _WaitState(UNREAD, self._unread_since)
         if self._active is not None and not self._active.more_body:
-            return _Waits(ANSWERS if self.pipeline else ANSWER, self._began)
-        return _Waits(self._reading or IDLE, self._began)
+            return _WaitState(ANSWERS if self.pipeline else ANSWER, self._began)
+        return _WaitState(self._reading or IDLE, self._began)
 
     def expire(self, state: str) -> None:
         """Close this connection after the deadline; answer an incomplete request with status 408."""
@@ -241,7 +258,7 @@ class Connection(HttpToolsProtocol):
 
     def drop(self) -> None:
         """Close the connection, even if the client does not read the answer."""
-        self._registry.leave(self)
+        self._registry.remove(self)
         if self._unread_since is not None:
             self.transport.abort()
         else:
@@ -290,12 +307,12 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.owner = client_of(self.client[0] if self.client else "")
-        if (reason := self._registry.admit(self)) is not None:
+        if (reason := self._registry.add(self)) is not None:
             self.refuse(503, f"{reason}. Try again later.")
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        self._registry.leave(self)
+        self._registry.remove(self)
         self._release()
         super().connection_lost(exc)
 
@@ -316,8 +333,8 @@ class Connection(HttpToolsProtocol):
         if self._refused_at is not None:
             return
         self._unset_keepalive_if_required()
-        self._num_between += len(data)
-        self._begins_here = False
+        self._num_unstructured += len(data)
+        self._started_in_chunk = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -329,9 +346,9 @@ class Connection(HttpToolsProtocol):
             return
         if self._reading == HEADER and not self._is_silent:
             # The header's share of the first chunk is unknown; the chunk size bounds it.
-            self._num_header += 0 if self._begins_here else len(data)
+            self._num_header += 0 if self._started_in_chunk else len(data)
             self._check_header()
-        elif self._reading == BODY and self._num_between > self._registry.limits.max_header:
+        elif self._reading == BODY and self._num_unstructured > self._registry.limits.max_header:
             self._reason = 400, "the body has too much chunk overhead. Send larger chunks."
         if self._reason is not None:
             self.refuse(*self._reason)
@@ -339,7 +356,7 @@ class Connection(HttpToolsProtocol):
     @override
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading, self._is_silent, self._begins_here = HEADER, False, True
+        self._reading, self._is_silent, self._started_in_chunk = HEADER, False, True
         self._num_header = self._num_fields = 0
         if self._active is None:
             self._began = time.monotonic()
@@ -347,7 +364,7 @@ class Connection(HttpToolsProtocol):
     @override
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_fields += 1
-        self._num_between += len(name) + len(value)
+        self._num_unstructured += len(name) + len(value)
         if self._num_fields > _MAX_HEADERS:
             self._reason = 431, f"the request has more than {_MAX_HEADERS} headers. Send fewer."
             raise ValueError(self._reason[1])
@@ -368,11 +385,11 @@ class Connection(HttpToolsProtocol):
         if self._reason is not None:
             raise ValueError(self._reason[1])
         super().on_headers_complete()
-        self._reading, self._num_between = BODY, 0
+        self._reading, self._num_unstructured = BODY, 0
 
     @override
     def on_body(self, body: bytes) -> None:
-        self._num_between = 0
+        self._num_unstructured = 0
         if self._refused_at is not None:
             return
         super().on_body(body)

@@ -1,4 +1,4 @@
-"""Apply deltas to a model's weights while it serves."""
+"""Apply deltas (changed rows which training publishes) to a model's weights while it serves."""
 
 import logging
 import time
@@ -44,21 +44,26 @@ class Freshness(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Quantized weights of a package: data types by name, and rounding mode."""
+    """Quantization of a package's weights.
+
+    Attributes:
+        types: `DataType` names, such as ``INT8``, by weight name; floating-point weights are absent.
+        rounding: rounding mode; None: the package does not record it.
+    """
 
     types: Mapping[str, str]
     rounding: str | None
 
 
 class Deltas:
-    """Deltas of a folder, in the order in which they are applied to a package.
+    """Reads the deltas of a folder in order, and applies them to a package's weights.
 
     Rows of quantized tables are quantized like the package, so that they equal those of a new export.
 
     Args:
         folder: folder of a `DeltaPublisher`.
-        about: run, step and last delta from the package's manifest, which tell where to start; and the names
-            of the weights in training, if the package has a part of the model.
+        about: package manifest. ``run``, ``step`` and ``published`` tell which delta is next;
+            ``trained_names`` and ``left_out`` map weight names if the package has a part of the model.
         weights: package weights by name; changed in place.
         until: last delta to apply; None: all.
         codes: quantized weights of the package.
@@ -81,16 +86,16 @@ class Deltas:
             name: HashedWeights(weights, name, formula, _bits(codes.types.get(name)))
             for name, formula in (hashed or {}).items()
         }
-        # Package name by trained name, and trained names which the package lacks. None and empty for a whole
-        # model, whose names are those of training.
-        self._names, self._left_out = _trained_names(about)
+        # Package weight name by name in training, and names in training which the package lacks. None and an
+        # empty set if the package has the whole model under the names of training.
+        self._names, self._excluded_names = _trained_names(about)
         # Last delta in the exported weights; None if unknown.
-        self._published = _published(about)
+        self._last_published = _last_published(about)
         # Last delta applied here; None until the first one.
         self._last: DeltaRecord | None = None
         self._reason = ""
         # Modification time of the folder when it had no new delta; None: read the folder again.
-        self._looked_at: int | None = None
+        self._checked_mtime: int | None = None
 
     @property
     def freshness(self) -> Freshness:
@@ -110,16 +115,16 @@ class Deltas:
             record = self._next_record()
             delta = None if record is None else read_delta(self._folder, record)
             if record is not None and delta is not None:
-                record, delta = self._named(record, delta)
-                delta = self._coded(record, delta)
+                record, delta = self._package_named(record, delta)
+                delta = self._quantize_delta(record, delta)
                 self._check(record, delta)
         except Exception as error:
-            self.failed(error)
+            self.record_failure(error)
             return None
         self._reason = ""
         return None if record is None or delta is None else (record, delta)
 
-    def failed(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Store why the next delta cannot be applied, and log each reason once."""
         is_expected = isinstance(error, DeltaError | ValueError | OSError)
         reason = (
@@ -130,7 +135,11 @@ class Deltas:
             _log.error("%s: %s", self._folder, reason, exc_info=None if is_expected else error)
 
     def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
-        """Yield functions which together apply a delta. Call them while no batch is computed."""
+        """Yield functions which together apply a delta; call each while no batch is computed.
+
+        A function writes up to `ROWS_AT_A_TIME` rows. Batches between two calls see a partly applied delta;
+        `freshness` names the delta after the last call.
+        """
         nothing = torch.empty(0, dtype=torch.int64)
         for name, hashed in self._hashed.items():
             ids, rows = delta.rows.get(name, (nothing, self._weights[name][:0]))
@@ -151,18 +160,19 @@ class Deltas:
         yield finish
 
     def _next_record(self) -> DeltaRecord | None:
+        """Return the record of the delta to apply next; None if there is none yet."""
         stamp = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
-        if stamp == self._looked_at:
+        if stamp == self._checked_mtime:
             return None  # reading the folder is slow with many deltas
-        last, step = self._published, self._about["step"]
+        last, step = self._last_published, self._about["step"]
         if self._last is not None:
             last, step = self._last.published, self._last.step
-        record = self._first_after(last, step)
+        record = self._first_record_after(last, step)
         if record is None or (self._until is not None and record.number > self._until):
             # Time stamps may be as coarse as a second, so a recent one may hide further deltas.
-            self._looked_at = stamp if time.time_ns() - stamp > 1_000_000_000 else None
+            self._checked_mtime = stamp if time.time_ns() - stamp > 1_000_000_000 else None
             return None
-        self._looked_at = None
+        self._checked_mtime = None
         if record.run != self._about.get("run"):
             raise DeltaError(
                 f"delta {record.number} belongs to run {record.run[:100]!r}, the package to "
@@ -171,8 +181,8 @@ class Deltas:
         check_follows(record, last, step)
         return record
 
-    def _first_after(self, last: Published | None, step: int) -> DeltaRecord | None:
-        """Return the folder's next record, which may not be the one which must follow."""
+    def _first_record_after(self, last: Published | None, step: int) -> DeltaRecord | None:
+        """Return the first record after the given delta or step. There may be a gap: the caller checks."""
         if last is None:  # the run had not published, or an earlier release exported the package
             return next(
                 (candidate for candidate in delta_records(self._folder) if candidate.step > step), None
@@ -198,7 +208,7 @@ class Deltas:
         """Return the weight names of hash indexes, which deltas do not contain."""
         return {name.removesuffix("weight") + part for name in self._hashed for part in INDEX}
 
-    def _named(self, record: DeltaRecord, delta: Delta) -> tuple[DeltaRecord, Delta]:
+    def _package_named(self, record: DeltaRecord, delta: Delta) -> tuple[DeltaRecord, Delta]:
         """Return a delta with the package's weight names, without weights which the package lacks."""
         if self._names is None:
             return record, delta
@@ -213,7 +223,7 @@ class Deltas:
             return {
                 package_names.get(name, name): value
                 for name, value in values.items()
-                if name not in self._left_out
+                if name not in self._excluded_names
             }
 
         def names(given: list[str] | None) -> list[str] | None:
@@ -222,7 +232,7 @@ class Deltas:
         record = record._replace(tracked=names(record.tracked), whole=names(record.whole))
         return record, Delta(named(delta.rows), named(delta.whole), named(delta.evicted))
 
-    def _coded(self, record: DeltaRecord, delta: Delta) -> Delta:
+    def _quantize_delta(self, record: DeltaRecord, delta: Delta) -> Delta:
         """Quantize a delta's rows like the package's."""
         if not self._codes.types:
             return delta
@@ -290,6 +300,7 @@ class Deltas:
 
 
 def _bits(data_type: str | None) -> int:
+    """Return the bits per value of a `DataType` name; 0 for None (floating point)."""
     if data_type is None:
         return 0
     from meshrec.modules import DataType
@@ -311,7 +322,7 @@ def _trained_names(about: Mapping[str, Any]) -> tuple[dict[str, str] | None, fro
     return {trained: name for name, trained in names.items()}, frozenset(left_out)
 
 
-def _published(about: Mapping[str, Any]) -> Published | None:
+def _last_published(about: Mapping[str, Any]) -> Published | None:
     """Return the last delta in the package's weights."""
     published = about.get("published")
     if published is None:

@@ -27,7 +27,8 @@ class HashedWeights:
     Args:
         weights: package weights by name; tensors of this table are changed in place or replaced.
         name: name of the row tensor.
-        formula: key and initial row parameters from the manifest.
+        formula: hashed table fields of the manifest: ``seed`` of the keys, ``first_seed``, ``low``, ``high``
+            and ``dim`` of initial rows, and ``max_rows``.
         bits: bits per code of quantized rows; 0: floating-point rows.
     """
 
@@ -59,27 +60,31 @@ class HashedWeights:
         evicted_keys, keys = mix(evicted, seed), mix(ids, seed)
         rows_in_package, is_here = self._packaged(evicted_keys)
         initial = self._initial_rows(evicted[is_here])
-        yield from self._written(self._weights[self._name], rows_in_package[is_here], initial, step)
-        yield lambda: self._forget(evicted_keys[~is_here])
+        yield from self._write_portions(self._weights[self._name], rows_in_package[is_here], initial, step)
+        yield lambda: self._remove(evicted_keys[~is_here])
         rows_in_package, is_here = self._packaged(keys)
-        yield from self._written(self._weights[self._name], rows_in_package[is_here], rows[is_here], step)
+        yield from self._write_portions(
+            self._weights[self._name], rows_in_package[is_here], rows[is_here], step
+        )
         keys, order = keys[~is_here].sort()
-        yield lambda: self._add(keys, rows[~is_here][order])
+        yield lambda: self._add_rows(keys, rows[~is_here][order])
 
-    def _written(
+    def _write_portions(
         self, target: Tensor, indices: Tensor, rows: Tensor, step: int
     ) -> Iterator[Callable[[], None]]:
+        """Yield functions which write ``rows`` to ``target[indices]``, ``step`` rows each."""
         for part, values in zip(indices.split(step), rows.split(step), strict=True):
             yield lambda part=part, values=values: target.index_copy_(0, part, values)  # type: ignore[misc]
 
-    def _forget(self, keys: Tensor) -> None:
+    def _remove(self, keys: Tensor) -> None:
+        """Remove keys from ``added`` and free the rows; absent keys are ignored."""
         added = self._weights[f"{self._prefix}added"]
         stays = ~torch.isin(added[0], keys)
         self._free += added[1][~stays].tolist()
         self._weights[f"{self._prefix}added"] = added[:, stays].contiguous()
 
-    def _add(self, keys: Tensor, rows: Tensor) -> None:
-        """Write rows of IDs not in the package; new IDs get free row indices."""
+    def _add_rows(self, keys: Tensor, rows: Tensor) -> None:
+        """Write rows of IDs not in the package. A new ID gets a freed row, else a row at the end."""
         if len(keys) == 0:
             return
         added = self._weights[f"{self._prefix}added"]
@@ -102,12 +107,13 @@ class HashedWeights:
         self._weights[f"{self._prefix}added_rows"] = self._grown.tensors[0]
 
     def _initial_rows(self, ids: Tensor) -> Tensor:
+        """Compute the rows with which training initializes the IDs, in table format."""
         f = self._formula
         values = uniform_rows(ids, seed=f["first_seed"], low=f["low"], high=f["high"], columns=(0, f["dim"]))
         return nbit.quantize(values, self._bits) if self._bits else values.to(self._weights[self._name].dtype)
 
     def _packaged(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the packaged row of each key, and whether it has one."""
+        """Return the row index of each key in the package (-1: absent), and whether it is present."""
         rows = find_rows(self._weights[f"{self._prefix}buckets"], len(self._weights[self._name]), keys)
         return rows, rows >= 0
 

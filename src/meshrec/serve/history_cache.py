@@ -19,7 +19,7 @@ from meshrec.serve.requests import Floats, Request
 # N items per history, F values per item
 
 _OVERHEAD = 512
-"""Bytes per entry in addition to rows and history."""
+"""Estimated bytes of Python objects per entry, counted in addition to rows and history."""
 
 
 class CacheCounts(NamedTuple):
@@ -114,6 +114,7 @@ class HistoryCache:
         self._num_bytes = 0
 
     def _drop(self, values: bytes, width: int) -> None:
+        """Remove the entry of a history, if present; ``width`` is the number of bytes per item."""
         rows = self._entries.pop(values, None)
         if rows is None:
             return
@@ -171,7 +172,10 @@ class IncrementalScores:
         return advanced.query_BV.numpy(), CacheCounts(hits, misses, self._cache.num_bytes)
 
     def _rows_of(self, prefixes: list[CachedPrefix | None]) -> KeptTokens:
-        """Concatenate the cached rows. A single history is not copied, so that its spare room is kept."""
+        """Concatenate the cached rows of a batch's histories.
+
+        A single history is passed on uncopied, because its tensor may have spare room for new items.
+        """
         num_cached = torch.tensor(
             [0 if cached is None else cached.num_items for cached in prefixes], dtype=torch.int64
         )
@@ -199,4 +203,5 @@ class IncrementalScores:
 
 
 def _size(values: bytes, rows: Tensor) -> int:
+    """Return the bytes of a cache entry; spare room in the storage of ``rows`` counts too."""
     return _OVERHEAD + len(values) + rows.untyped_storage().nbytes()

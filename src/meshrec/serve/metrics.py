@@ -16,7 +16,7 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from meshrec.durable import Created
-from meshrec.serve.batching import Batched
+from meshrec.serve.batching import BatchMetrics
 from meshrec.serve.history_cache import CacheCounts
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -24,6 +24,7 @@ _SAMPLES = tuple(2.0**power for power in range(13))
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable for the folder in which workers share metrics."""
 _KINDS = ("counter", "gauge_livesum", "histogram")
+"""File name prefixes which prometheus_client uses for these metric types."""
 _BYTES_PER_MODEL = 1 << 16
 """Space for a model's metrics: about 60 values with names of up to 600 bytes."""
 
@@ -91,7 +92,7 @@ class Metrics:
         self._queue_of = functools.cache(self._queue.labels)
         self._batches_of = functools.cache(self._batches.labels)
 
-    def finished(self, model: str, outcome: str, seconds: float) -> None:
+    def record_request(self, model: str, outcome: str, seconds: float) -> None:
         """Count a finished request; if it was scored, record the duration.
 
         Args:
@@ -103,18 +104,18 @@ class Metrics:
         if outcome == "ok":
             self._latency_of(model).observe(seconds)
 
-    def refused(self, status: int) -> None:
+    def count_refusal(self, status: int) -> None:
         """Count a refused connection."""
         self._refused.labels(status).inc()
 
-    def batched(self, model: str, batch: Batched) -> None:
+    def record_batch(self, model: str, batch: BatchMetrics) -> None:
         """Record a computed batch."""
         self._batches_of(model).observe(batch.num_samples)
         queue = self._queue_of(model)
         for wait in batch.waits:
             queue.observe(wait)
 
-    def histories_encoded(self, model: str, counts: CacheCounts) -> None:
+    def record_cache(self, model: str, counts: CacheCounts) -> None:
         """Record cache hits, misses and size after a batch."""
         self._histories.labels(model, "hit").inc(counts.hits)
         self._histories.labels(model, "miss").inc(counts.misses)

@@ -22,22 +22,28 @@ from meshrec.serve.trial import PackageTrial, WarmUp, scores_of, signature_of
 
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
+"""Reason shown for a model which a client unloaded; such a model is not a problem of the server."""
 # Backoff of failed loads, about a minute in total.
-_SECONDS_BETWEEN_TRIES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-_SECONDS_BETWEEN_LOOKS = 0.2
-_SECONDS_BETWEEN_LOOKS_AT_FILES = 0.5
-_MAX_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta is unusable: a retry may read all of it
+_RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+_DELTA_POLL_SECONDS = 0.2
+_WEIGHTS_POLL_SECONDS = 0.5
+_MAX_DELTA_POLL_SECONDS = 5.0  # while a delta is unusable: a retry may read all of it
 
 
 class ModelChange(NamedTuple):
-    """Last requested change of a model: ``load`` (up to ``delta``; None: all) or ``unload``."""
+    """Last requested change of a model.
+
+    Attributes:
+        action: ``load`` or ``unload``.
+        delta: last delta to apply when loading; None: all.
+    """
 
     action: str
     delta: int | None
 
 
 class FailedLoad(NamedTuple):
-    """Failed load.
+    """Failed load of a model, to be retried.
 
     Attributes:
         name: model name.
@@ -50,7 +56,7 @@ class FailedLoad(NamedTuple):
     reason: str
 
 
-class Opening(NamedTuple):
+class OpenOptions(NamedTuple):
     """Options for opening packages.
 
     Attributes:
@@ -68,7 +74,7 @@ class Opening(NamedTuple):
     keep_histories: int = 0
 
 
-class Served:
+class ServedModel:
     """A model version, ready to score.
 
     Args:
@@ -98,8 +104,8 @@ class Served:
         self._items = ItemVectors(predictor)
         self._incremental = _incremental(name, predictor, keep_histories)
         # Set after the warm-up: only requests from then on count in the metrics.
-        self._is_warm = False
-        self.batcher = Batcher(self.score, limits, lambda batch: metrics.batched(name, batch))
+        self._reports_cache = False
+        self.batcher = Batcher(self.score, limits, lambda batch: metrics.record_batch(name, batch))
 
     @property
     def version(self) -> str:
@@ -109,54 +115,54 @@ class Served:
 
     @property
     def freshness(self) -> Freshness:
-        """Last applied delta."""
+        """Last applied delta, and why the next one failed."""
         return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
 
     @torch.no_grad()
     def _apply(self, portion: Callable[[], None]) -> None:
         """Change some weights, and clear the history cache, which depends on them."""
         portion()
-        self.forget_histories()
+        self.clear_history_cache()
 
-    def forget_histories(self) -> None:
+    def clear_history_cache(self) -> None:
         """Clear the history cache. Call in the batcher's thread."""
         if self._incremental is not None:
             self._incremental.clear()
 
-    def count_histories(self) -> None:
-        """Count histories in the metrics from now on, after the warm-up."""
-        self._is_warm = True
+    def enable_cache_metrics(self) -> None:
+        """Record cache hits and misses from now on. Called after the warm-up, which would distort them."""
+        self._reports_cache = True
 
-    def catch_up(self) -> None:
+    def apply_available_deltas(self) -> None:
         """Apply all available deltas, before the model answers."""
         if self._deltas is not None:
             apply_deltas(self._deltas)
 
-    async def follow(self) -> None:
+    async def follow_deltas(self) -> None:
         """Apply new deltas in portions between batches, until cancelled."""
         if self._deltas is None:
             return
-        pause = _SECONDS_BETWEEN_LOOKS
+        pause = _DELTA_POLL_SECONDS
         while True:
             next_delta = await asyncio.to_thread(self._deltas.next)
             if next_delta is not None:
                 try:
                     for portion in self._deltas.portions(*next_delta):
-                        await self.batcher.in_thread(partial(self._apply, portion))
+                        await self.batcher.run_in_thread(partial(self._apply, portion))
                 except Exception as error:
-                    self._deltas.failed(error)
+                    self._deltas.record_failure(error)
                 else:
                     _log.info("model %r: version %s", self.name, self.version)
-                    pause = _SECONDS_BETWEEN_LOOKS
+                    pause = _DELTA_POLL_SECONDS
                     continue
             await asyncio.sleep(pause)
             has_failed = self.freshness.reason != ""
-            pause = min(2 * pause, _MAX_SECONDS_BETWEEN_LOOKS) if has_failed else _SECONDS_BETWEEN_LOOKS
+            pause = min(2 * pause, _MAX_DELTA_POLL_SECONDS) if has_failed else _DELTA_POLL_SECONDS
 
-    async def watch(self) -> PackageError:
+    async def wait_for_damage(self) -> PackageError:
         """Wait until the package's weights file is damaged; return the error."""
         while True:
-            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS_AT_FILES)
+            await asyncio.sleep(_WEIGHTS_POLL_SECONDS)
             try:
                 await asyncio.to_thread(self._predictor.check_weights)
             except PackageError as error:
@@ -191,10 +197,10 @@ class Served:
                 queries, counts = self._incremental(request)
             except ValueError as error:
                 raise RequestError(str(error)) from error
-            if self._is_warm:
-                self._metrics.histories_encoded(self.name, counts)
+            if self._reports_cache:
+                self._metrics.record_cache(self.name, counts)
             return VersionedScores(queries, self.version)
-        except PackageError as error:  # `watch` will unload the model
+        except PackageError as error:  # `wait_for_damage` will unload the model
             raise RequestError(f"model {self.name!r} is not ready: {error}", 503) from error
 
 
@@ -217,14 +223,14 @@ class Repository:
         limits: Limits,
         metrics: Metrics,
         *,
-        opening: Opening,
+        opening: OpenOptions,
         trial: PackageTrial,
         deltas: Mapping[str, Path] | None = None,
         changes: Mapping[str, ModelChange] | None = None,
     ) -> None:
         self.folders, self._opening, self._trial = dict(folders), opening, trial
         self._limits, self._metrics = limits, metrics
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedModel] = {}
         self._deltas, self._changes = dict(deltas or {}), dict(changes or {})
         unloaded = {name for name, change in self._changes.items() if change.action == "unload"}
         # Why a model is not ready, or the last load failed; empty after success.
@@ -258,7 +264,7 @@ class Repository:
                 return f"the queue of model {name!r} is full"
         return None
 
-    def get(self, name: str, version: str | None = None) -> Served:
+    def get(self, name: str, version: str | None = None) -> ServedModel:
         """Return a ready model.
 
         Raises:
@@ -279,7 +285,7 @@ class Repository:
             )
         return served
 
-    def only(self) -> Served:
+    def only(self) -> ServedModel:
         """Return the only model.
 
         Raises:
@@ -322,8 +328,8 @@ class Repository:
         async with self._changing:
             try:
                 predictor = await self._open(name)
-                deltas = self._deltas_of(name, predictor, until)
-                served = Served(
+                deltas = self._open_deltas(name, predictor, until)
+                served = ServedModel(
                     name,
                     predictor,
                     self._limits,
@@ -331,10 +337,10 @@ class Repository:
                     deltas,
                     keep_histories=self._opening.keep_histories,
                 )
-                await asyncio.to_thread(served.catch_up)
+                await asyncio.to_thread(served.apply_available_deltas)
                 if until is not None and served.freshness.delta != until:
-                    raise _unreached(until, served)
-                await served.batcher.in_thread(lambda: self._warm(served))
+                    raise _unreached_error(until, served)
+                await served.batcher.run_in_thread(lambda: self._warm_up(served))
             except Exception as error:
                 if not isinstance(error, PackageError | ValueError | RuntimeError | OSError):
                     error = RuntimeError(f"{type(error).__name__}: {error}")
@@ -344,9 +350,9 @@ class Repository:
                 _log.error("model %r was not loaded: %s", name, error)
                 raise RequestError(f"model {name!r} was not loaded: {error}") from error
             self._replace(name, served)
-            self._tasks[name] = [asyncio.create_task(self._watch(name, served))]
+            self._tasks[name] = [asyncio.create_task(self._unload_on_damage(name, served))]
             if until is None:
-                self._tasks[name].append(asyncio.create_task(served.follow()))
+                self._tasks[name].append(asyncio.create_task(served.follow_deltas()))
             _log.info("model %r: version %s is ready", name, served.version)
 
     async def unload(self, name: str) -> None:
@@ -364,13 +370,13 @@ class Repository:
         """Load all models which were not unloaded. Failures are logged and shown in the index.
 
         Returns:
-            Failures, for `try_again`.
+            Failures, for `retry_loads`.
         """
         names = [name for name, reason in self._reasons.items() if reason != _UNLOADED]
         changes = {name: self._changes.pop(name, None) for name in names}
         return await self._load_models({name: change and change.delta for name, change in changes.items()})
 
-    async def try_again(self, failed: Sequence[FailedLoad], stop: asyncio.Event) -> None:
+    async def retry_loads(self, failed: Sequence[FailedLoad], stop: asyncio.Event) -> None:
         """Retry failed loads, up to seven times within a minute.
 
         No client waits for these loads, so nobody else would retry after a transient failure: a killed trial,
@@ -380,7 +386,7 @@ class Repository:
             failed: `load_all` result.
             stop: ends the retries.
         """
-        for pause in _SECONDS_BETWEEN_TRIES:
+        for pause in _RETRY_PAUSES:
             if not failed:
                 return
             _log.warning(
@@ -417,9 +423,9 @@ class Repository:
         await self._trial(package, warm_up)
         return await asyncio.to_thread(Predictor, package, copy_weights=copy_weights)
 
-    async def _watch(self, name: str, served: Served) -> None:
+    async def _unload_on_damage(self, name: str, served: ServedModel) -> None:
         """Unload a model when the weights file is damaged, because scores would be wrong."""
-        error = await served.watch()
+        error = await served.wait_for_damage()
         async with self._changing:
             if self._served.get(name) is served:
                 _log.error("model %r is unloaded: %s", name, error)
@@ -427,10 +433,12 @@ class Repository:
                 self._replace(name, None, str(error))
 
     def _cancel(self, name: str) -> None:
+        """Stop watching the weights file and following the deltas of a model."""
         for task in self._tasks.pop(name, []):
             task.cancel()
 
-    def _deltas_of(self, name: str, predictor: Predictor, until: int | None) -> Deltas | None:
+    def _open_deltas(self, name: str, predictor: Predictor, until: int | None) -> Deltas | None:
+        """Return the reader of a model's delta folder; None if the model has no such folder."""
         if name not in self._deltas:
             if until is not None:
                 raise ValueError(f"model {name!r} does not follow deltas. Start the server with --deltas.")
@@ -441,7 +449,7 @@ class Repository:
         folder, weights = self._deltas[name], predictor.weights
         return Deltas(folder, predictor.about, weights, until, codes=codes, hashed=hashed)
 
-    def _replace(self, name: str, served: Served | None, reason: str = _UNLOADED) -> None:
+    def _replace(self, name: str, served: ServedModel | None, reason: str = _UNLOADED) -> None:
         """Replace a model by another version, or unload it for the given reason."""
         self._cancel(name)
         old = self._served.pop(name, None)
@@ -453,11 +461,12 @@ class Repository:
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
 
-    def _warm(self, served: Served) -> None:
+    def _warm_up(self, served: ServedModel) -> None:
+        """Score the warm-up samples, so that first requests do not wait for compilation or page faults."""
         for request in self._opening.warm_up.requests(served.signature):
             served.score(request)
-        served.forget_histories()
-        served.count_histories()
+        served.clear_history_cache()
+        served.enable_cache_metrics()
 
 
 def _incremental(name: str, predictor: Predictor, max_bytes: int) -> IncrementalScores | None:
@@ -474,7 +483,8 @@ def _incremental(name: str, predictor: Predictor, max_bytes: int) -> Incremental
     return IncrementalScores(predictor, max_bytes)
 
 
-def _unreached(until: int, served: Served) -> ValueError:
+def _unreached_error(until: int, served: ServedModel) -> ValueError:
+    """Return the error for a rollback to a delta which the folder cannot provide."""
     delta, _, reason = served.freshness
     if delta is not None:
         can = f"the last reachable delta is {delta}"

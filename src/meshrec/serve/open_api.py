@@ -96,6 +96,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _operation(summary: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return an OpenAPI operation; ``body`` is the JSON schema of the request body, if it has one."""
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "The answer."}}}
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
@@ -104,6 +105,7 @@ def _operation(summary: str, body: dict[str, Any] | None = None) -> dict[str, An
 
 
 def _sample(signature: Signature) -> dict[str, Any]:
+    """Return the JSON schema of a sample: an object with a value per feature or column."""
     properties: dict[str, Any] = {}
     optional = {} if signature.raw is None else signature.raw.optional
     if signature.raw is not None:

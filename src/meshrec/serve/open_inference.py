@@ -27,15 +27,17 @@ from meshrec.serve.requests import (
     RequestError,
     Signature,
     as_array,
-    checked,
+    check_request,
     encoded_request,
 )
 from meshrec.serve.samples import read_json
 
 VALUES, LENGTHS = ".values", ".lengths"
+"""Name suffixes of the two inputs of a feature: IDs of all samples, and number of IDs per sample."""
 RAW = "raw."
 """Name prefix of raw inputs."""
 TEXTS = "BYTES"
+"""Protocol datatype of strings."""
 _MAX_DIMS = 8
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -158,17 +160,28 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
 
 
 def _request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
+    """Build a request from ID and dense inputs; ``shares``: inputs with one row are shared by all samples."""
     values = {f: arrays[f + VALUES] for f in signature.features if f + VALUES in arrays}
     lengths = {f: arrays[f + LENGTHS] for f in signature.features if f + LENGTHS in arrays}
     sizes = {name: feature_lengths.size for name, feature_lengths in lengths.items()}
     if DENSE in arrays:
         sizes[DENSE] = len(arrays[DENSE]) if arrays[DENSE].ndim else 0
     shared, num_samples = _common(sizes) if shares else (frozenset[str](), None)
-    return checked(signature, arrays.get(DENSE), values, lengths, shared=shared, num_samples=num_samples)
+    return check_request(
+        signature, arrays.get(DENSE), values, lengths, shared=shared, num_samples=num_samples
+    )
 
 
 def _common(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]:
-    """Return the inputs with a single row shared by all samples, and the sample count of the others."""
+    """Split inputs by row count, for a request with the ``shared`` parameter.
+
+    Args:
+        sizes: rows by input name, such as ``{"user": 1, "item": 20}``.
+
+    Returns:
+        Names of inputs with one row, which all samples share (``{"user"}``), and the sample count (20). An
+        empty set and None if every input has one row.
+    """
     several = [size for size in sizes.values() if size != 1]
     if not several:
         return frozenset(), None
@@ -176,6 +189,7 @@ def _common(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]:
 
 
 def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
+    """Build a request from raw column values; ``shares`` as in `_request`."""
     assert signature.raw is not None
     columns, missing = {}, []
     for name, kind in signature.raw.kinds.items():
@@ -209,6 +223,7 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
 
 
 def _lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
+    """Split the flat values of a list column into a list per sample."""
     if (lengths < 0).any() or lengths.sum() != len(values):
         raise RequestError(
             f"column {name!r}: lengths of 0 or more must sum to the number of values, {len(values)}."
@@ -218,7 +233,16 @@ def _lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
 
 
 def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -> dict[str, Any]:
-    """Return arrays of ID, dense and length inputs, and lists of raw values."""
+    """Parse the inputs of a request.
+
+    Args:
+        inputs: ``inputs`` field of the request.
+        binary: bytes after the JSON; None without the length header.
+        signature: model signature.
+
+    Returns:
+        By input name: an array for IDs, lengths and dense values; a list for raw values.
+    """
     if not isinstance(inputs, list):
         raise RequestError(
             "the request has no list of inputs. Give the tensors listed in the model's metadata."
@@ -290,7 +314,7 @@ def _tail(
 
 
 class _Input(NamedTuple):
-    """Allowed input.
+    """Input tensor which a model accepts.
 
     Attributes:
         datatype: datatype in the metadata.
@@ -331,6 +355,7 @@ _MODEL_DTYPES = {"FP32": _DTYPES["FP32"], "INT64": _DTYPES["INT64"], "INT32": _D
 
 
 def _check_datatype(datatype: Any, content_type: Any, expected: _Input, name: str) -> None:
+    """Raise RequestError unless the input accepts the datatype and content type of the request."""
     if not isinstance(datatype, str):
         raise RequestError(f"input {name!r} must be {expected.datatype}, got {shown(datatype)}.")
     if content_type is not None and datatype not in _CONTENT_TYPES.get(str(content_type), ()):
@@ -439,6 +464,7 @@ def _values_of(array: NDArray[Any], content_type: str | None, expected: _Input, 
 
 
 def _decoded(value: str, content_type: str, name: str) -> Any:
+    """Decode a string of content type ``base64`` or ``pd_json``."""
     try:
         if content_type == _JSON_COLUMN:
             return json.loads(value)

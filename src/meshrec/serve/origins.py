@@ -19,10 +19,10 @@ def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) 
         server_names: names of this server in addition to addresses and ``localhost``.
 
     Raises:
-        RequestError: it does, or might (status 403).
+        RequestError: the headers name another server, or a browser reports another site (status 403).
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
-    if not _is_this_server(_name_of("//" + host), server_names):
+    if not _is_this_server(_host_name("//" + host), server_names):
         raise RequestError(
             f"the header Host is {host[:80]!r}, which is not a name of this server. Use its address, "
             "add the name with --hosts, or start the server with a token.",
@@ -39,7 +39,8 @@ def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) 
         raise RequestError("web pages of other sites may not change this server.", 403)
 
 
-def _name_of(url: str) -> str:
+def _host_name(url: str) -> str:
+    """Return the host of a URL without the port; empty if it is malformed."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -47,6 +48,7 @@ def _name_of(url: str) -> str:
 
 
 def _authority_of(origin: str) -> str | None:
+    """Return host and port of an origin; None for opaque origins such as ``null``."""
     try:
         return urlsplit(origin).netloc or None
     except ValueError:

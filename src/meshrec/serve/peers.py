@@ -1,4 +1,4 @@
-"""Connection of a worker to the parent process, which forwards model changes to all workers."""
+"""Pipe between a worker and the parent process, which forwards model changes to all workers."""
 
 import asyncio
 import itertools
@@ -15,22 +15,23 @@ Change = Callable[[str, str, int | None], Awaitable[None]]
 
 
 class Peers:
-    """The other workers, as seen by a worker.
+    """A worker's view of the other workers, reached through the parent process.
 
     Args:
         pipe: pipe to the parent.
-        loaded: shared memory, one byte per worker, set once the worker has loaded all models.
+        loaded: shared memory [workers], bytes: 1 once the worker has loaded all models.
         index: index of this worker.
 
     Attributes:
-        is_late: whether this worker replaces a previous one; it then listens only after loading all models.
+        is_replacement: whether this worker replaces one which ended. It then accepts connections only after
+            loading all models, because the other workers already answer.
     """
 
     def __init__(self, pipe: Connection, loaded: mmap.mmap, index: int) -> None:
         self._pipe, self._loaded, self._index = pipe, loaded, index
-        self.is_late = bool(loaded[index])
+        self.is_replacement = bool(loaded[index])
         self._tickets = itertools.count()
-        # Unanswered requests by ticket, from `ask` until the parent's answer.
+        # Unanswered requests by ticket, from `change_all` until the parent's answer.
         self._pending: dict[int, asyncio.Future[list[Any] | None]] = {}
         # Changes in progress; the set keeps the tasks alive.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -40,11 +41,11 @@ class Peers:
         self._loaded[self._index] = 1
 
     @property
-    def are_loaded(self) -> bool:
+    def all_loaded(self) -> bool:
         """Whether all workers have loaded their models: a request may reach any of them."""
         return all(self._loaded[:])
 
-    async def ask(self, action: str, model: str, delta: int | None = None) -> None:
+    async def change_all(self, action: str, model: str, delta: int | None = None) -> None:
         """Load or unload a model in every worker.
 
         Args:
@@ -75,13 +76,14 @@ class Peers:
             if "ticket" in message:
                 self._pending.pop(message["ticket"]).set_result(message["error"])
                 return
-            task = loop.create_task(self._do(change, message))
+            task = loop.create_task(self._apply_change(change, message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
         loop.add_reader(self._pipe.fileno(), on_message)
 
-    async def _do(self, change: Change, message: dict[str, Any]) -> None:
+    async def _apply_change(self, change: Change, message: dict[str, Any]) -> None:
+        """Apply a change in this worker and report the outcome to the parent."""
         error: Sequence[Any] | None = None
         try:
             await change(message["action"], message["model"], message["delta"])

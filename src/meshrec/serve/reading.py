@@ -19,7 +19,8 @@ from meshrec.serve.samples import read_samples
 _AT_ONCE = 32 << 10
 """Maximum bytes of JSON or strings parsed in the event loop, in about 2 ms."""
 _MAX_SIGNATURES = 16
-# The server's own work has priority.
+"""Signatures which the child remembers; the oldest is dropped first, in both processes."""
+# The event loop and the scoring threads have priority over the child.
 _NICE = 5
 
 
@@ -57,7 +58,7 @@ class BodyReader:
         Raises:
             RequestError: the body violates the protocol, or does not match the model.
         """
-        if _work(reading, signature) <= _AT_ONCE:
+        if _parse_cost(reading, signature) <= _AT_ONCE:
             return read(reading, signature)
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._pool, self._ask, reading, signature)
@@ -71,11 +72,14 @@ class BodyReader:
         self._child.stop()
 
     def _ask(self, reading: Body, signature: Signature) -> InferRequest | RequestError:
+        """Parse a body in the child process, which is started if it does not run. Blocks."""
         try:
             if not self._child.is_running:
                 self._sent = []
                 self._child.start()
-            result: InferRequest | RequestError = self._child.ask(self._named(signature), *reading)
+            result: InferRequest | RequestError = self._child.ask(
+                self._signature_message(signature), *reading
+            )
         except (EOFError, OSError):  # it ran out of memory or was killed
             return RequestError(
                 "the process that reads large requests ended. Send fewer samples at once, or try again.",
@@ -84,8 +88,12 @@ class BodyReader:
             )
         return result
 
-    def _named(self, signature: Signature) -> tuple[int, Signature | None]:
-        """Return a signature's number, and the signature itself if the child does not have it."""
+    def _signature_message(self, signature: Signature) -> tuple[int, Signature | None]:
+        """Return what the child needs to know about a signature.
+
+        Returns:
+            The signature's number; and the signature, or None if the child already has it.
+        """
         if (number := self._indices.get(signature)) is None:
             number = self._indices[signature] = self._num_signatures
             self._num_signatures += 1
@@ -120,7 +128,7 @@ def size_of(request: Request) -> int:
     return request.dense.nbytes + ids
 
 
-def _work(reading: Body, signature: Signature) -> int:
+def _parse_cost(reading: Body, signature: Signature) -> int:
     """Return the number of bytes Python must parse; binary numbers are only copied."""
     length = reading.header_length
     if signature.raw is None and length is not None and length.isdecimal() and len(length) < 10:

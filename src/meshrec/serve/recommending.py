@@ -29,13 +29,13 @@ class ItemOptions(NamedTuple):
     keep_seen: bool | None = None
 
 
-def recommended_by(query: bytes) -> ItemOptions:
+def parse_item_options(query: bytes) -> ItemOptions:
     """Parse a URL query such as ``k=20&keep_seen=1``.
 
     Raises:
         RequestError: unknown option or invalid value.
     """
-    given = options_of(query, ("k", "keep_seen"))
+    given = parse_query(query, ("k", "keep_seen"))
     k, keep = given.get("k", "10"), given.get("keep_seen")
     if not (k.isascii() and k.isdecimal() and len(k) < 10 and 1 <= int(k) <= MAX_ITEMS):
         raise RequestError(f"k must be a whole number from 1 to {MAX_ITEMS}, got {shown(k)}.")
@@ -44,7 +44,7 @@ def recommended_by(query: bytes) -> ItemOptions:
     return ItemOptions(int(k), None if keep is None else keep == "1")
 
 
-def options_of(query: bytes, allowed: Sequence[str]) -> dict[str, str]:
+def parse_query(query: bytes, allowed: Sequence[str]) -> dict[str, str]:
     """Parse a URL query in which every option of ``allowed`` may occur once.
 
     Raises:
@@ -70,7 +70,7 @@ class ItemVectors:
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        # Version and item vectors [N, V]; from the first request until the version changes.
+        # Weights version and item vectors [N, V]; from the first request until the version changes.
         self._vectors: tuple[str, Tensor] | None = None
 
     @property

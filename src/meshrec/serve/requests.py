@@ -15,7 +15,8 @@ from meshrec.data.raw_values import DENSE, RawValues, table_of
 
 _MAX_REPEATED = 1 << 24
 """Maximum number of IDs and dense values in a request after shared values are repeated."""
-_MAX_DEEP = 16
+_MAX_DEPTH = 16
+"""Maximum nesting depth of JSON lists."""
 SCORES = "scores"
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -40,12 +41,12 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """Inputs and outputs of a model.
+    """Inputs and outputs of a served model.
 
     Attributes:
-        features: features in order.
+        features: sparse feature names, in the order of the model's inputs.
         num_dense: number of dense columns.
-        rows: exclusive ID limit by feature.
+        rows: number of table rows by feature: IDs must be below.
         outputs: ``scores`` or ``vectors``.
         shared: features (or "dense") which the model takes once for many samples.
         raw: conversion of raw values; None: requests must have IDs.
@@ -68,8 +69,8 @@ class Request(NamedTuple):
         dense: float32 [B, D].
         values: IDs [N] per feature.
         lengths: IDs per sample, [B] per feature.
-        group: [B], row of each sample in shared inputs, which have R rows instead of B; None: nothing is
-            shared.
+        group: int64 [B], the row of each sample in the shared inputs, which have R rows instead of B. For
+            example [0, 0, 1]: samples 0 and 1 share row 0. None: nothing is shared.
     """
 
     dense: Floats
@@ -99,7 +100,7 @@ class InferRequest(NamedTuple):
     wants_binary: bool
 
 
-class Pieces:
+class RequestSplitter:
     """Splits a request with too many samples for a batch.
 
     Args:
@@ -134,7 +135,7 @@ class Pieces:
         return Request(whole.dense if is_shared else whole.dense[rows], values, lengths, group)
 
 
-def checked(
+def check_request(
     signature: Signature,
     dense: Floats | None,
     values: Mapping[str, Ints],
@@ -143,7 +144,7 @@ def checked(
     shared: Set[str] = frozenset(),
     num_samples: int | None = None,
 ) -> Request:
-    """Check the arrays of a request, and put them in model order.
+    """Check the arrays of a request, and build a `Request` with the features in model order.
 
     Args:
         signature: model signature.
@@ -221,7 +222,7 @@ def encoded_request(
     except DataError as error:
         reason = str(error).removesuffix(REMEDY).removesuffix(REMEDY_OF_COLUMNS)
         raise RequestError(f"{reason}. Send other values.") from error
-    return checked(
+    return check_request(
         signature,
         encoded.dense,
         encoded.values,
@@ -246,7 +247,7 @@ def _check_dense(dense: Floats, num_rows: int, num_dense: int) -> None:
         )
 
 
-def joined(requests: Sequence[Request]) -> Request:
+def concat_requests(requests: Sequence[Request]) -> Request:
     """Concatenate the samples of several requests."""
     if len(requests) == 1:
         return requests[0]
@@ -255,11 +256,11 @@ def joined(requests: Sequence[Request]) -> Request:
         np.concatenate([request.dense for request in requests]),
         [np.concatenate([request.values[f] for request in requests]) for f in features],
         [np.concatenate([request.lengths[f] for request in requests]) for f in features],
-        _joined_groups(requests),
+        _concat_groups(requests),
     )
 
 
-def _joined_groups(requests: Sequence[Request]) -> Ints | None:
+def _concat_groups(requests: Sequence[Request]) -> Ints | None:
     """Concatenate groups. A request without a group gets a row per sample."""
     if all(request.group is None for request in requests):
         return None
@@ -274,6 +275,7 @@ def _joined_groups(requests: Sequence[Request]) -> Ints | None:
 def _check_lengths(
     features: Sequence[str], num_samples: int, values: Mapping[str, Ints], lengths: Mapping[str, Ints]
 ) -> None:
+    """Raise RequestError unless each feature has ``num_samples`` lengths which sum to the number of IDs."""
     for feature in features:
         feature_lengths = lengths[feature]
         if feature_lengths.ndim != 1 or len(feature_lengths) != num_samples:
@@ -300,6 +302,7 @@ def _check_lengths(
 
 
 def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequence[Ints]) -> None:
+    """Raise RequestError if an ID lies outside the feature's table."""
     bounded = [index for index, feature in enumerate(signature.features) if feature not in signature.any_ids]
     if not bounded:
         return
@@ -369,14 +372,14 @@ def as_integers(data: Any) -> Any:
 
 
 def _types_in(data: Any, label: str) -> set[type]:
-    """Return the value types in nested lists."""
+    """Return the types of all values in nested lists. Iterative: deep nesting must not exhaust the stack."""
     seen: set[type] = set()
     level = [data]
-    for _ in range(_MAX_DEEP):
+    for _ in range(_MAX_DEPTH):
         types = set(map(type, level))
         seen |= types
         if list not in types:
             return seen - {list}
         lists = [item for item in level if type(item) is list]
         level = list(itertools.chain.from_iterable(lists))
-    raise RequestError(f"{label} is nested more than {_MAX_DEEP} lists deep. Send flat lists.")
+    raise RequestError(f"{label} is nested more than {_MAX_DEPTH} lists deep. Send flat lists.")

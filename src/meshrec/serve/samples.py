@@ -18,7 +18,7 @@ from meshrec.serve.requests import (
     Signature,
     as_array,
     as_integers,
-    checked,
+    check_request,
     encoded_request,
 )
 
@@ -90,7 +90,7 @@ def read_samples(body: bytes, signature: Signature) -> Request:
     if signature.num_dense:
         given_by = [common] if DENSE in common else samples
         dense = _dense([sample[DENSE] for sample in given_by], signature.num_dense)
-    return checked(
+    return check_request(
         signature,
         dense,
         {name: values for name, (values, _) in jagged.items()},
@@ -118,6 +118,7 @@ def _check_names(
 
 
 def _dense(rows: Sequence[Any], num_dense: int) -> Floats:
+    """Convert the dense values of samples to float32 [B, D]."""
     for number, row in enumerate(rows):
         if isinstance(row, list) and len(row) == num_dense:
             continue
@@ -134,7 +135,13 @@ def _dense(rows: Sequence[Any], num_dense: int) -> Floats:
 
 
 def _ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, Ints]:
-    """Return IDs and lengths of a feature."""
+    """Return the IDs of a feature, int64 [N], and the number of IDs per sample, int64 [B].
+
+    Args:
+        name: feature name.
+        samples: JSON objects which have the feature.
+        sample_is: prefix of the sample number in errors; empty for shared values.
+    """
     given = [sample[name] for sample in samples]
     lists = [value if type(value) is list else [value] for value in given]
     flat = list(itertools.chain.from_iterable(lists))
@@ -150,6 +157,7 @@ def _ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, In
 
 
 def _vector(data: Any, dtype: "np.dtype[Any]", label: str) -> Any:
+    """Convert a flat JSON list to an array; ``label`` names the data in errors."""
     array = as_array(data, dtype, label)
     if array.ndim != 1:
         raise RequestError(f"{label} must be a flat list of numbers.")

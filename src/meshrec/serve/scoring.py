@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from meshrec.serve.open_inference import HEADER_LENGTH
 from meshrec.serve.reading import Body, BodyReader
-from meshrec.serve.recommending import options_of, recommended_by
+from meshrec.serve.recommending import parse_item_options, parse_query
 from meshrec.serve.requests import SCORES, Floats, InferRequest, RequestError, Signature
-from meshrec.serve.service import Scored, ScoreRequest, ScoringService
+from meshrec.serve.service import ScoreRequest, ScoreResult, ScoringService
 
 TIMEOUT = "X-Timeout-Ms"
 """Header with the client's timeout, in ms from when the server sees the request."""
@@ -31,7 +31,7 @@ Headers = Mapping[bytes, bytes]
 
 
 class Answer(NamedTuple):
-    """HTTP answer."""
+    """HTTP response: status, body, and headers other than the content length."""
 
     status: int
     body: bytes
@@ -75,12 +75,12 @@ class Scoring:
             await respond(refusal(error), send)
             return
         try:
-            with self._service.counted(requested) as began:
+            with self._service.count_outcome(requested) as began:
                 query = scope.get("query_string", b"")
                 if requested.recommends:
-                    requested = requested._replace(items=recommended_by(query))
+                    requested = requested._replace(items=parse_item_options(query))
                 else:
-                    options_of(query, ())
+                    parse_query(query, ())
                 answer = await self._answer(requested, began, dict(scope["headers"]), receive)
         except RequestError as error:
             answer = refusal(error)
@@ -111,7 +111,7 @@ class Scoring:
         return Answer(200, await _json_with_array(fields, requested.outputs, scored.scores), _JSON_TYPE)
 
 
-async def _infer_answer(scored: Scored) -> Answer:
+async def _infer_answer(scored: ScoreResult) -> Answer:
     """Serialize an answer of the Open Inference Protocol."""
     infer, scores = scored.infer, scored.scores
     fields: dict[str, Any] = {"model_name": scored.model, "model_version": scored.version}
@@ -204,6 +204,7 @@ def _too_large(limit: int) -> RequestError:
 
 
 def _text(headers: Headers, name: str) -> str | None:
+    """Return a header as a string; None if the request does not have it."""
     value = headers.get(name.lower().encode())
     return None if value is None else value.decode("latin-1")
 

@@ -18,7 +18,7 @@ from meshrec.ops.memory import frozen_objects
 from meshrec.serve.app import Guard, Routes
 from meshrec.serve.connections import Connection, Connections
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.models import ModelChange, Opening, Repository
+from meshrec.serve.models import ModelChange, OpenOptions, Repository
 from meshrec.serve.options import ServerOptions
 from meshrec.serve.peers import Peers
 from meshrec.serve.reading import BodyReader
@@ -28,7 +28,7 @@ from meshrec.serve.trial import PackageTrial, WarmUp
 
 
 class Server:
-    """Server in this process.
+    """HTTP server which answers in this process.
 
     Args:
         models: package folders by name.
@@ -47,14 +47,14 @@ class Server:
         changes: Mapping[str, ModelChange] | None = None,
     ) -> None:
         self._options, self._bound, self._peers = options, bound, peers
-        # First, while this process has a single thread: both fork children.
+        # Before anything else, while this process has a single thread: both fork a child.
         self._reader, self._trial = BodyReader(), PackageTrial(Predictor)
         metrics = Metrics(len(models))
         self.repository = Repository(
             models,
             options.limits,
             metrics,
-            opening=Opening(
+            opening=OpenOptions(
                 options.verify,
                 options.public_key,
                 options.copy_weights,
@@ -65,10 +65,10 @@ class Server:
             deltas=options.deltas,
             changes=changes,
         )
-        self._connections = Connections(options.connections, metrics.refused)
+        self._connections = Connections(options.connections, metrics.count_refusal)
         service = ScoringService(self.repository, metrics, self._connections)
         scoring = Scoring(service, options.max_body, self._reader)
-        change_all = self.change if peers is None else peers.ask
+        change_all = self.change if peers is None else peers.change_all
         hosts = (options.host.lower(), *map(str.lower, options.hosts))
         routes = Routes(
             self.repository,
@@ -94,9 +94,11 @@ class Server:
             timeout_keep_alive=math.ceil(options.connections.idle_seconds),
             timeout_graceful_shutdown=60,
         )
-        self._uvicorn = _Graceful(config, self._guard, options.linger, options.connections.header_seconds)
+        self._uvicorn = _GracefulServer(
+            config, self._guard, options.linger, options.connections.header_seconds
+        )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reloading, self._reload_waits = asyncio.Lock(), asyncio.Event()
+        self._reload_lock, self._reload_requested = asyncio.Lock(), asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -126,8 +128,8 @@ class Server:
 
         Call in the event loop's thread.
         """
-        if not self._reload_waits.is_set():
-            self._reload_waits.set()
+        if not self._reload_requested.is_set():
+            self._reload_requested.set()
             self._start(self._load())
 
     async def change(self, action: str, model: str, delta: int | None = None) -> None:
@@ -144,33 +146,37 @@ class Server:
             await self.repository.unload(model)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task; asyncio itself keeps only weak references to tasks."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _refusal(self) -> str | None:
+        """Return why a scoring request would be refused now; None if it would be answered."""
         if self._guard.is_stopping:
             return "the server is stopping"
         if (refusal := self.repository.refusal or self._connections.refusal) is not None:
             return refusal
-        if self._peers is not None and not self._peers.are_loaded:
+        if self._peers is not None and not self._peers.all_loaded:
             return "another worker is loading its models"
         return None
 
     async def _load(self) -> None:
-        async with self._reloading:
-            self._reload_waits.clear()
+        """Load all models, and retry failures until they succeed, time runs out or another reload starts."""
+        async with self._reload_lock:
+            self._reload_requested.clear()
             failed = await self.repository.load_all()
-            await self.repository.try_again(failed, self._reload_waits)
+            await self.repository.retry_loads(failed, self._reload_requested)
         if self._peers is not None:
             self._peers.report_loaded()
 
     async def _serve(self) -> None:
+        """Load the models and answer requests until uvicorn stops."""
         loop = asyncio.get_running_loop()
-        with _signals(loop, {signal.SIGHUP: self.reload}):
+        with _signal_handlers(loop, {signal.SIGHUP: self.reload}):
             if self._peers is not None:
                 self._peers.listen(loop, self.change)
-            if self._peers is not None and self._peers.is_late:
+            if self._peers is not None and self._peers.is_replacement:
                 await self._load()
             else:
                 self.reload()
@@ -189,7 +195,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-class _Graceful(uvicorn.Server):
+class _GracefulServer(uvicorn.Server):
     """uvicorn server which answers received requests before it ends; uvicorn itself would not."""
 
     def __init__(self, config: uvicorn.Config, guard: Guard, linger: float, header_seconds: float) -> None:
@@ -203,7 +209,7 @@ class _Graceful(uvicorn.Server):
             self.should_exit = True
 
         loop = asyncio.get_running_loop()
-        with _signals(loop, {signal.SIGTERM: stop, signal.SIGINT: stop}):
+        with _signal_handlers(loop, {signal.SIGTERM: stop, signal.SIGINT: stop}):
             yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -213,7 +219,7 @@ class _Graceful(uvicorn.Server):
         seconds = self._header_seconds if config.ssl is not None else None
         self.servers = [
             await loop.create_server(
-                self._connection,
+                self._new_connection,
                 sock=listener,
                 ssl=config.ssl,
                 ssl_handshake_timeout=seconds,
@@ -223,7 +229,8 @@ class _Graceful(uvicorn.Server):
         ]
         self.started = True
 
-    def _connection(self) -> asyncio.Protocol:
+    def _new_connection(self) -> asyncio.Protocol:
+        """Return the protocol object of a new connection."""
         config = self.config
         return config.http_protocol_class(  # type: ignore[call-arg]
             config=config, server_state=self.server_state, app_state={}
@@ -232,7 +239,7 @@ class _Graceful(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ask clients to close their connections, then close idle ones."""
         self._guard.is_stopping = True
-        await self._accept_the_last(sockets or [])
+        await self._accept_queued(sockets or [])
         quiet_since = time.monotonic()
         while self.server_state.connections and time.monotonic() - quiet_since < self._linger:
             if self.server_state.tasks:
@@ -240,7 +247,7 @@ class _Graceful(uvicorn.Server):
             await asyncio.sleep(0.005)
         await super().shutdown(sockets)
 
-    async def _accept_the_last(self, sockets: list[socket.socket]) -> None:
+    async def _accept_queued(self, sockets: list[socket.socket]) -> None:
         """Accept connections from the kernel's queue, which closing the socket would reset."""
         loop, config = asyncio.get_running_loop(), self.config
         accepted = []
@@ -251,14 +258,14 @@ class _Graceful(uvicorn.Server):
             server.close()
         for connection in accepted:
             connection.setblocking(False)
-            await loop.connect_accepted_socket(self._connection, connection, ssl=config.ssl)
+            await loop.connect_accepted_socket(self._new_connection, connection, ssl=config.ssl)
 
 
 @contextlib.contextmanager
-def _signals(
+def _signal_handlers(
     loop: asyncio.AbstractEventLoop, handlers: Mapping[signal.Signals, Callable[[], None]]
 ) -> Iterator[None]:
-    """Handle signals within the context; outside the main thread, do nothing."""
+    """Install signal handlers within the context; outside the main thread, where Python allows none, skip."""
     set_here = []
     with contextlib.suppress(ValueError, RuntimeError):
         for number, handler in handlers.items():

@@ -1,7 +1,7 @@
 """Transport-independent scoring: model selection, limits, batches, recommendations.
 
 An endpoint (HTTP here, gRPC elsewhere) converts a request to a `ScoreRequest` and an `InferRequest`, calls
-`ScoringService`, and serializes the resulting `Scored`.
+`ScoringService`, and serializes the resulting `ScoreResult`.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ import numpy as np
 
 from meshrec.export.next_items import Recommended
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.models import Repository, Served
+from meshrec.serve.models import Repository, ServedModel
 from meshrec.serve.reading import size_of
 from meshrec.serve.recommending import ItemOptions
 from meshrec.serve.requests import SCORES, Floats, InferRequest, RequestError, Signature
 
-_OUTCOMES = {
+_OUTCOMES = {  # metric label by HTTP status of the refusal
     401: "unauthorized",
     404: "unknown",
     413: "too_large",
@@ -51,8 +51,8 @@ ScoresWanted = ScoreRequest
 """Deprecated alias, for one release."""
 
 
-class Scored(NamedTuple):
-    """Result of a request.
+class ScoreResult(NamedTuple):
+    """Scores of a request, and the model which computed them.
 
     Attributes:
         infer: parsed request.
@@ -96,7 +96,7 @@ class ScoringService:
         self._repository, self._metrics, self._waiting = repository, metrics, waiting
 
     @contextmanager
-    def counted(self, requested: ScoreRequest) -> Iterator[float]:
+    def count_outcome(self, requested: ScoreRequest) -> Iterator[float]:
         """Count a request by model and outcome; yield the ``time.monotonic`` start time.
 
         Raises:
@@ -111,9 +111,9 @@ class ScoringService:
             outcome = _OUTCOMES.get(error.status, "bad_request")
             raise
         finally:
-            self._metrics.finished(name, outcome, time.monotonic() - began)
+            self._metrics.record_request(name, outcome, time.monotonic() - began)
 
-    def check(self, requested: ScoreRequest, deadline: float) -> Served:
+    def check(self, requested: ScoreRequest, deadline: float) -> ServedModel:
         """Check that a request can be answered, before the body is read; return the model.
 
         Args:
@@ -144,7 +144,7 @@ class ScoringService:
         *,
         began: float,
         deadline: float,
-    ) -> Scored:
+    ) -> ScoreResult:
         """Score a request whose body has arrived.
 
         Args:
@@ -174,15 +174,17 @@ class ScoringService:
         best = None
         if requested.recommends:
             best = await asyncio.to_thread(served.recommend, scores, infer.request, requested.items)
-        return Scored(infer, served.name, scored.version, served.signature.outputs, scores, best)
+        return ScoreResult(infer, served.name, scored.version, served.signature.outputs, scores, best)
 
-    def _served(self, requested: ScoreRequest) -> Served:
+    def _served(self, requested: ScoreRequest) -> ServedModel:
+        """Return the model which a request names, or the only model."""
         if requested.model is None:
             return self._repository.only()
         return self._repository.get(requested.model, requested.version)
 
 
 def _finite(scores: Floats) -> Floats:
+    """Return the scores, or raise RequestError (422) if some are infinite or NaN, which JSON lacks."""
     finite = np.isfinite(scores)
     if not finite.all():
         sample = int(finite.reshape(len(scores), -1).all(1).argmin())

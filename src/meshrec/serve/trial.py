@@ -1,4 +1,4 @@
-"""Trial of a package: a child process loads it and scores with it before the server does.
+"""Trial load: a child process loads a package and scores with it before the server does.
 
 Damage not covered by a checksum (as with ``--no-verify``), or a program compiled for another machine, may
 crash the process which loads it. So a child loads it first, and the server refuses a package which crashes
@@ -59,7 +59,7 @@ class WarmUp(NamedTuple):
             lines = self.samples.read_bytes().splitlines()
             requests = [read_samples(line, signature) for line in lines if line]
         else:
-            requests = [_drawn(signature, size) for size in (1, self.max_batch)]
+            requests = [_random_request(signature, size) for size in (1, self.max_batch)]
         if signature.shared:
             requests += [
                 request._replace(group=np.arange(request.num_samples))
@@ -121,6 +121,7 @@ class PackageTrial:
         self._child.stop()
 
     def _ask(self, package: CheckedPackage, warm_up: WarmUp) -> str | None:
+        """Return why a package cannot be loaded; None if the trial passed. Blocks."""
         try:
             if not self._child.is_running:
                 self._child.start()
@@ -133,16 +134,28 @@ class PackageTrial:
 def _try_packages(parent: socket.socket) -> None:
     """Try packages sent by the parent, in a process per package, until the parent exits."""
     while True:
-        send(parent, _outcome(*receive(parent)))
+        send(parent, _trial_failure(*receive(parent)))
 
 
-def _outcome(open_package: Open, package: CheckedPackage, warm_up: WarmUp, seconds: float) -> str | None:
-    """Return why a package must not be loaded; None if the trial passed."""
+def _trial_failure(
+    open_package: Open, package: CheckedPackage, warm_up: WarmUp, seconds: float
+) -> str | None:
+    """Load and warm up a package in a forked process.
+
+    Args:
+        open_package: opens the package.
+        package: package to try.
+        warm_up: samples to score.
+        seconds: maximum duration.
+
+    Returns:
+        Why the package must not be loaded; None if the trial passed.
+    """
     here, there = os.pipe()
     with scratch_folder("meshrec-trial") as folder:
         pid = os.fork()
         if not pid:
-            _load_and_exit(lambda: _tried(open_package, package, warm_up), seconds, there, str(folder))
+            _load_and_exit(lambda: _try_package(open_package, package, warm_up), seconds, there, str(folder))
         os.close(there)
         reported = _read_to_the_end(here, time.monotonic() + seconds)
         os.close(here)
@@ -195,7 +208,8 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
         os._exit(code)
 
 
-def _tried(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -> bytes:
+def _try_package(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -> bytes:
+    """Load and warm up a package in this process; return `_PASSED` or the error message."""
     try:
         predictor = open_package(package)
         for request in warm_up.requests(signature_of(predictor)):
@@ -219,7 +233,7 @@ def _read_to_the_end(descriptor: int, deadline: float) -> bytes | None:
         content += part
 
 
-def _drawn(signature: Signature, num_samples: int) -> Request:
+def _random_request(signature: Signature, num_samples: int) -> Request:
     """Return random samples with one ID per feature, drawn from the whole table."""
     draw = np.random.default_rng(0)
     return Request(

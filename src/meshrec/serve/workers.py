@@ -1,4 +1,4 @@
-"""Several server processes on one socket: start, synchronized model changes, restart and stop."""
+"""Worker processes which accept connections from one socket: start, model changes, restart and stop."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 # A worker which ends sooner is restarted after a pause, so that a failing start does not spin.
 _SECONDS_OF_A_BAD_START = 5.0
 _NO_WORKER = -1
-"""Index of a worker which has ended."""
+"""`_Task.asker` once the worker which requested the change has ended."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -85,6 +85,8 @@ def _environment(scratch: Path, workers: int) -> Iterator[None]:
 
 
 class _Worker(NamedTuple):
+    """Running worker: process, pipe to it, and ``time.monotonic`` start time."""
+
     process: BaseProcess
     pipe: Connection
     began: float
@@ -113,20 +115,23 @@ class _Task(NamedTuple):
 
 
 class _Supervisor:
-    """Parent of the workers. It never runs a torch operator, so it can fork at any time."""
+    """Parent process of the workers: forwards signals and model changes, and replaces workers which end.
+
+    It never runs a torch operator, which would start threads, so it can fork at any time.
+    """
 
     def __init__(
         self, models: Mapping[str, Path], options: ServerOptions, bound: socket.socket, num: int
     ) -> None:
         self._models, self._options, self._bound, self._num = models, options, bound, num
-        self._workers: dict[int, _Worker] = {}
-        self._tasks: dict[int, _Task] = {}
+        self._workers: dict[int, _Worker] = {}  # running workers by index
+        self._tasks: dict[int, _Task] = {}  # changes which a worker has not answered yet, by number
         # Last successful change per model, for workers which start later.
         self._changes: dict[str, tuple[str, int | None]] = {}
         self._num_tasks = 0
         self._loaded = mmap.mmap(-1, num)
         self._is_stopping = False
-        # Self-pipe: signal handlers write, `_turn` reads.
+        # Self-pipe: signal handlers write, `_handle_events` reads.
         self._wake, self._woken = multiprocessing.Pipe()
 
     def run(self) -> None:
@@ -136,18 +141,19 @@ class _Supervisor:
             for index in range(self._num):
                 self._start(index)
             while self._workers:
-                self._turn()
+                self._handle_events()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._bound.close()
 
     def _start(self, index: int) -> None:
+        """Fork the worker with an index."""
         here, there = multiprocessing.Pipe()
         peers = Peers(there, self._loaded, index)
         ends = [here, self._wake, self._woken, *(worker.pipe for worker in self._workers.values())]
         process = multiprocessing.get_context("fork").Process(
-            target=_work,
+            target=_run_worker,
             args=(self._models, self._options, self._bound, peers),
             kwargs={"num_workers": self._num, "changes": dict(self._changes), "ends": ends},
         )
@@ -163,16 +169,18 @@ class _Supervisor:
     def _on_signal(self, number: int, _: Any) -> None:
         self._wake.send_bytes(bytes([number]))
 
-    def _turn(self) -> None:
+    def _handle_events(self) -> None:
+        """Wait until a signal or a worker's message arrives, and handle it."""
         pipes: dict[Any, int] = {worker.pipe: index for index, worker in self._workers.items()}
         ready = wait([self._woken, *pipes])  # the pipe of an ended worker is readable (EOF)
         if self._woken in ready:
-            self._pass_on(self._woken.recv_bytes()[0])
+            self._forward_signal(self._woken.recv_bytes()[0])
         for pipe, index in pipes.items():
             if pipe in ready:
-                self._hear(index)
+                self._receive(index)
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
+        """Send SIGHUP (reload), or SIGTERM for any other signal (stop), to all workers."""
         if number != signal.SIGHUP:
             self._is_stopping, number = True, signal.SIGTERM
             self._bound.close()
@@ -182,11 +190,12 @@ class _Supervisor:
             if worker.process.pid is not None and worker.process.is_alive():
                 os.kill(worker.process.pid, number)
 
-    def _hear(self, index: int) -> None:
+    def _receive(self, index: int) -> None:
+        """Handle a worker's message: a requested change, the outcome of a change, or the end of the pipe."""
         try:
             message = json.loads(self._workers[index].pipe.recv_bytes())
         except (EOFError, OSError):
-            self._ended(index)
+            self._on_worker_exit(index)
             return
         if "action" in message:
             self._num_tasks += 1
@@ -194,11 +203,18 @@ class _Supervisor:
             task = _Task(change, set(self._workers), [], index, message["ticket"])
             self._tasks[self._num_tasks] = task
             for worker in list(self._workers):
-                self._say(worker, {"task": self._num_tasks, **change})
+                self._send_to(worker, {"task": self._num_tasks, **change})
         else:
             self._finish_change(message["task"], index, message["error"])
 
     def _finish_change(self, number: int, index: int, error: ErrorArguments | None) -> None:
+        """Record a worker's outcome of a change. After the last one, answer the worker which requested it.
+
+        Args:
+            number: change number.
+            index: worker which has finished.
+            error: arguments of the `RequestError`; None: success.
+        """
         task = self._tasks[number]
         task.pending.discard(index)
         if error is not None:
@@ -207,16 +223,19 @@ class _Supervisor:
             del self._tasks[number]
             if not task.errors:
                 self._changes[task.change["model"]] = task.change["action"], task.change["delta"]
-            self._say(task.asker, {"ticket": task.ticket, "error": task.errors[0] if task.errors else None})
+            self._send_to(
+                task.asker, {"ticket": task.ticket, "error": task.errors[0] if task.errors else None}
+            )
 
-    def _say(self, index: int, message: dict[str, Any]) -> None:
+    def _send_to(self, index: int, message: dict[str, Any]) -> None:
         if index in self._workers:
             try:
                 self._workers[index].pipe.send_bytes(json.dumps(message).encode())
             except OSError:
-                return  # it ended; `_turn` will notice
+                return  # it ended; `_handle_events` will notice
 
-    def _ended(self, index: int) -> None:
+    def _on_worker_exit(self, index: int) -> None:
+        """Clean up after an ended worker, and start a replacement unless the server stops."""
         worker = self._workers.pop(index)
         worker.process.join()
         worker.pipe.close()
@@ -241,7 +260,7 @@ class _Supervisor:
         self._start(index)
 
 
-def _work(
+def _run_worker(
     models: Mapping[str, Path],
     options: ServerOptions,
     bound: socket.socket,
