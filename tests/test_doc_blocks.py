@@ -16,7 +16,7 @@ from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import RowWiseAdagrad
 from meshrec.runs.export import export_run
 from meshrec.runs.job import Job
-from meshrec.runs.worker import work
+from meshrec.runs.worker import run_rank
 from meshrec.train import find_run, resolve
 
 ROOT = Path(__file__).parent.parent
@@ -115,7 +115,7 @@ def trained(tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPE)
     source = f"{tmp_path / 'recipe.py'}:clicks"
     job = Job(recipe=resolve(source), source=source, name="clicks", runs=tmp_path / "runs", device="cpu")
-    work(job, lambda _: lambda _: None)
+    run_rank(job, lambda _: lambda _: None)
     return find_run("clicks", tmp_path / "runs")
 
 

@@ -33,10 +33,10 @@ from meshrec.data.propose import propose
 from meshrec.data.propose_label import Task
 from meshrec.durable import durable_folder, make_scratch, remove_scratch
 from meshrec.metrics.named import leading_text
-from meshrec.runs.calibrated import CalibrationKind, Curve, curve_of_run
+from meshrec.runs.calibrated import CalibrationKind, Curve, fit_run_curve
 from meshrec.runs.contributions import contributions
 from meshrec.runs.job import Job
-from meshrec.runs.judging import judge
+from meshrec.runs.judging import evaluate_scorer
 from meshrec.runs.recommending import (
     load_recommender,
     recommendation_tables,
@@ -44,8 +44,8 @@ from meshrec.runs.recommending import (
     similar_items,
 )
 from meshrec.runs.saved_recipe import load_recipe
-from meshrec.runs.scoring import Scorer, gathered, load_scorer, open_data
-from meshrec.runs.worker import work
+from meshrec.runs.scoring import Scorer, gather_scores, load_scorer, open_data
+from meshrec.runs.worker import run_rank
 from meshrec.train.evaluation import Scored
 from meshrec.train.observers import Evaluated, Event, Finished, Reported, Started, Stepped
 from meshrec.train.ranks import choose_device, join
@@ -127,7 +127,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             recipe=recipe, source="recipe.yaml", name=_RUN, runs=folder, device=self.device, final=self.final
         )
         with _preserved_random_state():
-            self.summary_ = work(job, lambda _: _Progress() if self.verbose else _silent)
+            self.summary_ = run_rank(job, lambda _: _Progress() if self.verbose else _silent)
 
     def _evaluated(self, data: Any) -> dict[str, float]:
         if (RunFolder(self.run_).read_json(CONFIG) or {}).get("all_rows"):
@@ -137,7 +137,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
                 type(self).__name__,
             )
         ranks = join(choose_device(self.device))
-        judged = judge(self._scorer(data, labelled=True), ranks)
+        judged = evaluate_scorer(self._scorer(data, labelled=True), ranks)
         assert judged is not None
         return judged.metrics
 
@@ -299,7 +299,7 @@ class _OfTables:
         """Return scores for all rows, [n], or [n, C] for several classes."""
         _checks.check_is_fitted(self)
         scorer = self._scorer(self._table(X, reset=False), labelled=False)
-        logits = Scored.joined(list(gathered(scorer, join(choose_device(self.device))))).logits_B
+        logits = Scored.joined(list(gather_scores(scorer, join(choose_device(self.device))))).logits_B
         # Only Classifier sets curve_, with `calibration`.
         if getattr(self, "curve_", None) is not None:
             logits = Curve(*self.curve_).calibrated(logits)
@@ -431,7 +431,7 @@ class Classifier(_base.ClassifierMixin, _OfTables, _Estimator):  # type: ignore[
             run, ranks = RunFolder(self._folder / _RUN), join(choose_device(self.device))
             data = load_recipe(run).data.train  # type: ignore[attr-defined]
             scorer = load_scorer(run, ranks, data, labelled=True)
-            self.curve_ = tuple(curve_of_run(run, scorer, ranks, self.calibration))
+            self.curve_ = tuple(fit_run_curve(run, scorer, ranks, self.calibration))
 
     def _classes(self, labels: Any, label: Any) -> None:
         """Set the classes, and the index of the positive class."""

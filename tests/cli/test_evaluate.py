@@ -8,7 +8,7 @@ import torch
 
 from meshrec.cli import evaluate
 from meshrec.cli.train import main as train
-from meshrec.runs.judging import _numbered, _slices
+from meshrec.runs.judging import _encode_by_frequency, _slices
 from meshrec.train import RunFolder
 from meshrec.train.evaluation import Scored
 from tests.train.clicks import clicks, write_clicks
@@ -82,7 +82,7 @@ def test_damaged_rows_are_skipped_where_asked(tmp_path, capsys):
 
 def test_values_that_are_called_like_the_others_are_judged_by_themselves():
     rows = ["None", None, "others", *(f"v{at}" for at in range(30)), "None", None, "others"]
-    values, numbers = _numbered(pa.chunked_array([rows]), np.arange(len(rows)))
+    values, numbers = _encode_by_frequency(pa.chunked_array([rows]), np.arange(len(rows)))
     assert sorted(values[:3]) == ["None", "None (null)", "others"]
     scored = Scored(None, torch.zeros(len(rows)), torch.ones(len(rows)))
     slices = _slices(scored, values, numbers)

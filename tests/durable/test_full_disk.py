@@ -59,9 +59,11 @@ def test_a_run_names_its_full_disk(disks, monkeypatch, small):
     def do(run):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(worker._Run, "do", do)
+    monkeypatch.setattr(worker._RankRun, "do", do)
     with pytest.raises(OSError, match="space") as full:
-        worker.work(Job(recipe=small(), runs=disks / "full", name="x", device="cpu"), lambda folder: print)
+        worker.run_rank(
+            Job(recipe=small(), runs=disks / "full", name="x", device="cpu"), lambda folder: print
+        )
     assert full.value.filename == str(disks / "full" / "x")
 
 

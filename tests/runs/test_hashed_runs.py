@@ -15,7 +15,7 @@ from meshrec.data.features.values import hashes_of
 from meshrec.export import Predictor
 from meshrec.runs.export import export_run
 from meshrec.runs.report import report_data
-from meshrec.runs.scoring import trained_model
+from meshrec.runs.scoring import load_trained_model
 from meshrec.serve.fresh import Codes, Deltas, apply_deltas
 from meshrec.serve.requests import Request, RequestError, checked
 from meshrec.serve.trial import signature_of
@@ -84,7 +84,7 @@ def test_scoring_twice_gives_the_same(run, tmp_path):
 
 
 def test_vectors_are_written_with_their_ids(run, tmp_path):
-    model = trained_model(run).model
+    model = load_trained_model(run).model
     for feature in ("user", "words"):
         out = tmp_path / f"{feature}.parquet"
         assert embed.main([str(run.path), "--feature", feature, "--out", str(out)]) == 0

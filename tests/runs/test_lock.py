@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshrec.cli import train
-from meshrec.runs.lock import RunLock, claim_run, hold_as_rank
+from meshrec.runs.lock import RunLock, claim_run, rank_lock
 from meshrec.train.run_folder import CONFIG, RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ FORK = multiprocessing.get_context("fork")
 
 def hold_until_killed(path, kind, told):
     folder = RunFolder(path)
-    with RunLock(folder) if kind == "start" else hold_as_rank(folder, 1):
+    with RunLock(folder) if kind == "start" else rank_lock(folder, 1):
         told.send("held")
         signal.pause()
 
@@ -71,7 +71,7 @@ def test_ranks_that_outlive_their_launcher_keep_the_folder(tmp_path, holding):
         with pytest.raises(ValueError, match=f"rank 1.*{other.pid}"):
             RunLock(RunFolder(tmp_path))
     with pytest.raises(ValueError, match=f"rank 1.*{other.pid}"):
-        hold_as_rank(RunFolder(tmp_path), 1).__enter__()
+        rank_lock(RunFolder(tmp_path), 1).__enter__()
 
 
 def test_one_process_has_a_folder_once_as_well(tmp_path):

@@ -23,7 +23,7 @@ from meshrec.runs.job import Job
 from meshrec.runs.removing import remove_run
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.runs.scoring import load_scorer
-from meshrec.runs.worker import work
+from meshrec.runs.worker import run_rank
 from meshrec.train import DenseOptimizer, Frame, Log, Parquet, Recipe, Training, WideDeepConfig, join
 from meshrec.train.observers import Advanced
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, final_of
@@ -48,7 +48,7 @@ def visits_recipe(folder, **training) -> Recipe:
 
 def fitted(recipe, runs, **options):
     options = {"final": "all", "name": "r"} | options
-    summary = work(Job(recipe=recipe, runs=runs, device="cpu", source="recipe.yaml", **options), quiet)
+    summary = run_rank(Job(recipe=recipe, runs=runs, device="cpu", source="recipe.yaml", **options), quiet)
     return summary, RunFolder(runs / "r")
 
 
@@ -107,7 +107,7 @@ def test_vocabulary_and_regression_learn_from_all_rows(tmp_path):
     recipe = wide(latest_items(), fit_trees=20)
     source = "tests/runs/test_refit.py:in_memory"
     job = Job(recipe=recipe, runs=tmp_path, device="cpu", name="r", source=source, final="all")
-    summary = work(job, quiet)
+    summary = run_rank(job, quiet)
     run = RunFolder(tmp_path / "r")
     final = final_of(run)
     assert summary["weights_step"] == summary["final"]["step"] == 0

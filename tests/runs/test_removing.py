@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshrec.checkpoint import CheckpointManager
-from meshrec.runs.removing import drop_unstarted, remove_run
+from meshrec.runs.removing import remove_run, remove_unstarted
 from meshrec.train.run_folder import CONFIG, RunFolder, new_run
 
 
@@ -82,7 +82,7 @@ def test_a_start_that_failed_in_a_linked_folder_leaves_it_empty(tmp_path):
     (tmp_path / "a").symlink_to(tmp_path / "disk")
     folder = new_run("a", "small", tmp_path)
     folder.log(0).write_text("")
-    drop_unstarted(folder)
+    remove_unstarted(folder)
     assert list((tmp_path / "disk").iterdir()) == []
     assert (tmp_path / "a").is_symlink()
 
@@ -113,9 +113,9 @@ def test_a_start_that_failed_leaves_no_folder(tmp_path):
     folder.log(0).write_text("")
     folder.error(0).write_text("")
     folder.write_json("features.json", {})
-    drop_unstarted(folder)
+    remove_unstarted(folder)
     assert list(tmp_path.iterdir()) == []
-    drop_unstarted(folder)
+    remove_unstarted(folder)
 
 
 def test_a_start_that_failed_leaves_what_it_did_not_create(tmp_path):
@@ -125,7 +125,7 @@ def test_a_start_that_failed_leaves_what_it_did_not_create(tmp_path):
         folder.log(0).write_text("")
         if name == "new":
             (folder.path / "notes").write_text("")
-        drop_unstarted(folder)
+        remove_unstarted(folder)
     assert sorted(path.name for path in tmp_path.rglob("*") if path.name[0] != ".") == [
         "empty",
         "new",
@@ -136,5 +136,5 @@ def test_a_start_that_failed_leaves_what_it_did_not_create(tmp_path):
     unknown = tmp_path / "unknown"
     unknown.mkdir()
     (unknown / "log_rank0.txt").write_text("")
-    drop_unstarted(RunFolder(unknown))
+    remove_unstarted(RunFolder(unknown))
     assert (unknown / "log_rank0.txt").exists()

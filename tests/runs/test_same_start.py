@@ -42,8 +42,8 @@ def test_what_differs_is_named_on_every_rank(ranks, small, kind):
 
 
 def test_ranks_with_one_value_are_named_together():
-    assert same_start._by_rank(["1", "2", "1"]) == "1 on rank 0, 2 and 2 on rank 1"
-    many = same_start._by_rank(["1"] * 20)
+    assert same_start._format_by_rank(["1", "2", "1"]) == "1 on rank 0, 2 and 2 on rank 1"
+    many = same_start._format_by_rank(["1"] * 20)
     assert many == "1 on rank 0, 1, 2, 3, 4, 5, 6, 7, ..."
 
 

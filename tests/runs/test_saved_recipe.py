@@ -8,7 +8,7 @@ import pytest
 from meshrec.data.features import Features, Hashed, Label
 from meshrec.optim import Adam
 from meshrec.runs import load_recipe
-from meshrec.runs.saved_recipe import changes, check_data, describe_data, restored
+from meshrec.runs.saved_recipe import changed_options, check_data, describe_data, restore_options
 from meshrec.train import Frame, MovieLens, Placement, Recipe, RunFolder, Training
 from meshrec.train.run_folder import CONFIG, to_json
 from tests.train import small as small_module
@@ -33,16 +33,16 @@ def saved(recipe):
 def test_a_recipe_is_read_back_as_it_was(small, change):
     was = replace(small(), **change)
     template = replace(small(), **({"tables": Adam(lr=0.1)} if "tables" in change else {}))
-    assert restored(template, saved(was), "x") == was
+    assert restore_options(template, saved(was), "x") == was
 
 
 def test_what_cannot_be_read_back_is_named(small):
     with pytest.raises(ValueError, match=r"x.data.*SyntheticClicks.*MovieLens"):
-        restored(replace(small(), data=MovieLens()), saved(small()), "x")
+        restore_options(replace(small(), data=MovieLens()), saved(small()), "x")
     broken = saved(small())
     broken["training"]["epochs"] = "many"
     with pytest.raises(ValueError, match=r"x.training.epochs.*'many'"):
-        restored(small(), broken, "x")
+        restore_options(small(), broken, "x")
 
 
 @pytest.mark.parametrize("recipe", [None, [], {"type": "Recipe", "data": 5, "placement": {"type": []}}, {}])
@@ -61,7 +61,7 @@ class Files(MovieLens):
 def test_what_a_run_may_change(small, tmp_path):
     old = small()
     new = replace(old, training=replace(old.training, epochs=9), dense=replace(old.dense, lr=0.5))
-    assert changes(old, new) == [("dense.lr", 0.01, 0.5), ("training.epochs", 1, 9)]
+    assert changed_options(old, new) == [("dense.lr", 0.01, 0.5), ("training.epochs", 1, 9)]
     for name, other in (
         ("model.embedding_dim", replace(old, model=replace(old.model, embedding_dim=16))),
         ("data.seed", replace(old, data=replace(old.data, seed=1))),
@@ -69,9 +69,9 @@ def test_what_a_run_may_change(small, tmp_path):
         ("tables.type", replace(old, tables=Adam(lr=0.1))),
     ):
         with pytest.raises(ValueError, match=f"{name}"):
-            changes(old, other)
+            changed_options(old, other)
     here = replace(old, data=MovieLens(path=Path("a")))
-    assert changes(here, replace(old, data=MovieLens(path=Path("b")))) == [("data.path", "a", "b")]
+    assert changed_options(here, replace(old, data=MovieLens(path=Path("b")))) == [("data.path", "a", "b")]
 
 
 def test_a_run_knows_its_recipe(small, tmp_path):
@@ -107,5 +107,5 @@ def test_of_tables_in_memory_no_data_is_kept(small):
     labels, columns = (Label(column="y"),), (Hashed(name="secret", num_embeddings=9),)
     recipe = replace(small(), data=Frame(train=frame, features=Features(labels=labels, features=columns)))
     assert saved(recipe)["data"]["train"] == "DataFrame"
-    assert restored(recipe, saved(recipe), "recipe").data.train is frame
-    assert not changes(recipe, restored(recipe, saved(recipe), "recipe"))
+    assert restore_options(recipe, saved(recipe), "recipe").data.train is frame
+    assert not changed_options(recipe, restore_options(recipe, saved(recipe), "recipe"))

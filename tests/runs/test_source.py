@@ -12,8 +12,8 @@ import pytest
 from meshrec.cli.evaluate import main as evaluate
 from meshrec.runs import load_recipe
 from meshrec.runs.job import Job
-from meshrec.runs.source import keep_source, key_path
-from meshrec.runs.worker import work
+from meshrec.runs.source import copy_source, key_path
+from meshrec.runs.worker import run_rank
 from meshrec.train import RunFolder, find_run, resolve
 from meshrec.train.run_folder import CONFIG, to_json
 
@@ -77,7 +77,7 @@ def run(origin, tmp_path):
 
 def keep(folder, source):
     recipe = resolve(source)
-    config = {"recipe": to_json(recipe), "source": source, "code": keep_source(folder, source)}
+    config = {"recipe": to_json(recipe), "source": source, "code": copy_source(folder, source)}
     folder.write_json(CONFIG, config)
 
 
@@ -159,7 +159,7 @@ def test_a_run_of_another_user_is_executed_once_that_is_confirmed(run, origin, m
     assert not (origin / "executed").exists()  # the copy was read, so the copy is executed
     # A run that goes on then is this user's.
     config = run.read_json(CONFIG)
-    config["code"] = keep_source(run, config["source"], config["code"])
+    config["code"] = copy_source(run, config["source"], config["code"])
     run.write_json(CONFIG, config)
     assert config["code"]["origin"] == str(origin)
     assert load_recipe(find_run(run.path)).training.batch_size == 100
@@ -170,7 +170,7 @@ def test_a_key_that_others_can_read_seals_nothing(run, origin, caplog):
     with pytest.raises(ValueError, match="chmod 600"):
         load_recipe(run)
     with caplog.at_level(logging.WARNING):
-        entry = keep_source(run, f"{origin / 'mine.py'}:mine")
+        entry = copy_source(run, f"{origin / 'mine.py'}:mine")
     assert entry["seal"] is None
     assert "gets no seal, so that commands which read this run will ask for --trust" in caplog.text
     key_path().chmod(0o600)
@@ -181,8 +181,8 @@ def test_a_key_that_others_can_read_seals_nothing(run, origin, caplog):
 
 def test_recipes_that_come_along_need_no_trust(tmp_path):
     folder = RunFolder(tmp_path)
-    assert keep_source(folder, "dlrm_benchmark") is None
-    assert keep_source(folder, None) is None
+    assert copy_source(folder, "dlrm_benchmark") is None
+    assert copy_source(folder, None) is None
     folder.write_json(CONFIG, {"recipe": to_json(resolve("dlrm_benchmark")), "source": "dlrm_benchmark"})
     assert load_recipe(folder).name == "dlrm_benchmark"
 
@@ -201,7 +201,7 @@ def test_modules_are_kept_to_be_read(tmp_path):
 def test_training_keeps_the_source(tmp_path, small, monkeypatch):
     source = f"{Path(__file__).parents[1] / 'train' / 'small.py'}:small"
     job = Job(recipe=small(max_steps=1), source=source, name="x", runs=tmp_path, device="cpu")
-    work(job, lambda _: lambda _: None)
+    run_rank(job, lambda _: lambda _: None)
     assert load_recipe(find_run("x", tmp_path)).training.max_steps == 1
     assert (tmp_path / "x" / "source" / "small.py").is_file()
     assert os.listdir(tmp_path / "x" / "source") == ["small.py"]

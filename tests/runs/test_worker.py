@@ -14,7 +14,7 @@ from meshrec.planner import load_plan
 from meshrec.runs import worker
 from meshrec.runs.host_folder import LAUNCH_VARIABLE
 from meshrec.runs.job import Job
-from meshrec.runs.worker import commands, work
+from meshrec.runs.worker import next_commands, run_rank
 from meshrec.train import DataSource
 from meshrec.train.observers import Logged
 from meshrec.train.ranks import join
@@ -23,7 +23,7 @@ from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
 
 def test_a_run_leaves_its_folder(tmp_path, small):
     events = []
-    summary = work(
+    summary = run_rank(
         Job(recipe=small(epochs=2), runs=tmp_path, device="cpu", baselines=True), lambda _: events.append
     )
     folder = RunFolder(tmp_path / "small-001")
@@ -59,7 +59,7 @@ def test_skipped_rows_are_counted_once_and_samples_are_those_that_were_trained(t
     path = tmp_path / "some.parquet"
     pq.write_table(pa.table({"y": [n % 2 for n in range(400)], "item": items}), path)
     recipe = replace(small(epochs=2), data=Damaged(path=path))
-    summary = work(Job(recipe=recipe, runs=tmp_path, device="cpu"), lambda _: lambda _: None)
+    summary = run_rank(Job(recipe=recipe, runs=tmp_path, device="cpu"), lambda _: lambda _: None)
     ((file, reasons),) = summary["skipped"].items()
     assert file.endswith("some.parquet")
     assert sum(reasons.values()) == 2  # once, though there were two epochs
@@ -72,7 +72,7 @@ def test_a_run_whose_end_is_not_on_the_disk_is_not_finished(tmp_path, small, mon
 
     monkeypatch.setattr(CheckpointManager, "async_save", full)
     monkeypatch.setattr(CheckpointManager, "save", full)
-    summary = work(Job(recipe=small(epochs=1), runs=tmp_path, device="cpu"), lambda _: lambda _: None)
+    summary = run_rank(Job(recipe=small(epochs=1), runs=tmp_path, device="cpu"), lambda _: lambda _: None)
     assert summary["state"] == "failed"
     assert "the last checkpoint could not be saved: " in summary["error"]
     assert summary["failed_saves"]
@@ -89,12 +89,12 @@ def test_a_start_that_ended_before_its_first_checkpoint_leaves_no_metrics(tmp_pa
 
     monkeypatch.setenv(LAUNCH_VARIABLE, "job-7")  # a launch that starts again under its ID
     with pytest.raises(OSError, match="host"):
-        work(job(name="x", on_event=dies), lambda _: lambda _: None)
+        run_rank(job(name="x", on_event=dies), lambda _: lambda _: None)
     folder = RunFolder(tmp_path / "x")
     assert folder.metrics()
-    work(job(name="x"), lambda _: lambda _: None)
+    run_rank(job(name="x"), lambda _: lambda _: None)
     monkeypatch.delenv(LAUNCH_VARIABLE)
-    work(job(name="alone"), lambda _: lambda _: None)
+    run_rank(job(name="alone"), lambda _: lambda _: None)
     steps = [
         [(line["kind"], line["step"], line["loss"]) for line in each.metrics()]
         for each in (folder, RunFolder(tmp_path / "alone"))
@@ -107,7 +107,7 @@ def test_errors_are_kept(tmp_path, small):
 
     job = Job(recipe=small(placement=Placement(memory_gib=1e-6)), name="x", runs=tmp_path, device="cpu")
     with pytest.raises(ValueError, match=r"memory"):
-        work(job, lambda _: lambda _: None)
+        run_rank(job, lambda _: lambda _: None)
     assert not (tmp_path / "x").exists()  # nothing in it would be worth a look
 
 
@@ -120,7 +120,7 @@ def load_with_one_failing_rank(error):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "load_data", load_data)
-        run = worker._Run.__new__(worker._Run)
+        run = worker._RankRun.__new__(worker._RankRun)
         run._ranks, run._folder = ranks, None
         run._job = SimpleNamespace(recipe=SimpleNamespace(data=None))
         try:
@@ -141,7 +141,7 @@ def test_an_error_of_one_ranks_data_is_the_same_on_all(ranks, error, kind, text)
 
 
 def test_printed_commands_quote_names_with_blanks(tmp_path):
-    printed = commands(RunFolder(tmp_path / "my runs" / "a b"))
+    printed = next_commands(RunFolder(tmp_path / "my runs" / "a b"))
     for name in ("resume", "evaluate", "predict", "package", "serve", "export", "recommend"):
         words = shlex.split(printed[name])
         assert any("a b" in word for word in words), printed[name]

@@ -3,7 +3,7 @@ import pyarrow as pa
 import pytest
 
 from meshrec.cli.train import main as train
-from meshrec.runs.explained import explained, names_of_rows
+from meshrec.runs.explained import explain_run, names_of_rows
 from meshrec.train import RunFolder, Trainer, join
 from meshrec.train.explaining import explain
 
@@ -88,7 +88,7 @@ def check_ranks(folder):
     assert found is not None
     assert found.samples > 200
     assert set(list(found.importance)[:2]) == {"kind", "size"}
-    assert explained(trainer, RunFolder(folder / "none"))["importance"] == found.importance
+    assert explain_run(trainer, RunFolder(folder / "none"))["importance"] == found.importance
 
 
 def test_all_ranks_take_part(tmp_path, ranks):

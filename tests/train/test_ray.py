@@ -60,7 +60,7 @@ def test_workers_report_at_the_same_steps(reports, tmp_path):
 
 
 def test_the_first_worker_points_to_the_newest_checkpoint(reports, tmp_path, small):
-    from meshrec.runs.worker import work
+    from meshrec.runs.worker import run_rank
 
     job = Job(recipe=small(checkpoint_every=5), name="mine", runs=tmp_path / "runs", device="cpu")
     reporter = on_ray._Reporter(5)
@@ -69,7 +69,7 @@ def test_the_first_worker_points_to_the_newest_checkpoint(reports, tmp_path, sma
         reporter.folder = folder
         return lambda event: None
 
-    work(Job(**{**vars(job), "on_event": reporter}), screen)
+    run_rank(Job(**{**vars(job), "on_event": reporter}), screen)
     reporter._report(line(10))  # the last one is finished now
     paths = [on_ray.checkpoint_path(checkpoint) for _, checkpoint in reports if checkpoint is not None]
     assert len(set(paths)) == len(paths) >= 1

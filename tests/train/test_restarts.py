@@ -13,7 +13,7 @@ import pytest
 from meshrec.checkpoint import CheckpointManager, read_manifest
 from meshrec.cli.train import main
 from meshrec.runs.job import Job
-from meshrec.runs.worker import work
+from meshrec.runs.worker import run_rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def start(folder, *options):
 
 def undisturbed(folder, recipe):
     """The same on a rank that is there already."""
-    work(Job(recipe=recipe, name="mine", runs=folder, device="cpu"), lambda _: lambda _: None)
+    run_rank(Job(recipe=recipe, name="mine", runs=folder, device="cpu"), lambda _: lambda _: None)
 
 
 def ranks_of(launcher):

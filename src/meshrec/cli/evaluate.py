@@ -9,7 +9,7 @@ from pathlib import Path
 from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.run_options import DataOptions, RankOptions, RunOptions, open_scorer
-from meshrec.runs.judging import judge
+from meshrec.runs.judging import evaluate_scorer
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import finite
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(ranks: Ranks) -> None:
         scorer = open_scorer(options, run, ranks, labelled=True)
-        result = judge(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
+        result = evaluate_scorer(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
         if result is None:
             return
         num = scorer.dataset.train.num_samples

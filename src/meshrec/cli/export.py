@@ -16,7 +16,7 @@ from meshrec.export.predictor import Predictor
 from meshrec.export.triton import write_triton
 from meshrec.plan.text import size_text
 from meshrec.runs.export import export_run
-from meshrec.runs.quantize import run_of_quantised
+from meshrec.runs.quantize import quantised_run_name
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.train.run_folder import CONFIG, RunFolder, final_of
 
@@ -116,7 +116,7 @@ def _run(options: ExportOptions) -> RunFolder:
         return options.folder()
     run = options.first_fit()
     final = final_of(run)
-    return final if final is not None and run_of_quantised(options.quantised) == final.name else run
+    return final if final is not None and quantised_run_name(options.quantised) == final.name else run
 
 
 _OF_PACKAGES = ("quantised", "shared", "vectors", "torchscript", "sign", "require_signature", "triton")
@@ -150,7 +150,7 @@ def _write_onnx(options: ExportOptions) -> int:
 def _propose_refit(run: RunFolder) -> None:
     """Print the command that fits on all rows, if the run held some back."""
     from meshrec.runs.refit import can_refit
-    from meshrec.runs.worker import commands
+    from meshrec.runs.worker import next_commands
 
     config = run.read_json(CONFIG) or {}
     if config.get("all_rows") or final_of(run) is not None or not can_refit(run, load_recipe(run)):
@@ -159,7 +159,7 @@ def _propose_refit(run: RunFolder) -> None:
     held_back = (samples["validation"] or 0) + (samples["test"] or 0)
     print(
         f"this model has not learned from {held_back:,} of {held_back + samples['train']:,} samples, which "
-        f"judged it. To fit on all of them, and export again: {commands(run)['final']}"
+        f"judged it. To fit on all of them, and export again: {next_commands(run)['final']}"
     )
 
 

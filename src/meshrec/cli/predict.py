@@ -7,9 +7,9 @@ from pathlib import Path
 from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.run_options import DataOptions, RankOptions, RunOptions, open_scorer
-from meshrec.runs.calibrated import CalibrationKind, curve_of_run
+from meshrec.runs.calibrated import CalibrationKind, fit_run_curve
 from meshrec.runs.score_file import write_scores
-from meshrec.runs.scoring import gathered
+from meshrec.runs.scoring import gather_scores
 from meshrec.train.ranks import Ranks
 
 
@@ -34,8 +34,10 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(ranks: Ranks) -> None:
         scorer = open_scorer(options, run, ranks, labelled=False)
-        curve = None if options.calibration is None else curve_of_run(run, scorer, ranks, options.calibration)
-        scored = gathered(scorer, ranks)
+        curve = (
+            None if options.calibration is None else fit_run_curve(run, scorer, ranks, options.calibration)
+        )
+        scored = gather_scores(scorer, ranks)
         if not ranks.is_first:
             # Scoring is collective, and rank 0 alone writes.
             for _ in scored:

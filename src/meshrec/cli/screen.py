@@ -10,7 +10,7 @@ from rich.table import Table
 from meshrec.metrics.named import leading_metric, leading_text, shown, title_of
 from meshrec.planner import PlannedShardingPlan
 from meshrec.planner.plan_report import PlanReport, make_report
-from meshrec.runs.worker import commands
+from meshrec.runs.worker import next_commands
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
     Advanced,
@@ -213,7 +213,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
         lines.append(f"[bold red]failed[/bold red]: {summary['error']}")
     lines += [summary["winner"]] if summary.get("winner") else []
     lines += [f"[yellow]look at this[/yellow]: {text}" for text in summary.get("remarks", [])]
-    commanded = commands(folder)
+    commanded = next_commands(folder)
     if summary["state"] == "stopped":
         lines.append(f"stopped as requested, with a checkpoint; to continue: {commanded['resume']}")
     if summary["checkpoints"]["weights"]:

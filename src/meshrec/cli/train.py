@@ -24,9 +24,9 @@ from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
 from meshrec.lazy import uncollected
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
-from meshrec.runs.job import BEGAN_VARIABLE, GOES_ON, RUN_VARIABLE, Job
+from meshrec.runs.job import RESTART_REQUESTED, RUN_VARIABLE, START_TIME_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
-from meshrec.runs.saved_recipe import changes, load_recipe
+from meshrec.runs.saved_recipe import changed_options, load_recipe
 from meshrec.train.launch import RANK_TIMEOUT, launch
 from meshrec.train.ranks import choose_device
 from meshrec.train.recipe import Recipe
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(arguments: Sequence[str], locks: ExitStack) -> int:
-    began = os.environ.get(BEGAN_VARIABLE, str(time.time()))
+    began = os.environ.get(START_TIME_VARIABLE, str(time.time()))
     name, words = split_recipe(arguments)
     # Options of the recipe are unknown until it is resolved, which takes some of the command's options.
     first, _ = parse_known(TrainOptions, words, program="meshrec train")
@@ -167,7 +167,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         num_ranks=nproc,
         folder=folder,
         max_restarts=options.max_restarts,
-        environment={RUN_VARIABLE: str(folder.path), BEGAN_VARIABLE: began},
+        environment={RUN_VARIABLE: str(folder.path), START_TIME_VARIABLE: began},
         rank_timeout=options.rank_timeout,
     )
     if ended.error is not None:
@@ -192,7 +192,7 @@ def _job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
         runs=_runs(options),
         device=options.device,
         resume=options.resume,
-        changes=[] if resumed is None else changes(command.recipe, recipe),
+        changes=[] if resumed is None else changed_options(command.recipe, recipe),
         profile=options.profile,
         baselines=options.baselines or bool(_config(resumed).get("baselines")),
         final=options.final or _config(resumed).get("final"),
@@ -290,28 +290,28 @@ def _train(job: Job, *, quiet: bool) -> dict[str, Any]:
     """Train as one rank. Only ranks import this: it takes longer than all that their launcher needs."""
     with uncollected():
         from meshrec.cli.screen import make_screen
-        from meshrec.runs.worker import work
-    return work(job, make_screen(quiet=quiet))
+        from meshrec.runs.worker import run_rank
+    return run_rank(job, make_screen(quiet=quiet))
 
 
 def _code(summary: dict[str, Any]) -> int:
-    if summary.get(GOES_ON):
+    if summary.get(RESTART_REQUESTED):
         return _GOES_ON_CODE
     return 1 if summary["state"] == "failed" else 0
 
 
 def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
-    from meshrec.runs.removing import drop_unstarted
-    from meshrec.runs.worker import commands, record_failure
+    from meshrec.runs.removing import remove_unstarted
+    from meshrec.runs.worker import next_commands, record_failed_run
 
     sys.stderr.write(f"meshrec: {error}\n")
-    record_failure(folder, error.splitlines()[0])
+    record_failed_run(folder, error.splitlines()[0])
     if not (folder.path / CONFIG).exists():
         if str(folder.path) not in error:  # keep the folder that the error points to
-            drop_unstarted(folder)
+            remove_unstarted(folder)
         return code
     if folder.has_checkpoint:
-        sys.stderr.write(f"to continue from the last checkpoint: {commands(folder)['resume']}\n")
+        sys.stderr.write(f"to continue from the last checkpoint: {next_commands(folder)['resume']}\n")
     else:
         sys.stderr.write(
             "no checkpoint was saved: train again (--training.checkpoint-every saves during training)\n"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshrec.cluster.findings import Finding
 from meshrec.comms.host_link import link_or_reason
 from meshrec.durable import Created
-from meshrec.runs.host_folder import ranks_without
+from meshrec.runs.host_folder import ranks_not_seeing
 from meshrec.runs.same_start import versions
 from meshrec.train.ranks import Ranks
 
@@ -86,7 +86,7 @@ def skew(seconds: float) -> Finding:
 def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
     """Check that all ranks see the same run folder as rank 0."""
     created = Created.folders(folder) if ranks.is_first else []
-    blind, error = ranks_without(folder, ranks)
+    blind, error = ranks_not_seeing(folder, ranks)
     for folder_created in created:
         folder_created.remove()
     remedy = "Mount one folder on all hosts and give it with --out, or give an object store (--out s3://bucket/runs)."

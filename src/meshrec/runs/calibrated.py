@@ -38,7 +38,7 @@ class Curve(NamedTuple):
         return 1 / (1 + np.exp(-(self.logits[0] * logits + self.probabilities[0])))
 
     def calibrated(self, logits: Tensor) -> Tensor:
-        """Return the logits of the calibrated probabilities, float64."""
+        """Calibrate logits: return the logits of the calibrated probabilities, float64."""
         # Isotonic curves reach 0 and 1, whose logits are infinite; a sigmoid maps them back.
         return torch.logit(torch.from_numpy(self(logits.double().numpy())))
 
@@ -81,7 +81,7 @@ def fit_curve(
     return Curve(kind, regression.coef_[0].tolist(), regression.intercept_.tolist())
 
 
-def curve_of_run(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: CalibrationKind) -> Curve:
+def fit_run_curve(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: CalibrationKind) -> Curve:
     """Fit a calibration curve to a run's validation data. Collective.
 
     Args:

@@ -18,7 +18,7 @@ from meshrec.data.exact_columns import plain_table
 from meshrec.data.frames import read_columns
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe
-from meshrec.runs.scoring import gathered, load_scorer, open_data
+from meshrec.runs.scoring import gather_scores, load_scorer, open_data
 from meshrec.train.evaluation import Scored
 from meshrec.train.losses import NextItem
 from meshrec.train.ranks import join
@@ -28,6 +28,8 @@ from meshrec.train.run_folder import RunFolder
 # n rows to explain, d columns, m orders of columns
 
 BASE, OUTPUT = "(base)", "(output)"
+"""Result columns: mean output of background rows, and output of the explained row."""
+
 # Background rows are drawn from this many rows at the start of the background data.
 _MAX_ROWS = 10_000
 _LONG_SECONDS = 10.0
@@ -83,7 +85,7 @@ def contributions(
 
     def outputs(table: pa.Table) -> npt.NDArray[np.float64]:
         dataset = open_data(source, run, table, labelled=False)
-        scored = Scored.joined(list(gathered(scorer._replace(dataset=dataset), ranks)))
+        scored = Scored.joined(list(gather_scores(scorer._replace(dataset=dataset), ranks)))
         logits: npt.NDArray[np.float64] = scored.logits_B.double().numpy()
         return logits.reshape(len(logits), -1)
 
@@ -91,7 +93,9 @@ def contributions(
     result = np.empty((len(rows), len(names) + 2))
     start = time.monotonic()
     for number in range(len(rows)):
-        result[number] = _of_row(rows.slice(number, 1), background_rows, outputs, num_orders, draws)
+        result[number] = _row_contributions(
+            rows.slice(number, 1), background_rows, outputs, num_orders, draws
+        )
         if number == 1 and tell is not None:  # the first row also warms up
             seconds = (time.monotonic() - start) / 2 * len(rows)
             if seconds > _LONG_SECONDS:
@@ -99,10 +103,18 @@ def contributions(
     return pa.table({name: result[:, at] for at, name in enumerate([*names, BASE, OUTPUT])})
 
 
-def _of_row(
+def _row_contributions(
     row: pa.Table, background_rows: pa.Table, outputs: Any, num: int, draws: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """Return a row's contributions, followed by base and output, [d + 2]."""
+    """Return the contributions of a row's columns, followed by base and output, float64 [d + 2].
+
+    Args:
+        row: table of one row, d columns.
+        background_rows: table of rows to compare with.
+        outputs: returns the model outputs of a table, float64 [rows, classes].
+        num: number of random column orders, m.
+        draws: random generator for orders and background rows.
+    """
     names = row.column_names
     both = pa.concat_tables([row, background_rows.select(names)], promote_options="permissive")
     # Position p in an order holds the column that changes from the background value to the row's at step p.

@@ -1,4 +1,4 @@
-"""Explanation of a run's model for the report: feature importance, and metrics by value."""
+"""Explanation of a run's model for the report: permutation importance, and metrics by feature value."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from meshrec.train.run_folder import RunFolder
 from meshrec.train.trainer import Trainer
 
 
-def explained(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
-    """Return permutation importance and slices as plain JSON types. Collective.
+def explain_run(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
+    """Return permutation importance and metrics by feature value, as plain JSON types. Collective.
 
-    None for a stopped run, without validation data, or if the loss is not `BinaryCrossEntropy`.
+    None if the run was stopped, has no validation data, or has another loss than `BinaryCrossEntropy`.
     """
     reader, recipe = trainer.dataset.validation, trainer.recipe
     if trainer.stopped or reader is None or not isinstance(recipe.loss, BinaryCrossEntropy):
@@ -25,7 +25,16 @@ def explained(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
 def names_of_rows(
     folder: RunFolder, rows_by_feature: Mapping[str, Iterable[int]]
 ) -> dict[str, dict[int, str]]:
-    """Return the values of table rows as strings, by feature; hashed rows have no values."""
+    """Return the data values which table rows stand for.
+
+    Args:
+        folder: run folder with the fitted features.
+        rows_by_feature: table row indices by feature.
+
+    Returns:
+        ``{feature: {row: value}}``, such as ``{"country": {0: "missing", 5: "DE"}}``. Rows of hashed features
+        are absent, because a row stands for many values.
+    """
     from meshrec.data.features import Buckets, DatePart, Vocabulary
 
     if folder.read_json(FEATURES) is None:

@@ -83,23 +83,23 @@ def export_run(
     rounding = None
     if quantised is None:
         checkpoint = find_checkpoint(run.path, step=step, last=last)
-        model = _with_rows(model)
+        model = _allocate_rows(model)
         load(checkpoint, {"model": model})
         about |= origin_of(checkpoint)
     else:
         if step is not None or last:
             raise ValueError("a quantised checkpoint has weights of one step. Leave step and last out.")
-        model, description = _quantised(model, Path(quantised), run.name)
+        model, description = _load_quantised(model, Path(quantised), run.name)
         about |= {name: description.get(name) for name in ("step", "checkpoint", "published")}
         rounding = description["rounding"]
     trained = model
     if isinstance(recipe.data, LogSource) and recipe.data.hashed is not None:
-        model, recipe, dataset = _with_item_rows(model, recipe, recipe.data, run, quantised)
-    parts = _parts(model, recipe, run, dataset)
+        model, recipe, dataset = _unhash_items(model, recipe, recipe.data, run, quantised)
+    parts = _package_parts(model, recipe, run, dataset)
     if tower is None and isinstance(parts.model, TowerRanking) and isinstance(recipe.data, LogSource):
-        parts = _recommending(parts, run, recipe.data)
+        parts = _query_tower_parts(parts, run, recipe.data)
     elif tower is not None:
-        parts, about = _of_tower(parts, tower), {**about, "tower": tower}
+        parts, about = _single_tower_parts(parts, tower), {**about, "tower": tower}
     if onnx:
         if parts.items is not None:
             raise ValueError(
@@ -151,11 +151,12 @@ def _trained_names(trained: nn.Module, exported: nn.Module) -> dict[str, Any]:
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers, by name."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 class _PackageParts(NamedTuple):
-    """Constructor arguments for a package; see `export`."""
+    """Arguments of `meshrec.export.export` which depend on the model."""
 
     model: nn.Module
     features: list[str]
@@ -165,8 +166,8 @@ class _PackageParts(NamedTuple):
     items: RankedItems | None = None
 
 
-def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
-    """Return the package parts for a whole model, or query and items for a next-item model."""
+def _package_parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
+    """Return what a package of a run contains: the whole model, or query and items of a next-item model."""
     if isinstance(model, TowerRanking) and isinstance(recipe.data, LogSource):
         return _tower_parts(model, recipe.data, run)
     if not isinstance(model, HistoryModel):
@@ -196,7 +197,7 @@ def _parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -
 
 
 def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder) -> _PackageParts:
-    """Return the package parts for two towers trained on a log; requests have the features of both sides."""
+    """Return the package parts of a two-tower model trained on a log, with the features of both towers."""
     fitted, towers = features_of(run), model.model
     tower_features = {*towers.query_features, *towers.item_features}
     raw = RawValues(
@@ -214,8 +215,8 @@ def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder) -> _Packag
     return _PackageParts(model, raw.keys, 0, raw, None)
 
 
-def _recommending(parts: _PackageParts, run: RunFolder, log: LogSource) -> _PackageParts:
-    """Reduce two-tower package parts to the query tower and the items to recommend."""
+def _query_tower_parts(parts: _PackageParts, run: RunFolder, log: LogSource) -> _PackageParts:
+    """Replace the item tower of two-tower package parts by a list of item vectors to recommend from."""
     assert isinstance(parts.model, TowerRanking)
     assert parts.raw is not None
     catalog = ItemValues.of(log, features_of(run))
@@ -232,7 +233,7 @@ def _recommending(parts: _PackageParts, run: RunFolder, log: LogSource) -> _Pack
     return _PackageParts(query, names, 0, parts.raw.of(names, dense=False), None, items)
 
 
-def _of_tower(parts: _PackageParts, tower: Side) -> _PackageParts:
+def _single_tower_parts(parts: _PackageParts, tower: Side) -> _PackageParts:
     """Reduce package parts to one tower."""
     model = Tower(parts.model, tower)
     features = [feature for feature in parts.features if feature in model.features]
@@ -240,7 +241,7 @@ def _of_tower(parts: _PackageParts, tower: Side) -> _PackageParts:
     return _PackageParts(model, features, model.num_dense, raw, None)
 
 
-def _with_item_rows(
+def _unhash_items(
     model: nn.Module, recipe: Recipe, log: LogSource, run: RunFolder, quantised: str | Path | None
 ) -> tuple[nn.Module, Recipe, Dataset]:
     """Replace hashed item keys by a table with a row per item, as a package lists them.
@@ -258,7 +259,7 @@ def _with_item_rows(
         )
     recipe, fitted = replace(recipe, data=replace(log, hashed=None)), features_of(run)  # type: ignore[arg-type]
     dataset = data_of_run(recipe.data, run)
-    unhashed = _with_rows(recipe.model.build(dataset))
+    unhashed = _allocate_rows(recipe.model.build(dataset))
     item, key = vocabulary_of(fitted, ITEM), log.key
     assert key is not None
     ids_I = torch.full((item.rows,), Key.missing_key)
@@ -273,7 +274,7 @@ def _with_item_rows(
     trained = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in unhashed.named_parameters():
-            weight.copy_(_rows_of(hashed[name], ids_I) if name in hashed else trained[name])
+            weight.copy_(_hashed_rows(hashed[name], ids_I) if name in hashed else trained[name])
         if isinstance(unhashed, HistoryModel) and unhashed.scores_new_users:
             assert isinstance(model, HistoryModel)
             unhashed.new_user_scores.scores_I.copy_(
@@ -282,8 +283,8 @@ def _with_item_rows(
     return unhashed, recipe, dataset
 
 
-def _rows_of(table: HashedTable, ids_N: Tensor) -> Tensor:
-    """Return rows for IDs, fp32 [N, D]; an ID without a row gets its initial values."""
+def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
+    """Return the rows of a hashed table for IDs, fp32 [N, D]; an ID without a row gets initial values."""
     rows = table.storage.first_rows(ids_N)
     slots = table.slots.find(mix(ids_N, table.storage.keys.seed))
     is_alive = slots >= 0
@@ -291,8 +292,8 @@ def _rows_of(table: HashedTable, ids_N: Tensor) -> Tensor:
     return rows
 
 
-def _with_rows(model: nn.Module) -> nn.Module:
-    """Allocate uninitialized rows for the model's tables."""
+def _allocate_rows(model: nn.Module) -> nn.Module:
+    """Return the model with uninitialized memory for all table rows, which were built on meta."""
     memo: dict[int, nn.Module] = {}
     for child in model.modules():
         if not isinstance(child, TableCollection):
@@ -307,7 +308,7 @@ def _with_rows(model: nn.Module) -> nn.Module:
     return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model)
 
 
-def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module, dict[str, Any]]:
+def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module, dict[str, Any]]:
     """Load a quantized checkpoint into the model; return it with the checkpoint's description.
 
     Raises:
@@ -334,6 +335,7 @@ def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module,
 
 
 def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:
+    """Return the conversion from data columns to IDs; None if requests must have IDs."""
     if not isinstance(recipe.data, RawSource) or dataset.has_id_weights:
         return None
     features = features_of(run)

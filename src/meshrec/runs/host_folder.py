@@ -27,7 +27,7 @@ LAUNCH_VARIABLE = "MESHREC_LAUNCH"
 """Environment variable with a launch ID, for launchers that restart a job under the same ID. Without it,
 torchrun's --rdzv-id is the ID.
 """
-_LOOK_SECONDS = 5.0  # network file systems may remember for some seconds that a file was not there
+_LOOK_SECONDS = 5.0  # network file systems cache for some seconds that a file does not exist
 _POLL_SECONDS = 0.1
 
 
@@ -42,7 +42,7 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
         ValueError: rank 0 cannot write to the folder, or another rank cannot create a local folder; raised on
             every rank.
     """
-    blind, error = ranks_without(path, ranks)
+    blind, error = ranks_not_seeing(path, ranks)
     folder = RunFolder(path)
     if error is None and ranks.rank in blind:
         folder = RunFolder(path.with_name(f"{path.name}.{socket.gethostname()}"))
@@ -56,9 +56,11 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
     return folder, blind
 
 
-def ranks_without(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
-    """Return the ranks unable to see rank 0's folder, and the error if rank 0 cannot write there.
-    Collective.
+def ranks_not_seeing(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
+    """Test which ranks see rank 0's folder, with a file that rank 0 writes there. Collective.
+
+    Returns:
+        Ranks which do not see the file, and the error if rank 0 cannot write it.
     """
     probe, error = path / f".seen-{secrets.token_hex(4)}", None
     if ranks.is_first:
@@ -116,6 +118,7 @@ def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Rank
 
 
 def _check_store(address: str, ranks: Ranks) -> None:
+    """Raise ValueError on every rank unless all ranks can write to the object store. Collective."""
     error = None
     try:
         ObjectStore(address).check()
@@ -131,10 +134,10 @@ def _check_store(address: str, ranks: Ranks) -> None:
 
 
 @contextmanager
-def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]:
-    """Yield this rank's output folder, and the ranks unable to see rank 0's folder. Collective.
+def locked_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]:
+    """Lock the run folder on rank 0, unless MeshRec's launcher holds the lock. Collective.
 
-    Rank 0 locks the run folder unless MeshRec's launcher holds the lock.
+    Yields this rank's output folder, and the ranks unable to see rank 0's folder.
 
     Raises:
         ValueError: rank 0 cannot claim the folder; raised on every rank.
@@ -150,7 +153,7 @@ def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]
         try:
             folder = job.folder
             if folder is None:
-                lock = _claim(job)
+                lock = _claim_folder(job)
                 folder = lock.folder
             path = str(folder.path)
         except ValueError as error:
@@ -162,21 +165,21 @@ def held_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]
         yield host_folder(Path(path), ranks)
 
 
-def _claim(job: Job) -> RunLock:
-    """Lock the run folder: a new folder, or the folder created by this launch before a restart."""
+def _claim_folder(job: Job) -> RunLock:
+    """Create and lock a run folder, or lock the folder which this launch created before a restart."""
     # torchrun sets the run ID "none" if no --rdzv-id is given.
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
         # Newest first: a restart continues the latest run of this launch.
         for run in reversed(all_runs(job.runs)):
             if _launch_of(run) == launch and run.state().name != "finished":
-                return _locked_again(run, job.rank_timeout)
+                return _wait_for_lock(run, job.rank_timeout)
     if launch != "none" and job.store is not None:
         store = ObjectStore(job.store)
         name = stored_launch(launch, LAUNCH, store)
         downloaded = None if name is None else download_run(name, job.runs, store)
         if downloaded is not None:
-            return _locked_again(downloaded, job.rank_timeout)
+            return _wait_for_lock(downloaded, job.rank_timeout)
     lock = claim_run(job.name, job.recipe.name, job.runs, resume=job.resume)
     if launch != "none":
         lock.folder.write_json(LAUNCH, {"id": launch})
@@ -191,7 +194,7 @@ def _launch_of(folder: RunFolder) -> str | None:
         return None
 
 
-def _locked_again(folder: RunFolder, seconds: float) -> RunLock:
+def _wait_for_lock(folder: RunFolder, seconds: float) -> RunLock:
     """Wait for the lock on this launch's folder: ranks from before the restart may still hold it on other
     hosts.
 

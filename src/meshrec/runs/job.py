@@ -13,33 +13,33 @@ from meshrec.train.run_folder import RUNS, RunFolder
 
 RUN_VARIABLE = "MESHREC_RUN"
 """Environment variable with the run folder created by MeshRec's launcher, for the ranks."""
-BEGAN_VARIABLE = "MESHREC_BEGAN"
-"""Environment variable with the start time of the command, in seconds; ranks start later."""
+START_TIME_VARIABLE = "MESHREC_BEGAN"
+"""Environment variable with the start time of the command, in seconds since 1970; ranks start later."""
 
-GOES_ON = "goes_on"
-"""Summary entry that asks the launcher to restart the ranks, because another host leaves."""
+RESTART_REQUESTED = "goes_on"
+"""Key of the summary entry which asks the launcher to restart the ranks, because a host has left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Options of a run.
+    """Options of a training run, besides the recipe.
 
     Attributes:
         recipe: the recipe to train.
         source: recipe name, as given to `meshrec.train.resolve`.
-        name: name of the run folder; if none, the recipe's name with a number.
+        name: name of the run folder; None: the recipe's name with a number.
         runs: folder with all run folders.
-        device: ``cpu`` or ``cuda``; if none, ``cuda`` where torch sees a GPU.
+        device: ``cpu`` or ``cuda``; None: ``cuda`` if torch sees a GPU.
         resume: continue the named run from the last checkpoint.
-        changes: options changed by a resumed run.
-        profile: trace a few steps.
-        baselines: also compute the baselines.
+        changes: options in which a resumed run differs from the original run.
+        profile: record a profiler trace of a few steps.
+        baselines: also evaluate the baselines, such as item popularity.
         track: names of additional observers, see `meshrec.train.trackers.make_trackers`.
         rank_timeout: seconds that ranks wait, during training, for a rank that does not answer.
-        folder: run folder, if the caller has created it and holds the `RunLock`.
+        folder: run folder, if the caller has created it and holds the `RunLock`; None: create one.
         keep: save checkpoints.
-        store: object store address for checkpoints; if none, they are in the run folder.
-        final: ``all``: after the run, refit on all rows; see runs/refit.py.
+        store: object store address for checkpoints, such as ``s3://bucket/runs``; None: the run folder.
+        final: ``all``: after the run, refit on all rows (see runs/refit.py); None: no refit.
         on_event: called with every event, on every rank.
     """
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from meshrec.metrics import Interval, bootstrap_intervals, grouped_auc, rank_intervals, sliced_metrics
-from meshrec.runs.scoring import Scorer, gathered
+from meshrec.runs.scoring import Scorer, gather_scores
 from meshrec.train.evaluation import Scored
 from meshrec.train.losses import BinaryCrossEntropy, NextItem
 from meshrec.train.ranks import Ranks
@@ -15,14 +15,15 @@ from meshrec.train.ranks import Ranks
 _MAX_SLICES = 20
 
 
-class Judged(NamedTuple):
+class EvaluationResult(NamedTuple):
     """Result of an evaluation, on rank 0.
 
     Attributes:
         metrics: loss metrics, and ``gauc`` if a group is given.
         intervals: 95 % confidence intervals for the metrics; empty unless requested.
-        num_nan: number of NaN scores. Dependent metrics are NaN.
-        slices: metrics by column, for the most frequent values and for all others together as "others".
+        slices: ``{column: {value: {metric: value}}}`` for a column's most frequent values; ``others`` stands
+            for all other values together.
+        num_nan: number of NaN scores, for which metrics are NaN too.
     """
 
     metrics: dict[str, float]
@@ -31,7 +32,7 @@ class Judged(NamedTuple):
     num_nan: int = 0
 
 
-def judge(
+def evaluate_scorer(
     scorer: Scorer,
     ranks: Ranks,
     *,
@@ -39,8 +40,8 @@ def judge(
     group: str | None = None,
     draws: int = 0,
     seed: int = 0,
-) -> Judged | None:
-    """Score all of the scorer's data, and evaluate it. Collective; returns None on ranks other than 0.
+) -> EvaluationResult | None:
+    """Score the data of a scorer and compute metrics. Collective; returns None on ranks other than 0.
 
     Args:
         scorer: a scorer with labelled data.
@@ -67,8 +68,8 @@ def judge(
     reader = scorer.dataset.train
     names = list(dict.fromkeys([*by, *([] if group is None else [group])]))
     # Read the columns before scoring, so that an unknown name fails early.
-    columns = _columns(reader, names) if names and ranks.is_first else {}
-    scored = list(gathered(scorer, ranks))
+    columns = _read_columns(reader, names) if names and ranks.is_first else {}
+    scored = list(gather_scores(scorer, ranks))
     if not ranks.is_first:
         return None
     whole = Scored.joined(scored)
@@ -80,7 +81,7 @@ def judge(
     for name in names:
         assert whole.rows_B is not None
         # Row numbers align data columns with scores.
-        values, value_indices = _numbered(columns[name], whole.rows_B.numpy())
+        values, value_indices = _encode_by_frequency(columns[name], whole.rows_B.numpy())
         if name == group:
             area = grouped_auc(
                 whole.logits_B, whole.labels_B, torch.from_numpy(value_indices), weights=whole.weights_B
@@ -93,20 +94,30 @@ def judge(
         intervals = rank_intervals(*loss.judged(*outputs), ks=loss.ks, num=draws, seed=seed)
     elif draws:
         intervals = bootstrap_intervals(*outputs, num=draws, seed=seed)
-    return Judged(metrics, intervals, slices, int(whole.logits_B.isnan().sum()))
+    return EvaluationResult(metrics, intervals, slices, int(whole.logits_B.isnan().sum()))
 
 
-def _columns(reader: Any, names: Sequence[str]) -> dict[str, Any]:
+def _read_columns(reader: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return data columns as Arrow arrays, by name."""
     import pyarrow as pa
 
     blocks = list(reader.columns(names))
     return {name: pa.chunked_array([block[name] for block in blocks]) for name in names}
 
 
-def _numbered(
+def _encode_by_frequency(
     column: Any, rows: "np.typing.NDArray[np.int64]"
 ) -> "tuple[list[str], np.typing.NDArray[np.int64]]":
-    """Return distinct values as strings, most frequent first, and the value index of each row."""
+    """Number a column's values by falling frequency.
+
+    Args:
+        column: Arrow column of the data.
+        rows: data row of each scored sample, int64 [B].
+
+    Returns:
+        Values as strings, most frequent first, one more than can be shown; and the value number of each
+        sample, int64 [B]. The column "a", "b", "b" gives ["b", "a"] and [1, 0, 0].
+    """
     import pyarrow as pa
 
     array = column.combine_chunks().take(pa.array(rows))
@@ -126,6 +137,7 @@ def _numbered(
 
 
 def _slices(whole: Scored, values: Sequence[str], value_indices: Any) -> dict[str, dict[str, float]]:
+    """Return metrics by column value; arguments as returned by `_encode_by_frequency`."""
     shown_values = list(values[:_MAX_SLICES])
     remaining_name = "others (the rest)" if "others" in shown_values else "others"
     names = shown_values + ([remaining_name] if len(values) > len(shown_values) else [])

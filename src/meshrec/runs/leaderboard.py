@@ -1,4 +1,4 @@
-"""Models side by side on one split: trained, selected on validation data, and evaluated once on test data."""
+"""Comparison of models on one split: trained, selected on validation data, evaluated once on test data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,13 +22,13 @@ MODELS: dict[str, ModelConfig] = {
     "dcn": DLRMDCNConfig(table_std=0.001, bottom=(32,), top=(128, 64)),
     "deepfm": DeepFMConfig(table_std=0.001, bottom=(32,), deep=(128, 64)),
 }
-"""Models by name. `meshrec inspect` proposes the first; it has no trees here, because LightGBM is a
-baseline.
+"""Models by name. `meshrec inspect` proposes ``wide_deep``, with trees, which are left out here because
+LightGBM is one of the baselines.
 """
 
 
 class Standing(NamedTuple):
-    """A model's AUCs, and the 95 % interval of the test AUC."""
+    """Leaderboard entry of a model: AUC on validation and test data, and the test AUC's 95 % interval."""
 
     model: str
     validation: float
@@ -67,25 +67,25 @@ def leaderboard(
     # Unsharded: everything runs in this process.
     recipe = replace(recipe, placement=replace(Placement(), sharded=False))
     standings: list[Standing] = []
-    for name, quality in _judged(recipe, features, models, tell):
+    for name, quality in _train_and_evaluate(recipe, features, models, tell):
         for data in ("validation", "test"):
             if "auc" not in quality.get(data, {}):
                 raise ValueError(
                     f"the {data} data has no AUC: it needs rows of both classes. Give more data, or a split."
                 )
         kind = "model" if name in MODELS else "baseline"
-        interval = auc_interval(quality["test"]["auc"], *_classes(quality))
+        interval = auc_interval(quality["test"]["auc"], *_class_sizes(quality))
         standings.append(Standing(name, quality["validation"]["auc"], quality["test"]["auc"], interval, kind))
     return sorted(standings, key=lambda standing: -standing.test)
 
 
-def _judged(
+def _train_and_evaluate(
     recipe: Recipe, features: Any, models: Sequence[str], tell: Callable[[str], None]
 ) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
     """Train the models and compute the baselines; yield names with metrics by part of the data."""
     source = recipe.data
 
-    def opened() -> Any:
+    def opened() -> Any:  # again for every model: a dataset counts skipped rows
         return source.dataset(features) if isinstance(source, FittedSource) else source.load()
 
     dataset = opened()
@@ -107,5 +107,6 @@ def _judged(
             yield name, {**quality, "test": {**quality["test"], **classes}}
 
 
-def _classes(quality: dict[str, dict[str, float]]) -> tuple[float, float]:
+def _class_sizes(quality: dict[str, dict[str, float]]) -> tuple[float, float]:
+    """Return the effective numbers of positive and negative test samples."""
     return quality["test"]["positive"], quality["test"]["negative"]

@@ -1,4 +1,4 @@
-"""Locks on a run folder, which let only one process or launch train into it at a time.
+"""File locks on a run folder: only one process or launch trains into it at a time.
 
 Both kinds of lock are ``flock`` locks. The system releases them when the process ends for any reason:
 
@@ -24,11 +24,12 @@ from meshrec.durable import remove_named
 from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, new_run, now
 
 _logger = logging.getLogger("meshrec")
-_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+_LOCKED_ERRNOS = (errno.EWOULDBLOCK, errno.EACCES)
+"""Error numbers of ``flock`` if another process holds the lock; others mean that locks do not work there."""
 
 
 class RunLock:
-    """The right to train into a run folder, until ``release`` or the end of this process.
+    """Exclusive lock on a run folder, held until ``release`` or the end of this process.
 
     Args:
         folder: run folder.
@@ -41,17 +42,19 @@ class RunLock:
         self.folder = folder
         self._path = folder.path / ".lock"
         # File descriptor of the locked file; None after release.
-        self._file = _locked(self._path)
+        self._file = _open_locked(self._path)
         if self._file is None:
-            raise ValueError(_in_use(folder, "process", _holder(self._path)))
+            raise ValueError(_in_use_message(folder, "process", _read_holder(self._path)))
         try:
             for path in sorted(folder.path.glob(".process_rank*")):
                 if not _is_free(path):
                     rank = path.name.removeprefix(".process_rank")
                     raise ValueError(
-                        _in_use(folder, f"rank {rank} of an earlier start, process", _holder(path))
+                        _in_use_message(
+                            folder, f"rank {rank} of an earlier start, process", _read_holder(path)
+                        )
                     )
-            _write(self._file, {"pid": os.getpid(), "host": socket.gethostname(), "since": now()})
+            _write_holder(self._file, {"pid": os.getpid(), "host": socket.gethostname(), "since": now()})
         except BaseException:
             self.release()
             raise
@@ -60,7 +63,7 @@ class RunLock:
         """Release the lock. Further calls do nothing."""
         descriptor, self._file = self._file, None
         if descriptor is not None:
-            _let_go(self._path, descriptor)
+            _unlock(self._path, descriptor)
 
     def __enter__(self) -> RunFolder:
         return self.folder
@@ -94,25 +97,31 @@ def claim_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool 
 
 
 @contextmanager
-def hold_as_rank(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Hold a rank's lock in this context. The lock file contains the rank's process ID."""
+def rank_lock(folder: RunFolder, rank: int) -> Iterator[None]:
+    """Hold a rank's lock in this context. The lock file contains the rank's process ID.
+
+    Raises:
+        ValueError: the same rank of another launch still runs.
+    """
     path = folder.process(rank)
-    descriptor = _locked(path)
+    descriptor = _open_locked(path)
     if descriptor is None:
-        raise ValueError(_in_use(folder, f"rank {rank} of another start, process", _holder(path)))
-    _write(descriptor, os.getpid())
+        raise ValueError(
+            _in_use_message(folder, f"rank {rank} of another start, process", _read_holder(path))
+        )
+    _write_holder(descriptor, os.getpid())
     try:
         yield
     finally:
-        _let_go(path, descriptor)
+        _unlock(path, descriptor)
 
 
 # Descriptors of all held locks, so that a forked child can close its copies.
 _open_descriptors: set[int] = set()
 
 
-def _locked(path: Path) -> int | None:
-    """Open a file and lock it; return None if another process holds the lock.
+def _open_locked(path: Path) -> int | None:
+    """Open and lock a file; return the descriptor, or None if another process holds the lock.
 
     A holder removes the file before it releases the lock. The file behind the new lock may thus have been
     replaced meanwhile; in this case, try again with the new file.
@@ -123,7 +132,7 @@ def _locked(path: Path) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
-            if error.errno in _TAKEN:
+            if error.errno in _LOCKED_ERRNOS:
                 return None
             _logger.warning(
                 "%s cannot be locked (%s): see to it yourself that no other start trains into this folder",
@@ -131,27 +140,29 @@ def _locked(path: Path) -> int | None:
                 error.strerror,
             )
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        if _lies_at(path, descriptor):
+        if _is_file_at(path, descriptor):
             _open_descriptors.add(descriptor)
             return descriptor
         os.close(descriptor)
 
 
-def _let_go(path: Path, descriptor: int) -> None:
-    if _lies_at(path, descriptor):  # the folder may have been removed, and another start made a new one
+def _unlock(path: Path, descriptor: int) -> None:
+    """Remove a lock file, then release the lock by closing the file."""
+    if _is_file_at(path, descriptor):  # the folder may have been removed, and another start made a new one
         remove_named(path.parent, [path.name])
     _open_descriptors.discard(descriptor)
     os.close(descriptor)
 
 
-def _lies_at(path: Path, descriptor: int) -> bool:
+def _is_file_at(path: Path, descriptor: int) -> bool:
+    """Return whether an open file is the one now at a path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False
 
 
 def _is_free(path: Path) -> bool:
-    """Return whether no process holds the lock on a file. The lock is left free."""
+    """Return whether no process holds the lock on a file. The test itself leaves the file unlocked."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -159,18 +170,19 @@ def _is_free(path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in _TAKEN
+        return error.errno not in _LOCKED_ERRNOS
     finally:
         os.close(descriptor)
     return True
 
 
-def _write(descriptor: int, value: Any) -> None:
+def _write_holder(descriptor: int, value: Any) -> None:
+    """Replace the content of a lock file, which tells other processes who holds the lock."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(value).encode(), 0)
 
 
-def _holder(path: Path) -> dict[str, Any]:
+def _read_holder(path: Path) -> dict[str, Any]:
     """Return the lock holder described in the file; empty if the holder has not written it yet."""
     try:
         content = json.loads(path.read_text())
@@ -179,7 +191,8 @@ def _holder(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {"pid": content, "host": socket.gethostname()}
 
 
-def _in_use(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
+def _in_use_message(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
+    """Return the error message for a locked folder; ``holder`` as from `_read_holder`."""
     where = f"{who} {holder['pid']} on {holder['host']}" if holder else f"{who}, not known yet,"
     since = f" since {holder['since']}" if "since" in holder else ""
     stop = f"stop it (kill {holder['pid']})" if holder else "stop it"
@@ -189,11 +202,11 @@ def _in_use(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
     )
 
 
-def _forget_locks() -> None:
+def _close_inherited_locks() -> None:
     """Close the parent's lock files in a forked child, so that the locks end with the parent."""
     for descriptor in _open_descriptors:
         os.close(descriptor)
     _open_descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+os.register_at_fork(after_in_child=_close_inherited_locks)

@@ -13,7 +13,7 @@ from meshrec.quant.from_checkpoint import quantised_about
 from meshrec.quant.page import page_of
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
-from meshrec.runs.scoring import TrainedModel, trained_model
+from meshrec.runs.scoring import TrainedModel, load_trained_model
 from meshrec.train.evaluation import outputs_of
 from meshrec.train.progress import origin_of
 from meshrec.train.ranks import Ranks
@@ -21,7 +21,12 @@ from meshrec.train.run_folder import RunFolder
 
 
 class QuantisedRun(NamedTuple):
-    """A quantized model, and how the data types were chosen; ``choice`` is None if they were given."""
+    """Result of `quantize_run`.
+
+    Attributes:
+        model: the quantized model.
+        choice: data types selected within the loss budget; None without a budget.
+    """
 
     model: nn.Module
     choice: Choice | None
@@ -64,14 +69,14 @@ def quantize_run(
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} exists. Name another folder, or remove it.")
-    trained = trained_model(run, step=step, last=last)
+    trained = load_trained_model(run, step=step, last=last)
     choice = None
     if max_loss is None:
         quantised = quantize(trained.model, weights, rounding=rounding)
     else:
         is_refit = measured is not None and measured.path != run.path
-        judged = trained_model(measured) if measured is not None and is_refit else trained
-        choice = _choice(judged, ranks, max_loss, rounding)
+        judged = load_trained_model(measured) if measured is not None and is_refit else trained
+        choice = _choose_precisions(judged, ranks, max_loss, rounding)
         quantised = quantize(
             trained.model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding
         )
@@ -84,8 +89,8 @@ def quantize_run(
     return QuantisedRun(quantised, choice)
 
 
-def _choice(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Rounding) -> Choice:
-    """Choose the precision of every table on the validation data."""
+def _choose_precisions(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Rounding) -> Choice:
+    """Choose a data type per table such that the validation loss rises by at most ``max_loss``."""
     reader = trained.dataset.validation
     if reader is None:
         raise ValueError(
@@ -102,8 +107,8 @@ def _choice(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Roun
     return choose_precision(trained.model, losses, max_loss=max_loss, rounding=rounding)
 
 
-def run_of_quantised(checkpoint: str | Path) -> str | None:
-    """Return the name of the run whose model `quantize_run` saved; ``NAME/final`` for a refit on all rows."""
+def quantised_run_name(checkpoint: str | Path) -> str | None:
+    """Return the name of the run in a checkpoint of `quantize_run`; ``NAME/final`` for a refit."""
     state: dict[str, dict[str, str]] = {"quantised": {}}
     load(checkpoint, state)
     return state["quantised"].get("run")

@@ -28,11 +28,11 @@ from meshrec.train.run_folder import RunFolder
 
 # B users of a batch, K items, N items to compare with, I items of the catalog, V width of vectors
 
-_BATCH = 512
+_USERS_PER_BATCH = 512
 
 
 class Recommender(NamedTuple):
-    """A run's model, the users to recommend items to, and the items as named in the log."""
+    """A run's model with the users to recommend items to, and the items' names in the log."""
 
     model: nn.Module
     reader: Reader
@@ -48,14 +48,19 @@ class Recommender(NamedTuple):
 
 
 class ItemValues(NamedTuple):
-    """Item IDs, ascending, and the value of each."""
+    """Values of items in the log, such as titles or keys, by item ID.
+
+    Attributes:
+        ids: item IDs, int64 [I], ascending.
+        values: value of each item, [I].
+    """
 
     ids: "np.typing.NDArray[np.int64]"
     values: pa.Array
 
     @staticmethod
     def of(source: LogSource, features: Any) -> "ItemValues":
-        """Return the values of a run's items."""
+        """Return the items of a run trained on ``source`` with these fitted features."""
         vocabulary = vocabulary_of(features, ITEM)
         ids = item_ids(vocabulary, vocabulary.vocabulary, source.key)
         # Ascending, so that `take` can search.
@@ -107,7 +112,7 @@ def load_recommender(
     recipe, source, features = load_recipe(run), log_source(run), features_of(run)
     logged = source.interactions(features, data)
     column = source.columns.user
-    requested = logged.values if users is None else _column(users, column, logged.values).unique()
+    requested = logged.values if users is None else _read_users(users, column, logged.values).unique()
     positions = pc.index_in(requested, value_set=logged.values.cast(requested.type))
     user_indices = positions.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     has_history = (user_indices >= 0) & (logged.log.stops > logged.log.firsts)[user_indices]
@@ -130,7 +135,7 @@ def load_recommender(
 def recommendations(
     recommender: Recommender, ranks: Ranks, k: int, *, keep_seen: bool | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield item IDs and scores [B, K] for the best items, step by step in user order, on rank 0.
+    """Yield item IDs and scores [B, K] of the best items per user, batch by batch in user order, on rank 0.
 
     Other ranks yield nothing. Collective: every rank must exhaust the iterator.
 
@@ -144,7 +149,7 @@ def recommendations(
     model: Any = recommender.model
     inner = model if hasattr(model, "recommend") else model.module
     inner.eval()
-    for batch in recommender.reader.batches(_BATCH, rank=ranks.rank, world_size=ranks.size):
+    for batch in recommender.reader.batches(_USERS_PER_BATCH, rank=ranks.rank, world_size=ranks.size):
         with torch.no_grad():
             best = inner.recommend(batch.sparse.to(ranks.device), k, keep_seen=seen is None, seen=seen)
         every = ranks.collect((best.ids_BK.cpu(), best.scores_BK.cpu()))
@@ -174,7 +179,7 @@ def write_recommendations(out: Path, recommender: Recommender, best: Iterator[tu
 def recommendation_tables(
     recommender: Recommender, best: Iterator[tuple[Tensor, Tensor]]
 ) -> Iterator[pa.Table]:
-    """Yield the rows for `write_recommendations`, step by step."""
+    """Yield the rows for `write_recommendations`, a table per batch of users."""
     first = 0
     for ids_BK, scores_BK in best:
         # A score of -inf marks an excluded item, where a user has fewer than K candidates.
@@ -193,7 +198,7 @@ def recommendation_tables(
         first += len(ids_BK)
 
 
-def _column(path: Any, name: str, logged: pa.Array) -> pa.Array:
+def _read_users(path: Any, name: str, logged: pa.Array) -> pa.Array:
     """Read the user column ``name`` from a file or table; values must have the log's kind.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Refit of a run on all rows, after validation data has selected the number of steps.
+"""Second fit of a run on all rows, after validation data has selected the number of steps.
 
 The refit is a run itself, in the folder ``final`` inside the run: features, regression, trees and embeddings
 learn from training, validation and test rows. No rows are left to evaluate it, so the run's metrics stay
@@ -14,7 +14,7 @@ from meshrec.planner import save_plan
 from meshrec.runs.fitting import load_data
 from meshrec.runs.job import Job
 from meshrec.runs.saved_recipe import check_data, describe_data
-from meshrec.runs.source import keep_source
+from meshrec.runs.source import copy_source
 from meshrec.train.observers import Event, FolderObserver, Stepped
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 class Refit(NamedTuple):
     """Result of a refit on all rows.
 
-    ``recipe`` and ``step`` belong to the refit. ``num_rows`` and ``num_first_rows`` count the training rows
-    in the refit and in the first fit.
+    Attributes:
+        recipe: recipe of the refit.
+        step: last step of the refit.
+        num_rows: training rows of the refit.
+        num_first_rows: training rows of the first fit.
+        is_stopped: whether a stop request ended the refit early.
     """
 
     recipe: Recipe
@@ -147,13 +151,22 @@ def refit(
 
 
 def _write_config(job: Job, recipe: Recipe, again: Trainer, folder: RunFolder, final: RunFolder) -> None:
+    """Write ``config.json`` of the refit.
+
+    Args:
+        job: run options.
+        recipe: recipe of the refit.
+        again: trainer of the refit.
+        folder: run folder.
+        final: folder of the refit.
+    """
     before = final.read_json(CONFIG) or {}
     plan = again.built.plan
     config = {
         "recipe": to_json(recipe),
         "all_rows": True,
         "source": job.source,
-        "code": keep_source(final, job.source, before.get("code")),
+        "code": copy_source(final, job.source, before.get("code")),
         "data": describe_data(again.dataset),
         "ranks": again.ranks.size,
         "device": again.ranks.device.type,
@@ -169,6 +182,7 @@ def _write_config(job: Job, recipe: Recipe, again: Trainer, folder: RunFolder, f
 
 
 def _summary(job: Job, again: Trainer, state: str) -> dict[str, Any]:
+    """Return the content of the refit's ``summary.json``, which has no metrics."""
     progress = again.progress
     return {
         "state": state,
@@ -187,8 +201,8 @@ def _summary(job: Job, again: Trainer, state: str) -> dict[str, Any]:
     }
 
 
-def about_refit(result: Refit, folder: RunFolder, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary entry for a refit, with a sentence for the user.
+def refit_summary(result: Refit, folder: RunFolder, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry for the refit in the summary of the first fit, with a sentence for the user.
 
     Args:
         result: the refit.

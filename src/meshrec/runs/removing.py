@@ -12,7 +12,7 @@ from meshrec.durable import is_below, remove_empty, remove_link, remove_named
 from meshrec.runs.source import COPY
 from meshrec.train.run_folder import CONFIG, DELTAS, FILES, FINAL, RunFolder, is_run, marks_of, was_created
 
-_MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")  # also of the run that this one was copied from
+_MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")  # a copied run also has the mark of its original
 _DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")
 
 
@@ -53,8 +53,8 @@ def remove_run(folder: RunFolder) -> list[str]:
     return [] if remove_empty(path) else sorted(os.listdir(path))
 
 
-def drop_unstarted(folder: RunFolder) -> None:
-    """Delete a run folder after an end before the first step, if it was created for the run."""
+def remove_unstarted(folder: RunFolder) -> None:
+    """Delete the folder of a run which ended before its first step, if it was created for the run."""
     path = folder.path.resolve()
     # Retry for up to 0.4 seconds.
     for _ in range(20):

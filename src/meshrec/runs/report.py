@@ -58,9 +58,13 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
 
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return stragglers, slowest first: rank, and the share of other ranks' time spent waiting for it.
+    """Return the ranks for which other ranks waited, the longest waits first.
 
-    Metrics lines record only the slowest rank.
+    Args:
+        lines: lines of ``metrics.jsonl``; each records only the slowest rank since the line before.
+
+    Returns:
+        ``{"rank": 3, "share": 0.2}`` per straggler: the other ranks waited 20 % of the time for rank 3.
     """
     seconds: dict[int, float] = defaultdict(float)
     total, before = 0.0, 0.0
@@ -98,7 +102,7 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Return median seconds per phase, for every rank in the file."""
+    """Return ``(rank, {phase: median seconds})`` for every rank in a phases file."""
     if not path.is_file():
         return []
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -123,21 +127,24 @@ def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in line.items() if _is_curve(name)}
         for kind in (train, *judged)
-        for line in _thinned(kind)
+        for line in _thin(kind)
     ]
 
 
 def _is_curve(name: str) -> bool:
+    """Return whether the page draws an entry of the metrics lines."""
     return name in _CURVES or name.startswith(PREFIX) or metric_of(name).is_curve
 
 
-def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _thin(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return evenly spaced lines, about `_MAX_POINTS` at most."""
     # Keep the last line too: it has the final values.
     stride = -(-len(lines) // _MAX_POINTS) or 1
     return lines[::stride] + (lines[-1:] if lines and (len(lines) - 1) % stride else [])
 
 
 def _plan(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the plan's report as plain JSON types; None for an unsharded run."""
     if not folder.plan.is_file():
         return None
     report = make_report(load_plan(folder.plan)).to_json()

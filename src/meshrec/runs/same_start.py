@@ -1,4 +1,4 @@
-"""Comparison of rank starts: ranks train together only if they were started alike.
+"""Comparison of ranks before training: same recipe, options, data, source code and versions.
 
 Ranks with different settings would train without an error, for example with different learning rates for
 different table shards. So they are compared when they join, and again once their data is loaded.
@@ -21,7 +21,7 @@ import torch
 from meshrec.ops import library
 from meshrec.ops.library import has_kernels, library_path
 from meshrec.runs.saved_recipe import describe_data
-from meshrec.runs.source import digests_of_source
+from meshrec.runs.source import source_digests
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DataSource, Recipe
 from meshrec.train.run_folder import flat, to_json
@@ -39,7 +39,7 @@ ENVIRONMENT = (
 )
 """Variables that affect a step's results. MESHREC_HOST_LINK may differ: it does not change any bit."""
 _FINGERPRINT_BYTES = 1 << 16
-_FINGERPRINT_PARTS = 9  # a file of up to half a MiB is read whole
+_FINGERPRINT_PARTS = 9  # so that a file of up to half a MiB is read completely
 _MAX_FILES = 1000
 _MAX_NAMED = 5
 _DATA_SUFFIXES = (".parquet", ".csv", ".tsv", ".dat", ".txt", ".json", ".npy", ".gz", ".bz2", ".zst")
@@ -67,7 +67,7 @@ def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], complaint: str) -> None
     names = sorted({name for values in every for name in values})
     differing = [name for name in names if len({values.get(name) for values in every}) > 1]
     differences = [
-        f"{name} is {_by_rank([values.get(name, 'absent') for values in every])}" for name in differing
+        f"{name} is {_format_by_rank([values.get(name, 'absent') for values in every])}" for name in differing
     ]
     more = f"; and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
     raise ValueError(
@@ -91,11 +91,11 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
     for name, path in paths.items():
         if isinstance(path, Path) or os.path.isabs(path):
             description.pop(name, None)  # the same data may lie elsewhere on each machine
-        description |= {f"{name}: {file}": about for file, about in _listing(Path(path))}
+        description |= {f"{name}: {file}": about for file, about in _list_data_files(Path(path))}
     description |= {f"option {name}": value for name, value in options.items()}
     description |= {f"version of {name}": value for name, value in versions().items()}
     description |= {f"variable {name}": os.environ.get(name) for name in ENVIRONMENT}
-    description |= {f"source {name}": digest[:16] for name, digest in digests_of_source(source).items()}
+    description |= {f"source {name}": digest[:16] for name, digest in source_digests(source).items()}
     plan = recipe.placement.plan
     if plan is not None:
         description["placement.plan"] = _fingerprint(plan)
@@ -103,11 +103,11 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
 
 
 def file_fingerprints(source: DataSource) -> dict[str, str]:
-    """Return fingerprints of all files named by a data source: size and digest, by name."""
+    """Return size and digest of all files of a data source, by option and file name."""
     return {
         f"{name}: {file}": about
         for name, path in _data_paths(source, "data")
-        for file, about in _listing(Path(path))
+        for file, about in _list_data_files(Path(path))
     }
 
 
@@ -124,13 +124,14 @@ def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
 
 
 def _files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
+    """Yield number and description (name, rows, fingerprint) of a reader's files."""
     for number, file in enumerate([] if reader is None else reader.files):
         about = _fingerprint(Path(file.name)) if number < _MAX_FILES else ""
         yield number, f"{Path(file.name).name}, {file.num_rows} rows, {about}"
 
 
-def _by_rank(values: list[str]) -> str:
-    """Group ranks by value in a string; the most frequent value comes first."""
+def _format_by_rank(values: list[str]) -> str:
+    """Format values by rank, such as ``0.1 on rank 0, 1 and 0.2 on rank 3``; the most frequent is first."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -142,7 +143,7 @@ def _by_rank(values: list[str]) -> str:
 
 
 def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
-    """Yield data source options with paths of existing files or folders."""
+    """Yield name and value of data source options which are paths of existing files or folders."""
     if isinstance(value, str | Path):
         if value and "\0" not in str(value) and os.path.exists(value):
             yield name, value
@@ -154,8 +155,8 @@ def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
             yield from _data_paths(getattr(value, field.name), f"{name}.{field.name}")
 
 
-def _listing(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield a file, or the data files in a folder, with fingerprints."""
+def _list_data_files(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and fingerprint of a file, or of the data files in a folder."""
     if path.is_dir() and path.resolve() == Path.cwd():
         return  # a default such as Path() means no folder of data; logs that grow may lie here
     files = [path]

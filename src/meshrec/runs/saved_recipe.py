@@ -1,4 +1,4 @@
-"""A run's recipe, restored from ``config.json``, and the options open to change in a resumed run."""
+"""A run's recipe, restored from ``config.json``, and options which a resumed run may change."""
 
 import dataclasses
 import typing
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Options that determine a checkpoint's weights, optimizer state and data position.
-_FIXED = ("name", "model", "data", "tables.type", "dense.kind", "dense.type", "training.seed")
+# A resumed run must not change these: checkpoints have weights, optimizer state and a data position for them.
+_FIXED_OPTIONS = ("name", "model", "data", "tables.type", "dense.kind", "dense.type", "training.seed")
 
 
 _REMEDY = "Resume with the recipe that the run was trained with"
 
 
 class Change(NamedTuple):
-    """An option changed by a resumed run."""
+    """Option in which a resumed run differs from the original run."""
 
     name: str
     old: Any
@@ -57,14 +57,14 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
         template = dataclasses.replace(template, data=template.data.all_rows())
     where = f"{folder.path / CONFIG}: recipe"
     try:
-        return restored(template, config["recipe"], where)
+        return restore_options(template, config["recipe"], where)
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{where} cannot be read back ({type(error).__name__}: {error}). Restore the file, or train anew."
         ) from error
 
 
-def restored(template: T, saved: Any, where: str) -> T:
+def restore_options(template: T, saved: Any, where: str) -> T:
     """Return ``template`` with values from ``saved``, the `to_json` form of an object with the same classes.
 
     Args:
@@ -91,15 +91,18 @@ def restored(template: T, saved: Any, where: str) -> T:
         if dataclasses.is_dataclass(now) and hasattr(now, "from_json"):
             values[name] = now.from_json(saved[name])
         elif dataclasses.is_dataclass(now) and isinstance(saved[name], dict):
-            values[name] = restored(now, saved[name], f"{where}.{name}")
+            values[name] = restore_options(now, saved[name], f"{where}.{name}")
         elif to_json(now) != saved[name]:
             values[name] = value_of(hints[name], saved[name], f"{where}.{name}", remedy=_REMEDY)
     return dataclasses.replace(template, **values)  # type: ignore[type-var]
 
 
-def changes(before: Recipe, after: Recipe) -> list[Change]:
-    """Return the options with different values in ``before``, the recipe the run was trained with, and
-    ``after``.
+def changed_options(before: Recipe, after: Recipe) -> list[Change]:
+    """Return the options in which two recipes differ.
+
+    Args:
+        before: recipe with which the run was trained.
+        after: recipe with which it is resumed.
 
     Raises:
         ValueError: an option cannot change during a run, because old checkpoints would no longer fit.
@@ -111,7 +114,7 @@ def changes(before: Recipe, after: Recipe) -> list[Change]:
         if old.get(name) != new.get(name)
     ]
     for name, was, is_now in changed:
-        is_fixed = any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED)
+        is_fixed = any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED_OPTIONS)
         if is_fixed and not _is_data_path(after, name):
             raise ValueError(
                 f"{name} was {was} in this run and cannot become {is_now}: its checkpoints would not fit. "

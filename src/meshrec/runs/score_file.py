@@ -57,14 +57,26 @@ def write_scores(
     columns = _ColumnReader(reader, names)
     num_empty = 0
     with table_writer(out) as write:
-        for scores in _whole(scored, reader.num_samples, loss, len(titles)):
+        for scores in _fill_skipped_rows(scored, reader.num_samples, loss, len(titles)):
             num_empty += scores[0].null_count
             write(pa.table({**columns.take(len(scores[0])), **dict(zip(titles, scores, strict=True))}))
     return num_empty
 
 
-def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) -> Iterator[list[Any]]:
-    """Split scores for consecutive rows by task; null where a row has no score."""
+def _fill_skipped_rows(
+    scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int
+) -> Iterator[list[Any]]:
+    """Yield scores for consecutive data rows, with null for rows which the reader skipped.
+
+    Args:
+        scored: scored batches, with row numbers.
+        num_rows: number of data rows.
+        loss: converts model outputs to scores.
+        num_tasks: number of scores per row, T.
+
+    Yields:
+        T Arrow arrays of float32 scores, for the next portion of rows.
+    """
     import pyarrow as pa
 
     num_written = 0
@@ -85,21 +97,21 @@ def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) 
 
 
 class _ColumnReader:
-    """Reader of data columns, in portions of any size."""
+    """Reads data columns in portions whose size the caller chooses, unlike the reader's blocks."""
 
     def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:
         import pyarrow as pa
 
         self._blocks = (pa.table(block) for block in reader.columns(names))
-        self._rest = next(self._blocks)
+        self._remaining = next(self._blocks)
 
     def take(self, num: int) -> dict[str, Any]:
         """Return the next ``num`` rows."""
         import pyarrow as pa
 
-        while len(self._rest) < num:
-            self._rest = pa.concat_tables([self._rest, next(self._blocks)])
-        taken, self._rest = self._rest.slice(0, num), self._rest.slice(num)
+        while len(self._remaining) < num:
+            self._remaining = pa.concat_tables([self._remaining, next(self._blocks)])
+        taken, self._remaining = self._remaining.slice(0, num), self._remaining.slice(num)
         return dict(zip(taken.column_names, taken.columns, strict=True))
 
 

@@ -26,21 +26,29 @@ if TYPE_CHECKING:
     from meshrec.data.faults import OnError
     from meshrec.data.features import Features, Vocabulary
 
-_MANY_UNSEEN = 0.5
+_UNSEEN_WARNING_SHARE = 0.5
+"""Share of values unseen in training from which a feature gets a warning."""
 _logger = logging.getLogger("meshrec")
 # Sharding types where a single rank sums all IDs for a column, in the same order as one process.
-_EXACT = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
+_EXACT_SHARDING_TYPES = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
 
 
 class Scorer(NamedTuple):
-    """A run's model with weights from ``step``, and the data to score: ``dataset.train``, in order."""
+    """A run's model and the data to score.
+
+    Attributes:
+        model: model with the weights of ``step``.
+        recipe: the run's recipe.
+        dataset: the data to score is ``dataset.train``, read in order.
+        step: training step of the weights.
+        features: fitted features for reading the data, if the recipe has any.
+    """
 
     model: nn.Module
     recipe: Recipe
     dataset: "Dataset"
     step: int | None
     features: "Features | None" = None
-    """Fitted features for reading the data, if the recipe has any."""
 
 
 def load_scorer(
@@ -70,7 +78,7 @@ def load_scorer(
         ValueError: the run or the checkpoint does not exist, or the data has another form.
     """
     recipe = load_recipe(run)
-    dataset = open_data(_handling(recipe.data, on_error), run, paths, labelled=labelled)
+    dataset = open_data(_with_on_error(recipe.data, on_error), run, paths, labelled=labelled)
     model, step = load_model(run, ranks, recipe, dataset, step=step, last=last)
     features = features_of(run) if isinstance(recipe.data, FittedSource) else None
     return Scorer(model, recipe, dataset, step, features)
@@ -93,13 +101,13 @@ def load_model(
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
     # Hashed tables keep their rows in shards, even on a single rank.
     sharded = ranks.size > 1 or any(feature.keys is not None for feature in dataset.features)
-    model = build(_placed(scored, run, ranks, sharded=sharded), dataset, ranks).model
+    model = build(_with_placement(scored, run, ranks, sharded=sharded), dataset, ranks).model
     load(checkpoint, {"model": model})
     return model, read_manifest(checkpoint).step
 
 
 class TrainedModel(NamedTuple):
-    """A run's unsharded model with checkpoint weights, recipe and data."""
+    """A run's unsharded model with the weights of ``checkpoint``, and its recipe and data."""
 
     model: nn.Module
     recipe: Recipe
@@ -107,7 +115,7 @@ class TrainedModel(NamedTuple):
     checkpoint: Path
 
 
-def trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
+def load_trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
     """Load a run's model from the checkpoint selected by ``meshrec.checkpoint.find_checkpoint``.
 
     Args:
@@ -127,8 +135,8 @@ def trained_model(run: RunFolder, *, step: int | None = None, last: bool = False
     return TrainedModel(model, recipe, dataset, checkpoint)
 
 
-def _handling(source: DataSource, on_error: "OnError | None") -> DataSource:
-    """Return the source with another handling of damaged rows."""
+def _with_on_error(source: DataSource, on_error: "OnError | None") -> DataSource:
+    """Return the source with another ``on_error`` option; None: unchanged."""
     if on_error is None:
         return source
     if not hasattr(source, "on_error"):
@@ -170,22 +178,30 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
     return replace(dataset, train=dataset.open(paths, labelled), validation=None, test=None)
 
 
-def _placed(recipe: Recipe, run: RunFolder, ranks: Ranks, *, sharded: bool) -> Recipe:
+def _with_placement(recipe: Recipe, run: RunFolder, ranks: Ranks, *, sharded: bool) -> Recipe:
+    """Return the recipe with a placement for the current ranks: the run's plan if it fits, else an exact one.
+
+    Args:
+        recipe: the run's recipe.
+        run: the run.
+        ranks: the current ranks.
+        sharded: whether to shard the tables.
+    """
     placement = replace(recipe.placement, sharded=sharded)
     if sharded and placement.plan is None:
         if run.plan.is_file() and (run.read_json(CONFIG) or {}).get("ranks") == ranks.size:
             placement = replace(placement, plan=run.plan)
         elif placement.sharding_types is None and placement.memory_gib is None:
-            placement = replace(placement, sharding_types=_EXACT, replicate_mib=None)
+            placement = replace(placement, sharding_types=_EXACT_SHARDING_TYPES, replicate_mib=None)
     # Round up to a multiple of the current number of ranks, which may differ from the run's.
     batch = -(-recipe.training.batch_size // ranks.size) * ranks.size
     return replace(recipe, placement=placement, training=replace(recipe.training, batch_size=batch))
 
 
-def gathered(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
-    """Yield scores from all ranks, step by step and in order, on rank 0. Other ranks yield nothing.
+def gather_scores(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
+    """Score the data on all ranks, and yield the scores in data order on rank 0, a global batch at a time.
 
-    At the end, rank 0 warns about features with mostly unseen values.
+    Other ranks yield nothing. At the end, rank 0 warns about features with mostly unseen values.
 
     Collective: every rank must exhaust the iterator.
     """
@@ -195,7 +211,7 @@ def gathered(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
         every = ranks.collect(mine)
         if ranks.is_first:
             yield Scored.joined(every)
-    unseen.tell(ranks)
+    unseen.warn(ranks)
 
 
 def _vocabularies(features: "Features") -> "list[Vocabulary]":
@@ -205,7 +221,7 @@ def _vocabularies(features: "Features") -> "list[Vocabulary]":
 
 
 class _UnseenValues:
-    """Counts values outside the training vocabularies."""
+    """Counts the values of each feature, and those outside the training vocabulary."""
 
     def __init__(self, features: "Features | None") -> None:
         self._features = [] if features is None else _vocabularies(features)
@@ -218,12 +234,12 @@ class _UnseenValues:
             self._counts[2 * number] += int((ids > 0).sum())
             self._counts[2 * number + 1] += int(((ids > 0) & (ids <= feature.num_unseen)).sum())
 
-    def tell(self, ranks: Ranks) -> None:
+    def warn(self, ranks: Ranks) -> None:
         """Warn about features with at least half of their values unseen in training. Collective."""
         counts = ranks.sum(self._counts) if self._counts else []
         for number, feature in enumerate(self._features):
             num, unseen = counts[2 * number : 2 * number + 2]
-            if ranks.is_first and num and unseen / num >= _MANY_UNSEEN:
+            if ranks.is_first and num and unseen / num >= _UNSEEN_WARNING_SHARE:
                 examples = feature.vocabulary.slice(0, 3).to_pylist()
                 _logger.warning(
                     "feature %r: %.1f %% of the %s values of column %r did not occur in training, and are "

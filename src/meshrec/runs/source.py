@@ -1,4 +1,4 @@
-"""Copied recipe source code in a run, and the decision whether it may be executed.
+"""Copy of a recipe's source code in the run folder, and the decision whether it may be executed.
 
 [Note: whose code a run executes]
 
@@ -52,7 +52,7 @@ def key_path() -> Path:
     return Path(state) / "meshrec" / "run-key"
 
 
-def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> dict[str, Any] | None:
+def copy_source(folder: RunFolder, source: str | None, before: Any = None) -> dict[str, Any] | None:
     """Copy the source of a recipe resolved in this process into the run folder, and seal it.
 
     Args:
@@ -67,7 +67,7 @@ def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> di
     if source is None or not _is_code(source):
         return None
     try:
-        origin, files = _sources(source)
+        origin, files = _read_sources(source)
     except (OSError, ImportError) as error:
         _logger.warning("%s gets no copy of its recipe %s: %s", folder.path, source, error)
         return None
@@ -94,12 +94,12 @@ def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> di
     return {**entry, "seal": _seal(key, source, entry)}
 
 
-def digests_of_source(source: str | None) -> dict[str, str]:
+def source_digests(source: str | None) -> dict[str, str]:
     """Return a digest per file in a recipe's source; empty for built-in recipes."""
     if source is None or not _is_code(source):
         return {}
     try:
-        _, files = _sources(source)
+        _, files = _read_sources(source)
     except (OSError, ImportError):
         return {}
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
@@ -116,9 +116,9 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
         return resolve(source)
     if not _is_code(source):
         return recipe_of(config["recipe"], f"{folder.path / CONFIG}: recipe")
-    doubt = _doubt(source, entry)
+    doubt = _distrust_reason(source, entry)
     if doubt is not None and not folder.is_trusted:
-        path = _where(folder, source)
+        path = _code_path(folder, source)
         raise ValueError(
             f"the recipe of {folder.path} is Python code, {path}, and {doubt}. It was not executed. Read it "
             f"(less {path}); if you trust it, confirm with --trust (in Python: find_run(..., trust=True))."
@@ -127,10 +127,10 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
     if entry is None or not file.endswith(".py"):
         return resolve(source)
     origin, main = Path(entry["origin"]), Path(file).name
-    if doubt is None and _read(origin, entry) is not None:
+    if doubt is None and _read_files(origin, entry) is not None:
         return resolve(f"{origin / main}:{function}")
     copy = folder.path / COPY
-    files = _read(copy, entry, check=doubt is None)
+    files = _read_files(copy, entry, check=doubt is None)
     if files is None:
         raise ValueError(
             f"{copy} was changed after the run was trained, and {origin / main} has changed as well. "
@@ -138,7 +138,7 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
         )
     if doubt is None:
         _logger.warning("%s has changed: the run's own copy in %s is used", origin / main, copy)
-    return recipe_by(getattr(_executed(copy, main, files), function, None), f"{copy / main}:{function}")
+    return recipe_by(getattr(_execute_copy(copy, main, files), function, None), f"{copy / main}:{function}")
 
 
 def _is_code(source: str) -> bool:
@@ -146,7 +146,7 @@ def _is_code(source: str) -> bool:
     return source not in RECIPES and not source.endswith(SUFFIXES)
 
 
-def _where(folder: RunFolder, source: str) -> str:
+def _code_path(folder: RunFolder, source: str) -> str:
     """Return the path of the code for the user to read."""
     location = source.rpartition(":")[0]
     name = Path(location).name if location.endswith(".py") else f"{location.replace('.', '/')}.py"
@@ -154,8 +154,8 @@ def _where(folder: RunFolder, source: str) -> str:
     return str(copy if copy.is_file() else location)
 
 
-def _doubt(source: str, entry: Any) -> str | None:
-    """Return why it is uncertain that this user trained the run; None if the seal proves it."""
+def _distrust_reason(source: str, entry: Any) -> str | None:
+    """Return why the code is not known to be this user's own; None if the seal proves it."""
     if not isinstance(entry, dict) or not entry.get("seal"):
         return "the run has no seal that says who trained it"
     try:
@@ -168,13 +168,14 @@ def _doubt(source: str, entry: Any) -> str | None:
 
 
 def _seal(key: bytes | None, source: str, entry: Mapping[str, Any]) -> str:
+    """Return the HMAC of source name, original folder and file digests."""
     assert key is not None
     sealed = [source, entry.get("origin"), entry.get("files")]
     return hmac.new(key, json.dumps(sealed, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 
 def _key(*, make: bool) -> bytes | None:
-    """Return this user's key. If it does not exist, create it if ``make`` is True, else return None."""
+    """Return this user's sealing key; if there is none, create it (``make``) or return None."""
     path = key_path()
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -202,7 +203,7 @@ def _key(*, make: bool) -> bytes | None:
     return key
 
 
-def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
+def _read_sources(source: str) -> tuple[Path, dict[str, bytes]]:
     """Return a recipe's source folder and files: the recipe, and modules imported from the same folder."""
     location = source.rpartition(":")[0]
     if not location.endswith(".py"):
@@ -223,7 +224,7 @@ def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
     return main.parent, files
 
 
-def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict[str, bytes] | None:
+def _read_files(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict[str, bytes] | None:
     """Read the recorded files; return None if a file is missing or, with ``check``, has changed."""
     files = {}
     for name, digest in entry["files"].items():
@@ -237,7 +238,7 @@ def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict
     return files
 
 
-class _Bytes(SourceFileLoader):
+class _InMemoryLoader(SourceFileLoader):
     """Loader that executes a module from bytes in memory, never from cached bytecode."""
 
     def __init__(self, name: str, path: Path, content: bytes) -> None:
@@ -252,8 +253,8 @@ class _Bytes(SourceFileLoader):
         raise OSError(path)
 
 
-class _Neighbours(MetaPathFinder):
-    """Finder for in-memory copies of modules next to a recipe."""
+class _InMemoryFinder(MetaPathFinder):
+    """Import finder for modules next to a recipe, from copies in memory."""
 
     def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
         self._folder, self._files = folder, files
@@ -264,18 +265,24 @@ class _Neighbours(MetaPathFinder):
         location = fullname.replace(".", "/")
         for name, is_package in ((f"{location}.py", False), (f"{location}/__init__.py", True)):
             if name in self._files:
-                loader = _Bytes(fullname, self._folder / name, self._files[name])
+                loader = _InMemoryLoader(fullname, self._folder / name, self._files[name])
                 return importlib.util.spec_from_loader(fullname, loader, is_package=is_package)
         if any(name.startswith(f"{location}/") for name in self._files):  # a folder without __init__.py
             return ModuleSpec(fullname, None, is_package=True)
         return None
 
 
-def _executed(folder: Path, main: str, files: Mapping[str, bytes]) -> ModuleType:
-    """Execute the copy of a recipe file, and return the module."""
+def _execute_copy(folder: Path, main: str, files: Mapping[str, bytes]) -> ModuleType:
+    """Execute the copy of a recipe file, and return the module.
+
+    Args:
+        folder: folder of the copy.
+        main: name of the recipe file.
+        files: content of all copied files, by relative path.
+    """
     # A finder ahead of sys.path: the copied modules must win over changed files.
     neighbours = {name: content for name, content in files.items() if name != main}
     if neighbours:
-        sys.meta_path.insert(0, _Neighbours(folder, neighbours))
+        sys.meta_path.insert(0, _InMemoryFinder(folder, neighbours))
     path = folder / main
-    return module_of_file(path, loader=_Bytes(module_name(path), path, files[main]))
+    return module_of_file(path, loader=_InMemoryLoader(module_name(path), path, files[main]))

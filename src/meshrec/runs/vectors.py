@@ -9,7 +9,7 @@ from meshrec.data.nearest import did_you_mean
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe
-from meshrec.runs.scoring import trained_model
+from meshrec.runs.scoring import load_trained_model
 from meshrec.train.recipe import FittedSource
 from meshrec.train.run_folder import RunFolder
 
@@ -34,7 +34,7 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
     Raises:
         ValueError: the run, checkpoint or feature does not exist.
     """
-    model = trained_model(run, step=step, last=last).model
+    model = load_trained_model(run, step=step, last=last).model
     collections = [module for module in model.modules() if isinstance(module, TableCollection)]
     feature_names: list[str] = []
     for collection in collections:
@@ -53,7 +53,7 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
 
 
 def values_of_rows(run: RunFolder, feature: str, num_rows: int) -> Any:
-    """Return row values as an Arrow array; null for a row without a single value.
+    """Return the data value of every table row as an Arrow array; null for a row without a single value.
 
     Only vocabularies and integers have values; all other features give nulls.
 

@@ -1,4 +1,4 @@
-"""Work of a rank, from joining the others to the last report.
+"""Training run on one rank, from joining the process group to the last report.
 
 [Note: who closes what at the end of a run]
 
@@ -7,11 +7,11 @@ Whoever opens something closes it, in reverse order, also after an error:
 1. ``Trainer`` closes everything a step uses: the prefetch thread at the end of every epoch, together with the
    batches in flight, and the profiler. Then it waits for the background checkpoint, and saves the last
    checkpoint.
-2. ``_Run.do`` ends the observers with the event ``Finished``, after rank 0 has written summary and report. It
-   returns only when all ranks have arrived, so that no rank ends while another waits for it.
-3. ``work`` writes an error to the rank's file before it closes anything. Closing the process group makes the
-   other ranks fail, too, and the launcher must find the first cause.
-4. ``_logged`` releases the rank's lock and the log file; ``held_folder`` releases the folder lock.
+2. ``_RankRun.run`` ends the observers with the event ``Finished``, after rank 0 has written summary and
+   report. It returns only when all ranks have arrived, so that no rank ends while another waits for it.
+3. ``run_rank`` writes an error to the rank's file before it closes anything. Closing the process group makes
+   the other ranks fail, too, and the launcher must find the first cause.
+4. ``_log_to_folder`` releases the rank's lock and the log file; ``locked_folder`` releases the folder lock.
 5. ``leave_process_group`` comes last: it closes the links between ranks, which wait until the others have
    read, and then the sockets.
 
@@ -46,17 +46,17 @@ from meshrec.metrics.named import leading_text
 from meshrec.planner import save_plan
 from meshrec.planner.measured import compare, read_phases
 from meshrec.planner.plan_report import make_report, write_html
-from meshrec.runs.explained import explained
+from meshrec.runs.explained import explain_run
 from meshrec.runs.fitting import load_data
-from meshrec.runs.host_folder import check_storage, held_folder
-from meshrec.runs.job import BEGAN_VARIABLE, GOES_ON, RUN_VARIABLE, Job
-from meshrec.runs.lock import hold_as_rank
-from meshrec.runs.refit import about_refit, check_refit, refit
-from meshrec.runs.removing import drop_unstarted
+from meshrec.runs.host_folder import check_storage, locked_folder
+from meshrec.runs.job import RESTART_REQUESTED, RUN_VARIABLE, START_TIME_VARIABLE, Job
+from meshrec.runs.lock import rank_lock
+from meshrec.runs.refit import check_refit, refit, refit_summary
+from meshrec.runs.removing import remove_unstarted
 from meshrec.runs.report import write_report
 from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
 from meshrec.runs.saved_recipe import check_data, describe_data
-from meshrec.runs.source import keep_source
+from meshrec.runs.source import copy_source
 from meshrec.train.baselines import baselines
 from meshrec.train.losses import NextItem, Ranking, Softmax
 from meshrec.train.observers import (
@@ -89,8 +89,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("meshrec")
 
 
-def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
-    """Train as a rank, and return the run's summary.
+def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
+    """Train a recipe on this rank and return the run's summary, the content of ``summary.json``.
 
     Args:
         job: run options.
@@ -100,20 +100,20 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
         ValueError: the run cannot start or finish as requested; raised on every rank.
     """
     # The launcher's start time, so that the run's duration includes the start of the ranks.
-    began = float(os.environ.get(BEGAN_VARIABLE, time.time()))
+    began = float(os.environ.get(START_TIME_VARIABLE, time.time()))
     # Joined before the folder is claimed: rank 0 tells the others which folder it has.
     ranks = join(choose_device(job.device))
     try:
-        with held_folder(job, ranks) as (folder, blind), _logged(folder, ranks):
+        with locked_folder(job, ranks) as (folder, blind), _log_to_folder(folder, ranks):
             try:
                 if job.keep:
                     check_storage(job, folder, blind, ranks)
-                return _Run(job, ranks, folder, screen, began).do()
+                return _RankRun(job, ranks, folder, screen, began).run()
             except BaseException as error:
                 if isinstance(error, OSError):
                     name_full_disk(error, [folder.path, tempfile.gettempdir()])
                 cause = named_failure(error) if isinstance(error, RuntimeError) else error
-                _failed(folder, ranks, cause, blind)
+                _record_error(folder, ranks, cause, blind)
                 if cause is not error:
                     raise cause from error
                 raise
@@ -122,29 +122,36 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
             leave_process_group()
 
 
-def _failed(folder: RunFolder, ranks: Ranks, error: BaseException, blind: Sequence[int]) -> None:
-    """Write the error to the run folder, for the launcher and for later readers."""
+def _record_error(folder: RunFolder, ranks: Ranks, error: BaseException, blind: Sequence[int]) -> None:
+    """Write an error with its traceback to this rank's file in the run folder.
+
+    Args:
+        folder: this rank's folder.
+        ranks: all ranks.
+        error: reason why this rank failed.
+        blind: ranks unable to see rank 0's folder.
+    """
     # Without MeshRec's launcher, nobody else records the failure or removes an unstarted folder.
     is_unlaunched = RUN_VARIABLE not in os.environ
     try:
         folder.error(ranks.rank).write_text("".join(traceback.format_exception(error)))
         if ranks.is_first and is_unlaunched:
-            record_failure(folder, line_of(error))
+            record_failed_run(folder, error_line(error))
         if is_unlaunched and isinstance(error, ValueError) and (ranks.is_first or ranks.rank in blind):
-            drop_unstarted(folder)
+            remove_unstarted(folder)
     except OSError as full:  # the disk may be what failed
         _logger.warning("%s could not be written: %s", folder.error(ranks.rank), full)
 
 
-def line_of(error: BaseException) -> str:
-    """Return an error as a single line."""
+def error_line(error: BaseException) -> str:
+    """Return the first line of an error; errors other than ValueError are prefixed with the type."""
     text = str(error).strip().splitlines()
     message = text[0] if text else ""
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
-def record_failure(folder: RunFolder, error: str) -> None:
-    """Record the failure in the run folder, and write a report on the completed training."""
+def record_failed_run(folder: RunFolder, error: str) -> None:
+    """Set the run's state to failed, and write a report on the completed part of the training."""
     if (folder.path / CONFIG).exists():
         step = max((line["step"] for line in folder.metrics()), default=None)
         folder.write_state("failed", error=error, step=step)
@@ -152,7 +159,7 @@ def record_failure(folder: RunFolder, error: str) -> None:
 
 
 @contextmanager
-def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+def _log_to_folder(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
     """Write the log to this rank's file in this context. Rank 0 also shows warnings, for all ranks."""
     handlers: list[logging.Handler] = [logging.FileHandler(folder.log(ranks.rank))]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -166,7 +173,7 @@ def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
     for handler in handlers:
         _logger.addHandler(handler)
     try:
-        with hold_as_rank(folder, ranks.rank):
+        with rank_lock(folder, ranks.rank):
             _logger.info("rank %d of %d is process %d", ranks.rank, ranks.size, os.getpid())
             yield
     finally:
@@ -177,8 +184,16 @@ def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
         _logger.propagate = before[1]
 
 
-class _Run:
-    """A run on one rank."""
+class _RankRun:
+    """Training run on one rank: its data, trainer, observers and reports.
+
+    Args:
+        job: run options.
+        ranks: all ranks.
+        folder: this rank's folder.
+        screen: creates the observer for the user's screen, on rank 0.
+        began: start time of the command, in seconds since 1970.
+    """
 
     def __init__(
         self, job: Job, ranks: Ranks, folder: RunFolder, screen: Callable[[RunFolder], Observer], began: float
@@ -195,13 +210,15 @@ class _Run:
             ]
         if job.on_event is not None:
             self._observers.append(job.on_event)
+        # Start of this process, as text, and of the command, in seconds.
         self._began, self._start = now(), began
+        # Object store for this run's checkpoints; None: they are in the run folder.
         self._store: ObjectStore | None = None
         if job.store is not None:
             self._store = ObjectStore(job.store).under(ranks.share(folder.path.name))
 
-    def do(self) -> dict[str, Any]:
-        """Run all stages from comparing the ranks to the summary, and return the summary."""
+    def run(self) -> dict[str, Any]:
+        """Load the data, train, evaluate and write the reports; return the summary. Collective."""
         stop = StopRequest()
         with stop.listening():
             if RUN_VARIABLE in os.environ:
@@ -219,7 +236,7 @@ class _Run:
                 dataset,
                 self._ranks,
                 folder=self._folder,
-                observer=self._tell,
+                observer=self._notify,
                 stop=stop,
                 profile=self._job.profile,
                 keep=self._job.keep,
@@ -233,32 +250,32 @@ class _Run:
             self._ranks.expect_answers_within(self._job.rank_timeout)
             trained = trainer.progress.seconds
             trainer.run()
-            skipped = _merged(self._ranks.collect(dict(dataset.skipped)))
+            skipped = _merge_skipped(self._ranks.collect(dict(dataset.skipped)))
             summary = self._summary(trainer, trainer.progress.seconds - trained, skipped)
-            summary["explained"] = explained(trainer, self._folder)
+            summary["explained"] = explain_run(trainer, self._folder)
             if self._job.final is not None and summary["state"] == "finished":
                 self._refit(trainer, summary, stop)
             if self._ranks.is_first:
-                self._conclude(trainer, summary, stop)
+                self._write_results(trainer, summary, stop)
             self._ranks.wait_for_all()
         # The process that asked to stop leaves; on other hosts the launcher restarts the ranks.
-        if trainer.stopped and stop.signal is None and goes_on_without_a_host():
-            return {**summary, GOES_ON: True}
+        if trainer.stopped and stop.signal is None and restarts_without_host():
+            return {**summary, RESTART_REQUESTED: True}
         return summary
 
     def _refit(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         """Refit on all rows, and add the result to the summary. Collective."""
-        self._tell(Reported("fitting again on all rows, validation and test rows too"))
+        self._notify(Reported("fitting again on all rows, validation and test rows too"))
 
         def tell(share: float) -> None:
-            self._tell(Advanced("the fit on all rows", share))
+            self._notify(Advanced("the fit on all rows", share))
 
         result = refit(self._job, trainer, self._folder, self._ranks, stop=stop, tell=tell)
         if result.is_stopped:
             summary["state"] = "stopped"
         else:
-            summary["final"] = about_refit(result, self._folder, summary)
-            self._tell(Reported(summary["final"]["text"]))
+            summary["final"] = refit_summary(result, self._folder, summary)
+            self._notify(Reported(summary["final"]["text"]))
 
     def _compare_starts(self) -> None:
         """Check that the ranks were started alike. Collective."""
@@ -304,15 +321,17 @@ class _Run:
             if self._ranks.is_first:  # an earlier start may have ended before the first checkpoint
                 self._folder.forget_after(0, judged=False)
         if self._job.resume:
-            self._tell(Reported(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
+            self._notify(Reported(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
             for name, old, new in self._job.changes:
-                self._tell(Reported(f"{name} {old} -> {new}"))
+                self._notify(Reported(f"{name} {old} -> {new}"))
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
+        """Pass an event to all observers."""
         for observer in self._observers:
             observer(event)
 
     def _write_inputs(self, trainer: Trainer) -> None:
+        """Write ``config.json`` and the plan to the run folder, on rank 0. Collective."""
         hosts = Counter(self._ranks.collect(socket.gethostname()))
         if not self._ranks.is_first:
             return
@@ -327,7 +346,7 @@ class _Run:
         config = {
             "recipe": to_json(self._job.recipe),
             "source": self._job.source,
-            "code": keep_source(self._folder, self._job.source, before.get("code")),
+            "code": copy_source(self._folder, self._job.source, before.get("code")),
             "data": describe_data(trainer.dataset),
             "ranks": self._ranks.size,
             "device": self._ranks.device.type,
@@ -336,7 +355,7 @@ class _Run:
             "began": before.get("began", self._began),
             "torch": torch.__version__,
             "starts": [*before.get("starts", []), start],
-            "commands": commands(self._folder),
+            "commands": next_commands(self._folder),
         }
         self._folder.write_json(CONFIG, config, seal=True)
         self._folder.write_state("running", step=trainer.progress.step)
@@ -349,6 +368,13 @@ class _Run:
     def _summary(
         self, trainer: Trainer, train_seconds: float, skipped: Mapping[str, Mapping[str, int]]
     ) -> dict[str, Any]:
+        """Return the summary, without the entries which `run` and `_write_results` add.
+
+        Args:
+            trainer: the finished trainer.
+            train_seconds: seconds of training since this start.
+            skipped: skipped rows by file and reason.
+        """
         progress = trainer.progress
         error = None
         if not trainer.saver.is_saved:
@@ -417,27 +443,27 @@ class _Run:
         times = read_phases(self._folder.path) if self._folder.phases.is_file() else []
         return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
 
-    def _conclude(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
+    def _write_results(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         """Compute the baselines and write the reports, on rank 0."""
         num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
         if self._store is not None:
-            self._fetch(trainer.judge.weights_step, summary)
+            self._download_weights(trainer.judge.weights_step, summary)
         summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
         # Write the summary now, in case the baselines fail or the process is killed.
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
         judged = dataset.validation is not None or dataset.test is not None
         if self._job.baselines and judged and not trainer.stopped:
-            self._judge_baselines(trainer, summary, stop)
+            self._evaluate_baselines(trainer, summary, stop)
             summary["winner"] = winner(summary)
         summary["seconds"], summary["ended"] = time.time() - self._start, now()
         self._folder.write_json(SUMMARY, summary)
         self._folder.write_state(summary["state"], error=summary["error"], step=summary["step"])
         write_report(self._folder)
-        self._tell(Finished(summary))
+        self._notify(Finished(summary))
 
-    def _fetch(self, step: int, summary: dict[str, Any]) -> None:
-        """Fetch the reported weights from the store into the run folder, where commands look for them."""
+    def _download_weights(self, step: int, summary: dict[str, Any]) -> None:
+        """Download the reported weights into the run folder, where commands look for them."""
         assert self._store is not None
         for name in (BEST, CHECKPOINTS):
             checkpoints = StoredCheckpoints(self._store.under(name), self._folder.path)
@@ -446,16 +472,18 @@ class _Run:
                 break
         summary["checkpoints"] = self._checkpoints(step)
 
-    def _judge_baselines(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
+    def _evaluate_baselines(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
+        """Add the baselines' metrics to the summary; a stop request skips those not computed yet."""
+
         def tell(share: float) -> None:
             if stop.signal is not None:
                 raise _Stopped
-            self._tell(Advanced("baselines", share))
+            self._notify(Advanced("baselines", share))
 
         try:
             loss = self._job.recipe.loss
             if isinstance(loss, Softmax | Ranking):
-                self._tell(Reported("there are no baselines for labels of classes or of queries"))
+                self._notify(Reported("there are no baselines for labels of classes or of queries"))
                 return
             results = (
                 ranking_baselines(trainer.dataset, tell, loss=loss)
@@ -468,12 +496,12 @@ class _Run:
                         summary[key][name] = quality[data]
                 # Some baselines take minutes, and a screen without a terminal has no progress bar.
                 judged = quality.get("test") or quality.get("validation") or {}
-                self._tell(Reported(f"baseline {name}: {leading_text(judged)}"))
+                self._notify(Reported(f"baseline {name}: {leading_text(judged)}"))
         except _Stopped:
-            self._tell(Reported("the baselines were skipped, as you asked; the run itself is complete"))
+            self._notify(Reported("the baselines were skipped, as you asked; the run itself is complete"))
 
 
-def goes_on_without_a_host() -> bool:
+def restarts_without_host() -> bool:
     """Return whether an elastic launcher on several hosts restarts this host's ranks when they fail.
 
     In this case, after a signal, ranks on the leaving host end with exit code 0. All other ranks fail on
@@ -490,8 +518,8 @@ class _Stopped(Exception):
     """Raised while baselines are computed, when the user asks the run to stop."""
 
 
-def commands(folder: RunFolder) -> dict[str, str]:
-    """Return the next commands to type: to resume the run, export the weights, and load them in Python."""
+def next_commands(folder: RunFolder) -> dict[str, str]:
+    """Return commands which a user may type next for a run, such as resume and export, by purpose."""
     runs = "" if folder.path.parent == RUNS else f" --runs {quote(str(folder.path.parent))}"
     name, path = folder.path.name, quote(str(folder.path))
     return {
@@ -507,8 +535,13 @@ def commands(folder: RunFolder) -> dict[str, str]:
     }
 
 
-def _merged(by_rank: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Merge rows skipped by ranks, by file and reason. Ranks with the same window report the same rows."""
+def _merge_skipped(by_rank: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """Merge the counts of skipped rows of all ranks.
+
+    Args:
+        by_rank: per rank, counts by file and reason: ``{"day_0.parquet": {"negative label": 3}}``. Ranks
+            which read the same file report the same counts, so counts are not added.
+    """
     merged: dict[str, dict[str, int]] = {}
     for of_rank in by_rank:
         for file, reasons in of_rank.items():

@@ -24,7 +24,7 @@ from meshrec.data.faults import needs
 from meshrec.durable import durable_folder, scratch_folder
 from meshrec.runs.host_folder import LAUNCH_VARIABLE
 from meshrec.runs.job import Job
-from meshrec.runs.worker import work
+from meshrec.runs.worker import run_rank
 from meshrec.train.observers import Evaluated, Event, Logged
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RUNS, RunFolder
@@ -189,7 +189,7 @@ def _train(config: dict[str, Any]) -> None:
         reporter.folder = folder
         return lambda event: None
 
-    summary = work(replace(config["job"], on_event=reporter), screen)
+    summary = run_rank(replace(config["job"], on_event=reporter), screen)
     if summary["state"] == "failed":
         raise RuntimeError(summary["error"])
 
