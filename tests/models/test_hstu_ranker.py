@@ -1,4 +1,4 @@
-"""The ranker of HSTU layers: candidates do not see each other, and kept histories change nothing."""
+"""The ranker of HSTU layers: candidates do not see each other, and cached histories change nothing."""
 
 import pytest
 import torch
@@ -83,10 +83,10 @@ def test_a_candidate_is_scored_as_if_it_were_alone(features):
 @pytest.mark.parametrize("features", [FEATURES, FEATURES._replace(contextual=(), actions=(), times=None)])
 def test_kept_histories_change_nothing(features):
     model = made(features)
-    kept = model.keep(batch())
-    torch.testing.assert_close(model.score(batch(), kept), logits(model), rtol=1e-5, atol=1e-5)
+    cache = model.encode_prefix(batch())
+    torch.testing.assert_close(model.score(batch(), cache), logits(model), rtol=1e-5, atol=1e-5)
     others = [[4], [5, 6], []]
-    found = model.score(batch(HISTORIES, others), kept)
+    found = model.score(batch(HISTORIES, others), cache)
     torch.testing.assert_close(found, logits(model, HISTORIES, others), rtol=1e-5, atol=1e-5)
 
 

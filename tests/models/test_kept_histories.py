@@ -1,9 +1,9 @@
-"""Histories of HSTU that are encoded step by step, from kept keys and values, against whole histories."""
+"""Histories of HSTU that are encoded step by step, from cached keys and values, against whole histories."""
 
 import pytest
 import torch
 
-from meshrec.models import KeptTokens
+from meshrec.models import TokenCache
 from tests.models.test_history_models import features, make_model
 
 LONGEST = 30
@@ -12,7 +12,7 @@ TIMES = [[0, 5, 90, 4000, 4001], [3], [], [100, 100, 9000]]
 
 
 def nothing(model, num_samples):
-    return KeptTokens.none(model.kept_shape, num_samples)
+    return TokenCache.empty(model.cache_shape, num_samples)
 
 
 def cut(bags, sizes):
@@ -40,11 +40,11 @@ def batch(sizes):
 )
 @torch.no_grad()
 def test_steps_equal_the_whole_history(model, steps):
-    kept = nothing(model, len(HISTORIES))
+    cache = nothing(model, len(HISTORIES))
     for sizes in steps:
-        query, kept = model.advance(batch(sizes), kept)
+        query, cache = model.advance(batch(sizes), cache)
         torch.testing.assert_close(query, model.query_vectors(batch(sizes)), rtol=1e-5, atol=1e-5)
-        assert kept.lengths_B.tolist() == list(sizes)
+        assert cache.lengths_B.tolist() == list(sizes)
 
 
 @torch.no_grad()
@@ -52,11 +52,11 @@ def test_a_history_that_grows_alone_equals_the_whole_history_and_is_seldom_copie
     drawn = torch.Generator().manual_seed(0)
     items = torch.randint(1, 9, (LONGEST,), generator=drawn).tolist()
     times = torch.randint(10**6, (LONGEST,), generator=drawn).sort().values.tolist()
-    kept, lengths, places = nothing(model, 1), [0, 0, 1, 1, *range(2, LONGEST - 3), LONGEST], set()
+    cache, lengths, places = nothing(model, 1), [0, 0, 1, 1, *range(2, LONGEST - 3), LONGEST], set()
     for length in lengths:
         asked = features([items[:length]], [[]], times=[times[:length]])
-        query, kept = model.advance(asked, kept)
-        places.add(kept.rows.data_ptr())
+        query, cache = model.advance(asked, cache)
+        places.add(cache.rows.data_ptr())
         torch.testing.assert_close(query, model.query_vectors(asked), rtol=1e-5, atol=1e-5)
     assert len(places) <= 4
 
@@ -66,24 +66,24 @@ def test_another_end_of_the_same_beginning_does_not_meet_the_first_one(model):
     def asked(*items):
         return features([[*items]], [[]], times=[[*range(0, 1000 * len(items), 1000)]])
 
-    kept = model.advance(asked(1, 2, 3), nothing(model, 1)).kept
+    cache = model.advance(asked(1, 2, 3), nothing(model, 1)).cache
     for end in (asked(1, 2, 3, 4, 5), asked(1, 2, 3, 6), asked(1, 2, 3)):
-        found = model.advance(end, kept).query_BV
+        found = model.advance(end, cache).query_BV
         torch.testing.assert_close(found, model.query_vectors(end), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
 def test_only_new_items_are_looked_up(model):
-    _, kept = model.advance(batch((4, 1, 0, 2)), nothing(model, 4))
+    _, cache = model.advance(batch((4, 1, 0, 2)), nothing(model, 4))
     looked_up = []
     model.embedding_collection.register_forward_pre_hook(lambda _, given: looked_up.append(given[0].values()))
-    model.advance(batch((5, 1, 0, 3)), kept)
+    model.advance(batch((5, 1, 0, 3)), cache)
     # The last item that was there before is encoded again: its result depends on the time of the next one.
     assert looked_up[0].tolist() == [4, 5, 6, 8, 9]
 
 
 @torch.no_grad()
 def test_more_kept_tokens_than_items_are_refused(model):
-    _, kept = model.advance(batch((4, 1, 0, 2)), nothing(model, 4))
+    _, cache = model.advance(batch((4, 1, 0, 2)), nothing(model, 4))
     with pytest.raises(ValueError, match=r"sample 0.*caches 4.*3 items"):
-        model.advance(batch((3, 1, 0, 2)), kept)
+        model.advance(batch((3, 1, 0, 2)), cache)

@@ -9,11 +9,11 @@ from meshrec.models import (
     DotProduct,
     MixtureOfLogits,
     SampledSoftmax,
-    judge_targets,
+    evaluate_targets,
     sampled_softmax,
     top_items,
 )
-from meshrec.models.next_item import NO_ITEM, ItemChunk, NegativeDraws, last_ids
+from meshrec.models.next_item import NO_ITEM, ItemChunk, NegativeSampler, last_ids
 
 NUM_ITEMS, WIDTH = 40, 6
 
@@ -71,7 +71,7 @@ def test_places_and_losses_are_those_among_unseen_items(size):
     target = torch.tensor([5, NO_ITEM, 11])
     seen = [[1, 2, 39], [4], [11, 0]]
     bags = JaggedTensor(torch.tensor([1, 2, 39, 4, 11, 0]), lengths=torch.tensor([len(bag) for bag in seen]))
-    found = judge_targets(query, items[target.clamp(min=0)], target, chunks(items, size), seen=bags)
+    found = evaluate_targets(query, items[target.clamp(min=0)], target, chunks(items, size), seen=bags)
     for sample in (0, 2):
         left = [item for item in range(NUM_ITEMS) if item not in seen[sample] or item == target[sample]]
         products = items[left] @ query[sample]
@@ -84,13 +84,13 @@ def test_places_and_losses_are_those_among_unseen_items(size):
 
 def test_equal_products_share_their_mean_place():
     items = torch.ones(9, 2)
-    found = judge_targets(torch.ones(1, 2), items[:1], torch.tensor([0]), chunks(items, 4))
+    found = evaluate_targets(torch.ones(1, 2), items[:1], torch.tensor([0]), chunks(items, 4))
     assert found[0, 1:].tolist() == [5, 8]
 
 
 def test_products_that_are_no_numbers_come_last():
     items = torch.randn(9, 2)
-    found = judge_targets(torch.full((1, 2), float("nan")), items[:1], torch.tensor([0]), chunks(items, 4))
+    found = evaluate_targets(torch.full((1, 2), float("nan")), items[:1], torch.tensor([0]), chunks(items, 4))
     assert found[0, 1] >= 9
 
 
@@ -124,9 +124,12 @@ def test_fewer_items_than_wanted_leave_empty_places():
 @pytest.mark.parametrize("similarity", [DotProduct(normalise=True, temperature=0.1), MixtureOfLogits(WIDTH)])
 def test_pairs_are_the_diagonal_of_the_table(similarity):
     torch.manual_seed(0)
-    query, items = similarity.queries(torch.randn(9, WIDTH)), similarity.items(torch.randn(9, WIDTH))
+    query, items = (
+        similarity.convert_queries(torch.randn(9, WIDTH)),
+        similarity.convert_items(torch.randn(9, WIDTH)),
+    )
     assert torch.allclose(
-        similarity.pairs(query, items), similarity.table(query, items).diagonal(), atol=1e-4
+        similarity.score_pairs(query, items), similarity.score_matrix(query, items).diagonal(), atol=1e-4
     )
 
 
@@ -139,14 +142,14 @@ def test_a_mixture_is_a_weighted_mean_of_the_cosines_of_components():
     cosines = torch.nn.functional.cosine_similarity(of_query[:, None], of_item[None], dim=2).flatten()
     gate = mixture.query_gate(one)[0] + mixture.item_gate(other)[0] + mixture.pair_gate(cosines)
     expected = (gate.softmax(0) * cosines).sum() / 0.5
-    found = mixture.table(mixture.queries(one), mixture.items(other))
+    found = mixture.score_matrix(mixture.convert_queries(one), mixture.convert_items(other))
     assert found.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "popular"])
 def test_draws_follow_their_shares_and_change_with_the_step(kind):
     ids, counts = torch.arange(5) * 10, torch.tensor([1, 2, 3, 4, 0])
-    draws = NegativeDraws(ids, SampledSoftmax(negatives=kind, num_negatives=50_000), counts_I=counts)
+    draws = NegativeSampler(ids, SampledSoftmax(negatives=kind, num_negatives=50_000), counts_I=counts)
     first, second = draws(torch.zeros(0)), draws(torch.zeros(0))
     assert not torch.equal(first.ids_N, second.ids_N)
     shares = torch.bincount(first.ids_N // 10, minlength=5) / 50_000
@@ -161,7 +164,7 @@ def test_negatives_in_the_batch_are_its_targets():
     ids, targets = torch.arange(5) * 10, torch.tensor([30, 0, 10, 20, 30, 0])
     counts = torch.tensor([2, 1, 1, 2, 0])
     softmax = SampledSoftmax(negatives="in_batch", num_negatives=3)
-    draws = NegativeDraws(ids, softmax, counts_I=counts)
+    draws = NegativeSampler(ids, softmax, counts_I=counts)
     times = torch.zeros(5)
     for _ in range(2000):
         found = draws(targets)
@@ -169,10 +172,10 @@ def test_negatives_in_the_batch_are_its_targets():
         assert len(found.ids_N) == 3
         assert torch.allclose(found.log_expected_N.exp(), counts[found.ids_N // 10] / 2, rtol=1e-2)
     assert torch.allclose(times / 2000, counts / 2, atol=0.03)
-    every = NegativeDraws(ids, replace(softmax, num_negatives=9), counts_I=counts)(targets)
+    every = NegativeSampler(ids, replace(softmax, num_negatives=9), counts_I=counts)(targets)
     assert every.ids_N.tolist() == targets.sort().values.tolist()
     assert not len(draws(targets[:0]).ids_N)
     with pytest.raises(ValueError, match=r"'in_batch'.*Dataset.item_counts"):
-        NegativeDraws(ids, softmax)
+        NegativeSampler(ids, softmax)
     with pytest.raises(ValueError, match=r"temperature 0.0.*above 0"):
         SampledSoftmax(temperature=0.0)

@@ -18,8 +18,8 @@ from meshrec.models import (
     AdvancedHistories,
     HistoryFeatures,
     ItemCatalogue,
-    KeptTokens,
     SampledSoftmax,
+    TokenCache,
 )
 from meshrec.modules import DataType, EmbeddingCollection, EmbeddingConfig
 from meshrec.sparse import KeyedJaggedTensor
@@ -125,24 +125,24 @@ class IncrementalQueries:
                 "the package's encoder description does not match its weights. Export it again."
             )
         self.features = [names.history, *([] if names.times is None else [names.times])]
-        self.kept_shape = model.kept_shape
+        self.cache_shape = model.cache_shape
 
     @torch.inference_mode()
-    def __call__(self, values: list[Tensor], lengths: list[Tensor], kept: KeptTokens) -> AdvancedHistories:
+    def __call__(self, values: list[Tensor], lengths: list[Tensor], cache: TokenCache) -> AdvancedHistories:
         """Compute queries, and the keys and values to cache; see `HSTU.advance`.
 
         Args:
             values: values [N] per feature in ``features``, sample by sample.
             lengths: values per sample, int64 [B], per feature.
-            kept: cached prefix per history, computed with the current weights.
+            cache: cached prefix per history, computed with the current weights.
 
         Raises:
             ValueError: a history is too long, or an ID is outside the table.
         """
         sparse = KeyedJaggedTensor(
-            self.features, torch.cat(values), lengths=torch.cat(lengths), stride=len(kept.lengths_B)
+            self.features, torch.cat(values), lengths=torch.cat(lengths), stride=len(cache.lengths_B)
         )
-        advanced: AdvancedHistories = call_with(self._caller, self._weights, sparse, kept)
+        advanced: AdvancedHistories = call_with(self._caller, self._weights, sparse, cache)
         return advanced
 
 
@@ -153,5 +153,5 @@ class _Caller(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, sparse: KeyedJaggedTensor, kept: KeptTokens) -> AdvancedHistories:
-        return self.model.advance(sparse, kept)
+    def forward(self, sparse: KeyedJaggedTensor, cache: TokenCache) -> AdvancedHistories:
+        return self.model.advance(sparse, cache)

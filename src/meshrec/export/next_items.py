@@ -12,7 +12,7 @@ from meshrec.data.faults import needs
 from meshrec.data.samples import Floats, Ints
 from meshrec.export.incremental import Encoder
 from meshrec.models import DotProduct, HistoryModel
-from meshrec.models.next_item import with_repeats
+from meshrec.models.next_item import add_repeat_scores
 from meshrec.models.repeats import RepeatedItems, repeated_items
 from meshrec.models.top_k import top_k
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
@@ -178,7 +178,7 @@ class RankedItems(NamedTuple):
             is_new_B = torch.from_numpy(~queries_BV.any(1))
             scores_BI[is_new_B] = torch.from_numpy(self.new_user_scores_I)
         if repeated is not None:
-            scores_BI = with_repeats(scores_BI, torch.from_numpy(self.ids_I), repeated)
+            scores_BI = add_repeat_scores(scores_BI, torch.from_numpy(self.ids_I), repeated)
         for rows, lengths in hidden:
             at = np.searchsorted(self.ids_I, rows).clip(max=len(self.ids_I) - 1)
             is_item = self.ids_I[at] == rows

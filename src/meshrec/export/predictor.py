@@ -27,7 +27,7 @@ from meshrec.export.manifest import (
 )
 from meshrec.export.next_items import ITEMS, RankedItems
 from meshrec.export.weights import Weights
-from meshrec.models import AdvancedHistories, KeptTokens
+from meshrec.models import AdvancedHistories, TokenCache
 from meshrec.ops.operators import InputError, translate_error
 
 _log = logging.getLogger(__name__)
@@ -140,20 +140,20 @@ class Predictor:
             return None
         return IncrementalQueries(items.encoder, self.weights, normalise=items.normalise)
 
-    def advance(self, values: list[Tensor], lengths: list[Tensor], kept: KeptTokens) -> AdvancedHistories:
+    def advance(self, values: list[Tensor], lengths: list[Tensor], cache: TokenCache) -> AdvancedHistories:
         """Compute queries from cached prefixes; see `IncrementalQueries`.
 
         Args:
             values: values [N] per feature.
             lengths: values per sample, int64 [B], per feature.
-            kept: cached prefixes.
+            cache: cached prefixes.
 
         Raises:
             ValueError: a history is too long, or an ID is outside the table.
             PackageError: the weights file was truncated.
         """
         assert self.incremental is not None
-        advanced = self.incremental(values, lengths, kept)
+        advanced = self.incremental(values, lengths, cache)
         self._weights.check()
         return advanced
 

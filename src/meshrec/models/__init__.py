@@ -15,11 +15,11 @@ from meshrec.models.dlrm import (
 )
 from meshrec.models.gru4rec import GRU4Rec
 from meshrec.models.history_model import HistoryFeatures, HistoryModel, ItemCatalogue
-from meshrec.models.hstu import HSTU, AdvancedHistories, KeptTokens
+from meshrec.models.hstu import HSTU, AdvancedHistories, TokenCache
 from meshrec.models.hstu_ranker import HSTURanker, RankerFeatures
 from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.multi_task import PLE, Mixture, MMoE, MultiTask, SharedBottom
-from meshrec.models.next_item import SampledSoftmax, TopItems, judge_targets, sampled_softmax, top_items
+from meshrec.models.next_item import SampledSoftmax, TopItems, evaluate_targets, sampled_softmax, top_items
 from meshrec.models.sasrec import SASRec
 from meshrec.models.similarity import DotProduct, MixtureOfLogits, Similarity
 from meshrec.models.tower_ranking import TowerRanking
@@ -58,7 +58,6 @@ __all__ = [
     "InterestPooling",
     "ItemCatalogue",
     "ItemFrequency",
-    "KeptTokens",
     "MMoE",
     "Mixture",
     "MixtureOfLogits",
@@ -71,6 +70,7 @@ __all__ = [
     "SharedBottom",
     "Similarity",
     "SparseArch",
+    "TokenCache",
     "TopItems",
     "TowerArch",
     "TowerRanking",
@@ -79,8 +79,8 @@ __all__ = [
     "TwoTowerClicks",
     "TwoTowerTrain",
     "WideDeep",
+    "evaluate_targets",
     "in_batch_softmax",
-    "judge_targets",
     "sampled_softmax",
     "top_items",
 ]

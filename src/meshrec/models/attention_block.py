@@ -46,11 +46,12 @@ class AttentionBlock(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, values_BLD: Tensor, keys_BL: Tensor | None = None) -> Tensor:
-        """Map [B, L, D] to [B, L, D].
+        """Apply attention and MLP with their residual connections; returns [B, L, D].
 
         Args:
             values_BLD: Input vectors.
-            keys_BL: Bool mask: positions that all positions attend to. None: causal attention.
+            keys_BL: Bool mask, True for positions that can be attended to (not padding). None: causal
+                attention.
         """
         # [B, L, 3, H, D / H]
         heads = self.projections(self.attention_norm(values_BLD)).unflatten(-1, (3, self._num_heads, -1))

@@ -17,9 +17,9 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class FMInteractionArch(nn.Module):
-    """Factorization machine: the sum of dot products over all pairs of vectors.
+    """Factorization machine: the sum of dot products of all pairs of feature vectors.
 
-    Computed per column as half of (squared sum - sum of squares), which is linear in F.
+    Computed as half of (squared sum - sum of squares) per column, in O(F D) instead of O(F^2 D).
     """
 
     def forward(self, vectors: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class InterestPooling(nn.Module):
 
 
 class DIN(nn.Module):
-    """Click model over a history, a candidate item, other IDs and dense values.
+    """Deep interest network: click model over a history, a candidate item, other IDs and dense values.
 
     Args:
         embedding_collection: Collection with a single table, read by the features ``history`` and ``item``.

@@ -40,7 +40,7 @@ class TrainOutputs(NamedTuple):
 
 
 class SparseArch(nn.Module):
-    """Pooled embeddings for all features, with equal table widths.
+    """Embedding bags of all features, stacked to [B, F, D]; all tables have width D.
 
     Raises:
         ValueError: Table widths differ.
@@ -85,7 +85,7 @@ class DenseArch(nn.Module):
 
 
 class InteractionArch(nn.Module):
-    """Pairwise dot products among the dense vector and all embeddings."""
+    """Dense vector, followed by the dot products of all pairs of dense vector and embeddings."""
 
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class InteractionArch(nn.Module):
 
 
 class InteractionDCNArch(nn.Module):
-    """Cross network over the concatenated vectors."""
+    """Cross network over the concatenation of dense vector and embeddings."""
 
     def __init__(self, num_sparse_features: int, crossnet: nn.Module) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class DLRM_DCN(DLRM):
 
 
 class DLRMTrain(nn.Module):
-    """A model with binary cross-entropy of logits [B, 1] and labels [B]."""
+    """Wraps a model with logits [B, 1] and returns the binary cross-entropy with the labels [B]."""
 
     def __init__(self, dlrm_module: nn.Module) -> None:
         super().__init__()

@@ -11,12 +11,12 @@ from meshrec.models.next_item import (
     NO_ITEM,
     HistoryItems,
     ItemChunk,
-    NegativeDraws,
+    NegativeSampler,
     NewUsers,
     NewUserScores,
     SampledSoftmax,
     TopItems,
-    judge_targets,
+    evaluate_targets,
     last_ids,
     sample_indices,
     sampled_softmax,
@@ -28,16 +28,17 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 # B samples, L items in a history, N items in all histories, T targets, D embedding width, I catalogue items
 
-_BLOCK = 256  # samples; evaluation rounds batches up to whole blocks
+_EVALUATION_BLOCK = 256  # samples; evaluation rounds batches up to whole blocks
 _FREE_PADDING = 16
-"""Padding positions that cost less than another bucket would."""
+"""Padding positions per sample which are cheaper than encoding another bucket."""
 
 
 class HistoryFeatures(NamedTuple):
-    """Feature names for a next-item model. ``history`` and ``item`` share a table.
+    """Feature names of a next-item model. ``history`` and ``item`` share a table.
 
-    In training ``item`` has the items that followed the last history items, one per item; in evaluation it
-    has a single item.
+    With t targets, the first follows the history's item L - t, and the last follows the whole history: a
+    history [1, 2, 3] and ``item`` [3, 4] train the prediction of 3 from [1, 2], and of 4 from [1, 2, 3]. In
+    evaluation ``item`` has a single item.
     """
 
     history: str
@@ -58,7 +59,7 @@ class ItemCatalogue(NamedTuple):
     counts_I: Tensor | None = None
     """Training targets per item, if known."""
     new_user_scores_I: Tensor | None = None
-    """The score of each for a user without a history, float32. None: the model encodes an empty history."""
+    """Item scores for users without a history, float32. None: the model encodes an empty history."""
 
 
 class HistoryOptions(TypedDict, total=False):
@@ -70,18 +71,18 @@ class HistoryOptions(TypedDict, total=False):
 
 
 class EncodedHistories(NamedTuple):
-    """Encoded histories for B samples."""
+    """Output of an encoder for B histories: a vector per position that predicts the item there."""
 
     vectors: Tensor
-    """[n, D]: per sample a vector per history item, a vector for the next item, and possibly padding. Vector
-    ``l`` predicts item ``l``.
+    """[n, D]: the vectors of one sample after the other. Vector ``l`` of a sample predicts item ``l``; a
+    history of L items has L + 1 vectors, the last for the next item, and possibly padding behind.
     """
     first_B: Tensor
-    """Index of the first vector per sample."""
+    """Index in ``vectors`` of each sample's first vector."""
 
 
 class _Targets(NamedTuple):
-    """Training step targets: IDs, samples, and positions within the sample."""
+    """Targets of a training step: item ID, index of the sample, and position in that sample's history."""
 
     ids_T: Tensor
     sample_T: Tensor
@@ -147,7 +148,7 @@ class HistoryModel(nn.Module):
         num_items = len(items.ids_I)
         self.repeats = RepeatScores(num_items, max_length, device=device) if softmax.repeats else None
         # Also holds the catalogue that is ranked.
-        self.draws = NegativeDraws(items.ids_I, softmax, counts_I=items.counts_I, device=device)
+        self.draws = NegativeSampler(items.ids_I, softmax, counts_I=items.counts_I, device=device)
 
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
         """Encode histories. A sample's vector ``l`` depends on the first ``l`` items only.
@@ -165,14 +166,20 @@ class HistoryModel(nn.Module):
         )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the loss per sample and 0, [B, 2]; in evaluation `judge_targets`, [B, 3].
+        """Compute the training loss or, in evaluation mode, loss and rank of the targets.
 
         Args:
             dense_features: Ignored.
             sparse_features: IDs for all features.
+
+        Returns:
+            In training, the loss per sample and 0, [B, 2]. In evaluation, the result of `evaluate_targets`,
+            [B, 3].
         """
         items = sparse_features[self.features.item]
-        return self._losses(sparse_features, items) if self.training else self._judge(sparse_features, items)
+        return (
+            self._losses(sparse_features, items) if self.training else self._evaluate(sparse_features, items)
+        )
 
     def query_vectors(self, sparse_features: KeyedJaggedTensor, *, check: bool = True) -> Tensor:
         """Return a query per history, [B, D].
@@ -189,8 +196,8 @@ class HistoryModel(nn.Module):
         return query_BD * (history.lengths() > 0)[:, None] if self.scores_new_users else query_BD
 
     def item_vectors(self) -> Tensor:
-        """Return all item vectors, converted by ``similarity.items``, [I, D]."""
-        return torch.cat([chunk.vectors_CD for chunk in self._chunks()])
+        """Return all item vectors, converted by ``similarity.convert_items``, [I, D]."""
+        return torch.cat([chunk.vectors_CD for chunk in self._item_chunks()])
 
     def recommend(
         self, sparse_features: KeyedJaggedTensor, k: int, *, keep_seen: bool = False, seen: str | None = None
@@ -209,26 +216,26 @@ class HistoryModel(nn.Module):
         new_users = self._new_users(sparse_features[self.features.history].lengths())
         return top_items(
             query,
-            self._chunks(),
+            self._item_chunks(),
             k,
             seen=hidden,
             similarity=self.similarity,
             new_users=new_users,
-            repeated=self._repeated(sparse_features[self.features.history]),
+            repeated=self._repeated_items(sparse_features[self.features.history]),
         )
 
-    def _repeated(self, history: JaggedTensor) -> RepeatedItems | None:
-        """Return the scores of history items, if the model scores them apart."""
+    def _repeated_items(self, history: JaggedTensor) -> RepeatedItems | None:
+        """Return the scores of history items, if the model scores them differently (``softmax.repeats``)."""
         if self.repeats is None:
             return None
         return repeated_items(self.repeats.weight, self.repeats.chosen, history)
 
     def _new_users(self, lengths_B: Tensor) -> NewUsers | None:
-        """Return the samples without a history, if the model has scores for them."""
+        """Return which samples have no history, with scores for them; None if the model lacks such scores."""
         return NewUsers(lengths_B == 0, self.new_user_scores) if self.scores_new_users else None
 
     def _losses(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        """Return the mean loss over the targets of every sample and 0, [B, 2]."""
+        """Return the mean loss over a sample's targets, and 0, as [B, 2]."""
         # Targets per sample; the loss is averaged over them.
         counts_B, device = items.lengths(), items.values().device
         targets = self._targets(features[self.features.history], items)
@@ -244,15 +251,15 @@ class HistoryModel(nn.Module):
             return used * zeros_B2
         item_rows = history.values()
         if self._hidden is not None:
-            history = self._without_hidden(history, targets)
-        encoded, vectors = self._encode_rows(features, history), self.similarity.items(vectors)
-        queries_T = self.similarity.queries(
+            history = self._mask_history(history, targets)
+        encoded, vectors = self._encode_rows(features, history), self.similarity.convert_items(vectors)
+        queries_T = self.similarity.convert_queries(
             encoded.vectors[encoded.first_B[targets.sample_T] + targets.position_T]
         )
         history_items = None
         if self.repeats is not None:
             weight_F, ids = self.repeats.weight, features[self.features.history]
-            history_items = self._history_items(
+            history_items = self._score_history_items(
                 weight_F, ids, item_rows, targets=targets, queries_T=queries_T, drawn_N=negatives.ids_N
             )
         losses_T = sampled_softmax(
@@ -272,7 +279,7 @@ class HistoryModel(nn.Module):
         # The clamp avoids 0 / 0 for samples without a target.
         return torch.stack([sums_B / nums_B.clamp(min=1), torch.zeros_like(sums_B)], dim=1)
 
-    def _history_items(
+    def _score_history_items(
         self,
         weight_F: Tensor,
         history: JaggedTensor,
@@ -295,12 +302,12 @@ class HistoryModel(nn.Module):
         lengths_B, sample_T, position_T = history.lengths(), targets.sample_T, targets.position_T
         stops_P = torch.arange(int(lengths_B.max()) + 1, device=drawn_N.device)
         items = prefix_items(weight_F, history, stops_P.expand(len(lengths_B), -1))
-        vectors = JaggedTensor(self.similarity.items(item_rows), lengths=lengths_B)
+        vectors = JaggedTensor(self.similarity.convert_items(item_rows), lengths=lengths_B)
         vectors_BLV = vectors.to_padded_dense(items.ids_BL.shape[1])
         # Every sample has at most one target per position.
         queries_BPV = queries_T.new_zeros(len(lengths_B), len(stops_P), queries_T.shape[1])
         queries_BPV = queries_BPV.index_put((sample_T, position_T), queries_T)
-        scores_TL = self.similarity.within_samples(queries_BPV, vectors_BLV)[sample_T, position_T]
+        scores_TL = self.similarity.score_within_samples(queries_BPV, vectors_BLV)[sample_T, position_T]
         additions_TL = items.scores_BPL[sample_T, position_T]
         is_last_TL = items.is_last_BPL[sample_T, position_T]
         is_target_TL = is_last_TL & (items.ids_BL[sample_T] == targets.ids_T[:, None])
@@ -348,37 +355,37 @@ class HistoryModel(nn.Module):
             torch.cat([position_N[is_hidden], position_T[is_next]]),
         )
 
-    def _without_hidden(self, history: JaggedTensor, targets: _Targets) -> JaggedTensor:
-        """Replace masked items' rows by ``start``."""
+    def _mask_history(self, history: JaggedTensor, targets: _Targets) -> JaggedTensor:
+        """Replace the rows of masked items, which are among the targets, by ``start``."""
         lengths_B, rows = history.lengths(), history.values()
         is_item = targets.position_T < lengths_B[targets.sample_T]
         index = (history.offsets()[targets.sample_T] + targets.position_T)[is_item]
         rows = rows.index_copy(0, index, self.start.expand(len(index), -1).to(rows.dtype))
         return JaggedTensor(rows, lengths=lengths_B)
 
-    def _judge(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        """Return `judge_targets` for the last target per sample."""
+    def _evaluate(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
+        """Return `evaluate_targets` for the last target per sample."""
         target_B = last_ids(items)
         has_target = target_B != NO_ITEM
         history, vectors = self._look_up(features, target_B[has_target])
-        # Samples without a target keep a zero row: judge_targets masks their result.
+        # Samples without a target keep a zero row: evaluate_targets masks their result.
         target_BD = vectors.new_zeros(len(target_B), vectors.shape[1])
         target_BD[has_target] = vectors
         seen = None if self.features.seen is None else features[self.features.seen]
         # Skip trailing samples without a target, which pad the last batch. Whole blocks keep the summation
         # order, and thus the result, independent of the batch size.
         last = int(has_target.nonzero()[-1]) + 1 if bool(has_target.any()) else 0
-        size = min(-(-last // _BLOCK) * _BLOCK, len(target_B))
+        size = min(-(-last // _EVALUATION_BLOCK) * _EVALUATION_BLOCK, len(target_B))
         judged = _first_bags(history, size)
-        results = judge_targets(
+        results = evaluate_targets(
             self._last_queries(features, judged),
-            self.similarity.items(target_BD[:size]),
+            self.similarity.convert_items(target_BD[:size]),
             target_B[:size],
-            self._chunks(),
+            self._item_chunks(),
             seen=None if seen is None else _first_bags(seen, size),
             similarity=self.similarity,
             new_users=self._new_users(judged.lengths()),
-            repeated=self._repeated(_first_bags(features[self.features.history], size)),
+            repeated=self._repeated_items(_first_bags(features[self.features.history], size)),
         )
         return nn.functional.pad(results, (0, 0, 0, len(target_B) - size))
 
@@ -387,22 +394,22 @@ class HistoryModel(nn.Module):
     ) -> Tensor:
         """Return the query after the last item per history, [B, D]."""
         encoded = self._encode_rows(features, history, check=check)
-        return self.similarity.queries(encoded.vectors[encoded.first_B + history.lengths()])
+        return self.similarity.convert_queries(encoded.vectors[encoded.first_B + history.lengths()])
 
     def _encode_rows(
         self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True
     ) -> EncodedHistories:
-        """Check and encode histories, which may be those of the first samples only."""
-        return self._encode(history, self._times_of(features, history.lengths(), check=check))
+        """Check and encode the histories of a batch, or of the first samples."""
+        return self._encode(history, self._checked_times(features, history.lengths(), check=check))
 
-    def _times_of(
+    def _checked_times(
         self, features: KeyedJaggedTensor, lengths: Tensor, *, check: bool = True
     ) -> JaggedTensor | None:
-        """Check the histories of the first samples, and return their times.
+        """Check history lengths, and return the item times; None if the model has no times.
 
         Args:
             features: IDs and times.
-            lengths: History lengths of the first samples.
+            lengths: History lengths of the batch, or of the first samples.
             check: Check lengths; exported programs cannot.
 
         Raises:
@@ -429,7 +436,7 @@ class HistoryModel(nn.Module):
             )
         return times
 
-    def _chunks(self) -> Iterator[ItemChunk]:
+    def _item_chunks(self) -> Iterator[ItemChunk]:
         """Look up all items in chunks. Collective if tables are sharded: all ranks must iterate together."""
         for ids in self.draws.catalogue_I.split(CHUNK):
             # A single bag with the whole chunk; the history feature is empty.
@@ -438,7 +445,7 @@ class HistoryModel(nn.Module):
                 [*self.features[:2]], ids, lengths=torch.cat([none, none + len(ids)]), stride=1
             )
             rows = self.embedding_collection(features)[self.features.item].values()
-            yield ItemChunk(ids, self.similarity.items(rows))
+            yield ItemChunk(ids, self.similarity.convert_items(rows))
 
     def _look_up(self, features: KeyedJaggedTensor, extra_ids: Tensor | None) -> tuple[JaggedTensor, Tensor]:
         """Look up the histories, and extra IDs in the same collective lookup.
@@ -466,7 +473,7 @@ def encode_in_buckets(
     """Encode histories in buckets of similar lengths, padded to the longest in the bucket.
 
     Args:
-        history: Item rows.
+        history: B bags of item rows, values [N, D].
         max_length: Length to which an exported program pads all histories, in a single bucket.
         encode: Maps lengths [B] and padded rows [B, L, D] of a bucket to vectors [B, L + 1, D].
     """

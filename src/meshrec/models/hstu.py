@@ -14,17 +14,17 @@ from typing_extensions import Unpack, override
 
 from meshrec.models.history_model import EncodedHistories, HistoryFeatures, HistoryModel, HistoryOptions
 from meshrec.models.next_item import SampledSoftmax
-from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all, kept_shape
+from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, cache_shape, extend_all
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 # B samples, N items in all histories, D embedding width, V query width
 
 
-_COSINE = SampledSoftmax(num_negatives=128, similarity="cosine", temperature=0.05)
+_DEFAULT_SOFTMAX = SampledSoftmax(num_negatives=128, similarity="cosine", temperature=0.05)
 
 
-class KeptTokens(NamedTuple):
-    """KV cache: keys and values of the first tokens (the start, then items) of B histories."""
+class TokenCache(NamedTuple):
+    """KV cache: keys and values of the first tokens of B histories. Token 0 is the start, token l item l."""
 
     rows: Tensor
     """Keys and values [L, K, S] of K tokens in L layers, sample by sample. A single sample may have spare
@@ -34,17 +34,17 @@ class KeptTokens(NamedTuple):
     """Cached tokens per sample, int64; at most the number of history items."""
 
     @staticmethod
-    def none(shape: tuple[int, int], num_samples: int) -> "KeptTokens":
+    def empty(shape: tuple[int, int], num_samples: int) -> "TokenCache":
         """Return an empty cache for ``num_samples``; ``shape``: number of layers L and width S."""
         num_layers, width = shape
-        return KeptTokens(torch.zeros(num_layers, 0, width), torch.zeros(num_samples, dtype=torch.int64))
+        return TokenCache(torch.zeros(num_layers, 0, width), torch.zeros(num_samples, dtype=torch.int64))
 
 
 class AdvancedHistories(NamedTuple):
     """Queries for B histories, and the updated cache."""
 
     query_BV: Tensor
-    kept: KeptTokens
+    cache: TokenCache
     """All tokens except the last per history, whose result depends on the time of the next item. A single
     sample has spare capacity at the end.
     """
@@ -83,7 +83,7 @@ class HSTU(HistoryModel):
         dropout: float = 0.2,
         **options: Unpack[HistoryOptions],
     ) -> None:
-        options.setdefault("softmax", _COSINE)
+        options.setdefault("softmax", _DEFAULT_SOFTMAX)
         super().__init__(embedding_collection, features, max_length=max_length, **options)
         device = self.start.device
         if min(num_blocks, num_heads) < 1:
@@ -107,9 +107,9 @@ class HSTU(HistoryModel):
         )
 
     @property
-    def kept_shape(self) -> tuple[int, int]:
+    def cache_shape(self) -> tuple[int, int]:
         """Layer count, and width of a token's cached keys and values per layer."""
-        return kept_shape(self.blocks)
+        return cache_shape(self.blocks)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -126,49 +126,49 @@ class HSTU(HistoryModel):
             "hidden_dim": hidden_dim,
         }
 
-    def advance(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> AdvancedHistories:
+    def advance(self, sparse_features: KeyedJaggedTensor, cache: TokenCache) -> AdvancedHistories:
         """Return a query per history, given a cache of the first tokens, without gradients.
 
         The result equals `query_vectors`. Only items that are not cached are looked up and encoded.
 
         Args:
             sparse_features: Whole histories.
-            kept: `AdvancedHistories.kept` from an earlier call for the same samples, whose histories had the
-                same first items at the same times. Spare capacity of a single sample is overwritten, so that
+            cache: `AdvancedHistories.cache` from an earlier call for the same samples, whose histories had
+                the same first items at the same times. Spare capacity of a single sample is overwritten, so that
                 only the newest result derived from a cache is valid beyond its own tokens.
 
         Raises:
             ValueError: More tokens are cached than a history has items, or a history is too long.
         """
         history = sparse_features[self.features.history]
-        lengths_B, cached_B = history.lengths().long(), kept.lengths_B
+        lengths_B, cached_B = history.lengths().long(), cache.lengths_B
         # A cache longer than the history belongs to another history.
         exceeds = cached_B > lengths_B
         if bool(exceeds.any()):
             sample = int(exceeds.nonzero()[0])
             raise ValueError(
                 f"sample {sample} caches {int(cached_B[sample])} tokens of a history of "
-                f"{int(lengths_B[sample])} items: allowed are as many as it has items. Start without kept "
+                f"{int(lengths_B[sample])} items: allowed are as many as it has items. Start without cached "
                 "tokens where a history is another one."
             )
         new_B = lengths_B + 1 - cached_B
         # A sample without cached tokens also encodes the start token, which is not looked up.
         items_B = new_B - (cached_B == 0).long()
         ids = _tail_values(history, items_B)
-        times_given = self._times_of(sparse_features, history.lengths())
-        times = self._times(lengths_B, times_given, history.values().shape[0])
+        times_given = self._checked_times(sparse_features, history.lengths())
+        times = self._token_times(lengths_B, times_given, history.values().shape[0])
         none = torch.zeros_like(items_B)
         requested = KeyedJaggedTensor(
             [*self.features[:2]], ids, lengths=torch.cat([items_B, none]), stride=len(items_B)
         )
         rows = self.embedding_collection(requested)[self.features.history]
         tokens = Tokens.after(cached_B, new_B)._replace(timestamps_N=times)
-        values = self._tokens(rows, cached_B, int((cached_B == 0).sum()))
+        values = self._new_tokens(rows, cached_B, int((cached_B == 0).sum()))
         num_tokens, is_single = int(tokens.offsets_B1[-1]), len(cached_B) == 1
         if is_single:
-            all_LNS = _reserve(kept.rows, num_tokens - len(values), num_tokens)
+            all_LNS = _with_capacity(cache.rows, num_tokens - len(values), num_tokens)
         else:
-            all_LNS = tokens.extend_cache(kept.rows, len(values))
+            all_LNS = tokens.extend_cache(cache.rows, len(values))
         encoded = extend_all(self.blocks, values, all_LNS[:, :num_tokens], tokens)
         if not is_single:
             is_cached_N = torch.ones(num_tokens, dtype=torch.bool, device=all_LNS.device)
@@ -176,10 +176,10 @@ class HSTU(HistoryModel):
             is_cached_N[tokens.offsets_B1[1:] - 1] = False
             all_LNS = all_LNS[:, is_cached_N]
         assert tokens.new_offsets_B1 is not None
-        query_BV = self.similarity.queries(encoded[tokens.new_offsets_B1[1:] - 1])
+        query_BV = self.similarity.convert_queries(encoded[tokens.new_offsets_B1[1:] - 1])
         if self.scores_new_users:
             query_BV = query_BV * (lengths_B > 0)[:, None]
-        return AdvancedHistories(query_BV, KeptTokens(all_LNS, lengths_B))
+        return AdvancedHistories(query_BV, TokenCache(all_LNS, lengths_B))
 
     @override
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
@@ -189,13 +189,13 @@ class HSTU(HistoryModel):
         first_B = history.offsets()[:-1].long() + torch.arange(num_samples, device=lengths_B.device)
         num_tokens = history.values().shape[0] + num_samples
         offsets_B1 = torch.cat([first_B, first_B.new_full((1,), num_tokens)])
-        tokens = self._tokens(history, torch.zeros_like(lengths_B), num_samples)
-        times_of_tokens = self._times(lengths_B, times, history.values().shape[0])
+        tokens = self._new_tokens(history, torch.zeros_like(lengths_B), num_samples)
+        times_of_tokens = self._token_times(lengths_B, times, history.values().shape[0])
         for block in self.blocks:
             tokens = block(tokens, offsets_B1, times_of_tokens)
         return EncodedHistories(tokens, first_B)
 
-    def _tokens(self, rows: JaggedTensor, cached_B: Tensor, num_starts: int) -> Tensor:
+    def _new_tokens(self, rows: JaggedTensor, cached_B: Tensor, num_starts: int) -> Tensor:
         """Return the new tokens of partially cached samples: the start, if not cached, and items.
 
         Args:
@@ -217,7 +217,7 @@ class HSTU(HistoryModel):
         embedded: Tensor = self.drop(tokens + self.positions(position))
         return embedded
 
-    def _times(self, lengths_B: Tensor, times: JaggedTensor | None, num_items: int) -> Tensor | None:
+    def _token_times(self, lengths_B: Tensor, times: JaggedTensor | None, num_items: int) -> Tensor | None:
         """Return all token times. The start has the time of the first item.
 
         Args:
@@ -252,7 +252,7 @@ def _tail_values(bags: JaggedTensor, nums_B: Tensor) -> Tensor:
     return values[position_N >= (lengths_B - nums_B)[sample_N]]
 
 
-def _reserve(rows: Tensor, num_cached: int, num_tokens: int) -> Tensor:
+def _with_capacity(rows: Tensor, num_cached: int, num_tokens: int) -> Tensor:
     """Return a single sample's cached keys and values with capacity for all tokens.
 
     Reallocates with 1/8 spare capacity if needed, so that appending has amortized constant cost.

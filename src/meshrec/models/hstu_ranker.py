@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshrec.models.hstu import KeptTokens
-from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, extend_all, kept_shape
+from meshrec.models.hstu import TokenCache
+from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, cache_shape, extend_all
 from meshrec.ops.attention import Mask
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -148,20 +148,20 @@ class HSTURanker(nn.Module):
         logits: Tensor = self.over(values[is_candidate_N.bool()])
         return logits
 
-    def keep(self, sparse_features: KeyedJaggedTensor) -> KeptTokens:
-        """Encode users and histories once, for `score`. Candidates are not read."""
+    def encode_prefix(self, sparse_features: KeyedJaggedTensor) -> TokenCache:
+        """Encode users and histories, and return the keys and values for `score`. Ignores candidates."""
         names = [name for name in self._keys if name not in self.features.candidates]
         rows_by_feature = self._look_up(sparse_features, names)
         prefix_B = self._prefix_lengths(rows_by_feature)
         times = self._times(sparse_features, prefix_B, None)
         tokens = Tokens.after(torch.zeros_like(prefix_B), prefix_B)._replace(timestamps_N=times)
         values = self._prefix_tokens(rows_by_feature, prefix_B)
-        all_LNS = values.new_empty(len(self.blocks), len(values), kept_shape(self.blocks)[1])
+        all_LNS = values.new_empty(len(self.blocks), len(values), cache_shape(self.blocks)[1])
         extend_all(self.blocks, values, all_LNS, tokens)
-        return KeptTokens(all_LNS, prefix_B)
+        return TokenCache(all_LNS, prefix_B)
 
-    def score(self, sparse_features: KeyedJaggedTensor, kept: KeptTokens) -> Tensor:
-        """Return logits for all candidates, [M, L], for users encoded by `keep`.
+    def score(self, sparse_features: KeyedJaggedTensor, cache: TokenCache) -> Tensor:
+        """Return logits for all candidates, [M, L], for users encoded by `encode_prefix`.
 
         Equal to `logits`. All candidates of a user are scored together after the cached prefix (M-FALCON in
         the paper), so that the history is encoded once for any number of candidates. Only the times of the
@@ -169,14 +169,14 @@ class HSTURanker(nn.Module):
 
         Args:
             sparse_features: Candidates, and times.
-            kept: Keys and values returned by `keep`.
+            cache: Keys and values returned by `encode_prefix`.
         """
         rows_by_feature = self._look_up(sparse_features, list(self.features.candidates))
         candidates, targets_B = self._candidate_tokens(rows_by_feature)
-        tokens = Tokens.after(kept.lengths_B, targets_B)._replace(
-            timestamps_N=self._times(sparse_features, kept.lengths_B, targets_B), num_targets_B=targets_B
+        tokens = Tokens.after(cache.lengths_B, targets_B)._replace(
+            timestamps_N=self._times(sparse_features, cache.lengths_B, targets_B), num_targets_B=targets_B
         )
-        all_LNS = tokens.extend_cache(kept.rows, len(candidates))
+        all_LNS = tokens.extend_cache(cache.rows, len(candidates))
         logits: Tensor = self.over(extend_all(self.blocks, candidates, all_LNS, tokens))
         return logits
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class ItemFrequency(nn.Module):
-    """Estimated share of samples per item, from the interval between occurrences.
+    """Estimates the share of samples with an item as 1 / (mean number of samples between occurrences).
 
-    The interval is the plain mean of the first occurrences and a moving mean afterwards, so that the estimate
-    follows changing data. An unseen item counts as if it occurred next.
+    The mean is plain over the first ``1 / rate`` occurrences and moving afterwards, so that it follows
+    changing data. An unseen item counts as if it occurred next.
 
     Args:
         num_items: Number of items I; IDs are in [0, I).

@@ -109,7 +109,7 @@ class PLE(Mixture):
 
 
 class _Extraction(nn.Module):
-    """A PLE layer. Inputs and outputs are T task vectors, followed by the shared vector."""
+    """A PLE layer: experts and gates. Inputs and outputs are T task vectors, then the shared vector."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class MultiTask(nn.Module):
 
     Args:
         embedding_bag_collection: Tables; their widths may differ.
-        mixture: Maps all embedding and dense columns to H columns per task.
+        mixture: Maps the concatenated dense values and embeddings to H columns per task.
         tower_layer_sizes: Hidden layers of a tower.
         num_tasks: Tasks T.
         mixture_out: Number of columns H per task.

@@ -82,8 +82,8 @@ class Negatives(NamedTuple):
     """Log of the expected count per item among N draws."""
 
 
-class NegativeDraws(nn.Module):
-    """Negative sampling.
+class NegativeSampler(nn.Module):
+    """Sampler of negative items for a training step.
 
     Draws are a function of the model's initial seed, the step number and, for in_batch, the targets on all
     ranks. All ranks therefore draw the same items, and training does not depend on the number of ranks.
@@ -92,7 +92,7 @@ class NegativeDraws(nn.Module):
         catalogue_I: All item IDs, ascending, int64.
         counts_I: Training targets per item; required unless draws are uniform.
         softmax: Number and distribution of negatives.
-        device: Device for the draws.
+        device: Device of the sampled IDs.
 
     Raises:
         ValueError: ``counts_I`` is required and missing.
@@ -181,23 +181,28 @@ class NewUserScores(nn.Module):
 
 
 class NewUsers(NamedTuple):
-    """Samples scored by `NewUserScores` instead of a query."""
+    """Which samples have no history, and the item scores for them.
+
+    Attributes:
+        is_new_B: Bool, True for samples scored by ``scores`` instead of a query.
+        scores: Item scores for these samples.
+    """
 
     is_new_B: Tensor
     scores: NewUserScores
 
 
 class HistoryItems(NamedTuple):
-    """Items of the users' histories, which the training loss contains exactly and not by sampling."""
+    """Scores of items in the users' histories, all of which the training loss contains, without sampling."""
 
     target_factors_T: Tensor
-    """Factors of the targets' similarities; 1 for a target outside the history."""
+    """Factor of each target's similarity; 1 for a target outside the history."""
     target_additions_T: Tensor
-    """Additions to the targets' scores; 0 for such a target."""
+    """Term added to each target's score; 0 for a target outside the history."""
     scores_TL: Tensor
-    """Scores of the other items; -inf for padding."""
+    """Scores of history items other than the target; -inf for padding and repeated occurrences."""
     is_in_history_TN: Tensor
-    """Which sampled items are among them."""
+    """Whether a sampled item is in the target's history."""
 
 
 def sampled_softmax(
@@ -218,9 +223,9 @@ def sampled_softmax(
     translation" (2015).
 
     Args:
-        queries_TD: Queries, converted by ``similarity.queries``.
-        targets_TD: Target items, converted by ``similarity.items``.
-        drawn_ND: Sampled items, converted by ``similarity.items``.
+        queries_TD: Queries, converted by ``similarity.convert_queries``.
+        targets_TD: Target items, converted by ``similarity.convert_items``.
+        drawn_ND: Sampled items, converted by ``similarity.convert_items``.
         target_T: Target IDs.
         drawn_N: Sampled IDs.
         log_expected_N: Log expected count per sampled item: log(N p) for N draws with probability p.
@@ -230,8 +235,8 @@ def sampled_softmax(
     Returns:
         Losses [T].
     """
-    target_scores_T = similarity.pairs(queries_TD, targets_TD)
-    scores_TN = similarity.table(queries_TD, drawn_ND) - log_expected_N
+    target_scores_T = similarity.score_pairs(queries_TD, targets_TD)
+    scores_TN = similarity.score_matrix(queries_TD, drawn_ND) - log_expected_N
     scores_TN = scores_TN.masked_fill(target_T[:, None] == drawn_N, float("-inf"))
     logits = [target_scores_T[:, None], scores_TN]
     if history_items is not None:
@@ -242,7 +247,7 @@ def sampled_softmax(
     return nn.functional.cross_entropy(torch.cat(logits, dim=1), torch.zeros_like(target_T), reduction="none")
 
 
-def judge_targets(
+def evaluate_targets(
     query_BD: Tensor,
     target_BD: Tensor,
     target_B: Tensor,
@@ -253,14 +258,14 @@ def judge_targets(
     new_users: NewUsers | None = None,
     repeated: RepeatedItems | None = None,
 ) -> Tensor:
-    """Return the loss, the rank among all unseen items, and the number of ties per target, [B, 3].
+    """Return the loss, the target's rank among all unseen items, and the number of ties, as [B, 3].
 
-    Ties are other items with the target's score. They count half in the rank, so that a model with equal
+    Ties are other items with the target's score. A tie adds 0.5 to the rank, so that a model with equal
     scores for all items gets the middle rank and not the best.
 
     Args:
-        query_BD: Queries, converted by ``similarity.queries``.
-        target_BD: Target items, converted by ``similarity.items``.
+        query_BD: Queries, converted by ``similarity.convert_queries``.
+        target_BD: Target items, converted by ``similarity.convert_items``.
         target_B: Target IDs; `NO_ITEM` for samples without a target, whose result is 0.
         chunks: All items, chunk by chunk.
         seen: B bags of IDs that must not be recommended again. The target is ranked even if it is among them.
@@ -268,7 +273,7 @@ def judge_targets(
         new_users: Samples without a history, and the item scores for them.
         repeated: Scores of history items.
     """
-    target_scores_B = similarity.pairs(query_BD, target_BD)
+    target_scores_B = similarity.score_pairs(query_BD, target_BD)
     if new_users is not None:
         target_scores_B = torch.where(new_users.is_new_B, new_users.scores(target_B), target_scores_B)
     if repeated is not None:
@@ -283,7 +288,7 @@ def judge_targets(
     )
     sample_B = torch.arange(len(target_B), device=target_B.device)
     for ids_C, vectors_CD in chunks:
-        scores_BC = _scores(query_BD, ItemChunk(ids_C, vectors_CD), similarity, new_users, repeated)
+        scores_BC = _chunk_scores(query_BD, ItemChunk(ids_C, vectors_CD), similarity, new_users, repeated)
         # The target itself was scored above.
         _mask_scores(scores_BC, ids_C, sample_B, target_B)
         if seen is not None:
@@ -320,7 +325,7 @@ def top_items(
     """Return the K items with the highest scores per sample, exactly; equal scores in catalog order.
 
     Args:
-        query_BD: Queries, converted by ``similarity.queries``.
+        query_BD: Queries, converted by ``similarity.convert_queries``.
         chunks: All items, chunk by chunk.
         k: Item count K.
         seen: B bags of IDs that must not be recommended.
@@ -333,7 +338,7 @@ def top_items(
     # Placeholder IDs with score -inf, replaced as soon as k items were seen.
     best_ids = torch.zeros(len(query_BD), k, dtype=torch.int64, device=query_BD.device)
     for ids_C, vectors_CD in chunks:
-        scores_BC = _scores(query_BD, ItemChunk(ids_C, vectors_CD), similarity, new_users, repeated)
+        scores_BC = _chunk_scores(query_BD, ItemChunk(ids_C, vectors_CD), similarity, new_users, repeated)
         if seen is not None:
             _mask_scores(scores_BC, ids_C, sample_indices(seen), seen.values())
         candidate_scores = torch.cat([best_scores, scores_BC], dim=1)
@@ -344,7 +349,7 @@ def top_items(
 
 
 def last_ids(items: JaggedTensor) -> Tensor:
-    """Return the last ID per bag, [B]; `NO_ITEM` for an empty bag."""
+    """Return the last ID of each bag, int64 [B]; `NO_ITEM` for an empty bag."""
     lengths, values = items.lengths(), items.values()
     if not len(values):
         return lengths.new_full(lengths.shape, NO_ITEM, dtype=torch.int64)
@@ -353,7 +358,7 @@ def last_ids(items: JaggedTensor) -> Tensor:
     return torch.where(lengths > 0, values[last].long(), NO_ITEM)
 
 
-def _scores(
+def _chunk_scores(
     query_BD: Tensor,
     chunk: ItemChunk,
     similarity: Similarity,
@@ -369,28 +374,28 @@ def _scores(
         new_users: Samples without a history, and the item scores for them.
         repeated: Scores of history items.
     """
-    scores_BC = similarity.table(query_BD, chunk.vectors_CD)
+    scores_BC = similarity.score_matrix(query_BD, chunk.vectors_CD)
     if new_users is not None:
         scores_BC = torch.where(new_users.is_new_B[:, None], new_users.scores(chunk.ids_C), scores_BC)
-    return scores_BC if repeated is None else with_repeats(scores_BC, chunk.ids_C, repeated)
+    return scores_BC if repeated is None else add_repeat_scores(scores_BC, chunk.ids_C, repeated)
 
 
-def with_repeats(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems) -> Tensor:
-    """Return scores with those of history items in this chunk.
+def add_repeat_scores(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems) -> Tensor:
+    """Replace the scores of (sample, history item) pairs by ``factor * score + addition``; returns [B, C].
 
     Args:
         scores_BC: Scores by similarity.
         ids_C: IDs in the chunk, ascending.
         repeated: Scores of history items, also of other chunks.
     """
-    index_N, is_inside_N = _indices(ids_C, repeated.ids_N)
+    index_N, is_inside_N = _search_ids(ids_C, repeated.ids_N)
     pairs = repeated.sample_N[is_inside_N], index_N[is_inside_N]
     scores_N = scores_BC[pairs] * repeated.factor + repeated.additions_N[is_inside_N]
     return scores_BC.index_put(pairs, scores_N.to(scores_BC.dtype))
 
 
 def sample_indices(bags: JaggedTensor) -> Tensor:
-    """Return the sample index per ID, [N]."""
+    """Return the sample of each ID, int64 [N]: bags of lengths [2, 1] give [0, 0, 1]."""
     lengths = bags.lengths()
     return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
 
@@ -404,11 +409,11 @@ def _mask_scores(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tens
         sample_N: Sample index per pair.
         ids_N: Item ID per pair.
     """
-    index, inside = _indices(ids_C, ids_N)
+    index, inside = _search_ids(ids_C, ids_N)
     scores_BC[sample_N[inside], index[inside]] = float("-inf")
 
 
-def _indices(ids_C: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of IDs among ascending ones, and which of them are there; both [N]."""
+def _search_ids(ids_C: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index of each ID in ``ids_C``, which ascends, and whether it is there; both [N]."""
     index_N = torch.searchsorted(ids_C, ids_N.to(ids_C.dtype)).clamp(max=len(ids_C) - 1)
     return index_N, ids_C[index_N] == ids_N

@@ -31,17 +31,21 @@ from meshrec.sparse import JaggedTensor
 
 _HALF_LIVES = (8.0, 32.0)
 """Number of later items after which an occurrence counts half."""
-_SCALE = 30.0
+_WEIGHT_SCALE = 30.0
 """Factor between the parameter and ``w``. Adam moves a parameter by its learning rate per step, and at 1e-3
 weights of the size of a log count would take a whole training run.
 """
-_CHOICES = ((-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.0, 0.25, 0.5, 1.0))
-"""Values of ``o`` and of ``t``."""
-_NONE = -(1 << 63)  # no ID of an item
+_CANDIDATES = ((-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.0, 0.25, 0.5, 1.0))
+"""Candidate values of ``o``, and of ``t``, in `RepeatScores.choose`."""
+_PADDING_ID = -(1 << 63)  # no ID of an item
 
 
 class PrefixItems(NamedTuple):
-    """Distinct items of the prefixes of B histories; an item stands at its last position in the prefix."""
+    """Distinct items in P prefixes of each of B histories.
+
+    An item is represented by its last position in the prefix: of history [7, 9, 7], prefix 2 has item 7 at
+    position 0, and prefix 3 has it at position 2.
+    """
 
     ids_BL: Tensor
     """Padded histories, int64."""
@@ -52,7 +56,14 @@ class PrefixItems(NamedTuple):
 
 
 class RepeatedItems(NamedTuple):
-    """Scores ``factor * similarity + addition`` of N different (sample, item) pairs."""
+    """Scores of history items: pair n has the score ``factor * similarity + additions_N[n]``.
+
+    Attributes:
+        sample_N: Sample index, int64.
+        ids_N: Item ID, int64; a sample has an item at most once.
+        additions_N: Terms added to the scores.
+        factor: Factor of all similarities, a scalar.
+    """
 
     sample_N: Tensor
     ids_N: Tensor
@@ -61,7 +72,7 @@ class RepeatedItems(NamedTuple):
 
 
 class RepeatScores(nn.Module):
-    """Weights of [Note: repeated items].
+    """Learned weights ``g`` and ``w``, and selected ``o`` and ``t``, of [Note: repeated items].
 
     Args:
         num_items: number of items that are ranked.
@@ -76,16 +87,18 @@ class RepeatScores(nn.Module):
         # At first, half of the probability is that of the history's items, shared by their recent counts.
         bias = max(math.log(num_items / max_length), 0.0)
         initial = [bias, 0.0, *(1 / len(_HALF_LIVES) for _ in _HALF_LIVES), 0.0, 0.0]
-        self.weight = nn.Parameter(torch.tensor([0.0, *(value / _SCALE for value in initial)], device=device))
+        self.weight = nn.Parameter(
+            torch.tensor([0.0, *(value / _WEIGHT_SCALE for value in initial)], device=device)
+        )
         self.register_buffer("chosen", torch.tensor([0.0, 1.0], device=device))
 
     def choose(self, quality: Callable[[], float]) -> None:
-        """Set ``o``, then ``t``, to local optima near the current values.
+        """Select ``o``, then ``t``: hill climbing over `_CANDIDATES` from the current values.
 
         Args:
-            quality: returns how good the ranking with the current values is; more is better.
+            quality: evaluates the model with the values set in ``chosen``; higher is better.
         """
-        for number, choices in enumerate(_CHOICES):
+        for number, choices in enumerate(_CANDIDATES):
             at = choices.index(float(self.chosen[number]))
             qualities: dict[int, float] = {}
             while True:
@@ -102,7 +115,7 @@ class RepeatScores(nn.Module):
 
 
 def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> PrefixItems:
-    """Return the items of history prefixes and the additions to their scores.
+    """Return the distinct items of history prefixes, and the terms ``w f`` of their scores.
 
     Args:
         weight_F: `RepeatScores.weight`: ``g``, then ``w`` divided by the scale; float32 [7].
@@ -114,7 +127,7 @@ def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> P
     position_L = torch.arange(longest, device=device)
     is_item_BL = position_L < lengths_B[:, None]
     index_BL = history.offsets()[:-1].long()[:, None] + position_L
-    padded_ids = torch.cat([ids, ids.new_full((1,), _NONE)])
+    padded_ids = torch.cat([ids, ids.new_full((1,), _PADDING_ID)])
     ids_BL = padded_ids[torch.where(is_item_BL, index_BL, len(ids))]
     is_equal_BLL = (ids_BL[:, :, None] == ids_BL[:, None, :]) & is_item_BL[:, :, None]
     is_later_BLL = is_equal_BLL & (position_L > position_L[:, None])
@@ -125,7 +138,7 @@ def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> P
     is_last_BPL = is_inside_BPL & is_item_BL[:, None] & (next_BL[:, None] >= stops_BP[:, :, None])
     occurrences_BLL = is_equal_BLL.to(weight_F.dtype)
     age_BPL = age_BPL.clamp(min=0).to(weight_F.dtype)
-    weight = weight_F[1:] * _SCALE
+    weight = weight_F[1:] * _WEIGHT_SCALE
     scores_BPL = weight[0] + weight[-2] * torch.log1p(age_BPL) + weight[-1] * (age_BPL == 0)
     for half_life, weight_of_count in zip((math.inf, *_HALF_LIVES), weight[1:-2], strict=True):
         decay_BPL = torch.exp2(-age_BPL / half_life) * is_inside_BPL

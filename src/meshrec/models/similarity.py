@@ -7,38 +7,41 @@ from torch import Tensor, nn
 
 # T queries, N items, D vector width, Q query components, X item components, V width of a component
 
-_SLICE = 256
+_QUERIES_PER_BLOCK = 256
 """Queries per block of mixtures: a mixture needs Q X values per (query, item) pair."""
 
 
 class Similarity(nn.Module, ABC):
-    """Base class for scores of (query, item) pairs, divided by a temperature."""
+    """Base class for item scores: functions of a query vector and an item vector, divided by a temperature.
+
+    Vectors are converted once, then scored: ``score_matrix(convert_queries(q), convert_items(i))``.
+    """
 
     @abstractmethod
-    def queries(self, vectors_TD: Tensor) -> Tensor:
-        """Convert query vectors [T, D] to the input of `pairs` and `table`."""
+    def convert_queries(self, vectors_TD: Tensor) -> Tensor:
+        """Convert query vectors [T, D] to the input of `score_pairs` and `score_matrix`."""
 
     @abstractmethod
-    def items(self, vectors_ND: Tensor) -> Tensor:
-        """Convert item vectors [N, D] to the input of `pairs` and `table`."""
+    def convert_items(self, vectors_ND: Tensor) -> Tensor:
+        """Convert item vectors [N, D] to the input of `score_pairs` and `score_matrix`."""
 
     @abstractmethod
-    def pairs(self, queries: Tensor, items: Tensor) -> Tensor:
-        """Return the score per row of T converted queries and T converted items, [T]."""
+    def score_pairs(self, queries: Tensor, items: Tensor) -> Tensor:
+        """Score converted query t with converted item t, for all t: [T]."""
 
     @abstractmethod
-    def table(self, queries: Tensor, items: Tensor) -> Tensor:
-        """Return scores for all converted queries and items, [T, N]."""
+    def score_matrix(self, queries: Tensor, items: Tensor) -> Tensor:
+        """Score every converted query with every converted item: [T, N]."""
 
-    def within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
+    def score_within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
         """Score all P queries of a sample with the sample's L items, for B samples: [B, P, L].
 
         Args:
-            queries_BPV: Results of `queries`, padded per sample.
-            items_BLV: Results of `items`, padded per sample.
+            queries_BPV: Results of `convert_queries`, padded per sample.
+            items_BLV: Results of `convert_items`, padded per sample.
         """
         pairs = zip(queries_BPV, items_BLV, strict=True)
-        return torch.stack([self.table(queries, items) for queries, items in pairs])
+        return torch.stack([self.score_matrix(queries, items) for queries, items in pairs])
 
 
 class DotProduct(Similarity):
@@ -58,19 +61,19 @@ class DotProduct(Similarity):
         """``normalise`` and ``temperature``."""
         return self._normalise, self._temperature
 
-    def queries(self, vectors_TD: Tensor) -> Tensor:
+    def convert_queries(self, vectors_TD: Tensor) -> Tensor:
         return nn.functional.normalize(vectors_TD, dim=1) if self._normalise else vectors_TD
 
-    def items(self, vectors_ND: Tensor) -> Tensor:
-        return self.queries(vectors_ND)
+    def convert_items(self, vectors_ND: Tensor) -> Tensor:
+        return self.convert_queries(vectors_ND)
 
-    def pairs(self, queries: Tensor, items: Tensor) -> Tensor:
+    def score_pairs(self, queries: Tensor, items: Tensor) -> Tensor:
         return (queries * items).sum(1) / self._temperature
 
-    def table(self, queries: Tensor, items: Tensor) -> Tensor:
+    def score_matrix(self, queries: Tensor, items: Tensor) -> Tensor:
         return queries @ items.T / self._temperature
 
-    def within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
+    def score_within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
         return queries_BPV @ items_BLV.mT / self._temperature
 
 
@@ -114,22 +117,22 @@ class MixtureOfLogits(Similarity):
             for inputs in (width, width, num_pairs)
         )
 
-    def queries(self, vectors_TD: Tensor) -> Tensor:
+    def convert_queries(self, vectors_TD: Tensor) -> Tensor:
         return self._pack(vectors_TD, self.query_components, self._sizes[0], self.query_gate)
 
-    def items(self, vectors_ND: Tensor) -> Tensor:
+    def convert_items(self, vectors_ND: Tensor) -> Tensor:
         return self._pack(vectors_ND, self.item_components, self._sizes[1], self.item_gate)
 
-    def pairs(self, queries: Tensor, items: Tensor) -> Tensor:
+    def score_pairs(self, queries: Tensor, items: Tensor) -> Tensor:
         (query, query_gate), (item, item_gate) = self._unpack(queries, 0), self._unpack(items, 1)
         cosines = torch.einsum("tqv,txv->tqx", query, item).flatten(1)
         return self._mix(cosines, query_gate + item_gate)
 
-    def table(self, queries: Tensor, items: Tensor) -> Tensor:
+    def score_matrix(self, queries: Tensor, items: Tensor) -> Tensor:
         item, item_gate = self._unpack(items, 1)
         scores = []
         # Blocks bound the memory of the [block, N, Q, X] cosines.
-        for block in queries.split(_SLICE):
+        for block in queries.split(_QUERIES_PER_BLOCK):
             query, query_gate = self._unpack(block, 0)
             cosines = torch.einsum("tqv,nxv->tnqx", query, item).flatten(2)
             scores.append(self._mix(cosines, query_gate[:, None] + item_gate))
@@ -161,5 +164,6 @@ class MixtureOfLogits(Similarity):
 
     # The pair gate depends on the cosines, so it cannot be precomputed in _pack.
     def _mix(self, cosines: Tensor, gate: Tensor) -> Tensor:
+        """Return the weighted sum of cosines [..., Q X], divided by the temperature."""
         weights = torch.softmax(gate + self.pair_gate(cosines), dim=-1)
         return (weights * cosines).sum(-1) / self._temperature

@@ -22,10 +22,10 @@ class GatheredRows(NamedTuple):
 
 
 class StepSamples(nn.Module):
-    """Gathers the samples of a training step.
+    """Gathers the samples of a training step over ranks, for in-batch losses.
 
-    Initially these are the samples of this rank only. The trainer calls `join` with the ranks that train
-    together, so that an in-batch loss does not depend on the number of ranks.
+    Without a call of `join`, only the samples of this rank. The trainer calls `join` with the ranks that
+    train together, so that an in-batch loss does not depend on the number of ranks.
     """
 
     def __init__(self) -> None:

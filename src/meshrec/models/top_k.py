@@ -4,10 +4,10 @@ from torch import Tensor
 
 
 def top_k(scores_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the K largest scores per row, largest first; the lowest position goes first among equal scores.
+    """Return the K largest scores per row in descending order; equal scores are ordered by position.
 
-    ``torch.topk`` returns any of equal scores, so that a recommendation would depend on the batch and on the
-    program that computes it.
+    ``torch.topk`` may return equal scores in any order, so a recommendation would depend on the batch and on
+    the program that computes it.
 
     Args:
         scores_BN: scores, [B, N].

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.models.item_frequency import ItemFrequency
-from meshrec.models.next_item import CHUNK, ItemChunk, TopItems, judge_targets, last_ids, top_items
+from meshrec.models.next_item import CHUNK, ItemChunk, TopItems, evaluate_targets, last_ids, top_items
 from meshrec.models.similarity import DotProduct
 from meshrec.models.step_samples import StepSamples
 from meshrec.models.two_tower import TwoTower, in_batch_losses
@@ -16,7 +16,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class TowerRanking(nn.Module):
-    """Two-tower model that returns the in-batch loss, and the rank of the target among all items.
+    """Two-tower model for the trainer: in-batch loss in training, rank among all items in evaluation.
 
     The loss compares the target with the targets of all samples in the step, on all ranks, and is corrected
     for item frequency; see `TwoTowerTrain`.
@@ -57,11 +57,15 @@ class TowerRanking(nn.Module):
         self.samples = StepSamples()
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the loss and 0 per sample, [B, 2]; in evaluation `judge_targets`, [B, 3].
+        """Compute the training loss or, in evaluation mode, loss and rank of the targets.
 
         Args:
             dense_features: Dense values, [B, dense_in_features].
             sparse_features: IDs for all features.
+
+        Returns:
+            In training, the loss per sample and 0, [B, 2]. In evaluation, the result of `evaluate_targets`,
+            [B, 3].
         """
         query, item = self.model(dense_features, sparse_features)
         ids = last_ids(sparse_features[self._item])
@@ -79,8 +83,8 @@ class TowerRanking(nn.Module):
             )
             return torch.stack([losses, torch.zeros_like(losses)], dim=1)
         seen = None if self._seen is None else sparse_features[self._seen]
-        return judge_targets(
-            query, item, ids, self._chunks(ids.device), seen=seen, similarity=self.similarity
+        return evaluate_targets(
+            query, item, ids, self._item_chunks(ids.device), seen=seen, similarity=self.similarity
         )
 
     def recommend(
@@ -107,20 +111,21 @@ class TowerRanking(nn.Module):
         # The tower has no dense inputs, as checked above.
         dense = sparse_features.values().new_empty(sparse_features.stride(), 0, dtype=torch.float32)
         query = self.model.embed_queries(dense, sparse_features)
-        chunks = self._chunks(query.device)
+        chunks = self._item_chunks(query.device)
         return top_items(query, chunks, k, seen=hidden, similarity=self.similarity)
 
     def item_vectors(self) -> Tensor:
         """Return all item vectors in catalogue order, [I, V]."""
-        return torch.cat([chunk.vectors_CD for chunk in self._chunks(self._ids_I.device)])
+        return torch.cat([chunk.vectors_CD for chunk in self._item_chunks(self._ids_I.device)])
 
-    def _chunks(self, device: torch.device) -> Iterator[ItemChunk]:
+    def _item_chunks(self, device: torch.device) -> Iterator[ItemChunk]:
+        """Yield IDs and vectors of all items, `CHUNK` items at a time."""
         for first in range(0, self._catalogue.stride(), CHUNK):
-            features = _samples(self._catalogue, first, first + CHUNK).to(device)
+            features = _slice_samples(self._catalogue, first, first + CHUNK).to(device)
             yield ItemChunk(features[self._item].values().long(), self.model.embed_items(features))
 
 
-def _samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
+def _slice_samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
     """Return the samples in ``[first, last)``."""
     parts = [(features[key].offsets(), features[key]) for key in features.keys()]  # noqa: SIM118
     last = min(last, features.stride())

@@ -156,7 +156,7 @@ class TwoTower(nn.Module):
 
 
 class TwoTowerClicks(nn.Module):
-    """Two towers as a click model, with the scaled dot product as logit.
+    """Two-tower model for click labels: the logit is the dot product divided by a temperature.
 
     Args:
         two_tower: The towers.
@@ -237,7 +237,9 @@ def in_batch_losses(
 
 
 class TwoTowerTrain(nn.Module):
-    """A two-tower model with a loss. Samples with label 1 are queries, all items are candidates.
+    """Wraps a two-tower model and returns the in-batch loss over samples with label 1.
+
+    The candidates are the items of all samples in the batch.
 
     Frequent items are also frequent among in-batch negatives. Without a correction the model learns to avoid
     popular items, and retrieves worse than a list of the most popular items. The correction in
@@ -289,6 +291,7 @@ class TwoTowerTrain(nn.Module):
         return loss, RetrievalOutputs(loss.detach(), query.detach(), item.detach())
 
     def _log_q(self, ids_B: Tensor) -> Tensor | None:
+        """Return the log share of samples per item, [B]; None without a correction."""
         if self.frequency is not None:
             log_q: Tensor = self.frequency(ids_B)
             return log_q
@@ -377,7 +380,7 @@ class BruteForceIndex:
 
 
 def _bag_mask(ids_I: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return a mask [Q, I] that is True for items in the query's bag."""
+    """Return a bool mask [Q, I]: whether an item is in a query's bag."""
     lengths = bags.lengths()
     # Item IDs may be in any order; searchsorted needs them sorted.
     order = torch.argsort(ids_I)

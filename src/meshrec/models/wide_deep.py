@@ -22,8 +22,8 @@ from meshrec.modules.numeric import NumberEmbedding
 from meshrec.sparse import KeyedJaggedTensor
 
 
-class _Shrink(torch.autograd.Function):
-    """Identity with an additional gradient towards 0: that of ``strengths * values ** 2 / 2``.
+class _ShrinkGradient(torch.autograd.Function):
+    """Identity whose backward adds the gradient of an L2 penalty, ``strengths * values ** 2 / 2``.
 
     The batch loss is a mean over samples, so the additional gradient is divided by the batch size.
     """
@@ -47,7 +47,7 @@ class _Shrink(torch.autograd.Function):
 
 
 class WideDeep(nn.Module):
-    """The sum of linear terms, boosted trees, and an ensemble of MLPs over embeddings and pairwise products.
+    """Wide & deep model: the sum of linear terms, boosted trees, and an ensemble of MLPs over embeddings.
 
     The first T columns of a row are the ID's linear weights, the remaining columns its embedding, so that a
     single set of tables is enough. Numeric features have embeddings with the same layout. With trees, the
@@ -143,7 +143,7 @@ class WideDeep(nn.Module):
         numeric = self.numbers(dense_features)
         rows = embeddings.values().view(-1, arch.F, arch.D)
         if self.training and self.shrinks:
-            rows = _Shrink.apply(rows, self.shrink)  # type: ignore[no-untyped-call]
+            rows = _ShrinkGradient.apply(rows, self.shrink)  # type: ignore[no-untyped-call]
         # [B, T]
         linear = self.wide_scale * rows[:, :, :num].sum(1) + numeric[:, :, :num].sum(1)
         keep_mask = self.id_dropout(torch.ones_like(rows[:, :, :1])) if self.training else 1.0

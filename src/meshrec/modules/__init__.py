@@ -21,7 +21,7 @@ from meshrec.modules.feature_processor import (
     PositionWeightedModuleCollection,
 )
 from meshrec.modules.fusing import fuse
-from meshrec.modules.hstu import HSTUBlock, Tokens, extend_all, kept_shape
+from meshrec.modules.hstu import HSTUBlock, Tokens, cache_shape, extend_all
 from meshrec.modules.interaction import DotInteraction
 from meshrec.modules.linear import Linear
 from meshrec.modules.members import MemberLinear, MemberMLP
@@ -62,8 +62,8 @@ __all__ = [
     "SwishLayerNorm",
     "Tokens",
     "VectorCrossNet",
+    "cache_shape",
     "can_name_table",
     "extend_all",
     "fuse",
-    "kept_shape",
 ]

@@ -223,7 +223,7 @@ def _bias(size: int, device: torch.device | None) -> nn.Parameter | None:
     return nn.Parameter(nn.init.normal_(torch.empty(size, device=device), std=0.02)) if size else None
 
 
-def kept_shape(blocks: nn.ModuleList) -> tuple[int, int]:
+def cache_shape(blocks: nn.ModuleList) -> tuple[int, int]:
     """Return the layer count, and the width of a token's cached keys and values per layer."""
     block = blocks[0]
     assert isinstance(block, HSTUBlock)

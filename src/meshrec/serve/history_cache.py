@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshrec.data.samples import Ints
 from meshrec.export import Predictor
-from meshrec.models import KeptTokens
+from meshrec.models import TokenCache
 from meshrec.serve.requests import Floats, Request
 
 # N items per history, F values per item
@@ -41,7 +41,7 @@ class CachedPrefix(NamedTuple):
 
     Attributes:
         num_items: length of the prefix.
-        rows: token keys and values, possibly with spare room at the end; see `KeptTokens`.
+        rows: token keys and values, possibly with spare room at the end; see `TokenCache`.
     """
 
     num_items: int
@@ -136,7 +136,7 @@ class IncrementalScores:
     def __init__(self, predictor: Predictor, max_bytes: int) -> None:
         assert predictor.incremental is not None
         self._advance, self._cache = predictor.advance, HistoryCache(max_bytes)
-        self._cache_shape = predictor.incremental.kept_shape
+        self._cache_shape = predictor.incremental.cache_shape
         self._feature_indices = [
             predictor.features.index(feature) for feature in predictor.incremental.features
         ]
@@ -162,8 +162,8 @@ class IncrementalScores:
             [torch.tensor(history) for history in lengths],
             self._rows_of(prefixes),
         )
-        is_single, lengths_B = len(histories) == 1, advanced.kept.lengths_B.tolist()
-        rows_by_history = [advanced.kept.rows] if is_single else advanced.kept.rows.split(lengths_B, dim=1)
+        is_single, lengths_B = len(histories) == 1, advanced.cache.lengths_B.tolist()
+        rows_by_history = [advanced.cache.rows] if is_single else advanced.cache.rows.split(lengths_B, dim=1)
         for history, beginning, rows in zip(histories, prefixes, rows_by_history, strict=True):
             if len(history):
                 self._cache.put(history, rows if is_single else rows.clone(), beginning)
@@ -171,7 +171,7 @@ class IncrementalScores:
         misses = sum(len(history) > 0 for history in histories) - hits
         return advanced.query_BV.numpy(), CacheCounts(hits, misses, self._cache.num_bytes)
 
-    def _rows_of(self, prefixes: list[CachedPrefix | None]) -> KeptTokens:
+    def _rows_of(self, prefixes: list[CachedPrefix | None]) -> TokenCache:
         """Concatenate the cached rows of a batch's histories.
 
         A single history is passed on uncopied, because its tensor may have spare room for new items.
@@ -181,14 +181,14 @@ class IncrementalScores:
         )
         rows = [cached.rows for cached in prefixes if cached is not None]
         if len(prefixes) > 1 or not rows:
-            nothing = KeptTokens.none(self._cache_shape, len(prefixes)).rows
+            nothing = TokenCache.empty(self._cache_shape, len(prefixes)).rows
             cached_lengths = num_cached[num_cached > 0].tolist()
             rows = [
                 torch.cat(
                     [nothing, *(cached[:, :n] for cached, n in zip(rows, cached_lengths, strict=True))], dim=1
                 )
             ]
-        return KeptTokens(rows[0], num_cached)
+        return TokenCache(rows[0], num_cached)
 
     @staticmethod
     def _histories(values: list[Ints], lengths: list[Ints]) -> list[Ints]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from meshrec.data import Batch
-from meshrec.models.next_item import ItemChunk, judge_targets, last_ids
+from meshrec.models.next_item import ItemChunk, evaluate_targets, last_ids
 from meshrec.sparse import JaggedTensor
 from meshrec.train.baselines import Baseline
 from meshrec.train.evaluation import Scored
@@ -117,7 +117,7 @@ class _Judge:
             target_logs_BB = logs_BI[:, self._indices(target_B)].T
             seen = None if self._dataset.seen is None else batch.sparse[self._dataset.seen]
             chunks = iter([ItemChunk(self._ids_I, logs_BI.T)])
-            judged = judge_targets(one, target_logs_BB, target_B, chunks, seen=seen)
+            judged = evaluate_targets(one, target_logs_BB, target_B, chunks, seen=seen)
             scored.append(Scored(None, judged, batch.labels, batch.weights))
         self._tell(1.0)
         _, outputs, labels, weights = Scored.joined(scored)
