@@ -59,7 +59,7 @@ def trained(recipe: Any) -> dict[str, float]:
     return {
         "validation": trainer.validation["auc"],
         "test": trainer.test["auc"],
-        "step": trainer.judge.early.best_step,
+        "step": trainer.evaluator.early.best_step,
         "steps": trainer.progress.step,
         "of": trainer.num_steps,
     }

@@ -4,7 +4,7 @@ import importlib
 import subprocess
 import sys
 
-from meshrec.lazy import uncollected
+from meshrec.lazy import without_gc
 
 OWN = """
 import gc, sys
@@ -22,13 +22,13 @@ print("triton" in sys.modules)
 
 def test_nothing_is_collected_inside_and_afterwards_all_is_as_before():
     assert gc.isenabled()
-    with uncollected():
+    with without_gc():
         assert not gc.isenabled()
-        with uncollected():
+        with without_gc():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
-    with contextlib.suppress(ModuleNotFoundError), uncollected():
+    with contextlib.suppress(ModuleNotFoundError), without_gc():
         importlib.import_module("no_such_module")
     assert gc.isenabled()
 

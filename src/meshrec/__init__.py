@@ -4,7 +4,7 @@ import sys
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from meshrec.lazy import importer, uncollected
+from meshrec.lazy import importer, without_gc
 
 if TYPE_CHECKING:
     from meshrec.estimators import Classifier, Ranker, Recommender, Regressor
@@ -45,7 +45,7 @@ __all__ = [
     "fuse",
 ]
 
-_HOMES = {
+_EXPORTS = {  # public names by defining module
     "meshrec.modules": [
         "BoundsCheckMode",
         "DataType",
@@ -62,7 +62,7 @@ _HOMES = {
 }
 # Never imported before they are used: they need packages that the core does not.
 _ESTIMATORS = {"meshrec.estimators": ["Classifier", "Ranker", "Recommender", "Regressor"]}
-_late = importer(__name__, _HOMES | _ESTIMATORS)
+_import_export = importer(__name__, _EXPORTS | _ESTIMATORS)
 
 
 def __getattr__(name: str) -> Any:
@@ -70,13 +70,13 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("meshrec")
-    return _late(name)
+    return _import_export(name)
 
 
 # A program that imports meshrec gets it whole, its operators registered. The command, as `meshrec` or as
 # `python -m meshrec`, answers `--help` and Ctrl-C before torch is there, which takes seconds to import.
 if sys.argv[:1] != ["-m"] and PurePath(sys.argv[0] if sys.argv else "").name != "meshrec":
-    with uncollected():
-        for _name in (name for names in _HOMES.values() for name in names):
-            globals()[_name] = _late(_name)
+    with without_gc():
+        for _name in (name for names in _EXPORTS.values() for name in names):
+            globals()[_name] = _import_export(_name)
         import meshrec.comms.leaving  # noqa: F401  # so that programs end, see there

@@ -16,8 +16,8 @@ from typing import NoReturn
 from meshrec.cli.unread import has_no_reader
 from meshrec.lazy import declare_command
 
-_UNREAD = 128 + 13
-"""The status of a program that SIGPIPE has ended, as a shell reports it."""
+_SIGPIPE_STATUS = 128 + 13
+"""Exit status which a shell reports for a program ended by SIGPIPE: the reader of a pipe has gone."""
 
 
 def main() -> int:
@@ -35,15 +35,15 @@ def main() -> int:
         )
         return 1
     except KeyboardInterrupt:
-        _say_stopped()
+        _print_stopped()
         return 128 + signal.SIGINT
     except BrokenPipeError:
         if not has_no_reader():
             raise
-        return _UNREAD
+        return _SIGPIPE_STATUS
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # in whose place rich raises it
-            return _UNREAD
+            return _SIGPIPE_STATUS
         if not isinstance(ended.code, int):
             raise
         return ended.code
@@ -66,7 +66,7 @@ def command() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     except BrokenPipeError:
-        os._exit(_UNREAD)
+        os._exit(_SIGPIPE_STATUS)
     except (OSError, ValueError):  # nobody reads any more, which Python itself knows how to say
         sys.exit(code)
     os._exit(code)
@@ -83,12 +83,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         importing = importing.f_back
     if importing is None:
         raise KeyboardInterrupt
-    _say_stopped()
+    _print_stopped()
     sys.stderr.flush()
     os._exit(128 + signal.SIGINT)
 
 
-def _say_stopped() -> None:
+def _print_stopped() -> None:
+    """Tell the user that Ctrl-C stopped the command."""
     if "RANK" not in os.environ:  # a launcher speaks for the ranks
         print("meshrec: stopped", file=sys.stderr)
 

@@ -64,7 +64,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
-    """Base class of estimators: trains a run in a temporary folder, and copies it."""
+    """Base class of estimators: `fit` trains a run in a temporary folder; pickles and `save` include it."""
 
     _folder: Path | None = None
     """Temporary folder, from `fit` or `load` until the estimator is collected."""
@@ -96,7 +96,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return folder
 
     @contextmanager
-    def _folder_of_fit(self) -> Iterator[Path]:
+    def _fit_folder(self) -> Iterator[Path]:
         """Create the temporary folder, and remove it if `fit` fails."""
         folder = self._new_folder()
         try:
@@ -109,7 +109,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
     def _paths(self, data: Any, folder: Path) -> tuple[str, ...]:
         """Return the training data files; a table is written to the temporary folder."""
         if _are_paths(data):
-            return tuple(_absolute(path) for path in ([data] if isinstance(data, str | Path) else data))
+            return tuple(_absolute_path(path) for path in ([data] if isinstance(data, str | Path) else data))
         pq.write_table(to_table(data), folder / _DATA)
         return (str(folder / _DATA),)
 
@@ -129,7 +129,8 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         with _preserved_random_state():
             self.summary_ = run_rank(job, lambda _: _Progress() if self.verbose else _silent)
 
-    def _evaluated(self, data: Any) -> dict[str, float]:
+    def _evaluate_run(self, data: Any) -> dict[str, float]:
+        """Return the run's metrics on labelled data; warn if the model was fitted on all rows of its data."""
         if (RunFolder(self.run_).read_json(CONFIG) or {}).get("all_rows"):
             _logger.warning(
                 "%s was fitted on all rows of its data: figures on these rows are too good. summary_ has "
@@ -158,8 +159,8 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         about = {"class": type(self).__name__, "params": self.get_params(), "fitted": self._fitted()}
         run = self.run_
         with durable_folder(Path(folder)) as parts:
-            (parts / _ABOUT).write_text(json.dumps(about, default=_plain) + "\n", encoding="utf-8")
-            _unpacked(_packed(run), parts)
+            (parts / _ABOUT).write_text(json.dumps(about, default=_to_json) + "\n", encoding="utf-8")
+            _unpack_run(_pack_run(run), parts)
 
     @classmethod
     def load(cls: type[E], folder: str | Path) -> E:
@@ -175,14 +176,14 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
                 f"meshrec.{about['class']}.load."
             )
         estimator = cls(**about["params"])
-        _unpacked(_packed(Path(folder) / _RUN), estimator._new_folder())
+        _unpack_run(_pack_run(Path(folder) / _RUN), estimator._new_folder())
         for name, value in about["fitted"].items():
             # JSON turns these arrays into lists.
             setattr(estimator, name, np.array(value) if name in ("classes_", "feature_names_in_") else value)
         return estimator
 
     def _fitted(self) -> dict[str, Any]:
-        """Return the attributes that `fit` learned in addition to the run."""
+        """Return the attributes which `fit` sets in addition to the run, for `save`."""
         names = ("_library", "_positive", "_target")
         return {
             name: value
@@ -190,7 +191,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             if name in names or (name.endswith("_") and name[0] != "_")
         }
 
-    def _returned(self, table: pa.Table) -> Any:
+    def _to_library(self, table: pa.Table) -> Any:
         """Convert a table to the library of the data passed to `fit`."""
         if self._library == "pandas":
             return table.to_pandas()
@@ -204,21 +205,21 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return tags
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickles leave out the loaded model: the archive below contains its weights.
+        # Pickles leave out the loaded model: the archive below contains the weights.
         state = {name: value for name, value in super().__getstate__().items() if name != "_opened"}
         if self._folder is not None:
-            state["_folder"] = _packed(self.run_)
+            state["_folder"] = _pack_run(self.run_)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         packed = state.pop("_folder", None)
         super().__setstate__(state)
         if packed is not None:
-            _unpacked(packed, self._new_folder())
+            _unpack_run(packed, self._new_folder())
 
 
-class _OfTables:
-    """Mixin for estimators that score table rows: a score per row, or a score per class."""
+class _TableEstimator:
+    """Mixin for estimators that score table rows: a score per row, or one per row and class."""
 
     def _fit(self: Any, X: Any, y: Any, task: Task | None, query: str | None = None) -> Any:
         """Train on a table with a label; return the estimator.
@@ -236,7 +237,7 @@ class _OfTables:
                 f"{type(self).__name__} requires y to be passed, but the target y is None, and no label is "
                 f"named. Give fit(X, y), or {type(self).__name__}(label=COLUMN)."
             )
-        with self._folder_of_fit() as folder:
+        with self._fit_folder() as folder:
             options = InspectOptions(
                 data=self._paths(table, folder),
                 label=self._target,
@@ -252,7 +253,7 @@ class _OfTables:
             self.remarks_ = proposal.warnings
             self._train(recipe_text(options, proposal, data_profile.num_rows), folder)
             if is_classifier:
-                self._classes(data_profile.labels, proposal.features.labels[0])
+                self._set_classes(data_profile.labels, proposal.features.labels[0])
                 self._calibrate()
         return self
 
@@ -293,13 +294,13 @@ class _OfTables:
         )
         # Use the column names pandas would give the array: a table's seed depends on the table name.
         names = map(str, range(array.shape[1]))
-        return pa.table({name: _column(array[:, number]) for number, name in enumerate(names)})
+        return pa.table({name: _to_arrow(array[:, number]) for number, name in enumerate(names)})
 
     def _scores(self: Any, X: Any) -> npt.NDArray[np.float32]:
         """Return scores for all rows, [n], or [n, C] for several classes."""
         _checks.check_is_fitted(self)
         scorer = self._scorer(self._table(X, reset=False), labelled=False)
-        logits = Scored.joined(list(gather_scores(scorer, join(choose_device(self.device))))).logits_B
+        logits = Scored.concat(list(gather_scores(scorer, join(choose_device(self.device))))).logits_B
         # Only Classifier sets curve_, with `calibration`.
         if getattr(self, "curve_", None) is not None:
             logits = Curve(*self.curve_).calibrated(logits)
@@ -317,7 +318,7 @@ class _OfTables:
         if y is not None:
             table = to_table(self._table(data, reset=False))
             data = table.append_column(self._target, pa.array(np.asarray(y).tolist()))
-        metrics: dict[str, float] = self._evaluated(data)
+        metrics: dict[str, float] = self._evaluate_run(data)
         return metrics
 
     def explain(self: Any, X: Any, *, background: Any = None, num_orders: int = 32) -> Any:
@@ -335,13 +336,13 @@ class _OfTables:
         _checks.check_is_fitted(self)
         rows = self._table(X, reset=False)
         background_rows = None if background is None else self._table(background, reset=False)
-        if background_rows is None and not _is_there(RunFolder(self.run_)):
+        if background_rows is None and not _has_training_data(RunFolder(self.run_)):
             raise ValueError("the saved model has no training data to compare with. Give background rows.")
         table = contributions(RunFolder(self.run_), rows, background=background_rows, num_orders=num_orders)
-        return self._returned(table)
+        return self._to_library(table)
 
 
-class Classifier(_base.ClassifierMixin, _OfTables, _Estimator):  # type: ignore[misc, name-defined]
+class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: ignore[misc, name-defined]
     """A classifier for rows with IDs, strings, lists, times and numbers.
 
     It trains the wide & deep model that `meshrec inspect` proposes. Two classes make a binary label, whatever
@@ -433,13 +434,18 @@ class Classifier(_base.ClassifierMixin, _OfTables, _Estimator):  # type: ignore[
             scorer = load_scorer(run, ranks, data, labelled=True)
             self.curve_ = tuple(fit_run_curve(run, scorer, ranks, self.calibration))
 
-    def _classes(self, labels: Any, label: Any) -> None:
-        """Set the classes, and the index of the positive class."""
+    def _set_classes(self, labels: Any, label: Any) -> None:
+        """Set ``classes_``, and the index in it of the positive class, which has label 1 in training.
+
+        Args:
+            labels: label values in the data.
+            label: label of the proposed features.
+        """
         self.classes_ = np.array(sorted(label.classes or labels.values.to_pylist()))
         self._positive = 1 if not label.classes else int(label.classes[-1] == self.classes_[-1])
 
 
-class Regressor(_base.RegressorMixin, _OfTables, _Estimator):  # type: ignore[misc, name-defined]
+class Regressor(_base.RegressorMixin, _TableEstimator, _Estimator):  # type: ignore[misc, name-defined]
     """A regressor for rows with IDs, strings, lists, times and numbers; see `Classifier` for arguments.
 
     Args:
@@ -496,7 +502,7 @@ class Regressor(_base.RegressorMixin, _OfTables, _Estimator):  # type: ignore[mi
         return self._scores(X).reshape(-1)
 
 
-class Ranker(_OfTables, _Estimator):
+class Ranker(_TableEstimator, _Estimator):
     """A model that ranks rows within a query, session or user by grade.
 
     Args:
@@ -602,7 +608,7 @@ class Recommender(_Estimator):
         """
         if y is not None:
             raise ValueError("Recommender learns from the columns of its log. Leave y out.")
-        with self._folder_of_fit() as folder:
+        with self._fit_folder() as folder:
             columns = LogColumns(user=self.user, item=self.item, time=self.time)
             paths = self._paths(X, folder)
             text, _, parts = recipe_of_log(paths, columns, folder / "recipe.py", label=None, model=self.model)
@@ -628,11 +634,11 @@ class Recommender(_Estimator):
         """
         _checks.check_is_fitted(self)
         ranks = join(choose_device(self.device))
-        requested = None if users is None else pa.table({self.user: pa.array(_listed(users))})
-        log = data if data is None or _are_paths(data) else self._paths(data, self._folder_of("other"))
+        requested = None if users is None else pa.table({self.user: pa.array(_to_list(users))})
+        log = data if data is None or _are_paths(data) else self._paths(data, self._subfolder("other"))
         recommender = load_recommender(RunFolder(self.run_), ranks, users=requested, data=log)
         best = recommendations(recommender, ranks, k, keep_seen=keep_seen)
-        return self._returned(pa.concat_tables(recommendation_tables(recommender, best)))
+        return self._to_library(pa.concat_tables(recommendation_tables(recommender, best)))
 
     def similar(self, items: Any, k: int = 10) -> Any:
         """Return the most similar items for each item, by vector cosine.
@@ -645,15 +651,15 @@ class Recommender(_Estimator):
             A table with item, rank, similar and score, in the library of the data passed to ``fit``.
         """
         _checks.check_is_fitted(self)
-        return self._returned(similar_items(RunFolder(self.run_), pa.array(_listed(items)), k))
+        return self._to_library(similar_items(RunFolder(self.run_), pa.array(_to_list(items)), k))
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return metrics on each user's last item in another log, a table or paths."""
         _checks.check_is_fitted(self)
-        log = data if _are_paths(data) else self._paths(data, self._folder_of("other"))
-        return self._evaluated(log)
+        log = data if _are_paths(data) else self._paths(data, self._subfolder("other"))
+        return self._evaluate_run(log)
 
-    def _folder_of(self, name: str) -> Path:
+    def _subfolder(self, name: str) -> Path:
         """Return a folder for another log, inside the temporary folder."""
         assert self._folder is not None
         folder = self._folder / name
@@ -708,6 +714,7 @@ def _preserved_random_state() -> Iterator[None]:
 
 
 def _are_paths(data: Any) -> bool:
+    """Return whether data is a path or a nonempty list of paths, rather than a table or array."""
     if isinstance(data, str | Path):
         return True
     return (
@@ -717,37 +724,40 @@ def _are_paths(data: Any) -> bool:
     )
 
 
-def _absolute(path: str | Path) -> str:
+def _absolute_path(path: str | Path) -> str:
+    """Return an absolute path; addresses such as ``s3://...`` unchanged."""
     return str(path) if is_address(str(path)) else os.path.abspath(path)
 
 
 def _library_of(data: Any) -> str:
+    """Return the name of the library that defines the data's type, such as ``pandas``."""
     return type(data).__module__.partition(".")[0]
 
 
-def _is_there(run: RunFolder) -> bool:
+def _has_training_data(run: RunFolder) -> bool:
     """Return whether a run's training data still exists."""
     paths = load_recipe(run).data.train  # type: ignore[attr-defined]
     return all(is_address(path) or os.path.exists(path) or "*" in path for path in paths)
 
 
-def _listed(values: Any) -> Any:
+def _to_list(values: Any) -> Any:
     """Return users or items as a list, from an array, a column, a list, or a single value."""
     if isinstance(values, str | bytes | int):
         return [values]
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def _column(values: npt.NDArray[Any]) -> Any:
+def _to_arrow(values: npt.NDArray[Any]) -> Any:
+    """Convert a NumPy column, which may hold Python objects, to an Arrow array."""
     return pa.array(values.tolist()) if values.dtype == object else pa.array(np.ascontiguousarray(values))
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert arrays and paths to JSON types."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _packed(run: Path) -> bytes:
+def _pack_run(run: Path) -> bytes:
     """Return a run folder as a tar archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -755,7 +765,7 @@ def _packed(run: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _unpacked(packed: bytes, folder: Path) -> None:
+def _unpack_run(packed: bytes, folder: Path) -> None:
     """Extract an archived run into a folder."""
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")

@@ -1,4 +1,4 @@
-"""Imports of names when somebody uses them, and imports during which Python collects no garbage."""
+"""Lazy imports of a package's public names, and imports without garbage collection."""
 
 import gc
 import importlib
@@ -15,12 +15,12 @@ _process = _Process()
 
 
 def declare_command() -> None:
-    """Declare that this process runs MeshRec's command only, so `uncollected` may freeze imported objects."""
+    """Declare that this process runs MeshRec's command only, so `without_gc` may freeze imported objects."""
     _process.is_command = True
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Turn Python's garbage collection off while modules are imported.
 
     Nearly all that they define stays, and the collector looks through it again and again: a quarter of the

@@ -32,8 +32,9 @@ def default_sharders() -> list[Sharder]:
 
 
 class DistributedModelParallel(nn.Module):
-    """Replaces the embedding modules of ``module`` by sharded ones, in place, and makes the rest data-
-    parallel.
+    """Model with embedding tables sharded over ranks, and a data-parallel dense part.
+
+    The embedding modules inside ``module`` are replaced in place by sharded ones.
 
     Parameters keep the names of the unsharded model. Embedding modules on ``meta`` are allocated here, and
     each rank allocates only the local part. Dense modules on ``meta`` are initialised by their
@@ -97,8 +98,8 @@ class DistributedModelParallel(nn.Module):
         for path, (collection, sharder) in embedding_modules.items():
             module_plan = self._plan.plan[path]
             self._sharded[path] = sharder.shard(collection, module_plan, self._env, self._device)  # type: ignore[arg-type]
-            module = _with_submodule(module, path, self._sharded[path])
-        self._plan = _running(self._plan, self._sharded)
+            module = _replace_submodule(module, path, self._sharded[path])
+        self._plan = _with_actual_kernels(self._plan, self._sharded)
         self._dmp_wrapped_module: nn.Module = module
         self._is_data_parallel = False
         self._dense_gradients: DenseGradients | None = None
@@ -223,7 +224,7 @@ class DistributedModelParallel(nn.Module):
         built = moved({path: module.built for path, module in self._sharded.items()}, plan, self._env)
         for path, module in self._sharded.items():
             module.rebuild(built[path])
-        self._plan = _running(plan, self._sharded)
+        self._plan = _with_actual_kernels(plan, self._sharded)
 
     def with_sharded(self, module: nn.Module, sharded: Mapping[str, Any]) -> "DistributedModelParallel":
         """Return another model for inference over the same ranks and plan. The dense part is not data-
@@ -235,7 +236,11 @@ class DistributedModelParallel(nn.Module):
         """
         model = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(model)
-        model._env, model._device, model._plan = self._env, self._device, _running(self._plan, sharded)
+        model._env, model._device, model._plan = (
+            self._env,
+            self._device,
+            _with_actual_kernels(self._plan, sharded),
+        )
         model._dense, model._dense_options = None, {}
         model._sharded, model._dmp_wrapped_module = dict(sharded), module
         model._is_data_parallel = False
@@ -346,14 +351,16 @@ class DistributedModelParallel(nn.Module):
         embedding_modules: Mapping[str, tuple[nn.Module, Sharder]],
         sharders: Sequence[Sharder],
     ) -> ShardingPlan:
+        """Return the given plan, or one made by the planner, after checking it on all ranks. Collective."""
         if plan is None:
-            plan = self._planned(module, sharders) if embedding_modules else ShardingPlan({})
+            plan = self._make_plan(module, sharders) if embedding_modules else ShardingPlan({})
         verify_same_plan(plan, self._env.world.group)
         tables = {path: tables_of(collection) for path, (collection, _) in embedding_modules.items()}
         verify_plan(plan, tables, world_size=self._env.shard.size)
         return plan
 
-    def _planned(self, module: nn.Module, sharders: Sequence[Sharder]) -> ShardingPlan:
+    def _make_plan(self, module: nn.Module, sharders: Sequence[Sharder]) -> ShardingPlan:
+        """Run the planner for this model and these ranks. Collective."""
         from meshrec.planner import EmbeddingShardingPlanner, Topology
 
         topology = Topology(
@@ -368,6 +375,7 @@ class DistributedModelParallel(nn.Module):
         return planner.collective_plan(module, list(sharders), group)
 
     def _table_names(self) -> set[str]:
+        """Return the names of all parameters and buffers of sharded modules."""
         return {
             f"{path}.{name}" if path else name
             for path, module in self._sharded.items()
@@ -375,6 +383,7 @@ class DistributedModelParallel(nn.Module):
         }
 
     def _init_ddp(self, ignored: set[str]) -> None:
+        """Wrap the model in DistributedDataParallel, without the parameters and buffers in ``ignored``."""
         parallel = nn.parallel.DistributedDataParallel
         # DistributedDataParallel broadcasts all other buffers in each training step.
         ignored = ignored | _constant_buffers(self._dmp_wrapped_module)
@@ -393,6 +402,7 @@ class DistributedModelParallel(nn.Module):
             self.late_gradients = self._dense_gradients
 
     def _init_fsdp2(self) -> None:
+        """Shard the dense parameters with FSDP2, or HSDP if there is a replicate axis."""
         from torch.distributed.fsdp import fully_shard
 
         tables = {tensor for module in self._sharded.values() for tensor in module.parameters()}
@@ -418,7 +428,7 @@ def _ddp_fqn_modifiers() -> dict[str, str]:
 def _embedding_modules(
     module: nn.Module, sharders: Sequence[Sharder]
 ) -> dict[str, tuple[nn.Module, Sharder]]:
-    """Return each module that a sharder shards, with the sharder for these tables, by path.
+    """Return the embedding modules of a model and the sharder of each, by path.
 
     Raises:
         ValueError: an option of a sharder names no table, or a name that several modules have.
@@ -437,12 +447,13 @@ def _embedding_modules(
     return modules
 
 
-def _running(plan: ShardingPlan, sharded: Mapping[str, Any]) -> ShardingPlan:
-    """Return ``plan`` with the kernels that the sharded modules run."""
+def _with_actual_kernels(plan: ShardingPlan, sharded: Mapping[str, Any]) -> ShardingPlan:
+    """Return the plan with the kernels which the sharded modules use, where the plan left the choice open."""
     return replace(plan, plan={path: module.plan for path, module in sharded.items()})
 
 
-def _with_submodule(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
+def _replace_submodule(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Replace the submodule at a path, and return the root; the root itself is at the empty path."""
     if not path:
         return module
     parent, _, name = path.rpartition(".")

@@ -7,8 +7,8 @@ from meshrec.metrics import area_under_curve
 from meshrec.modules.boosted_trees import BoostedTrees
 from meshrec.optim import Adam
 from meshrec.train import Trainer, WideDeepConfig, join
-from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, boosted_again, scores_of
-from meshrec.train.linear import Labelled, columns, first_samples, regression
+from meshrec.train.boosting import NUM_LEVELS, TreeSamples, fit_boosted, refit_boosted, row_scores
+from meshrec.train.linear import LabelledSamples, design_matrix, first_samples, fit_regression
 from meshrec.train.wide_deep import _crossed, _fitted, _inputs, _scores
 from tests.train.raw_ids import recipe as visits_recipe
 from tests.train.raw_ids import write_visits
@@ -27,7 +27,7 @@ def crossed(num, seed):
 
 def test_trees_add_what_the_model_leaves_over_and_the_module_sums_them():
     train, judged = crossed(4000, 0), crossed(2000, 1)
-    share, bias, trees, counts = boosted(train, judged, 100, seed=0)
+    share, bias, trees, counts = fit_boosted(train, judged, 100, seed=0)
     assert share == 0.5
     assert sum(counts) == len(trees)
     assert bias == pytest.approx(0.5 * float(torch.logit(train.labels.mean())), abs=1e-4)
@@ -45,7 +45,7 @@ def test_trees_that_know_less_than_the_model_are_left_out():
     ]
     # The first input tells the label, but only in training.
     told = torch.cat([train.labels[:, None], train.inputs[:, 1:]], dim=1)
-    share, bias, trees, counts = boosted(
+    share, bias, trees, counts = fit_boosted(
         train._replace(inputs=told, logits=known[0]), judged._replace(logits=known[1]), 20, seed=0
     )
     assert (share, bias, trees, counts) == (1.0, 0.0, [], (0, 0))
@@ -54,7 +54,7 @@ def test_trees_that_know_less_than_the_model_are_left_out():
 @pytest.mark.parametrize("counts", [(7, 4), (3, 0), (0, 0)])
 def test_as_many_trees_as_were_chosen_learn_from_all_samples(counts):
     train = crossed(1000, 0)
-    found = boosted_again(train, counts, seed=0)
+    found = refit_boosted(train, counts, seed=0)
     assert found.counts == counts
     assert len(found.trees) == sum(counts)
     assert found.share == (0.5 if counts[1] else 1.0)
@@ -67,7 +67,7 @@ def test_thresholds_are_rounded_down_so_that_no_sample_changes_sides():
     labels = (torch.arange(200) % 2).float()
     samples = TreeSamples(inputs, labels, torch.zeros(200, dtype=torch.float64), torch.ones(200))
     module = BoostedTrees(5, NUM_LEVELS)
-    module.set_trees(boosted(samples, samples, 5, seed=0).trees)
+    module.set_trees(fit_boosted(samples, samples, 5, seed=0).trees)
     assert area_under_curve(module(inputs), labels) == 1.0
 
 
@@ -75,14 +75,14 @@ def test_no_trees_where_they_gain_nothing_or_no_auc_exists():
     train, judged = crossed(400, 0), crossed(400, 1)
     sure = judged._replace(logits=judged.labels.double())
     none = (1.0, 0.0, [], (0, 0))
-    assert boosted(train, sure, 1, seed=0) == none
-    assert boosted(train, judged._replace(labels=torch.ones(400)), 20, seed=0) == none
+    assert fit_boosted(train, sure, 1, seed=0) == none
+    assert fit_boosted(train, judged._replace(labels=torch.ones(400)), 20, seed=0) == none
 
 
 def test_labels_between_0_and_1_are_refused():
     train, judged = crossed(400, 0), crossed(400, 1)
     with pytest.raises(ValueError, match=r"labels 0.*1.*0\.25"):
-        boosted(train._replace(labels=torch.full((400,), 0.25)), judged, 20, seed=0)
+        fit_boosted(train._replace(labels=torch.full((400,), 0.25)), judged, 20, seed=0)
 
 
 def test_scores_are_smoothed_log_odds_and_0_for_rare_rows():
@@ -91,7 +91,7 @@ def test_scores_are_smoothed_log_odds_and_0_for_rare_rows():
     mean = 30 / 49
     expected = torch.logit(torch.tensor((30 + 20 * mean) / 60)) - torch.logit(torch.tensor(mean))
     assert torch.allclose(
-        scores_of(ids, labels, torch.ones(49), 3), torch.tensor([float(expected), 0.0, 0.0])
+        row_scores(ids, labels, torch.ones(49), 3), torch.tensor([float(expected), 0.0, 0.0])
     )
 
 
@@ -122,7 +122,7 @@ def test_a_model_begins_as_regression_and_trees_alike_on_all_ranks(small, ranks)
     model.trees.set_trees(found.trees)
     added = model.trees(_inputs(dataset, samples, found.scores))
     encoded = torch.cat([samples.dense, samples.dense], 1)  # a number without bins is encoded as it is
-    linear = torch.from_numpy(columns(dataset, samples, encoded) @ found.linear.double().numpy())
+    linear = torch.from_numpy(design_matrix(dataset, samples, encoded) @ found.linear.double().numpy())
     assert torch.allclose(alone, (linear + added).float(), atol=1e-4)
     parts = ranks(2).run(begun, recipe)
     assert torch.allclose(torch.cat([each for each, _ in parts]).sort()[0], alone.sort()[0], atol=1e-4)
@@ -132,12 +132,12 @@ def test_a_model_begins_as_regression_and_trees_alike_on_all_ranks(small, ranks)
 def test_what_trees_learn_from_has_not_seen_the_samples_own_labels(small):
     dataset = replace(small().data, num_samples=1000).load()
     samples = first_samples(dataset.train)
-    data = columns(dataset, samples, samples.dense)
-    found = regression(Labelled.of(samples, data))
+    data = design_matrix(dataset, samples, samples.dense)
+    found = fit_regression(LabelledSamples.of(samples, data))
     first = torch.arange(1000) % 4 == 0
     other = replace(samples, labels=torch.where(first, 1 - samples.labels, samples.labels))
     before, after = (
-        _crossed(dataset, each, Labelled.of(each, data), found, torch.ones(1000, dtype=torch.bool))
+        _crossed(dataset, each, LabelledSamples.of(each, data), found, torch.ones(1000, dtype=torch.bool))
         for each in (samples, other)
     )
     for one, two in ((before.inputs, after.inputs), (before.logits, after.logits)):
@@ -181,7 +181,7 @@ def test_hashed_tables_have_no_scores(tmp_path):
     recipe = with_trees(replace(recipe, data=data))
     trainer = Trainer(recipe, data.load(), join("cpu"))
     trainer.run()
-    assert trainer.judge.early.best_auc > 0.5
+    assert trainer.evaluator.early.best_auc > 0.5
 
 
 def test_contradictions_are_refused(small):

@@ -21,21 +21,21 @@ from meshrec.train import (
     join,
 )
 from meshrec.train.baselines import baselines
-from meshrec.train.evaluation import Window, evaluate, outputs_of
+from meshrec.train.evaluation import OutputWindow, evaluate, outputs_of
 from meshrec.train.explaining import explain
 from meshrec.train.step import Outputs
 from meshrec.train.watch import LossError
 
 
 def test_the_window_is_emptied():
-    window = Window()
+    window = OutputWindow()
     window.add([Outputs(torch.tensor(1.0), torch.tensor([1.0, -1.0]), torch.tensor([1.0, 0.0]))])
     assert window.take(join("cpu"))["auc"] == 1.0
     assert window.is_empty
 
 
 def test_the_window_takes_sample_weights():
-    window, weights = Window(), torch.tensor([1.0, 0.0, 1.0])
+    window, weights = OutputWindow(), torch.tensor([1.0, 0.0, 1.0])
     logits, labels = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([1.0, 0.0, 0.0])
     window.add([Outputs(torch.tensor(1.0), logits, labels, weights)])
     window.add([Outputs(torch.tensor(1.0), logits[:1], labels[:1])])
@@ -101,7 +101,9 @@ def test_sample_weights_count_in_all_metrics(tmp_path):
         expected = binary_metrics(logits[counts], labels[counts])
         assert getattr(trainer, data) == pytest.approx(expected)
         sizes = [float(labels[counts].sum()), float((1 - labels[counts]).sum())]
-        assert [trainer.judge.curves[data][name] for name in ("positive", "negative")] == pytest.approx(sizes)
+        assert [trainer.evaluator.curves[data][name] for name in ("positive", "negative")] == pytest.approx(
+            sizes
+        )
     for baseline in baselines(trainer.dataset):
         expected = 0.5 if baseline.name == "global mean" else 1.0
         assert baseline.quality["test"]["auc"] == expected, baseline.name
@@ -124,9 +126,9 @@ def test_validation_data_without_weight_is_refused(tmp_path):
         def batches(self, *_, **__):
             yield from batches
 
-    trainer.judge._dataset = SimpleNamespace(validation=Reader())
+    trainer.evaluator._dataset = SimpleNamespace(validation=Reader())
     with pytest.raises(ValueError, match=r"validation.*0"):
-        trainer.judge.validate(1)
+        trainer.evaluator.validate(1)
 
 
 def test_rows_of_equal_scores_are_ranked_in_no_order(tmp_path):
@@ -156,7 +158,7 @@ def test_rows_of_equal_scores_are_ranked_in_no_order(tmp_path):
     for parameter in trainer.built.model.parameters():
         parameter.data.fill_(math.nan)
     with pytest.raises(LossError, match=r"NDCG@10 on the validation data is nan: (\d+) of \1 scores"):
-        trainer.judge.validate(9)
+        trainer.evaluator.validate(9)
 
 
 def test_nan_scores_of_clicks_end_a_run_with_their_number(tmp_path):
@@ -170,4 +172,4 @@ def test_nan_scores_of_clicks_end_a_run_with_their_number(tmp_path):
     for parameter in trainer.built.model.parameters():
         parameter.data.fill_(math.nan)
     with pytest.raises(LossError, match=r"validation data is nan: (\d+) of \1 scores"):
-        trainer.judge.validate(9)
+        trainer.evaluator.validate(9)

@@ -14,7 +14,7 @@ from meshrec.train import (
     Task,
     Tasks,
 )
-from meshrec.train.losses import sum_of_members
+from meshrec.train.losses import ensemble_loss
 
 
 def samples():
@@ -123,8 +123,8 @@ def test_sample_of_weight_0_is_as_one_that_is_left_out(loss, outputs, num_labels
     scores[left_out.nonzero()[0]] = torch.inf
     labels[left_out.nonzero()[1]] = torch.nan
     scores.requires_grad_()
-    total = sum_of_members(loss, scores, labels, weights)
-    expected = sum_of_members(loss, scores[~left_out], labels[~left_out], weights[~left_out])
+    total = ensemble_loss(loss, scores, labels, weights)
+    expected = ensemble_loss(loss, scores[~left_out], labels[~left_out], weights[~left_out])
     torch.testing.assert_close(total, expected)
     gradients = [torch.autograd.grad(value, scores)[0] for value in (total, expected)]
     torch.testing.assert_close(*gradients)

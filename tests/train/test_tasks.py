@@ -80,7 +80,7 @@ def test_several_labels_are_learned_at_once(mixture):
 def test_numbers_are_learned_and_the_best_weights_have_the_least_loss():
     found = trained(recipe((PRICE,), Huber(), DLRMConfig(embedding_dim=8), weight="w"))
     assert found.test["r2"] > 0.5
-    assert found.judge.early.best_auc == pytest.approx(-found.validation["loss"])
+    assert found.evaluator.early.best_auc == pytest.approx(-found.validation["loss"])
 
 
 def test_samples_without_weight_are_not_learned():

@@ -29,7 +29,7 @@ def test_a_run_learns_and_tells(small):
     assert [line["step"] for line in lines] == list(range(5, 81, 5))
     assert lines[-1]["loss"] < lines[0]["loss"]
     *evaluations, test = of(Evaluated, events)
-    assert (test.line["kind"], test.line["step"]) == ("test", trainer.judge.weights_step)
+    assert (test.line["kind"], test.line["step"]) == ("test", trainer.evaluator.weights_step)
     assert trainer.test["auc"] == test.line["auc"]
     assert [event.line["step"] for event in evaluations] == list(range(10, 81, 10))
     assert validation["auc"] == max(event.line["auc"] for event in evaluations) > 0.6
@@ -50,7 +50,7 @@ def test_early_stopping_takes_the_best_weights(small):
     assert trainer.progress.step < trainer.num_steps
     best = max(event.line["auc"] for event in of(Evaluated, events) if event.line["kind"] == "validation")
     assert validation["auc"] == pytest.approx(best, abs=1e-12)
-    assert trainer.judge.early.best_auc == best
+    assert trainer.evaluator.early.best_auc == best
     assert "the best by validation AUC" in of(Reported, events)[0].text
 
 
@@ -85,7 +85,7 @@ def test_losses_that_queries_share_are_not_tested(small, monkeypatch):
 def steps_of(recipe):
     trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
     trainer.run()
-    return trainer.progress.step, trainer.judge.early.test.state_dict()["losses"]
+    return trainer.progress.step, trainer.evaluator.early.test.state_dict()["losses"]
 
 
 def test_ranks_test_the_same_samples_in_the_same_order(small, ranks):

@@ -5,7 +5,7 @@ import torch
 
 from meshrec.metrics import auc_interval
 from meshrec.train import SquaredError, Trainer, WideDeepConfig, join
-from meshrec.train.linear import Labelled, columns, first_samples, regression
+from meshrec.train.linear import LabelledSamples, design_matrix, first_samples, fit_regression
 from meshrec.train.observers import Evaluated
 from tests.train.raw_ids import recipe as visits_recipe
 from tests.train.raw_ids import write_visits
@@ -51,10 +51,10 @@ def test_a_fitted_model_begins_as_the_regression_that_was_fitted(small, ranks):
     dataset = recipe.data.load()
     train, validation = first_samples(dataset.train), first_samples(dataset.validation)
     data = [
-        Labelled.of(each, columns(dataset, each, torch.cat([each.dense, each.dense], 1)))
+        LabelledSamples.of(each, design_matrix(dataset, each, torch.cat([each.dense, each.dense], 1)))
         for each in (train, validation)  # a number without bins is encoded as it is
     ]
-    expected = torch.from_numpy(data[1].inputs @ regression(*data).weights).float()
+    expected = torch.from_numpy(data[1].inputs @ fit_regression(*data).weights).float()
     alone = fitted(replace(recipe, placement=replace(recipe.placement, sharded=False)))
     assert torch.allclose(alone, expected, atol=1e-4)
     parts = ranks(2).run(fitted, recipe)
@@ -99,14 +99,14 @@ def test_only_a_label_of_0_and_1_is_fitted(small):
 def test_later_weights_must_be_better_by_more_than_chance(small):
     recipe = replace(small(), model=WideDeepConfig(fit_wide=True))
     trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
-    trainer.judge.validate(0)
+    trainer.evaluator.validate(0)
     first = trainer.validation["auc"]
-    assert trainer.judge.early.best_auc == first
-    trainer.judge.prefer_first()
+    assert trainer.evaluator.early.best_auc == first
+    trainer.evaluator.favor_current()
     (batch,) = trainer.dataset.validation.batches(400)
     positive = float(batch.labels.sum())
     low, high = auc_interval(first, positive, 400 - positive)
-    assert trainer.judge.early.best_auc == pytest.approx(first + 0.02 * (high - low))
+    assert trainer.evaluator.early.best_auc == pytest.approx(first + 0.02 * (high - low))
 
 
 def test_hashed_tables_are_left_out_of_the_fit(tmp_path):
@@ -116,4 +116,4 @@ def test_hashed_tables_are_left_out_of_the_fit(tmp_path):
     recipe = replace(recipe, data=data, model=WideDeepConfig(fit_wide=True))
     trainer = Trainer(recipe, data.load(), join("cpu"))
     trainer.run()
-    assert trainer.judge.early.best_auc > 0.5
+    assert trainer.evaluator.early.best_auc > 0.5

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshrec.lazy import uncollected
+from meshrec.lazy import without_gc
 
 
 class Command(NamedTuple):
@@ -75,7 +75,7 @@ def main() -> int:
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
     try:
-        with uncollected():
+        with without_gc():
             module = importlib.import_module(command.module)
         code: int = module.main(arguments)
         return code

@@ -22,7 +22,7 @@ from meshrec.comms.launchers import launched
 from meshrec.data.faults import needs
 from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
-from meshrec.lazy import uncollected
+from meshrec.lazy import without_gc
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.runs.job import RESTART_REQUESTED, RUN_VARIABLE, START_TIME_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
@@ -288,7 +288,7 @@ def _as_rank(job: Job, *, quiet: bool) -> int:
 
 def _train(job: Job, *, quiet: bool) -> dict[str, Any]:
     """Train as one rank. Only ranks import this: it takes longer than all that their launcher needs."""
-    with uncollected():
+    with without_gc():
         from meshrec.cli.screen import make_screen
         from meshrec.runs.worker import run_rank
     return run_rank(job, make_screen(quiet=quiet))

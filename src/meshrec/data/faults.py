@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshrec.data.samples import Bools
-from meshrec.lazy import uncollected
+from meshrec.lazy import without_gc
 
 OnError = Literal["raise", "skip"]
 
@@ -133,7 +133,7 @@ def needs(module: str, extra: str) -> ModuleType:
             for kind in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", kind)
             warnings.filterwarnings("ignore", "pkg_resources is deprecated")
-            with nullcontext() if module in sys.modules else uncollected():
+            with nullcontext() if module in sys.modules else without_gc():
                 return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(

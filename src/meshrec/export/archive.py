@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from meshrec.durable import Created
-from meshrec.lazy import uncollected
+from meshrec.lazy import without_gc
 from meshrec.ops import library
 
 _EXTRACTED = re.compile(r" (/.*/aotinductor_\w+)/(?:program|shared)/data/aotinductor/model/")
@@ -76,7 +76,7 @@ def import_readers() -> None:
 
     Otherwise torch imports them when it loads the first program, which takes over a second per process.
     """
-    with uncollected(), contextlib.suppress(ImportError):  # module names differ between torch versions
+    with without_gc(), contextlib.suppress(ImportError):  # module names differ between torch versions
         for name in _READERS:
             importlib.import_module(name)
 

@@ -134,8 +134,8 @@ class HSTU(HistoryModel):
         Args:
             sparse_features: Whole histories.
             cache: `AdvancedHistories.cache` from an earlier call for the same samples, whose histories had
-                the same first items at the same times. Spare capacity of a single sample is overwritten, so that
-                only the newest result derived from a cache is valid beyond its own tokens.
+                the same first items at the same times. Spare capacity of a single sample is overwritten, so
+                that only the newest result derived from a cache is valid beyond its own tokens.
 
         Raises:
             ValueError: More tokens are cached than a history has items, or a history is too long.

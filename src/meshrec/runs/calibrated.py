@@ -10,7 +10,7 @@ from torch import Tensor
 from meshrec.data.faults import needs
 from meshrec.runs.fitting import data_of_run
 from meshrec.runs.scoring import Scorer
-from meshrec.train.evaluation import joined_weights, outputs_of
+from meshrec.train.evaluation import concat_weights, outputs_of
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import RunFolder
@@ -105,5 +105,5 @@ def fit_run_curve(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: Calibratio
     # The curve needs all validation samples; every rank fits the same curve.
     every = ranks.collect(mine)
     logits, labels = (torch.cat([part[index] for part in every]).double().numpy() for index in (0, 1))
-    weights = joined_weights([(part[2], len(part[1])) for part in every])
+    weights = concat_weights([(part[2], len(part[1])) for part in every])
     return fit_curve(kind, logits, labels, None if weights is None else weights.double().numpy())

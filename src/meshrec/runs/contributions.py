@@ -85,7 +85,7 @@ def contributions(
 
     def outputs(table: pa.Table) -> npt.NDArray[np.float64]:
         dataset = open_data(source, run, table, labelled=False)
-        scored = Scored.joined(list(gather_scores(scorer._replace(dataset=dataset), ranks)))
+        scored = Scored.concat(list(gather_scores(scorer._replace(dataset=dataset), ranks)))
         logits: npt.NDArray[np.float64] = scored.logits_B.double().numpy()
         return logits.reshape(len(logits), -1)
 

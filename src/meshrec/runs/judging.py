@@ -72,7 +72,7 @@ def evaluate_scorer(
     scored = list(gather_scores(scorer, ranks))
     if not ranks.is_first:
         return None
-    whole = Scored.joined(scored)
+    whole = Scored.concat(scored)
     outputs = (whole.logits_B, whole.labels_B, whole.weights_B)
     metrics = loss.metrics(*outputs, gather=False)
     if len(whole.labels_B) and whole.weights_B is not None and not bool((whole.weights_B > 0).any()):
@@ -91,7 +91,7 @@ def evaluate_scorer(
             slices[name] = _slices(whole, values, value_indices)
     intervals = {}
     if draws and isinstance(loss, NextItem):
-        intervals = rank_intervals(*loss.judged(*outputs), ks=loss.ks, num=draws, seed=seed)
+        intervals = rank_intervals(*loss.metric_inputs(*outputs), ks=loss.ks, num=draws, seed=seed)
     elif draws:
         intervals = bootstrap_intervals(*outputs, num=draws, seed=seed)
     return EvaluationResult(metrics, intervals, slices, int(whole.logits_B.isnan().sum()))

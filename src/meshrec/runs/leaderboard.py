@@ -9,7 +9,7 @@ import torch
 from meshrec.metrics import Interval, auc_interval, effective_sizes, score_histograms
 from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig
 from meshrec.train.baselines import baselines
-from meshrec.train.evaluation import joined_weights
+from meshrec.train.evaluation import concat_weights
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import join
 from meshrec.train.recipe import FittedSource, ModelConfig, Placement, Recipe
@@ -93,7 +93,7 @@ def _train_and_evaluate(
         raise ValueError("there is no validation or no test data. Give the recipe a split, or files of both.")
     batches = list(dataset.test.batches(8192))
     labels = torch.cat([batch.labels for batch in batches])
-    weights = joined_weights([(batch.weights, len(batch)) for batch in batches])
+    weights = concat_weights([(batch.weights, len(batch)) for batch in batches])
     sizes = effective_sizes(score_histograms(labels, labels, weights))
     classes = dict(zip(("positive", "negative"), sizes, strict=True))
     for name in models:

@@ -74,7 +74,7 @@ def refit_recipe(recipe: Recipe, trainer: Trainer, dataset: "Dataset") -> Recipe
     """
     # The refit sees more rows, so as many passes take more steps.
     growth = dataset.train.num_samples / trainer.dataset.train.num_samples
-    step = trainer.judge.weights_step
+    step = trainer.evaluator.weights_step
     training = recipe.training
     max_steps = None if training.max_steps is None else max(1, round(training.max_steps * growth))
     # Options from a checkpoint have lists instead of tuples.

@@ -210,7 +210,7 @@ def gather_scores(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
     for mine in score(scorer.model, scorer.dataset.train, ranks, watch=unseen):
         every = ranks.collect(mine)
         if ranks.is_first:
-            yield Scored.joined(every)
+            yield Scored.concat(every)
     unseen.warn(ranks)
 
 

@@ -393,17 +393,17 @@ class _RankRun:
             "seconds": time.time() - self._start,
             "samples_per_second": progress.num_samples / progress.seconds if progress.seconds else 0.0,
             "ended_because": trainer.ended_because,
-            "best_step": trainer.judge.early.best_step,
-            "weights_step": trainer.judge.weights_step,
+            "best_step": trainer.evaluator.early.best_step,
+            "weights_step": trainer.evaluator.weights_step,
             "validation": trainer.validation,
             "test": trainer.test,
-            "curves": trainer.judge.curves,
+            "curves": trainer.evaluator.curves,
             "dense_precision": self._precision(trainer),
             "baselines": {},
             "baselines_test": {},
             "best_possible_auc": trainer.dataset.best_auc,
             "held_back": self._held_back(trainer.dataset),
-            "checkpoints": self._checkpoints(trainer.judge.weights_step),
+            "checkpoints": self._checkpoints(trainer.evaluator.weights_step),
             "failed_saves": trainer.saver.failures,
             "phases": self._phases(trainer),
             "began": self._began,
@@ -447,7 +447,7 @@ class _RankRun:
         """Compute the baselines and write the reports, on rank 0."""
         num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
         if self._store is not None:
-            self._download_weights(trainer.judge.weights_step, summary)
+            self._download_weights(trainer.evaluator.weights_step, summary)
         summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
         # Write the summary now, in case the baselines fail or the process is killed.
         self._folder.write_json(SUMMARY, summary)

@@ -146,7 +146,7 @@ class ClickTowersConfig(TableOptions, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTaskConfig(TableOptions, ModelConfig):
-    """Multi-task model: a mixture over embeddings and dense values, and a tower per label."""
+    """Multi-task model: a shared bottom or mixture of experts, and a tower per label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
     """Sharing between tasks: one bottom, gates over shared experts, or shared experts next to task-specific
@@ -189,7 +189,7 @@ class MultiTaskConfig(TableOptions, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoTowerConfig(TableOptions, ModelConfig):
-    """A user tower and an item tower; retrieval ranks all catalog items by dot product."""
+    """Two-tower retrieval model: all catalog items are ranked by the dot product of user and item vectors."""
 
     embedding_dim: int = 64
     """Embedding width, the same for every table."""
@@ -213,7 +213,7 @@ class TwoTowerConfig(TableOptions, ModelConfig):
         # Features in the catalog describe items; all remaining features belong to the user.
         of_items = set(dataset.catalogue.keys())
         towers = TwoTower(
-            _on_meta(tables, self.table_std, is_weighted=dataset.has_id_weights),
+            _build_on_meta(tables, self.table_std, is_weighted=dataset.has_id_weights),
             [name for table in tables for name in table.feature_names if name not in of_items],
             [name for table in tables for name in table.feature_names if name in of_items],
             self.layers,
@@ -251,7 +251,7 @@ class DINConfig(TableOptions, ModelConfig):
         item_table = next(table for table in tables if item in table.feature_names)
         other_tables = [table for table in tables if table is not item_table]
         bags = (
-            _on_meta(other_tables, self.table_std, is_weighted=dataset.has_id_weights)
+            _build_on_meta(other_tables, self.table_std, is_weighted=dataset.has_id_weights)
             if other_tables
             else None
         )
@@ -345,12 +345,13 @@ def tables_on_meta(
         embedding_dim: embedding width, the same for every table.
         std: standard deviation of initial values, see ``initial_values``.
     """
-    return _on_meta(dataset.tables(embedding_dim), std, is_weighted=dataset.has_id_weights)
+    return _build_on_meta(dataset.tables(embedding_dim), std, is_weighted=dataset.has_id_weights)
 
 
-def _on_meta(
+def _build_on_meta(
     tables: Sequence[EmbeddingBagConfig], std: float | None, *, is_weighted: bool
 ) -> EmbeddingBagCollection:
+    """Build pooled tables on ``meta``, with initial values of standard deviation ``std``."""
     tables = [replace(table, **initial_values(std, is_hashed=table.keys is not None)) for table in tables]
     return EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=is_weighted)
 

@@ -1,4 +1,4 @@
-"""Baselines to beat: the global mean, item popularity, logistic regression, and LightGBM."""
+"""Baselines for click labels: the global mean, item popularity, logistic regression, and LightGBM."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,11 +12,11 @@ from meshrec.metrics import binary_metrics
 from meshrec.train.evaluation import Scored
 from meshrec.train.linear import (
     BATCH,
-    Labelled,
+    LabelledSamples,
     Tell,
-    columns,
+    design_matrix,
     first_samples,
-    regression,
+    fit_regression,
     weighted_mean,
     weights_of,
 )
@@ -30,7 +30,12 @@ _SMOOTHING = 5.0
 
 
 class Baseline(NamedTuple):
-    """Name and metrics of a baseline; ``quality`` maps ``validation`` and ``test`` to metrics."""
+    """Name and metrics of a baseline.
+
+    Attributes:
+        name: name shown to users.
+        quality: ``{"validation": {metric: value}, "test": {metric: value}}``, without data that is missing.
+    """
 
     name: str
     quality: dict[str, dict[str, float]]
@@ -50,9 +55,9 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
     without a prefix.
     """
     if not dataset.labels:
-        yield from _of_label(dataset, None, tell)
+        yield from _label_baselines(dataset, None, tell)
         return
-    by_label = [_of_label(dataset, number, tell) for number in range(len(dataset.labels))]
+    by_label = [_label_baselines(dataset, number, tell) for number in range(len(dataset.labels))]
     for results in zip(*by_label, strict=True):
         quality: dict[str, dict[str, float]] = {}
         for label, result in zip(dataset.labels, results, strict=True):
@@ -62,8 +67,8 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
         yield Baseline(results[0].name, quality)
 
 
-def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """Compute the baselines for one label; ``number`` is None if there is only one."""
+def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
+    """Yield the baselines for one label; ``number`` is its index, None if the data has a single label."""
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         return (
@@ -85,7 +90,7 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
 
     def quality(logits: Callable[[Batch], Tensor]) -> dict[str, dict[str, float]]:
         return {
-            name: _judge(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
+            name: _evaluate_logits(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
             for name, reader in judged.items()
         }
 
@@ -94,34 +99,43 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
         yield Baseline("item popularity", quality(_popularity(dataset, train)))
     chooses = None if dataset.validation is None else read(dataset.validation)
     parts = [
-        Labelled.of(samples, columns(dataset, samples, samples.dense))
+        LabelledSamples.of(samples, design_matrix(dataset, samples, samples.dense))
         for samples in (train, chooses)
         if samples is not None
     ]
-    fitted = regression(*parts, tell=tell).weights
+    fitted = fit_regression(*parts, tell=tell).weights
     yield Baseline(
         "logistic regression",
-        quality(lambda batch: torch.from_numpy(columns(dataset, batch, batch.dense) @ fitted)),
+        quality(lambda batch: torch.from_numpy(design_matrix(dataset, batch, batch.dense) @ fitted)),
     )
     if has_trees():
         trees = Trees(dataset, train, lambda reader: label(reader.batches(BATCH)), tell)
         yield Baseline("LightGBM", quality(trees))
 
 
-def _judge(
+def _evaluate_logits(
     batches: Iterator[Batch], num_samples: int, logits: Callable[[Batch], Tensor], tell: Tell
 ) -> dict[str, float]:
+    """Return the metrics of a baseline.
+
+    Args:
+        batches: samples to evaluate.
+        num_samples: number of samples.
+        logits: returns the baseline's logits [B] for a batch.
+        tell: called with the finished share.
+    """
     scored: list[Scored] = []
     for number, batch in enumerate(batches):
         tell(min(1.0, number * BATCH / num_samples))
         scored.append(Scored(None, logits(batch), batch.labels, batch.weights))
     tell(1.0)
     # No collective: only rank 0 computes baselines.
-    _, scores, labels, weights = Scored.joined(scored)
+    _, scores, labels, weights = Scored.concat(scored)
     return binary_metrics(scores, labels, weights, gather=False)
 
 
 def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:
+    """Return a function from a batch to logits [B] of the smoothed mean training label of its items."""
     item = dataset.item
     assert item is not None
     rows = next(feature.num_embeddings for feature in dataset.features if feature.name == item)

@@ -1,4 +1,4 @@
-"""Boosted trees next to a fitted model, fitted with LightGBM."""
+"""Boosted trees whose output is added to a fitted model's logits, fitted with LightGBM."""
 
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ NUM_LEVELS = 4
 _LEAVES = 6
 # Trees without a better AUC, after which early stopping ends the fit.
 _PATIENCE = 100
-# Weight of the global mean in a row score, and the smallest row weight with a score; see `scores_of`.
+# Weight of the global mean in a row score, and the minimum total weight of a row that gets a score; see
+# `row_scores`.
 _SMOOTHING = 20.0
-_LEAST = 10
+_MIN_ROW_WEIGHT = 10
 _OPTIONS = {
     "objective": "binary",
     "metric": "auc",
@@ -37,8 +38,13 @@ _OPTIONS = {
 
 
 class TreeSamples(NamedTuple):
-    """Samples that trees read: inputs [B, X] float32; labels, the fitted model's logits and weights,
-    all [B].
+    """Samples for fitting trees.
+
+    Attributes:
+        inputs: float32 [B, X]: X values on which trees split.
+        labels: 0 or 1, [B].
+        logits: the fitted model's logits, [B].
+        weights: sample weights, [B].
     """
 
     inputs: Tensor
@@ -51,7 +57,7 @@ class TreeSamples(NamedTuple):
         return TreeSamples(*(field[mask] for field in self))
 
 
-def scores_of(ids: Tensor, labels: Tensor, weights: Tensor, num_rows: int) -> Tensor:
+def row_scores(ids: Tensor, labels: Tensor, weights: Tensor, num_rows: int) -> Tensor:
     """Return a score per table row, float32 [num_rows]: the logit of the row's mean label minus the global
     logit.
 
@@ -69,28 +75,27 @@ def scores_of(ids: Tensor, labels: Tensor, weights: Tensor, num_rows: int) -> Te
     mean = weighted_mean(labels, weights).nan_to_num().clamp(1e-6, 1 - 1e-6)
     smoothed = (positive + _SMOOTHING * mean) / (counts + _SMOOTHING)
     scores = torch.logit(smoothed) - torch.logit(mean)
-    return torch.where(counts >= _LEAST, scores, 0.0).float()
+    return torch.where(counts >= _MIN_ROW_WEIGHT, scores, 0.0).float()
 
 
-class Boosted(NamedTuple):
-    """A model with trees: the logit is ``share`` times the model's logit, plus ``bias``, plus the sum over
-    ``trees``.
-    """
+class BoostedModel(NamedTuple):
+    """Trees to add to a model: the logit is ``share * model logit + bias + sum of trees``."""
 
     share: float
     bias: float
     trees: list[Branch | Leaf]
     counts: tuple[int, int] = (0, 0)
-    """Number of trees fitted next to the model, and without it."""
+    """Number of trees fitted to the model's residuals, and of trees fitted without the model."""
 
 
-def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: int) -> Boosted:
-    """Fit trees next to a model.
+def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: int) -> BoostedModel:
+    """Fit trees to the residuals of a model, and independent trees, and average both.
 
-    The first half learns the model's residuals. These trees are dropped if they do not raise the AUC on
-    ``judged``. The second half learns the labels without the model, and the result averages both logits: the
-    mean depends less on the drawn samples. The second half is dropped if the model with residual trees has an
-    AUC above the mean's by more than a standard error. If no AUC exists, the result has no trees.
+    The first half of the trees learns the model's residuals; these are dropped if they do not raise the AUC
+    on ``judged``. The second half learns the labels without the model. The result averages the logits of model
+    with residual trees and of independent trees, which lowers the variance; the second half is dropped if
+    that average has an AUC more than a standard error below the AUC without it. If no AUC exists, the result
+    has no trees.
 
     Args:
         train: the training samples.
@@ -111,61 +116,77 @@ def boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: in
     # None if the samples have only one class: nothing can select trees then.
     before = area_under_curve(judged.logits, judged.labels, judged.weights)
     if before is None:
-        return Boosted(1.0, 0.0, [], (0, 0))
-    residual, added = _grown(train, judged, num_trees - num_trees // 2, seed)
+        return BoostedModel(1.0, 0.0, [], (0, 0))
+    residual, added = _fit_trees(train, judged, num_trees - num_trees // 2, seed)
     logits = judged.logits + added
-    after = _auc(logits, judged)
+    after = _area_under_curve(logits, judged)
     if after <= before:
         residual, logits, after = [], judged.logits, before
     bias = _bias(train)
     # The second half starts from the bias, as if there were no model.
     start = [samples._replace(logits=torch.full_like(samples.logits, bias)) for samples in (train, judged)]
-    separate, added = _grown(start[0], start[1], num_trees // 2, seed)
+    separate, added = _fit_trees(start[0], start[1], num_trees // 2, seed)
     histograms = score_histograms(judged.logits, judged.labels, judged.weights)
     interval = auc_interval(after, *effective_sizes(histograms))
     # The interval spans about four standard errors, so a quarter is one.
-    if not separate or after - _auc(logits + bias + added, judged) > (interval.high - interval.low) / 4:
-        return Boosted(1.0, 0.0, residual, (len(residual), 0))
-    return _mean(bias, residual, separate)
+    if (
+        not separate
+        or after - _area_under_curve(logits + bias + added, judged) > (interval.high - interval.low) / 4
+    ):
+        return BoostedModel(1.0, 0.0, residual, (len(residual), 0))
+    return _average_with_model(bias, residual, separate)
 
 
-def boosted_again(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> Boosted:
-    """Refit as many trees as `boosted` selected, when no samples remain to select with.
+def refit_boosted(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> BoostedModel:
+    """Refit as many trees as `fit_boosted` selected, when no samples remain to select with.
 
     Args:
         train: the training samples.
-        counts: number of trees next to the model, and without it.
-        seed: as for `boosted`.
+        counts: number of residual trees, and of independent trees.
+        seed: as for `fit_boosted`.
     """
-    residual, _ = _grown(train, None, counts[0], seed)
+    residual, _ = _fit_trees(train, None, counts[0], seed)
     if not counts[1]:
-        return Boosted(1.0, 0.0, residual, (len(residual), 0))
+        return BoostedModel(1.0, 0.0, residual, (len(residual), 0))
     bias = _bias(train)
-    separate, _ = _grown(train._replace(logits=torch.full_like(train.logits, bias)), None, counts[1], seed)
-    return _mean(bias, residual, separate)
+    separate, _ = _fit_trees(
+        train._replace(logits=torch.full_like(train.logits, bias)), None, counts[1], seed
+    )
+    return _average_with_model(bias, residual, separate)
 
 
 def _bias(train: TreeSamples) -> float:
+    """Return the logit of the mean label."""
     return float(torch.logit(weighted_mean(train.labels, train.weights), eps=1e-6))
 
 
-def _mean(bias: float, residual: list[Branch | Leaf], separate: list[Branch | Leaf]) -> Boosted:
+def _average_with_model(
+    bias: float, residual: list[Branch | Leaf], separate: list[Branch | Leaf]
+) -> BoostedModel:
     """Average the model plus residual trees with the bias plus independent trees."""
     trees = [scale_leaves(tree, 0.5) for tree in (*residual, *separate)]
-    return Boosted(0.5, bias / 2, trees, (len(residual), len(separate)))
+    return BoostedModel(0.5, bias / 2, trees, (len(residual), len(separate)))
 
 
-def _auc(logits: Tensor, judged: TreeSamples) -> float:
+def _area_under_curve(logits: Tensor, judged: TreeSamples) -> float:
     auc = area_under_curve(logits, judged.labels, judged.weights)
     assert auc is not None
     return auc
 
 
-def _grown(
+def _fit_trees(
     train: TreeSamples, judged: TreeSamples | None, num_trees: int, seed: int
 ) -> tuple[list[Branch | Leaf], Tensor]:
-    """Return the trees with the best AUC on ``judged``, and their contribution to the judged logits. Without
-    ``judged``, return all trees.
+    """Fit trees to the samples, starting from their logits.
+
+    Args:
+        train: training samples.
+        judged: samples whose AUC selects the number of trees; None: keep all trees.
+        num_trees: maximum number of trees.
+        seed: random seed.
+
+    Returns:
+        The trees, and their summed output for ``judged``, [B]; empty without ``judged``.
     """
     lightgbm = needs("lightgbm", "lightgbm")
     if not num_trees:

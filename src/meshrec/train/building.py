@@ -33,9 +33,15 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
 
 
-class Built(NamedTuple):
-    """A model ready to train. ``optimizer`` updates tables and dense part, with clipping if the recipe asks
-    for it. ``plan`` is None if the model is unsharded.
+class BuiltModel(NamedTuple):
+    """A model ready to train.
+
+    Attributes:
+        model: sharded or unsharded model.
+        tables: optimizer of the tables.
+        dense: optimizer of the dense part.
+        optimizer: both, with gradient clipping if the recipe has it.
+        plan: sharding plan; None if the model is unsharded.
     """
 
     model: nn.Module
@@ -57,7 +63,7 @@ class Built(NamedTuple):
         return tables, sum(parameter.numel() for parameter in self.dense.params.values())
 
 
-def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
+def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
     """Build the model and the optimizers. Initial weights depend on the seed only, not on the plan or on
     sharding.
 
@@ -79,18 +85,19 @@ def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
     for module in model.modules():
         if isinstance(module, StepSamples):
             module.join(ranks.env.world)
-    make = _sharded if recipe.placement.sharded else _plain
+    make = _build_sharded if recipe.placement.sharded else _build_unsharded
     built = make(recipe, model, dataset, ranks)
     seed_python_and_numpy(seed, f"rank {ranks.rank}")
     return built
 
 
-def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks) -> Built:
+def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
+    """Plan and shard the tables over the ranks. Collective."""
     topology = topology_of(
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
     )
     plan = make_plan(recipe, model, dataset, topology, ranks.control)
-    update, precision = _update(recipe), CommsPrecision.of(wires_of(plan))
+    update, precision = _update_mode(recipe), CommsPrecision.of(wires_of(plan))
     sharders: list[Sharder] = [
         EmbeddingBagCollectionSharder(recipe.tables, update=update, precision=precision),
         EmbeddingCollectionSharder(recipe.tables, update=update, precision=precision),
@@ -106,19 +113,20 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
         dense_gradients=recipe.training.dense_gradients,
     )
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    return _built(recipe, sharded, sharded.fused_optimizer, dense, plan)
+    return _with_optimizers(recipe, sharded, sharded.fused_optimizer, dense, plan)
 
 
-def _plain(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Ranks) -> Built:
+def _build_unsharded(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Ranks) -> BuiltModel:
+    """Allocate whole tables in this process, with the optimizer fused into the backward pass."""
     for child in model.modules():
         if isinstance(child, TableCollection):
             _allocate(child, ranks.device, recipe.training.seed)
     model.to(ranks.device)
-    fuse(model, optimizer=recipe.tables, update=_update(recipe))
+    fuse(model, optimizer=recipe.tables, update=_update_mode(recipe))
     tables = model.fused_optimizer
     assert isinstance(tables, CombinedOptimizer)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return _built(recipe, model, tables, dense, None)
+    return _with_optimizers(recipe, model, tables, dense, None)
 
 
 def _allocate(collection: TableCollection, device: torch.device, seed: int) -> None:
@@ -129,7 +137,7 @@ def _allocate(collection: TableCollection, device: torch.device, seed: int) -> N
             init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
 
 
-def _update(recipe: Recipe) -> UpdateMode:
+def _update_mode(recipe: Recipe) -> UpdateMode:
     """Return when tables are updated: in the backward pass, or on ``step`` if gradients are accumulated or
     clipped.
     """
@@ -137,23 +145,35 @@ def _update(recipe: Recipe) -> UpdateMode:
     return "on_step" if training.accumulate > 1 or training.clip_norm is not None else "in_backward"
 
 
-def _built(
+def _with_optimizers(
     recipe: Recipe,
     model: nn.Module,
     tables: KeyedOptimizer,
     dense_parameters: Mapping[str, Tensor],
     plan: PlannedShardingPlan | None,
-) -> Built:
+) -> BuiltModel:
+    """Create the dense optimizer, and combine it with the table optimizer.
+
+    Args:
+        recipe: the recipe.
+        model: the model.
+        tables: optimizer of the tables.
+        dense_parameters: parameters other than tables, by name.
+        plan: sharding plan, if any.
+    """
     on_cpu = all(parameter.is_cpu for parameter in dense_parameters.values())
-    dense = KeyedOptimizerWrapper(dense_parameters, _factory(recipe.dense, fused=on_cpu))
+    dense = KeyedOptimizerWrapper(dense_parameters, _dense_optimizer_factory(recipe.dense, fused=on_cpu))
     optimizer: KeyedOptimizer = CombinedOptimizer([tables, dense])
     limit = recipe.training.clip_norm
     if limit is not None:
         optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, max_gradient=limit)
-    return Built(model, tables, dense, optimizer, plan)
+    return BuiltModel(model, tables, dense, optimizer, plan)
 
 
-def _factory(config: DenseOptimizer, *, fused: bool) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+def _dense_optimizer_factory(
+    config: DenseOptimizer, *, fused: bool
+) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    """Return a function from parameters to the configured torch optimizer."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if fused:  # one pass over weights, gradients and state; on a GPU torch's default is fast enough
         options["fused"] = True

@@ -20,7 +20,7 @@ _COLUMNS = LogColumns()
 
 @dataclass(frozen=True, kw_only=True)
 class ClickLog(DataSource):
-    """A log of impressions, and whether users clicked: will this user click this item?
+    """A log of impressions with click labels; the model predicts whether a user clicks an item.
 
     The files are Parquet or CSV, and are read into memory. Every row becomes a sample together with the
     user's earlier clicks, see `meshrec.data.click_logs.with_histories`. The latest rows are held out. A run
@@ -100,6 +100,7 @@ class ClickLog(DataSource):
         return self.dataset(self.fit())
 
     def _frame(self, data: Any = None, features: "Features | None" = None) -> "Frame":
+        """Return a source for the log's table with histories; arguments as for `table`."""
         from meshrec.data.click_logs import features_of_clicks
         from meshrec.train.sources import Frame
 

@@ -1,4 +1,4 @@
-"""Metrics over all ranks, for recent training steps and for evaluation data."""
+"""Scores and metrics over all ranks, for recent training steps and for evaluation data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,8 +18,8 @@ EVALUATION_BATCH = 4096
 """Samples per rank and evaluation step."""
 
 
-class Window:
-    """Outputs since the last metrics line."""
+class OutputWindow:
+    """Model outputs of the training steps since the last metrics line, to compute training metrics."""
 
     def __init__(self, loss: Loss = DEFAULT_LOSS) -> None:
         self._loss = loss
@@ -40,12 +40,19 @@ class Window:
         outputs, self._outputs = self._outputs, []
         logits = torch.cat([output.logits for output in outputs]).cpu()
         labels = torch.cat([output.labels for output in outputs]).cpu()
-        weights = joined_weights([(output.weights, len(output.labels)) for output in outputs])
+        weights = concat_weights([(output.weights, len(output.labels)) for output in outputs])
         return self._loss.metrics(logits, labels, weights, group=ranks.control)
 
 
-def joined_weights(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Join sample weights from batches of the given sizes, on the CPU; None if no batch has weights."""
+def concat_weights(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
+    """Concatenate the sample weights of batches, on the CPU.
+
+    Args:
+        parts: per batch, weights [B] or None, and the batch size B. None counts as weights of 1.
+
+    Returns:
+        Weights of all samples; None if no batch has weights.
+    """
     if all(weights is None for weights, _ in parts):
         return None
     return torch.cat([torch.ones(size) if weights is None else weights.cpu() for weights, size in parts])
@@ -54,9 +61,12 @@ def joined_weights(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
 class Scored(NamedTuple):
     """Model outputs for a batch from a reader, on this rank, on the CPU.
 
-    ``rows_B`` are sample row numbers (see `meshrec.data.Reader.files`), or None if the reader does not number
-    rows. ``labels_B`` are NaN if the data has no labels, and ``weights_B`` is None if samples have no
-    weights.
+    Attributes:
+        rows_B: data row of each sample (see `meshrec.data.Reader.files`); None if the reader does not number
+            rows.
+        logits_B: model outputs, [B] or [B, T].
+        labels_B: labels; NaN if the data has none.
+        weights_B: sample weights; None: 1.
     """
 
     rows_B: Tensor | None
@@ -65,14 +75,14 @@ class Scored(NamedTuple):
     weights_B: Tensor | None = None
 
     @classmethod
-    def joined(cls, parts: "Sequence[Scored]") -> "Scored":
-        """Join samples from several batches or ranks."""
+    def concat(cls, parts: "Sequence[Scored]") -> "Scored":
+        """Concatenate the samples of several batches or ranks."""
         rows = [part.rows_B for part in parts if part.rows_B is not None]
         return cls(
             torch.cat(rows) if rows else None,
             torch.cat([part.logits_B for part in parts]),
             torch.cat([part.labels_B for part in parts]),
-            joined_weights([(part.weights_B, len(part.labels_B)) for part in parts]),
+            concat_weights([(part.weights_B, len(part.labels_B)) for part in parts]),
         )
 
 
@@ -118,8 +128,9 @@ def score(
 def padded_logits(
     model: nn.Module, batch: "Batch", batch_size: int, ranks: Ranks, *, bf16: bool = False
 ) -> Tensor:
-    """Return a batch's logits on the CPU, computed with ``batch_size`` samples: every rank computes the same
-    shapes.
+    """Pad a batch to ``batch_size`` samples, and return the logits of its samples on the CPU.
+
+    Padding gives equal shapes on every rank, so that logits do not depend on the number of ranks.
 
     Args:
         model: a model called as ``model(dense, sparse)``.
@@ -159,12 +170,14 @@ def outputs_of(model: nn.Module, reader: "Reader", ranks: Ranks) -> tuple[Tensor
         reader: the samples, which are divided among the ranks.
         ranks: the ranks, from `join`.
     """
-    scored = Scored.joined(list(score(model, reader, ranks)))
+    scored = Scored.concat(list(score(model, reader, ranks)))
     return scored.logits_B, scored.labels_B, scored.weights_B
 
 
-def batch_for(reader: "Reader") -> int:
-    """Return the evaluation batch size per rank during training: the next power of two for small readers.
+def evaluation_batch_size(reader: "Reader") -> int:
+    """Return the batch size per rank for evaluations during training.
+
+    `EVALUATION_BATCH`, or for small readers the number of samples rounded up to a power of two.
 
     It does not depend on the number of ranks.
     """

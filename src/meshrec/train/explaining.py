@@ -11,7 +11,7 @@ from meshrec.data.batch import Batch
 from meshrec.data.samples import gather_ranges
 from meshrec.metrics import binary_metrics, sliced_metrics
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
-from meshrec.train.evaluation import joined_weights, padded_logits
+from meshrec.train.evaluation import concat_weights, padded_logits
 from meshrec.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ _MAX_FEATURES = 64
 _MAX_VALUES = 8
 _MAX_SLICED = 6
 _COVERED = 0.5
-"""Slice a feature only if the most frequent values cover this share of samples."""
+"""Minimum share of samples with the most frequent values, for a feature to get slices."""
 
 
-class Explained(NamedTuple):
-    """Permutation importance and slices, on a validation sample."""
+class Explanation(NamedTuple):
+    """Permutation importance, and metrics by feature value, on a sample of validation data."""
 
     samples: int
     importance: dict[str, float]
-    """AUC lost if a feature's values are shuffled among samples, in decreasing order."""
+    """Drop of the AUC by feature if its values are permuted among samples, in decreasing order."""
     slices: dict[str, dict[int, dict[str, float]]]
     """Metrics by feature for the most frequent table rows; row -1: all other rows."""
 
@@ -48,8 +48,8 @@ class Explained(NamedTuple):
         return {"samples": self.samples, "importance": self.importance, "slices": slices}
 
 
-def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks) -> Explained | None:
-    """Compute the AUC loss per feature by shuffling the feature's values. Collective.
+def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks) -> Explanation | None:
+    """Compute permutation importance and metrics by feature value. Collective.
 
     Breiman, "Random forests" (2001), on data the model was not fitted to. A rank shuffles within local
     batches. Redundant features count little, because they stand in for one another.
@@ -63,12 +63,12 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
     Returns:
         None if the samples have labels of only one class.
     """
-    batches = list(_first(reader, ranks))
+    batches = list(_first_batches(reader, ranks))
     model.eval()
     try:
-        plain = _scored(model, batches, ranks)
+        plain = _logits(model, batches, ranks)
         labels = torch.cat([batch.labels for batch in batches])
-        weights = joined_weights([(batch.weights, len(batch)) for batch in batches])
+        weights = concat_weights([(batch.weights, len(batch)) for batch in batches])
         # The metrics are collective, so all ranks leave here together.
         before = binary_metrics(plain, labels, weights, group=ranks.control).get("auc")
         if before is None:
@@ -78,14 +78,14 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
         dense_names = list(dataset.dense_names) or [f"dense {index}" for index in range(dataset.num_dense)]
         for index, name in enumerate([*names, *dense_names][:_MAX_FEATURES]):
             feature = name if index < len(names) else index - len(names)
-            without = _scored(model, [_shuffled(batch, feature) for batch in batches], ranks)
+            without = _logits(model, [_permute_feature(batch, feature) for batch in batches], ranks)
             importance[name] = before - binary_metrics(without, labels, weights, group=ranks.control)["auc"]
     finally:
         model.train()
-    ids = {name: _rows(batches, name) for name in names}
+    ids = {name: _table_rows(batches, name) for name in names}
     by_rank = [values for values in ranks.collect((plain, labels, ids, weights)) if len(values[1])]
     plain, labels = (torch.cat([values[part] for values in by_rank]) for part in (0, 1))
-    weights = joined_weights([(values[3], len(values[1])) for values in by_rank])
+    weights = concat_weights([(values[3], len(values[1])) for values in by_rank])
     slices: dict[str, dict[int, dict[str, float]]] = {}
     for name in sorted(names, key=lambda name: -importance.get(name, 0.0)):
         rows = [values[2][name] for values in by_rank]
@@ -93,21 +93,23 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
             metrics = _slices(plain, labels, weights, np.concatenate(rows))
             slices |= {name: metrics} if metrics else {}
     ordered = dict(sorted(importance.items(), key=lambda item: -item[1]))
-    return Explained(len(labels), ordered, slices)
+    return Explanation(len(labels), ordered, slices)
 
 
-def _first(reader: "Reader", ranks: Ranks) -> Iterator[Batch]:
+def _first_batches(reader: "Reader", ranks: Ranks) -> Iterator[Batch]:
+    """Yield this rank's part of the first `_SAMPLES` samples."""
     for number, batch in enumerate(reader.batches(_BATCH, rank=ranks.rank, world_size=ranks.size)):
         if number * _BATCH * ranks.size >= _SAMPLES:
             return
         yield batch
 
 
-def _scored(model: nn.Module, batches: list[Batch], ranks: Ranks) -> Tensor:
+def _logits(model: nn.Module, batches: list[Batch], ranks: Ranks) -> Tensor:
+    """Return the logits of all batches, concatenated."""
     return torch.cat([padded_logits(model, batch, _BATCH, ranks) for batch in batches])
 
 
-def _shuffled(batch: Batch, feature: str | int) -> Batch:
+def _permute_feature(batch: Batch, feature: str | int) -> Batch:
     """Permute a feature's IDs, or a dense column, among the samples of a batch."""
     # A fixed seed: the order is a function of the batch size, and equal for all features.
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
@@ -130,8 +132,8 @@ def _shuffled(batch: Batch, feature: str | int) -> Batch:
     return Batch(batch.dense, KeyedJaggedTensor.from_jt_dict(bags), batch.labels)
 
 
-def _rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64] | None":
-    """Return the table row per sample, or None if a sample has several IDs or none."""
+def _table_rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64] | None":
+    """Return the table row of each sample for a feature, [B]; None if a sample has several IDs or none."""
     bags = [batch.sparse[name] for batch in batches]
     if not all(bool((ids.lengths() == 1).all()) for ids in bags):
         return None
@@ -141,6 +143,17 @@ def _rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64] | Non
 def _slices(
     logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
+    """Return metrics for the most frequent table rows, and for all others as row -1.
+
+    Args:
+        logits: [B].
+        labels: [B].
+        weights: sample weights [B]; None: 1.
+        rows: table row of each sample, [B].
+
+    Returns:
+        Metrics by row; empty if there is one row only, or the frequent rows cover too few samples.
+    """
     values, indices, counts = np.unique(rows, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MAX_VALUES]
     if len(values) < 2 or counts[order].sum() < _COVERED * len(rows):

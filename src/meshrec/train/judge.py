@@ -10,23 +10,23 @@ from meshrec.data import Dataset, Reader
 from meshrec.metrics import auc_interval, curves_of, effective_sizes, score_histograms
 from meshrec.metrics.named import quality, title_of
 from meshrec.models.repeats import RepeatScores
-from meshrec.train.evaluation import EVALUATION_BATCH, Scored, batch_for, joined_weights, score
+from meshrec.train.evaluation import EVALUATION_BATCH, Scored, concat_weights, evaluation_batch_size, score
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.stopping import EarlyStopping
 from meshrec.train.watch import LossError
 
-_LEAD = 0.02
-"""Lead for fitted initial weights, as a share of the 95 % confidence interval of the AUC. The best of many
-evaluations on few samples beats the first by chance.
+_INITIAL_WEIGHTS_LEAD = 0.02
+"""AUC which later weights must gain over fitted initial weights, as a share of the AUC's 95 % confidence
+interval. Without it, the best of many evaluations on few samples beats the first by chance.
 """
-_TESTED = 100_000
+_MAX_TESTED_SAMPLES = 100_000
 """Maximum number of validation samples in the paired loss test: more would not change the outcome."""
 
 
-class Judge:
-    """Metrics of the weights that a run reports. All methods are collective.
+class WeightsEvaluator:
+    """Evaluates a run's weights, and records which weights the run reports. All methods are collective.
 
     Args:
         recipe: the recipe.
@@ -62,45 +62,48 @@ class Judge:
             LossError: a validation metric is NaN, or the loss is infinite.
             ValueError: all validation sample weights are 0.
         """
-        self._choose_repeats(step)
+        self._tune_repeats(step)
         self._validate(step, step, tests=True)
         self.last_step = step
         return self.early.improves(quality(self.validation), step)
 
-    def _choose_repeats(self, step: int) -> None:
-        """Select how repeated items rank against new items; see [Note: repeated items]."""
+    def _tune_repeats(self, step: int) -> None:
+        """Select offset and factor of history items by validation ranking; see [Note: repeated items]."""
         reader = self._dataset.validation
         assert reader is not None
 
         def measured() -> float:
-            metrics = self._metrics("validation", self._scored(reader, batch_for(reader)), step)
+            metrics = self._metrics("validation", self._scored(reader, evaluation_batch_size(reader)), step)
             return quality(metrics) or 0.0
 
         for module in self._model.modules():
             if isinstance(module, RepeatScores):
                 module.choose(measured)
 
-    def remeasure(self, weights_step: int, step: int) -> None:
-        """Evaluate the loaded weights, from ``weights_step``, on the validation data.
+    def reevaluate(self, weights_step: int, step: int) -> None:
+        """Evaluate loaded checkpoint weights on the validation data, without early stopping.
 
-        ``step`` is the current step, for messages.
+        Args:
+            weights_step: training step of the weights.
+            step: current step, for messages.
         """
         self._validate(weights_step, step, tests=False)
 
     def _validate(self, weights_step: int, step: int, *, tests: bool) -> None:
+        """Set ``validation`` and ``weights_step``; ``tests``: also compare with earlier weights."""
         reader = self._dataset.validation
         assert reader is not None
-        scored = self._scored(reader, batch_for(reader))
+        scored = self._scored(reader, evaluation_batch_size(reader))
         self.validation = self._metrics("validation", scored, step)
         self.weights_step = weights_step
         test = self.early.test
         # A run that is resumed after its last step evaluates that step again.
         is_new = test.step is None or step > self.early.last_step
         if tests and is_new and test.patience is not None:
-            self._test(scored, reader.num_samples, step)
+            self._paired_test(scored, reader.num_samples, step)
 
-    def _test(self, scored: Scored, num_samples: int, step: int) -> None:
-        """Run the paired test on sample losses against earlier weights; see `PairedTest`.
+    def _paired_test(self, scored: Scored, num_samples: int, step: int) -> None:
+        """Add these weights' sample losses to the paired test against earlier weights; see `PairedTest`.
 
         Samples are sorted by row number, so that the result does not depend on the number of ranks. Samples
         without row numbers are not tested.
@@ -109,52 +112,62 @@ class Judge:
         if losses is None or scored.rows_B is None:
             return
         # Every k-th row number, so that all evaluations test the same samples on any number of ranks.
-        tested = scored.rows_B % -(-num_samples // _TESTED) == 0
+        tested = scored.rows_B % -(-num_samples // _MAX_TESTED_SAMPLES) == 0
         weights = None if scored.weights_B is None else scored.weights_B[tested]
         parts = self._ranks.collect((scored.rows_B[tested], losses[tested], weights))
         order = torch.cat([part[0] for part in parts]).argsort(stable=True)
-        joined = joined_weights([(part[2], len(part[0])) for part in parts])
+        joined = concat_weights([(part[2], len(part[0])) for part in parts])
         every = None if joined is None else joined[order]
         self.early.test.add(torch.cat([part[1] for part in parts])[order], every, step)
 
-    def prefer_first(self) -> None:
-        """Give the current weights a lead: later weights must be better by more than chance.
+    def favor_current(self) -> None:
+        """Raise the AUC which later weights must exceed, so that they are better by more than chance.
 
         Call it after the current weights were evaluated on the validation data, if there is any.
         """
         auc = self.validation.get("auc")
         if auc is not None:
-            interval = auc_interval(auc, *effective_sizes(self._total(self._histograms["validation"])))
-            self.early.best_auc = auc + _LEAD * (interval.high - interval.low)
+            interval = auc_interval(
+                auc, *effective_sizes(self._sum_over_ranks(self._histograms["validation"]))
+            )
+            self.early.best_auc = auc + _INITIAL_WEIGHTS_LEAD * (interval.high - interval.low)
 
-    def examine(self, step: int) -> None:
+    def evaluate_test(self, step: int) -> None:
         """Evaluate the final weights on the test data."""
         assert self._dataset.test is not None
         self.test = self._metrics("test", self._scored(self._dataset.test, EVALUATION_BATCH), step)
 
-    def draw_curves(self) -> None:
+    def compute_curves(self) -> None:
         """Compute ``curves`` from the last evaluation per part of the data."""
         for data, histograms in self._histograms.items():
             # Summed over ranks only when needed: evaluations during training keep local histograms.
-            self.curves[data] = curves_of(self._total(histograms))
+            self.curves[data] = curves_of(self._sum_over_ranks(histograms))
 
-    def _total(self, histograms: Tensor) -> Tensor:
+    def _sum_over_ranks(self, histograms: Tensor) -> Tensor:
+        """Sum histograms over all ranks."""
         sums = self._ranks.sum(histograms.flatten().tolist())
         return torch.tensor(sums, dtype=torch.float64).view(histograms.shape)
 
     def _scored(self, reader: Reader, batch_size: int) -> Scored:
         """Score this rank's part of a reader."""
-        return Scored.joined(list(score(self._model, reader, self._ranks, batch_size=batch_size)))
+        return Scored.concat(list(score(self._model, reader, self._ranks, batch_size=batch_size)))
 
     def _metrics(self, data: str, scored: Scored, step: int) -> dict[str, float]:
+        """Compute metrics over all ranks, and keep this rank's score histograms for the curves.
+
+        Args:
+            data: ``validation`` or ``test``.
+            scored: this rank's samples.
+            step: current step, for errors.
+        """
         recipe, outputs = self._recipe, (scored.logits_B, scored.labels_B, scored.weights_B)
         metrics = recipe.loss.metrics(*outputs, group=self._ranks.control)
-        self._refuse_undefined(data, step, metrics, outputs)  # a NaN has no bin
+        self._check_defined(data, step, metrics, outputs)  # a NaN has no bin
         if isinstance(recipe.loss, BinaryCrossEntropy):
             self._histograms[data] = score_histograms(*outputs)
         return metrics
 
-    def _refuse_undefined(
+    def _check_defined(
         self, data: str, step: int, metrics: dict[str, float], outputs: tuple[Tensor, Tensor, Tensor | None]
     ) -> None:
         """Raise an error if all sample weights are 0, a metric is NaN, or the loss is infinite."""

@@ -27,14 +27,19 @@ _SHUTDOWN_SECONDS = 120
 _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 # Until a rank listens for signals itself, Ctrl-C ends it without a traceback.
-_RANK = (
+_RANK_PROGRAM = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "from meshrec.__main__ import command; command()"
 )
 
 
-class Ended(NamedTuple):
-    """Result of a launch: an exit code, and the error of the rank that failed first."""
+class LaunchResult(NamedTuple):
+    """Result of a launch.
+
+    Attributes:
+        code: exit code; 128 + n if signal n stopped the launcher.
+        error: error of the rank that failed first; None without a failure.
+    """
 
     code: int
     error: str | None
@@ -48,7 +53,7 @@ def launch(
     max_restarts: int,
     environment: Mapping[str, str],
     rank_timeout: float = RANK_TIMEOUT,
-) -> Ended:
+) -> LaunchResult:
     """Run ``meshrec ARGUMENTS`` in ``num_ranks`` processes, and wait for them.
 
     Ctrl-C and SIGTERM are passed on: the ranks stop at the next step. Ranks share this machine's cores unless
@@ -85,19 +90,20 @@ def launch(
             }
         )
         try:
-            with _ends_stragglers(folder, num_ranks, rank_timeout, silent):
-                elastic_launch(config, sys.executable)(*interpreter_arguments(_RANK), *arguments)
+            with _killing_stragglers(folder, num_ranks, rank_timeout, silent):
+                elastic_launch(config, sys.executable)(*interpreter_arguments(_RANK_PROGRAM), *arguments)
         except ChildFailedError as failed:
-            return Ended(1, first_error(folder, num_ranks, signals_of(failed), silent))
+            return LaunchResult(1, first_error(folder, num_ranks, signals_of(failed), silent))
         except SignalException as stopped:
-            return Ended(128 + int(stopped.sigval), None)
+            return LaunchResult(128 + int(stopped.sigval), None)
         finally:
             os.environ.clear()
             os.environ.update(before)
-    return Ended(0, None)
+    return LaunchResult(0, None)
 
 
 def _config(num_ranks: int, max_restarts: int, scratch: Path) -> Any:
+    """Return torch's ``LaunchConfig`` for ranks on this machine."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -120,15 +126,22 @@ def _config(num_ranks: int, max_restarts: int, scratch: Path) -> Any:
 
 
 def signals_of(failed: Any) -> dict[int, int]:
-    """Return the signal that killed each rank, from a ``ChildFailedError``."""
+    """Return signal numbers by rank, for the ranks in a ``ChildFailedError`` that a signal killed."""
     return {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
 
 
 @contextmanager
-def _ends_stragglers(
+def _killing_stragglers(
     folder: RunFolder, num_ranks: int, rank_timeout: float, silent: set[int]
 ) -> Iterator[None]:
-    """Kill unresponsive ranks that block other ranks; add the rank numbers to ``silent``."""
+    """Kill unresponsive ranks while in this context, and add them to ``silent``.
+
+    Args:
+        folder: run folder with errors and process IDs.
+        num_ranks: number of ranks.
+        rank_timeout: seconds after which a stopped rank is killed.
+        silent: receives the killed ranks.
+    """
     over, stopped = threading.Event(), StoppedRanks(rank_timeout)
 
     def watch() -> None:
@@ -156,19 +169,17 @@ def _ends_stragglers(
 
 
 def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
-    """Return ranks that should have ended after another rank's failure. Ranks started after the failure do
-    not count.
-    """
-    failed_at = {rank: _written(folder.error(rank)) for rank in range(num_ranks)}
+    """Return ranks that still run `_GRACE_SECONDS` after another rank failed, except ranks started since."""
+    failed_at = {rank: _modified_time(folder.error(rank)) for rank in range(num_ranks)}
     # Infinity if no rank has failed: the difference below is then negative.
     first = min(failed_at.values())
     if time.time() - first < _GRACE_SECONDS:
         return []
     waiting = [rank for rank, at in failed_at.items() if at == math.inf]
-    return [rank for rank in waiting if _written(folder.process(rank)) < first]
+    return [rank for rank in waiting if _modified_time(folder.process(rank)) < first]
 
 
-def _written(path: Path) -> float:
+def _modified_time(path: Path) -> float:
     """Return a file's modification time; infinity if it does not exist."""
     try:
         return path.stat().st_mtime
@@ -182,8 +193,9 @@ def first_error(
     signals: Mapping[int, int] | None = None,
     silent: Sequence[int] | set[int] = (),
 ) -> str:
-    """Return the error that explains a failure. An error from a lost peer counts only if no rank has another
-    error.
+    """Return the error that explains why a launch failed: the earliest one that is not a consequence.
+
+    Errors about a lost connection to another rank are consequences, used only if there is no other error.
 
     Args:
         folder: run folder.
@@ -196,7 +208,7 @@ def first_error(
         path = folder.error(rank)
         if path.is_file():
             errors.append((path.stat().st_mtime, rank, _error_in(path.read_text())))
-    causes = [entry for entry in errors if not _has_lost_a_peer(entry[2])]
+    causes = [entry for entry in errors if not _is_lost_peer(entry[2])]
     if not causes and silent:
         ranks = ", ".join(map(str, sorted(silent)))
         logs = ", ".join(str(folder.log(rank)) for rank in sorted(silent))
@@ -234,10 +246,12 @@ MESSAGES = (
 
 
 def _hint(number: int) -> str:
+    """Return a probable reason for a signal; empty if there is none."""
     return ", as the system does when memory runs out" if number == signal.SIGKILL else ""
 
 
-def _has_lost_a_peer(error: str) -> bool:
+def _is_lost_peer(error: str) -> bool:
+    """Return whether an error only says that another rank is gone."""
     words = ("CollectiveError", "Connection closed by peer", "Timed out waiting", "Connection reset")
     return any(word in error for word in words)
 

@@ -13,7 +13,7 @@ from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve
 from meshrec.modules import PoolingType
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.train.evaluation import joined_weights
+from meshrec.train.evaluation import concat_weights
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
@@ -28,11 +28,11 @@ BATCH = 8192
 _PENALTIES = (300.0, 100.0, 30.0, 10.0, 3.0, 1.0, 0.3)
 # Iteration limit, and the denominator for progress.
 _ITERATIONS = 60
-_TOLERANCE, _ROUGH = 2e-9, 1e-7
-"""Relative loss decrease that ends a fit: for the regression itself, and for fold fits that only score
-held-out samples.
+_TOLERANCE, _FOLD_TOLERANCE = 2e-9, 1e-7
+"""Relative loss decrease at which a fit ends: for the regression itself, and for fits on folds, whose
+weights only score held-out samples.
 """
-_CHOICE = 10  # without validation data, one training sample in ten chooses the penalty
+_HELD_OUT_EVERY = 10  # without validation data, one training sample in ten chooses the penalty
 
 Tell = Callable[[float], None]
 """Progress callback, called with the finished share in [0, 1]. An exception from the callback ends
@@ -40,25 +40,25 @@ the work.
 """
 
 
-class Labelled(NamedTuple):
-    """Samples for a regression."""
+class LabelledSamples(NamedTuple):
+    """Inputs, labels and weights of samples for a regression."""
 
     inputs: Any
-    """Sparse input matrix from `columns`."""
+    """Sparse input matrix from `design_matrix`."""
     labels: "Vector"
     """Labels, 0 or 1."""
     weights: "Vector | None" = None
     """Sample weights; None: 1."""
 
     @classmethod
-    def of(cls, samples: Batch, inputs: Any) -> "Labelled":
+    def of(cls, samples: Batch, inputs: Any) -> "LabelledSamples":
         """Return labelled samples from a batch and an input matrix."""
         return cls(inputs, samples.labels.double().numpy(), weights_of(samples).numpy())
 
-    def where(self, mask: Any) -> "Labelled":
+    def where(self, mask: Any) -> "LabelledSamples":
         """Select the samples where ``mask`` is True."""
         weights = None if self.weights is None else self.weights[mask]
-        return Labelled(self.inputs[mask], self.labels[mask], weights)
+        return LabelledSamples(self.inputs[mask], self.labels[mask], weights)
 
 
 def weights_of(samples: Batch) -> Tensor:
@@ -82,8 +82,8 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
     return values.double() @ weights.double() / weights.sum()
 
 
-def whole(parts: Iterator[Batch]) -> Batch:
-    """Concatenate batches."""
+def concat_batches(parts: Iterator[Batch]) -> Batch:
+    """Concatenate batches to a single one, without row numbers and ID weights."""
     batches = list(parts)
     keys = batches[0].sparse.keys()
     values, lengths = [], []
@@ -95,17 +95,17 @@ def whole(parts: Iterator[Batch]) -> Batch:
         torch.cat([batch.dense for batch in batches]),
         KeyedJaggedTensor.from_lengths_sync(keys=keys, values=torch.cat(values), lengths=torch.cat(lengths)),
         torch.cat([batch.labels for batch in batches]),
-        weights=joined_weights([(batch.weights, len(batch)) for batch in batches]),
+        weights=concat_weights([(batch.weights, len(batch)) for batch in batches]),
     )
 
 
 def first_samples(reader: "Reader") -> Batch:
     """Read the first `MAX_SAMPLES` samples, rounded up to whole batches."""
-    return whole(itertools.islice(reader.batches(BATCH), -(-MAX_SAMPLES // BATCH)))
+    return concat_batches(itertools.islice(reader.batches(BATCH), -(-MAX_SAMPLES // BATCH)))
 
 
-def columns(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool = False) -> Any:
-    """Return a sparse matrix with a column per feature ID, a column per dense value, and a bias column.
+def design_matrix(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool = False) -> Any:
+    """Return the design matrix of a linear model: a column per table row and dense value, and a bias column.
 
     IDs count as the tables pool them: with MEAN pooling, the IDs in a bag share a weight of 1.
 
@@ -140,11 +140,11 @@ def columns(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool =
 
 def validation_mask(num_samples: int) -> Any:
     """Return a mask with every tenth training sample, a substitute for missing validation data."""
-    return np.arange(num_samples) % _CHOICE == _CHOICE - 1
+    return np.arange(num_samples) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
 
 
 class Regression(NamedTuple):
-    """A fitted regression."""
+    """Fitted logistic regression."""
 
     weights: "Vector"
     """Weights, a value per column."""
@@ -152,9 +152,9 @@ class Regression(NamedTuple):
     """L2 penalty on the summed losses."""
 
 
-def regression(
-    train: Labelled,
-    judged: Labelled | None = None,
+def fit_regression(
+    train: LabelledSamples,
+    judged: LabelledSamples | None = None,
     *,
     penalty: float | None = None,
     tell: Tell = lambda share: None,
@@ -195,15 +195,15 @@ def regression(
     return best_fit
 
 
-def fitted_again(fit: Regression, train: Labelled) -> "Vector":
+def refit_regression(fit: Regression, train: LabelledSamples) -> "Vector":
     """Refit the regression on other samples at the same penalty; return the weights."""
     start, penalty = fit
     transposed = train.inputs.T.tocsr()
-    return _fit(train, transposed, penalty=penalty, start=start, tolerance=_ROUGH)
+    return _fit(train, transposed, penalty=penalty, start=start, tolerance=_FOLD_TOLERANCE)
 
 
 def _fit(
-    train: Labelled,
+    train: LabelledSamples,
     transposed: Any,
     *,
     penalty: float,

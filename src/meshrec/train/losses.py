@@ -100,6 +100,7 @@ class BinaryCrossEntropy(Loss):
         )
 
     def _factor(self, labels: Tensor) -> Tensor | None:
+        """Return the weight of the positive term as a tensor; None if it is 1."""
         return None if self.positive_weight == 1 else labels.new_tensor(self.positive_weight)
 
     def _metrics(
@@ -117,7 +118,7 @@ class SquaredError(Loss):
 
     @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        return _weighted(self.per_sample(outputs, labels), weights)
+        return _weighted_sum(self.per_sample(outputs, labels), weights)
 
     def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor:
         _check_shapes(outputs, labels)
@@ -147,7 +148,7 @@ class Huber(Loss):
 
     @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        return _weighted(self.per_sample(outputs, labels), weights)
+        return _weighted_sum(self.per_sample(outputs, labels), weights)
 
     def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor:
         _check_shapes(outputs, labels)
@@ -181,7 +182,7 @@ class Softmax(Loss):
 
     @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        return _weighted(self.per_sample(outputs, labels), weights)
+        return _weighted_sum(self.per_sample(outputs, labels), weights)
 
     def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor:
         self._check(outputs, labels)
@@ -233,9 +234,9 @@ class Ranking(Loss):
 
     @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the loss over all queries in the batch. A query split between two batches counts in both.
+        """Sum the loss over all queries in the batch. A query in two batches has a loss in each.
 
-        A sample of weight 0 enters neither pairs nor lists. A pair's weight is the better sample's weight.
+        A sample of weight 0 is left out. A pair has the weight of the more relevant sample.
 
         Args:
             outputs: scores [B].
@@ -271,7 +272,7 @@ class Ranking(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class NextItem(Loss):
-    """Objective for models that compute loss and rank themselves: see `meshrec.models.next_item`.
+    """Objective for next-item models, which compute loss and rank themselves; see `meshrec.models.next_item`.
 
     Model outputs are [B, 2]: loss and rank. [B, 3] adds the number of other items tied with the target. In
     training, labels weight the samples. Label 0 marks an item the user did not choose: training learns
@@ -292,17 +293,17 @@ class NextItem(Loss):
                 f"the model returned {list(outputs.shape)} for labels {list(labels.shape)}; NextItem "
                 "takes a loss and a rank per label. Use a model for next items, such as SASRecConfig."
             )
-        return _weighted(outputs[:, 0] * labels, weights)
+        return _weighted_sum(outputs[:, 0] * labels, weights)
 
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return rank_metrics(*self.judged(outputs, labels, weights), ks=self.ks, **ranks)
+        return rank_metrics(*self.metric_inputs(outputs, labels, weights), ks=self.ks, **ranks)
 
-    def judged(
+    def metric_inputs(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return losses, ranks, weights and ties for samples with a label above 0.
+        """Return losses, ranks, weights and ties of samples with a label above 0, for `rank_metrics`.
 
         Args:
             outputs: model outputs, [B, 2] or [B, 3].
@@ -322,7 +323,7 @@ class NextItem(Loss):
         return outputs[:, 1]
 
 
-def sum_of_members(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+def ensemble_loss(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
     """Sum the loss over samples. For ensemble outputs [B, T, M], average the members' losses.
 
     A sample of weight 0 adds nothing, even if the output or label is NaN.
@@ -334,14 +335,14 @@ def sum_of_members(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor 
         weights: sample weights [B]; None: 1.
     """
     if weights is not None:
-        outputs, labels = (_zero_where_uncounted(values, weights) for values in (outputs, labels))
+        outputs, labels = (_zero_unweighted(values, weights) for values in (outputs, labels))
     if outputs.dim() < 3:
         return loss.sum(outputs, labels, weights)
-    losses = [loss.sum(squeezed(member), labels, weights) for member in outputs.unbind(2)]
+    losses = [loss.sum(squeeze_outputs(member), labels, weights) for member in outputs.unbind(2)]
     return torch.stack(losses).mean()
 
 
-def _zero_where_uncounted(values: Tensor, weights: Tensor) -> Tensor:
+def _zero_unweighted(values: Tensor, weights: Tensor) -> Tensor:
     """Replace values [B, ...] by zeros where the weight [B] is 0: a product would keep NaN in values and
     gradients.
     """
@@ -349,7 +350,7 @@ def _zero_where_uncounted(values: Tensor, weights: Tensor) -> Tensor:
     return torch.where(counts, values, 0)
 
 
-def squeezed(outputs: Tensor) -> Tensor:
+def squeeze_outputs(outputs: Tensor) -> Tensor:
     """Squeeze outputs [B, 1] to [B]; return other shapes unchanged."""
     return outputs.squeeze(1) if outputs.dim() == 2 and outputs.shape[1] == 1 else outputs
 
@@ -426,7 +427,7 @@ class Tasks(Loss):
 
 
 def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
-    """Raise ValueError where outputs and labels would broadcast."""
+    """Raise ValueError if outputs and labels differ in shape: torch would broadcast them silently."""
     if outputs.shape != labels.shape:
         raise ValueError(
             f"the model returned {list(outputs.shape)}, and labels are {list(labels.shape)}. Return one "
@@ -434,12 +435,20 @@ def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
         )
 
 
-def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
+def _weighted_sum(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum of losses [B], weighted if weights are given."""
     return losses.sum() if weights is None else (losses * weights).sum()
 
 
 def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor | None) -> Tensor:
-    """Average the loss over pairs with different labels, and sum over queries."""
+    """Return the RankNet loss: the mean over a query's pairs with different labels, summed over queries.
+
+    Args:
+        scores: [B].
+        labels: relevance, [B].
+        queries: query of each sample, [B].
+        weights: sample weights [B]; None: 1.
+    """
     better = (labels[:, None] > labels[None]) & (queries[:, None] == queries[None])
     first, second = better.nonzero(as_tuple=True)
     losses = nn.functional.softplus(scores[second] - scores[first])
@@ -451,7 +460,14 @@ def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
 
 
 def _listwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum the cross-entropy between label shares and score softmax over queries."""
+    """Return the ListNet loss: cross-entropy between label shares and score softmax, summed over queries.
+
+    Args:
+        scores: [B].
+        labels: relevance, [B].
+        queries: query of each sample, [B].
+        weights: sample weights [B]; None: 1.
+    """
     names, of_query = torch.unique(queries, return_inverse=True)
     num = len(names)
     # Subtract the query maximum before exp, as in a stable softmax. It is detached: the shift cancels out.

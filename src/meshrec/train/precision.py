@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from meshrec.train.evaluation import joined_weights, padded_logits
+from meshrec.train.evaluation import concat_weights, padded_logits
 from meshrec.train.losses import Loss
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Precision
@@ -115,5 +115,5 @@ def _loss_of(
 ) -> float | None:
     logits = torch.cat([padded_logits(model, batch, _CHECKED_BATCH, ranks, bf16=bf16) for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
-    weights = joined_weights([(batch.weights, len(batch.labels)) for batch in batches])
+    weights = concat_weights([(batch.weights, len(batch.labels)) for batch in batches])
     return loss.metrics(logits, labels, weights, group=ranks.control).get("loss")

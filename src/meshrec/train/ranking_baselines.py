@@ -120,7 +120,7 @@ class _Judge:
             judged = evaluate_targets(one, target_logs_BB, target_B, chunks, seen=seen)
             scored.append(Scored(None, judged, batch.labels, batch.weights))
         self._tell(1.0)
-        _, outputs, labels, weights = Scored.joined(scored)
+        _, outputs, labels, weights = Scored.concat(scored)
         return self._loss.metrics(outputs, labels, weights, gather=False)
 
     def by_neighbours(self, num: int) -> Baseline:

@@ -14,7 +14,7 @@ from meshrec.checkpoint.stored import ObjectStore
 from meshrec.durable import make_scratch, remove_scratch
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.tables.placeholder import PlaceholderTensor
-from meshrec.train.building import Built
+from meshrec.train.building import BuiltModel
 from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Training
@@ -52,7 +52,7 @@ class CheckpointSaver:
 
     def __init__(
         self,
-        built: Built,
+        built: BuiltModel,
         progress: Progress,
         early: EarlyStopping,
         *,

@@ -10,8 +10,8 @@ from torch.profiler import record_function
 
 from meshrec.modules.precision import cast_weights_once
 from meshrec.pipeline import Lookahead, Update
-from meshrec.train.building import Built
-from meshrec.train.losses import Loss, squeezed, sum_of_members
+from meshrec.train.building import BuiltModel
+from meshrec.train.losses import Loss, ensemble_loss, squeeze_outputs
 from meshrec.train.ranks import Ranks
 from meshrec.train.watch import FiniteFlag, OutputWatch
 
@@ -43,7 +43,9 @@ class TrainStep:
         pipeline: exchange the next batch while this one computes.
     """
 
-    def __init__(self, built: Built, ranks: Ranks, loss: Loss, *, bf16: bool, pipeline: bool = False) -> None:
+    def __init__(
+        self, built: BuiltModel, ranks: Ranks, loss: Loss, *, bf16: bool, pipeline: bool = False
+    ) -> None:
         self._built, self._ranks, self._loss, self._bf16 = built, ranks, loss, bf16
         # Hooks live as long as the model; outputs are dropped at every batch.
         self._watch = OutputWatch(built.model)
@@ -85,7 +87,7 @@ class TrainStep:
                 self._watch.forget()
                 with record_function("meshrec.forward"), nullcontext() if ahead is None else ahead.forward():
                     logits = forward(self._built.model, batch, self._ranks.device, bf16=self._bf16)
-                    loss = sum_of_members(self._loss, logits, batch.labels, batch.weights)
+                    loss = ensemble_loss(self._loss, logits, batch.labels, batch.weights)
                 # Read after the step: a read here would wait for the forward pass on a GPU. The other ranks
                 # wait for this one in the backward pass anyway, so the end comes after it.
                 self._unread = FiniteFlag(loss), batch, loss.detach()
@@ -94,7 +96,7 @@ class TrainStep:
                 with record_function("meshrec.backward"):
                     (loss * scale).backward()
             logits = logits.detach()
-            whole = squeezed(logits.mean(2)) if logits.dim() == 3 else logits
+            whole = squeeze_outputs(logits.mean(2)) if logits.dim() == 3 else logits
             outputs.append(Outputs(loss.detach(), whole, batch.labels, batch.weights))
             if ahead is not None and not steps:
                 self._update.after_backward(ahead, steps=False)
@@ -154,4 +156,4 @@ def forward(model: nn.Module, batch: "Batch", device: torch.device, *, bf16: boo
     """
     with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
         logits: Tensor = model(batch.dense, batch.sparse)
-    return squeezed(logits.float())
+    return squeeze_outputs(logits.float())

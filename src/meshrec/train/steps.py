@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from meshrec.data import Batch
 from meshrec.distributed import record_phases
 from meshrec.planner.measured import PhaseTime, write_phases
-from meshrec.train.building import Built
-from meshrec.train.evaluation import Window
+from meshrec.train.building import BuiltModel
+from meshrec.train.evaluation import OutputWindow
 from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
@@ -50,7 +50,7 @@ class Steps:
     def __init__(
         self,
         recipe: Recipe,
-        built: Built,
+        built: BuiltModel,
         ranks: Ranks,
         *,
         folder: RunFolder | None,
@@ -170,11 +170,11 @@ class MetricLines:
     """
 
     def __init__(
-        self, recipe: Recipe, built: Built, ranks: Ranks, progress: Progress, samples_per_epoch: int
+        self, recipe: Recipe, built: BuiltModel, ranks: Ranks, progress: Progress, samples_per_epoch: int
     ) -> None:
         self._built, self._ranks, self.progress = built, ranks, progress
         self._samples_per_epoch = samples_per_epoch
-        self._window = Window(recipe.loss)
+        self._window = OutputWindow(recipe.loss)
         # (num_samples, perf_counter) at the last start_clock: throughput is measured from there.
         self._since = (0, 0.0)
         self._waits = WaitClock()

@@ -199,7 +199,7 @@ class EarlyStopping:
     def __init__(self, patience: int | None, chance_patience: int | None = None) -> None:
         self._patience = patience
         self.test = PairedTest(chance_patience)
-        # Best metric so far, raised by a lead in `Judge.prefer_first`.
+        # Best metric so far, raised by a lead in `Judge.favor_current`.
         self.best_auc = float("-inf")
         self.best_step = 0
         self.num_worse = 0

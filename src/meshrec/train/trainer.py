@@ -7,9 +7,9 @@ from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.data.balance import balanced_reader
 from meshrec.metrics.named import leading_metric, title_of
 from meshrec.ops.memory import frozen_objects
-from meshrec.train.building import Built, build
+from meshrec.train.building import BuiltModel, build
 from meshrec.train.evaluation import Scored, evaluate, score
-from meshrec.train.judge import Judge
+from meshrec.train.judge import WeightsEvaluator
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Reported, Started, Stepped
 from meshrec.train.precision import LossCheck, check_loss, choose_precision
 from meshrec.train.progress import Progress
@@ -40,7 +40,7 @@ class Trainer:
         built: the model and the optimizers.
         progress: training progress.
         saver: checkpoints, deltas and best weights.
-        judge: metrics of the reported weights, and early stopping.
+        evaluator: metrics of the reported weights, and early stopping.
         stopped: whether ``stop`` ended the run.
         precision: dense precision in training.
         loss_check: for bf16, the reported weights' loss in both precisions; None before the end.
@@ -80,13 +80,13 @@ class Trainer:
         """Number of steps in the whole run, unless it ends early."""
         if training.end_step is not None:
             self.num_steps = min(self.num_steps, training.end_step)
-        self.built: Built = build(recipe, dataset, ranks)
+        self.built: BuiltModel = build(recipe, dataset, ranks)
         self.progress = Progress()
-        self.judge = Judge(recipe, dataset, self.built.model, ranks)
+        self.evaluator = WeightsEvaluator(recipe, dataset, self.built.model, ranks)
         self.saver = CheckpointSaver(
             self.built,
             self.progress,
-            self.judge.early,
+            self.evaluator.early,
             training=recipe.training,
             ranks=ranks,
             folder=folder,
@@ -110,12 +110,12 @@ class Trainer:
     @property
     def validation(self) -> dict[str, float]:
         """Validation metrics of the reported weights."""
-        return self.judge.validation
+        return self.evaluator.validation
 
     @property
     def test(self) -> dict[str, float]:
         """Test metrics of the reported weights; empty before the run ends."""
-        return self.judge.test
+        return self.evaluator.test
 
     @property
     def ended_because(self) -> str:
@@ -124,7 +124,7 @@ class Trainer:
         if self.stopped:
             return f"training stopped at step {step:,}, as requested."
         metric = title_of(leading_metric(self.validation) or "loss")
-        reason = self.judge.early.reason(metric)
+        reason = self.evaluator.early.reason(metric)
         if reason is None:
             return f"training made all {self.num_steps:,} steps."
         return f"training stopped at step {step:,} of {self.num_steps:,}: {reason}"
@@ -135,7 +135,7 @@ class Trainer:
         is_resumed = self.saver.resume()
         if is_resumed and folder is not None and self.ranks.is_first:
             step = self.progress.step
-            folder.forget_after(step, judged=self.judge.early.last_step == step)
+            folder.forget_after(step, judged=self.evaluator.early.last_step == step)
         return is_resumed
 
     def run(self) -> dict[str, float]:
@@ -154,7 +154,7 @@ class Trainer:
             if is_fitted or self._owes_an_evaluation():
                 self._evaluate()
             if is_fitted:
-                self.judge.prefer_first()
+                self.evaluator.favor_current()
             while not self._is_over():
                 self._epoch()
         if self._stop.finish().failed:
@@ -194,12 +194,13 @@ class Trainer:
         """
         at_end = self.progress.step > 0 and self.progress.position.sample == 0
         between = (
-            self.recipe.training.evaluate_every is None and self.judge.early.last_step < self.progress.step
+            self.recipe.training.evaluate_every is None
+            and self.evaluator.early.last_step < self.progress.step
         )
         return at_end and between and not self._is_over()
 
     def _is_over(self) -> bool:
-        return self.stopped or self.progress.step >= self.num_steps or self.judge.early.is_over
+        return self.stopped or self.progress.step >= self.num_steps or self.evaluator.early.is_over
 
     def _epoch(self) -> None:
         """Train until the end of the epoch or run."""
@@ -303,7 +304,7 @@ class Trainer:
         self._log_remaining()
         if self.dataset.validation is None:
             return
-        is_best = self.judge.validate(self.progress.step)
+        is_best = self.evaluator.validate(self.progress.step)
         if is_best:
             self.saver.keep_best()
         self._tell(Evaluated({"kind": "validation", **self._lines.where(), **self.validation}, is_best))
@@ -311,15 +312,15 @@ class Trainer:
 
     def _finish(self) -> None:
         """Load the best weights and evaluate them on the test data. A stopped run evaluates nothing."""
-        judge, step = self.judge, self.progress.step
-        if not self.stopped and judge.last_step != step:
+        evaluator, step = self.evaluator, self.progress.step
+        if not self.stopped and evaluator.last_step != step:
             self._evaluate()
-        judge.weights_step = step
+        evaluator.weights_step = step
         # Without validation data, the last weights are the reported weights.
         best = None if self.dataset.validation is None else self.saver.restore_best()
         if best is not None:
-            judge.remeasure(best, step)
-            by = title_of(leading_metric(judge.validation) or "loss")
+            evaluator.reevaluate(best, step)
+            by = title_of(leading_metric(evaluator.validation) or "loss")
             why = ""
             if best == 0 and step:
                 why = (
@@ -329,10 +330,10 @@ class Trainer:
             self._tell(Reported(f"took the weights of step {best}, the best by validation {by}{why}"))
         self._tell(Reported(self.ended_because))
         if not self.stopped and self.dataset.test is not None:
-            judge.examine(step)
-            line = {"kind": "test", **self._lines.where(), "step": judge.weights_step, **judge.test}
+            evaluator.evaluate_test(step)
+            line = {"kind": "test", **self._lines.where(), "step": evaluator.weights_step, **evaluator.test}
             self._tell(Evaluated(line, False))
-        judge.draw_curves()
+        evaluator.compute_curves()
         if self.precision.bf16 and not self.stopped:
             self._check_precision()
 

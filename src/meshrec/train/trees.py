@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve
-from meshrec.train.evaluation import joined_weights
+from meshrec.train.evaluation import concat_weights
 from meshrec.train.linear import weights_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Trees:
             batches = list(read(dataset.validation))
             columns = np.concatenate([self.matrix(batch) for batch in batches])
             labels = torch.cat([batch.labels for batch in batches])
-            weights = joined_weights([(batch.weights, len(batch)) for batch in batches])
+            weights = concat_weights([(batch.weights, len(batch)) for batch in batches])
             # The same test as for the metrics: without both classes, early stopping has no AUC.
             if area_under_curve(labels, labels, weights) is not None:
                 of_samples = None if weights is None else weights.numpy()

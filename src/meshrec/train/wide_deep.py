@@ -14,14 +14,14 @@ from meshrec.modules import EmbeddingBagCollection
 from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 from meshrec.tables.initial import init_table
 from meshrec.train.architectures import tables_on_meta
-from meshrec.train.boosting import NUM_LEVELS, TreeSamples, boosted, boosted_again, scores_of
+from meshrec.train.boosting import NUM_LEVELS, TreeSamples, fit_boosted, refit_boosted, row_scores
 from meshrec.train.linear import (
-    Labelled,
+    LabelledSamples,
     Regression,
-    columns,
+    design_matrix,
     first_samples,
-    fitted_again,
-    regression,
+    fit_regression,
+    refit_regression,
     validation_mask,
     weights_of,
 )
@@ -193,16 +193,16 @@ def _fitted(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: i
     train = first_samples(dataset.train)
     validation = None if dataset.validation is None else first_samples(dataset.validation)
 
-    def labelled(samples: Batch) -> Labelled:
+    def labelled(samples: Batch) -> LabelledSamples:
         encoding = model.numbers.encoding
         shares = encoding(samples.dense.to(encoding.scale.device)).cpu()
         # A line through all bins in addition to a weight per bin: the penalty then prefers straight lines.
         dense = torch.cat([shares.flatten(1), (shares * encoding.widths.cpu()).sum(-1)], dim=1)
-        return Labelled.of(samples, columns(dataset, samples, dense, shared=True))
+        return LabelledSamples.of(samples, design_matrix(dataset, samples, dense, shared=True))
 
     learnt = labelled(train)
     chooses = None if validation is None else labelled(validation)
-    fit = regression(learnt, chooses, penalty=config.fit_penalty)
+    fit = fit_regression(learnt, chooses, penalty=config.fit_penalty)
     linear = torch.from_numpy(fit.weights)
     if model.trees is None:
         return _Fitted(linear.float(), [], [], fit.penalty, (0, 0))
@@ -217,21 +217,21 @@ def _fitted(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: i
 
     crossed = _crossed(dataset, train, learnt, fit, learns).where(learns)
     if config.fit_tree_counts is not None:
-        result = boosted_again(crossed, config.fit_tree_counts, seed=seed)
+        result = refit_boosted(crossed, config.fit_tree_counts, seed=seed)
     else:
         judges = (
             judged(train, learnt.inputs).where(~learns)
             if validation is None or chooses is None
             else judged(validation, chooses.inputs)
         )
-        result = boosted(crossed, judges, model.trees.num_trees, seed=seed)
+        result = fit_boosted(crossed, judges, model.trees.num_trees, seed=seed)
     linear *= result.share
     linear[-1] += result.bias
     return _Fitted(linear.float(), scores, result.trees, fit.penalty, result.counts)
 
 
 def _crossed(
-    dataset: "Dataset", samples: Batch, learnt: Labelled, fit: Regression, learns: Tensor
+    dataset: "Dataset", samples: Batch, learnt: LabelledSamples, fit: Regression, learns: Tensor
 ) -> TreeSamples:
     """Return training samples with out-of-fold scores and logits.
 
@@ -242,7 +242,7 @@ def _crossed(
     inputs, logits = [], []
     for fold in range(_FOLDS):
         in_other_folds = learns & (folds != fold)
-        coefficients = fitted_again(fit, learnt.where(in_other_folds.numpy()))
+        coefficients = refit_regression(fit, learnt.where(in_other_folds.numpy()))
         inputs.append(_inputs(dataset, samples, _scores(dataset, samples, in_other_folds)))
         logits.append(torch.from_numpy(learnt.inputs @ coefficients))
     sample_indices = torch.arange(len(samples))
@@ -264,7 +264,7 @@ def _scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
         owners = torch.cat([torch.arange(len(samples)).repeat_interleave(bag.lengths()) for bag in jagged])
         ids, counts = torch.cat([bag.values() for bag in jagged]), learns[owners]
         owners = owners[counts]
-        scores = scores_of(ids[counts], samples.labels[owners], weights[owners], table.num_embeddings)
+        scores = row_scores(ids[counts], samples.labels[owners], weights[owners], table.num_embeddings)
         table_scores.append(scores)
     return table_scores
 
@@ -287,7 +287,7 @@ def _inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
 def _first_state(model: WideDeep, fit: _Fitted, seed: int) -> dict[str, Tensor]:
     """Return parameter values for the fitted start, with a deep part that adds 0."""
     state: dict[str, Tensor] = {}
-    # The fitted weights follow the order in `columns`: table rows, bins, lines, bias.
+    # The fitted weights follow the order in `design_matrix`: table rows, bins, lines, bias.
     encoding, start, fitted, scores = model.numbers.encoding, 0, fit.linear, iter(fit.scores)
     for config in model.sparse_arch.embedding_bag_collection.embedding_bag_configs():
         if config.keys is not None:
