@@ -92,10 +92,10 @@ def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed
     """Fit trees to the residuals of a model, and independent trees, and average both.
 
     The first half of the trees learns the model's residuals; these are dropped if they do not raise the AUC
-    on ``judged``. The second half learns the labels without the model. The result averages the logits of model
-    with residual trees and of independent trees, which lowers the variance; the second half is dropped if
-    that average has an AUC more than a standard error below the AUC without it. If no AUC exists, the result
-    has no trees.
+    on ``judged``. The second half learns the labels without the model. The result averages the logits of
+    model with residual trees and of independent trees, which lowers the variance; the second half is dropped
+    if that average has an AUC more than a standard error below the AUC without it. If no AUC exists, the
+    result has no trees.
 
     Args:
         train: the training samples.
