@@ -4,7 +4,7 @@ import os
 import socket
 
 from meshrec.cluster import ExaminationOptions, examine
-from meshrec.cluster.group import bandwidth, clock, hosts_of, skew, speed
+from meshrec.cluster.group import bandwidth, bandwidth_finding, clock, clock_finding, ranks_by_host
 from meshrec.train import join
 
 
@@ -49,17 +49,17 @@ def test_another_version_is_named(ranks, tmp_path):
 
 
 def test_judgements():
-    assert skew(0.2).level == "ok"
-    assert "30.0 s behind" in skew(-30).observation
-    assert "30.0 s ahead" in skew(30).observation
-    assert speed(1e9, 1e9, 0).level == "ok"
-    assert speed(1e8, 1e9, 0).level == "warn"
-    assert speed(5e7, 6e7, 0).level == "warn"
+    assert clock_finding(0.2).level == "ok"
+    assert "30.0 s behind" in clock_finding(-30).observation
+    assert "30.0 s ahead" in clock_finding(30).observation
+    assert bandwidth_finding(1e9, 1e9, 0).level == "ok"
+    assert bandwidth_finding(1e8, 1e9, 0).level == "warn"
+    assert bandwidth_finding(5e7, 6e7, 0).level == "warn"
 
 
 def alone():
     ranks = join("cpu")
-    return [each.level for each in (*clock(ranks, [0]), *bandwidth(ranks, [0]))], len(hosts_of(ranks))
+    return [each.level for each in (*clock(ranks, [0]), *bandwidth(ranks, [0]))], len(ranks_by_host(ranks))
 
 
 def test_one_host(ranks):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshrec.cluster import host
-from meshrec.cluster.findings import Finding, merged, worst
+from meshrec.cluster.findings import Finding, merge_findings, worst_level
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -77,9 +77,9 @@ def test_cores_and_kernels(monkeypatch):
 
 def test_findings_are_merged():
     well, ill = Finding("a", "ok", "fine"), Finding("b", "fail", "broken", "Mend it.")
-    assert merged([[well], [well, ill]]) == [(well, [0, 1]), (ill, [1])]
-    assert worst([well, ill]) == "fail"
-    assert worst([]) == "ok"
+    assert merge_findings([[well], [well, ill]]) == [(well, [0, 1]), (ill, [1])]
+    assert worst_level([well, ill]) == "fail"
+    assert worst_level([]) == "ok"
 
 
 def test_an_object_store(tmp_path):

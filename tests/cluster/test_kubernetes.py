@@ -98,7 +98,7 @@ def test_wrong_numbers():
     with pytest.raises(ValueError, match="1"):
         JobOptions(recipe="x", image="y", replicas=0)
     with pytest.raises(ValueError, match="below"):
-        ServeJob(package="x", image="y", replicas=3, most_replicas=2)
+        ServeJob(package="x", image="y", replicas=3, max_replicas=2)
 
 
 @pytest.mark.parametrize("option", ["memory", "shm"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshrec.metrics import area_under_curve
-from meshrec.metrics.areas import areas_of_ties, areas_within, ties_of
+from meshrec.metrics.areas import auc_by_group, auc_from_ties, sort_into_ties
 
 
 def test_auc_keeps_the_order_of_large_logits_and_takes_soft_labels():
@@ -14,7 +14,7 @@ def test_auc_keeps_the_order_of_large_logits_and_takes_soft_labels():
 
 
 def test_ties_count_half():
-    assert areas_of_ties(*torch.tensor([[0.0, 2.0], [1.0, 1.0]]).double().numpy()).tolist() == [0.75]
+    assert auc_from_ties(*torch.tensor([[0.0, 2.0], [1.0, 1.0]]).double().numpy()).tolist() == [0.75]
     assert area_under_curve(torch.tensor([0.0, -0.0]), torch.tensor([0, 1])) == 0.5
     assert area_under_curve(torch.full((2,), torch.inf), torch.tensor([False, True])) == 0.5
 
@@ -35,11 +35,11 @@ def test_small_groups_beside_large_ones_keep_their_precision():
     weights[-3:], group[-3:] = 1 / 3, 1
     scores[-3:], labels[-3:] = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([True, False, True])
     columns = [column.double().numpy() for column in (scores, labels, weights)]
-    assert areas_within(*columns, group.numpy())[1] == pytest.approx(0.5, abs=1e-15)
+    assert auc_by_group(*columns, group.numpy())[1] == pytest.approx(0.5, abs=1e-15)
 
 
 def test_samples_are_sorted_by_group_and_score():
-    order, tie, firsts = ties_of(
+    order, tie, firsts = sort_into_ties(
         torch.tensor([2.0, 1.0, 2.0, 1.0]).numpy(), torch.tensor([0, 1, 0, 0]).numpy()
     )
     assert (order.tolist(), tie.tolist(), firsts.tolist()) == ([3, 0, 2, 1], [0, 1, 1, 2], [0, 1, 3])

@@ -20,9 +20,9 @@ from meshrec.metrics import (
     binary_metrics,
     class_metrics,
     grouped_auc,
-    number_metrics,
     query_metrics,
     rank_metrics,
+    regression_metrics,
 )
 
 DRAWS = int(os.environ.get("MESHREC_METRIC_DRAWS", "300"))
@@ -132,7 +132,7 @@ def queries(drawn):
 
 def numbers(drawn):
     said = drawn.scores + drawn.rng.normal(size=drawn.num)
-    found = number_metrics(*drawn.tensors(said, drawn.scores))
+    found = regression_metrics(*drawn.tensors(said, drawn.scores))
     y, p, w = drawn.scores[drawn.at], said[drawn.at], drawn.w[drawn.at]
     if not len(y):
         return found, {}
@@ -167,7 +167,7 @@ def nearly_constant(drawn):
     step, labels = 2.0 ** -drawn.rng.integers(0, 26), drawn.rng.integers(-3, 4, drawn.num)
     values = labels + drawn.rng.integers(-2, 3, drawn.num)
     constant = float(drawn.rng.integers(-(2**24), 2**24))
-    found = number_metrics(*drawn.tensors(constant + step * values, constant + step * labels))
+    found = regression_metrics(*drawn.tensors(constant + step * values, constant + step * labels))
     y, p, w = labels[drawn.at], values[drawn.at], drawn.w[drawn.at]
     if len(set(y)) < 2:
         assert "r2" not in found

@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from meshrec.metrics import auc_interval, bootstrap_intervals, curves_of, effective_sizes, score_histograms
+from meshrec.metrics import (
+    auc_interval,
+    binary_curves,
+    bootstrap_intervals,
+    effective_sizes,
+    score_histograms,
+)
 
 
 def scores(num, seed=0):
@@ -14,7 +20,7 @@ def scores(num, seed=0):
 def test_the_area_under_the_points_is_the_auc_and_groups_add_up():
     sklearn = pytest.importorskip("sklearn.metrics")
     logits, labels = scores(5000)
-    curves = curves_of(score_histograms(logits, labels))
+    curves = binary_curves(score_histograms(logits, labels))
     assert (curves["positive"], curves["negative"]) == (labels.sum(), (1 - labels).sum())
     x, y = np.array(curves["roc"]).T
     assert (x[0], y[0], x[-1], y[-1]) == (0, 0, 1, 1)
@@ -30,7 +36,7 @@ def test_the_area_under_the_points_is_the_auc_and_groups_add_up():
 def test_precision_recall_and_gains_are_those_of_the_thresholds():
     sklearn = pytest.importorskip("sklearn.metrics")
     logits, labels = scores(5000)
-    curves = curves_of(score_histograms(logits, labels))
+    curves = binary_curves(score_histograms(logits, labels))
     precision, recall, _ = sklearn.precision_recall_curve(labels, logits)
     x, y = np.array(curves["precision_recall"]).T
     assert (x[-1], y[-1]) == (1.0, pytest.approx(float(labels.mean()), abs=1e-5))
@@ -52,7 +58,7 @@ def test_samples_of_weight_0_are_not_there_and_equal_weights_change_no_size():
     logits, labels = scores(400)
     weights = torch.cat([torch.full((300,), 7.0), torch.zeros(100)])
     curves, expected = (
-        curves_of(score_histograms(*columns))
+        binary_curves(score_histograms(*columns))
         for columns in ((logits, labels, weights), (logits[:300], labels[:300]))
     )
     assert [curves[name] for name in ("positive", "negative")] == pytest.approx(
@@ -69,7 +75,7 @@ def test_effective_sizes_are_those_of_kish():
 
 
 def test_without_one_of_the_classes_there_are_no_curves():
-    curves = curves_of(score_histograms(torch.tensor([-50.0, 50.0]), torch.zeros(2)))
+    curves = binary_curves(score_histograms(torch.tensor([-50.0, 50.0]), torch.zeros(2)))
     assert curves == {
         "positive": 0.0,
         "negative": 2.0,

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshrec.metrics import binary_metrics, class_metrics, number_metrics, query_metrics, rank_metrics
-from meshrec.metrics.gathering import codes_of, counted, gathered, integer_column, stacked
+from meshrec.metrics import binary_metrics, class_metrics, query_metrics, rank_metrics, regression_metrics
+from meshrec.metrics.gathering import encode_ids, gather_columns, id_column, normalize_samples, stack_columns
 
 
 def columns():
@@ -18,7 +18,7 @@ def all_metrics(part):
     scores, labels, queries, weights = (column[part] for column in columns())
     return [
         binary_metrics(scores, labels, weights),
-        number_metrics(scores, labels, weights),
+        regression_metrics(scores, labels, weights),
         class_metrics(torch.stack([scores, -scores], 1), labels, weights),
         query_metrics(scores, labels, queries, weights),
         rank_metrics(scores, scores.abs(), weights, labels * (scores.abs() > 1)),
@@ -54,25 +54,25 @@ def test_every_rank_refuses_the_weight_of_one(ranks):
 
 
 def test_alone_the_columns_stay():
-    given = stacked(torch.tensor([1.0, 2.0]), torch.tensor([[3], [4]]), weights=None)
-    assert gathered(given, None).tolist() == [[1, 2], [3, 4], [1, 1]]
+    given = stack_columns(torch.tensor([1.0, 2.0]), torch.tensor([[3], [4]]), weights=None)
+    assert gather_columns(given, None).tolist() == [[1, 2], [3, 4], [1, 1]]
 
 
 def test_sizes_must_agree():
     with pytest.raises(ValueError, match=r"\[3, 2, 3\]"):
-        stacked(torch.ones(3), torch.ones(2), weights=torch.ones(3))
+        stack_columns(torch.ones(3), torch.ones(2), weights=torch.ones(3))
 
 
 def test_samples_without_weight_are_left_out_and_the_largest_weight_is_1():
     given = torch.tensor([[1.0, 2.0, 3.0], [5.0, 6.0, 7.0], [0.0, 2.0, 4.0]])
     allowed = torch.tensor([False, True, True])
-    assert counted(given, allowed, "good").tolist() == [[2.0, 3.0], [6.0, 7.0], [0.5, 1.0]]
+    assert normalize_samples(given, allowed, "good").tolist() == [[2.0, 3.0], [6.0, 7.0], [0.5, 1.0]]
     with pytest.raises(ValueError, match=r"labels\[2\].*7.0"):
-        counted(given, torch.tensor([True, True, False]), "good")
+        normalize_samples(given, torch.tensor([True, True, False]), "good")
 
 
 def test_codes_tell_large_integers_apart_and_signed_zeros_not():
-    large = integer_column(torch.tensor([2**60 + 1, 2**60, 2**60 + 1]))
-    assert codes_of(large, "queries", is_floating=False).tolist() == [1, 0, 1]
-    zeros = integer_column(torch.tensor([0.0, -0.0, 2.5]))
-    assert codes_of(zeros, "queries", is_floating=True).tolist() == [0, 0, 1]
+    large = id_column(torch.tensor([2**60 + 1, 2**60, 2**60 + 1]))
+    assert encode_ids(large, "queries", is_floating=False).tolist() == [1, 0, 1]
+    zeros = id_column(torch.tensor([0.0, -0.0, 2.5]))
+    assert encode_ids(zeros, "queries", is_floating=True).tolist() == [0, 0, 1]

@@ -1,16 +1,16 @@
 import math
 
-from meshrec.metrics.named import leading_metric, leading_text, metric_of, quality, shown, title_of
+from meshrec.metrics.named import leading_metric, leading_text, metric_of, metric_title, quality, shown
 
 
 def test_names_of_metrics():
-    assert [title_of(name) for name in ("auc", "ndcg@10", "recall@5", "loss")] == [
+    assert [metric_title(name) for name in ("auc", "ndcg@10", "recall@5", "loss")] == [
         "AUC",
         "NDCG@10",
         "recall@5",
         "loss",
     ]
-    assert title_of("mine@3") == "mine@3"
+    assert metric_title("mine@3") == "mine@3"
     assert metric_of("ndcg@10").better == 1
     assert metric_of("normalized_entropy").better == -1
     assert metric_of("mine").better == 0

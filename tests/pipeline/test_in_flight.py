@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from meshrec.pipeline.in_flight import follow, text_of, walk
+from meshrec.pipeline.in_flight import find_tensors, object_at, path_text
 from meshrec.sparse import KeyedJaggedTensor
 
 
@@ -75,21 +75,21 @@ def test_tensors_of_a_batch_have_paths(kind, path):
     for _ in range(2):  # the second instance of a type is read as the first
         dense, sparse = torch.zeros(1), ids()
         batch = kind(dense, sparse)
-        leaves = walk(batch)
+        leaves = find_tensors(batch)
         assert [leaf for _, leaf in leaves] == [dense, sparse]
-        assert all(follow(batch, step) is leaf for step, leaf in leaves)
-        assert text_of(leaves[1][0]) == path
+        assert all(object_at(batch, step) is leaf for step, leaf in leaves)
+        assert path_text(leaves[1][0]) == path
 
 
 def test_parts_may_be_missing_and_differ_between_batches_of_a_type():
     batch = Computed(torch.zeros(1))
-    assert len(walk(batch)) == 1
+    assert len(find_tensors(batch)) == 1
     batch.sparse = ids()
-    assert len(walk(batch)) == 2
-    assert len(walk({"a": torch.zeros(1)})) == 1
-    assert len(walk({"a": torch.zeros(1), "b": {"a": ids()}})) == 2
+    assert len(find_tensors(batch)) == 2
+    assert len(find_tensors({"a": torch.zeros(1)})) == 1
+    assert len(find_tensors({"a": torch.zeros(1), "b": {"a": ids()}})) == 2
 
 
 def test_a_tensor_in_two_places_appears_once():
     tensor = torch.zeros(1)
-    assert [leaf for _, leaf in walk([tensor, {"again": tensor}])] == [tensor]
+    assert [leaf for _, leaf in find_tensors([tensor, {"again": tensor}])] == [tensor]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshrec.metrics import binary_metrics, number_metrics
+from meshrec.metrics import binary_metrics, regression_metrics
 from meshrec.metrics.named import quality
 from meshrec.train import (
     BinaryCrossEntropy,
@@ -46,7 +46,7 @@ def test_tasks_add_up_and_the_first_one_chooses():
     torch.testing.assert_close(loss.sum(both, truth, weights), expected)
     found = loss.metrics(both, truth)
     assert found["auc"] == found["click/auc"] == binary_metrics(outputs, labels)["auc"]
-    assert found["price/rmse"] == number_metrics(2 * outputs, labels + 1)["rmse"]
+    assert found["price/rmse"] == regression_metrics(2 * outputs, labels + 1)["rmse"]
     torch.testing.assert_close(loss.scores(both), torch.stack([torch.sigmoid(outputs), 2 * outputs], 1))
     with pytest.raises(ValueError, match="2 tasks"):
         loss.sum(both[:, :1], truth[:, :1], None)

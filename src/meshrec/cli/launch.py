@@ -104,7 +104,7 @@ class ServeManifestOptions:
     """Name of the server."""
     replicas: int = ServeJob.replicas
     """Smallest number of pods."""
-    most_replicas: int = ServeJob.most_replicas
+    max_replicas: int = ServeJob.max_replicas
     """Largest number of pods."""
     claim: str = ServeJob.claim
     """PersistentVolumeClaim with the packages."""

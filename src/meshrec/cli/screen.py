@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from meshrec.metrics.named import leading_metric, leading_text, shown, title_of
+from meshrec.metrics.named import leading_metric, leading_text, metric_title, shown
 from meshrec.planner import PlannedShardingPlan
 from meshrec.planner.plan_report import PlanReport, make_report
 from meshrec.runs.worker import next_commands
@@ -184,7 +184,7 @@ def summary_table(summary: Line) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     metrics = {**summary["validation"], **summary["test"]}
     columns = shown(metrics)
-    for name in ("", "data", *map(title_of, columns)):
+    for name in ("", "data", *map(metric_title, columns)):
         table.add_column(name, justify="left" if name in ("", "data") else "right")
     for data, key in (("validation", "baselines"), ("test", "baselines_test")):
         for name, quality in summary[key].items():

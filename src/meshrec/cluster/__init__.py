@@ -7,7 +7,7 @@ from meshrec.cluster.slurm import SlurmJob, script, submit
 from meshrec.lazy import importer
 
 if TYPE_CHECKING:
-    from meshrec.cluster.doctor import Examination, ExaminationOptions, Wanted, examine
+    from meshrec.cluster.doctor import Examination, ExaminationOptions, examine
     from meshrec.cluster.findings import Finding
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "JobOptions",
     "ServeJob",
     "SlurmJob",
-    "Wanted",
     "examine",
     "job_set",
     "pytorch_job",
@@ -26,11 +25,11 @@ __all__ = [
     "submit",
 ]
 
-# Lazy: a login node writes scripts without torch, which the checks import.
+# Lazy, because the checks import torch, and a login node that only writes scripts may not have it.
 __getattr__ = importer(
     __name__,
     {
-        "meshrec.cluster.doctor": ["Examination", "ExaminationOptions", "Wanted", "examine"],
+        "meshrec.cluster.doctor": ["Examination", "ExaminationOptions", "examine"],
         "meshrec.cluster.findings": ["Finding"],
     },
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshrec.cluster.findings import Finding, Level, merged, worst
-from meshrec.cluster.group import bandwidth, clock, host_link, hosts_of, same_versions, shared_folder
+from meshrec.cluster.findings import Finding, Level, merge_findings, worst_level
+from meshrec.cluster.group import bandwidth, clock, host_link, ranks_by_host, same_versions, shared_folder
 from meshrec.cluster.host import host_checks, object_store
 from meshrec.cluster.network import network_checks
 from meshrec.comms.joining import form_group
@@ -18,19 +18,21 @@ from meshrec.runs.same_start import file_fingerprints
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import Recipe
 
-_MOST_NAMED = 3
+# Differing files named in a finding.
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationOptions:
-    """Examination options.
+    """What `examine` checks.
 
     Attributes:
-        folder: run folder shared by all hosts; None: checkpoints are stored elsewhere.
-        runs: folder in which every host writes.
-        store: object store address for checkpoints, if any.
-        recipe: recipe whose data is checked, if any.
-        join_seconds: timeout for meeting the other ranks.
+        folder: run folder that must be the same on all hosts; None: not checked, as checkpoints go to a
+            store.
+        runs: folder that must be writable on every host.
+        store: address of the object store for checkpoints, such as "s3://bucket/runs"; None: none.
+        recipe: recipe whose data every rank reads; None: data is not checked.
+        join_seconds: timeout in seconds for forming the process group.
     """
 
     folder: Path | None
@@ -40,19 +42,15 @@ class ExaminationOptions:
     join_seconds: float = 60.0
 
 
-Wanted = ExaminationOptions
-"""Deprecated alias, for one release."""
-
-
 @dataclass
 class Examination:
-    """Examination result, as known to this rank.
+    """Findings of `examine`.
 
     Attributes:
         rank: this rank.
-        num_ranks: total rank count.
-        has_met: whether the ranks have met. If not, every rank only knows local findings.
-        findings: findings, with the ranks which have them.
+        num_ranks: number of ranks.
+        has_met: whether the ranks formed a process group. If not, ``findings`` has only those of this rank.
+        findings: distinct findings, with the ranks that reported them.
     """
 
     rank: int
@@ -62,28 +60,33 @@ class Examination:
 
     @property
     def level(self) -> Level:
-        """Worst level in all findings."""
-        return worst([finding for finding, _ in self.findings])
+        """Worst level among the findings."""
+        return worst_level([finding for finding, _ in self.findings])
 
 
 def examine(options: ExaminationOptions) -> Examination:
-    """Run local checks and, if a launcher started several ranks, checks across all ranks. Collective."""
-    is_rank = launched()  # first: it sets WORLD_SIZE and RANK from MPI and Slurm variables
+    """Run the checks of this host and, if a launcher started several ranks, the checks across ranks.
+
+    Collective. If the ranks cannot form a process group, every rank returns the findings of its host.
+    """
+    is_rank = launched()  # first, because it sets WORLD_SIZE and RANK from MPI and Slurm variables
     size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    findings = _caught(
+    findings = _run_checks(
         "this host", lambda: host_checks(num_ranks=size, local_ranks=local, folder=options.runs)
     )
     if options.store is not None:
         findings.append(object_store(options.store))
     ranks: Ranks | None = None
     if is_rank and size > 1:
-        findings += _caught("network", network_checks)
+        findings += _run_checks("network", network_checks)
         if (
-            worst([finding for finding in findings if finding.check in ("address of rank 0", "interface")])
+            worst_level(
+                [finding for finding in findings if finding.check in ("address of rank 0", "interface")]
+            )
             != "fail"
         ):
-            findings.append(_joined(options.join_seconds))
+            findings.append(_join_ranks(options.join_seconds))
         # Without a process group, the findings of other ranks are unavailable.
         if not dist.is_initialized():
             return Examination(
@@ -91,14 +94,14 @@ def examine(options: ExaminationOptions) -> Examination:
             )
     ranks = join("cpu")
     if ranks.size > 1:
-        findings += _together(ranks, options)
+        findings += _group_checks(ranks, options)
     elif options.recipe is not None:
-        findings += _caught("data", lambda: [_data(ranks, options.recipe)])
-    return Examination(rank, size, findings=merged(ranks.collect(findings)))
+        findings += _run_checks("data", lambda: [_check_data(ranks, options.recipe)])
+    return Examination(rank, size, findings=merge_findings(ranks.collect(findings)))
 
 
-def _joined(seconds: float) -> Finding:
-    """Join the other ranks, and return a finding on the outcome."""
+def _join_ranks(seconds: float) -> Finding:
+    """Form the process group of all ranks, and return whether this worked within ``seconds``."""
     size = os.environ["WORLD_SIZE"]
     try:
         form_group("gloo", timedelta(seconds=seconds))
@@ -116,8 +119,9 @@ def _joined(seconds: float) -> Finding:
     return Finding("process group", "ok", f"{size} ranks have met")
 
 
-def _together(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
-    by_host = hosts_of(ranks)
+def _group_checks(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
+    """Run the checks that need several ranks. Collective."""
+    by_host = ranks_by_host(ranks)
     firsts = [on_host[0] for on_host in by_host]
     findings = [
         Finding(
@@ -133,12 +137,12 @@ def _together(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
     findings += host_link(ranks, by_host)
     findings += bandwidth(ranks, firsts)
     if options.recipe is not None:
-        findings.append(_data(ranks, options.recipe))
+        findings.append(_check_data(ranks, options.recipe))
     return findings
 
 
-def _data(ranks: Ranks, recipe: Recipe | None) -> Finding:
-    """Read the recipe's data, and compare files between ranks. Collective."""
+def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
+    """Load the recipe's data, and compare names and contents of files with those of rank 0. Collective."""
     assert recipe is not None
     error, files = None, {}
     try:
@@ -146,7 +150,7 @@ def _data(ranks: Ranks, recipe: Recipe | None) -> Finding:
         recipe.data.load()
     except Exception as refused:
         error = f"{type(refused).__name__}: {str(refused).splitlines()[0][:200]}"
-    # Before returning an error: all ranks must take part.
+    # Collective, so it comes before the return: ranks that could load the data wait in it too.
     every: list[dict[str, str]] = ranks.collect(files)
     if error is not None:
         return Finding(
@@ -155,14 +159,19 @@ def _data(ranks: Ranks, recipe: Recipe | None) -> Finding:
     names = sorted({name for of_rank in every for name in of_rank})
     other = [name for name in names if files.get(name) != every[0].get(name)]
     if other:
-        differences = "; ".join(f"{name}: {files.get(name, 'missing')}" for name in other[:_MOST_NAMED])
+        differences = "; ".join(f"{name}: {files.get(name, 'missing')}" for name in other[:_MAX_NAMED])
         remedy = "Copy the data from rank 0's host: ranks need files with the same names and content."
         return Finding("data", "fail", f"differs from rank 0: {differences}", remedy)
     return Finding("data", "ok", f"{len(files)} files as on rank 0" if files else "can be loaded")
 
 
-def _caught(check: str, function: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of checks. A check which fails to run also gives a finding."""
+def _run_checks(check: str, function: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return the findings that ``function`` yields. An OSError ends the checks and becomes a warning.
+
+    Args:
+        check: name of the checks, for the warning.
+        function: runs checks.
+    """
     findings: list[Finding] = []
     try:
         findings.extend(function())

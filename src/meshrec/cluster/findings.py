@@ -1,4 +1,4 @@
-"""Check results, their levels, and merging of results between ranks."""
+"""Results of checks (findings), severity levels, and merging of findings from several ranks."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -8,12 +8,12 @@ LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
 class Finding(NamedTuple):
-    """Check result.
+    """Result of a check.
 
     Attributes:
-        check: check name.
-        level: ``ok``; ``warn`` if training works but not well; ``fail`` if it does not work.
-        observation: one line with figures.
+        check: name of the check, such as "memory".
+        level: ``ok``; ``warn`` if training works, but not well; ``fail`` if training does not work.
+        observation: what was observed, in a line such as "1.5 GiB free for 2 ranks".
         remedy: next step for the user; empty if ``ok``.
     """
 
@@ -23,8 +23,15 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def merged(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int]]]:
-    """Merge equal findings across ranks. Returns distinct findings with their ranks, in check order."""
+def merge_findings(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int]]]:
+    """Merge equal findings of several ranks.
+
+    Args:
+        by_rank: findings of every rank.
+
+    Returns:
+        Distinct findings, each with the ranks that reported it, in the order in which checks first occur.
+    """
     ranks: dict[Finding, list[int]] = {}
     order: dict[str, int] = {}
     for rank, findings in enumerate(by_rank):
@@ -34,6 +41,6 @@ def merged(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int
     return sorted(ranks.items(), key=lambda entry: (order[entry[0].check], entry[1]))
 
 
-def worst(findings: Sequence[Finding]) -> Level:
+def worst_level(findings: Sequence[Finding]) -> Level:
     """Return the worst level among findings."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

@@ -1,4 +1,4 @@
-"""Collective checks across ranks. All functions return this rank's findings."""
+"""Collective checks across ranks. Every check yields the findings of this rank, and runs on all ranks."""
 
 import os
 import socket
@@ -17,18 +17,18 @@ from meshrec.runs.host_folder import ranks_not_seeing
 from meshrec.runs.same_start import versions
 from meshrec.train.ranks import Ranks
 
-# Seconds; file time stamps and S3 signatures tolerate more, lock files do not.
-_MOST_SKEW = 1.0
+# Largest clock offset in seconds. File time stamps and S3 signatures tolerate more, lock files do not.
+_MAX_SKEW = 1.0
 _PINGS = 8
 _BYTES = 4 << 20
+# A host gets a warning if its bandwidth is below this fraction of the fastest host's.
 _SLOW_LINK = 0.5
-"""Fraction of the fastest bandwidth below which a host gets a warning."""
+# Bytes per second (0.8 Gb/s). Below, exchanges take longer than the computation of most models.
 _SLOW_NETWORK = 100e6
-"""Bytes per second (0.8 Gb/s) below which exchanges take longer than most models compute."""
 
 
 def same_versions(ranks: Ranks) -> Iterator[Finding]:
-    """Check that all ranks have equal versions of the packages which compute a step."""
+    """Check that this rank has the package versions that most ranks have."""
     mine = versions()
     every: list[dict[str, str]] = ranks.collect(mine)
     for name, value in mine.items():
@@ -41,12 +41,13 @@ def same_versions(ranks: Ranks) -> Iterator[Finding]:
 
 
 def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Measure the clock offset to rank 0, using the fastest of several round trips.
+    """Compare the clock of every host with that of rank 0.
 
     Args:
         ranks: all ranks.
-        firsts: first rank per host.
+        firsts: first rank of every host.
     """
+    # The fastest of several round trips bounds the error of the offset best.
     word = torch.zeros(1, dtype=torch.float64)
     group = ranks.control
     for rank in firsts[1:]:
@@ -64,16 +65,16 @@ def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
                 # As in NTP: rank 0's time is compared with the middle of the round trip.
                 offsets.append((arrived - sent, (sent + arrived) / 2 - float(word)))
         if offsets:
-            yield skew(min(offsets)[1])
+            yield clock_finding(min(offsets)[1])
     if ranks.is_first:
         yield Finding("clock", "ok", "reference for other hosts")
 
 
-def skew(seconds: float) -> Finding:
-    """Convert a clock offset to rank 0, in seconds, to a finding."""
+def clock_finding(seconds: float) -> Finding:
+    """Return a finding for a clock that is ``seconds`` ahead of rank 0's (behind, if negative)."""
     direction = "ahead of" if seconds > 0 else "behind"
-    if abs(seconds) <= _MOST_SKEW:
-        return Finding("clock", "ok", f"within {_MOST_SKEW:.0f} s of rank 0's")
+    if abs(seconds) <= _MAX_SKEW:
+        return Finding("clock", "ok", f"within {_MAX_SKEW:.0f} s of rank 0's")
     return Finding(
         "clock",
         "fail",
@@ -84,7 +85,7 @@ def skew(seconds: float) -> Finding:
 
 
 def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
-    """Check that all ranks see the same run folder as rank 0."""
+    """Check that this rank sees the run folder of rank 0. Removes folders created for the check."""
     created = Created.folders(folder) if ranks.is_first else []
     blind, error = ranks_not_seeing(folder, ranks)
     for folder_created in created:
@@ -99,7 +100,13 @@ def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
 
 
 def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Finding]:
-    """Check whether the ranks of this host can read each other's memory."""
+    """Check whether the ranks of this host can read each other's memory.
+
+    Args:
+        ranks: all ranks.
+        by_host: ranks of every host.
+    """
+    # new_group is collective over all ranks, so every rank creates the groups of all hosts.
     for on_host in by_host:
         group = dist.new_group(list(on_host), backend="gloo") if len(on_host) > 1 else None
         if ranks.rank not in on_host:
@@ -122,7 +129,12 @@ def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Findin
 
 
 def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Measure the bytes per second received by each host from the previous host, one pair at a time."""
+    """Measure the bandwidth to every host from the host before it, one pair of hosts at a time.
+
+    Args:
+        ranks: all ranks.
+        firsts: first rank of every host; these ranks send and receive.
+    """
     if len(firsts) < 2:
         yield Finding("bandwidth", "ok", "one host: not measured")
         return
@@ -142,16 +154,16 @@ def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
     every = [rate for rate in ranks.collect(mine) if rate]
     if ranks.rank in firsts:
         before = firsts[firsts.index(ranks.rank) - 1]
-        yield speed(mine, max(every), before)
+        yield bandwidth_finding(mine, max(every), before)
 
 
-def speed(rate: float, best: float, sender: int) -> Finding:
-    """Convert a bandwidth to a finding.
+def bandwidth_finding(rate: float, best: float, sender: int) -> Finding:
+    """Return a finding for the bandwidth at which this rank receives.
 
     Args:
-        rate: received bytes per second.
+        rate: bytes per second.
         best: bytes per second of the fastest host.
-        sender: rank which sent.
+        sender: rank that sent.
     """
     observation = f"{8 * rate / 1e9:.2f} Gb/s from rank {sender}"
     if rate < _SLOW_LINK * best:
@@ -165,8 +177,11 @@ def speed(rate: float, best: float, sender: int) -> Finding:
     return Finding("bandwidth", "ok", observation)
 
 
-def hosts_of(ranks: Ranks) -> list[list[int]]:
-    """Return the ranks per host; a host is identified by name and boot ID."""
+def ranks_by_host(ranks: Ranks) -> list[list[int]]:
+    """Return the ranks of every host. Collective.
+
+    Ranks are on the same host if host name, boot ID and torchrun's GROUP_RANK are equal.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname(), boot.read_text() if boot.exists() else ""
     by_host: dict[object, list[int]] = {}

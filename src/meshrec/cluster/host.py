@@ -1,4 +1,4 @@
-"""Single-host checks which need no other rank."""
+"""Checks of this host, without other ranks."""
 
 import os
 import resource
@@ -14,26 +14,26 @@ from meshrec.cluster.findings import Finding
 from meshrec.ops.library import has_kernels
 
 GIB = 1 << 30
+# Free memory per rank in bytes. Imports and a small model need about as much.
 _MIN_MEMORY = 1 * GIB
-"""Minimum free memory per rank in bytes; imports and a small model need about as much."""
+# Docker's default of 64 MiB is too small for NCCL and for data loader workers.
 _MIN_SHM = 256 << 20
-"""Docker's default of 64 MiB is too small for NCCL and for data loader workers."""
 _MIN_DISK = 1 * GIB
-_FILES_PER_RANK, _FILES_BESIDE = 8, 512
-"""Sockets of process groups per other rank, and all other open files."""
+# Open files: sockets of process groups for every rank, and everything else.
+_FILES_PER_RANK, _OTHER_FILES = 8, 512
 _SYS, _PROC = Path("/sys"), Path("/proc")
 
 
 def host_checks(*, num_ranks: int, local_ranks: int, folder: Path) -> Iterator[Finding]:
-    """Run this host's checks.
+    """Run all checks of this host.
 
     Args:
-        num_ranks: total rank count.
-        local_ranks: rank count on this host.
+        num_ranks: number of ranks on all hosts.
+        local_ranks: number of ranks on this host.
         folder: run folder.
 
     Yields:
-        Findings.
+        A finding per check.
     """
     yield kernels()
     yield cores(local_ranks)
@@ -68,7 +68,7 @@ def cores(local_ranks: int) -> Finding:
 
 
 def memory(local_ranks: int) -> Finding:
-    """Check free memory, including container limits."""
+    """Check that the host and the container have 1 GiB of free memory per rank."""
     free = free_memory()
     if free is None:
         return Finding("memory", "ok", "unknown on this system")
@@ -87,7 +87,7 @@ def memory(local_ranks: int) -> Finding:
 
 
 def free_memory() -> int | None:
-    """Return the free memory in bytes, including container limits; None if unknown."""
+    """Return the free memory in bytes, of the host or the container, whichever has less; None if unknown."""
     limits = []
     for line in (_read(_PROC / "meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
@@ -99,7 +99,7 @@ def free_memory() -> int | None:
 
 
 def huge_pages() -> Finding:
-    """Check whether tables can use huge pages."""
+    """Check that Linux allows transparent huge pages, which tables use."""
     text = _read(_SYS / "kernel/mm/transparent_hugepage/enabled")
     if text is None:
         return Finding("huge pages", "ok", "unknown on this system")
@@ -115,7 +115,7 @@ def huge_pages() -> Finding:
 
 
 def shared_memory() -> Finding:
-    """Check the /dev/shm size."""
+    """Check that /dev/shm has at least 256 MiB."""
     if not Path("/dev/shm").is_dir():
         return Finding("/dev/shm", "ok", "none on this system")
     size = shutil.disk_usage("/dev/shm").total
@@ -130,9 +130,9 @@ def shared_memory() -> Finding:
 
 
 def files(num_ranks: int) -> Finding:
-    """Check that the open file limit suffices for the ranks' sockets."""
+    """Check that this process may open the sockets to ``num_ranks`` ranks and other files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES_BESIDE + _FILES_PER_RANK * num_ranks
+    needed = _OTHER_FILES + _FILES_PER_RANK * num_ranks
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return Finding("open files", "ok", f"up to {soft}")
     return Finding(
@@ -145,7 +145,7 @@ def files(num_ranks: int) -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Check that the run folder is writable and has free space."""
+    """Check that the run folder is writable, or can be created, and has 1 GiB of free space."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -171,6 +171,7 @@ def object_store(address: str) -> Finding:
 
 
 def _read(path: Path) -> str | None:
+    """Return the stripped content of a file; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
 """Kubernetes manifests: a training job as JobSet or PyTorchJob, and a server with autoscaling.
 
-All ranks of a pod share a PID namespace and a user, being processes of one container. So they can read each
-other's memory (the host link) without capabilities. /dev/shm is a memory volume, because the default is only
-64 MiB.
+All ranks of a pod run in the same container, so they share a PID namespace and a user. They can therefore
+read each other's memory (the host link) without capabilities. /dev/shm is a memory volume, because the
+default is only 64 MiB.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,9 @@ _SERVE_PORT = 8080
 # Time for a last checkpoint when a pod is evicted.
 _GRACE_SECONDS = 120
 RUNS = "/runs"
-"""The run volume's mount point in every pod."""
+"""Mount point of the run volume in training pods."""
 MODELS = "/models"
+"""Mount point of the model volume in serving pods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +34,22 @@ class JobOptions:
     """Training job for Kubernetes.
 
     Attributes:
-        recipe: recipe, as passed to `meshrec train` inside the image.
+        recipe: recipe name, or path inside the image, as for `meshrec train`.
         arguments: additional `meshrec train` arguments.
-        image: container image.
-        replicas: pod count, on different nodes where possible.
-        ranks_per_pod: ranks per pod.
-        name: job name.
+        image: container image, such as "ghcr.io/team/meshrec:1".
+        replicas: number of pods, on different nodes where possible.
+        ranks_per_pod: number of ranks in every pod.
+        name: job name, a DNS label.
         claim: PersistentVolumeClaim for runs and checkpoints, mounted by all pods (ReadWriteMany).
-        cpus: cores per pod.
-        memory: memory per pod, such as 16Gi, including /dev/shm.
-        shm: /dev/shm size.
+        cpus: cores per pod, such as "4" or "500m".
+        memory: memory per pod, such as "16Gi"; includes /dev/shm.
+        shm: size of /dev/shm, such as "2Gi".
         gpus: GPUs per pod.
-        restarts: maximum restarts after failures, from the last checkpoint.
-        environment: environment variables for the ranks.
+        restarts: maximum number of restarts after failures. A restart resumes from the last checkpoint.
+        environment: environment variables of the ranks.
 
     Raises:
-        ValueError: a value which the cluster would refuse or misread.
+        ValueError: Kubernetes would reject or misread a value.
     """
 
     recipe: str
@@ -86,30 +87,30 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeJob:
-    """Server for Kubernetes.
+    """Server for Kubernetes, with a number of pods that follows the load.
 
     Attributes:
-        package: package path within the model volume.
-        image: container image.
-        name: server name.
-        replicas: minimum pod count.
-        most_replicas: maximum pod count.
-        claim: PersistentVolumeClaim with the packages.
-        workers: processes per pod.
-        cpus: cores per pod.
-        memory: memory per pod.
-        requests_per_second: requests per second and pod above which pods are added.
-        secret: Secret whose key ``token`` clients must send.
+        package: path of the exported package, relative to the model volume.
+        image: container image, such as "ghcr.io/team/meshrec:1".
+        name: server name, a DNS label.
+        replicas: minimum number of pods.
+        max_replicas: maximum number of pods.
+        claim: PersistentVolumeClaim of the model volume.
+        workers: number of processes in every pod.
+        cpus: cores per pod, such as "2" or "500m".
+        memory: memory per pod, such as "8Gi".
+        requests_per_second: load per pod above which the autoscaler adds pods.
+        secret: name of the Secret whose key ``token`` has the access token that clients must send.
 
     Raises:
-        ValueError: a value which the cluster would refuse or misread.
+        ValueError: Kubernetes would reject or misread a value.
     """
 
     package: str
     image: str
     name: str = "meshrec-serve"
     replicas: int = 2
-    most_replicas: int = 10
+    max_replicas: int = 10
     claim: str = "meshrec-models"
     workers: int = 2
     cpus: str = "2"
@@ -118,9 +119,9 @@ class ServeJob:
     secret: str = "meshrec-token"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.replicas <= self.most_replicas:
+        if not 1 <= self.replicas <= self.max_replicas:
             raise ValueError(
-                f"{self.replicas} to {self.most_replicas} replicas: the first must be at least 1, and the "
+                f"{self.replicas} to {self.max_replicas} replicas: the first must be at least 1, and the "
                 "second not below it."
             )
         check_counts(1, workers=self.workers, requests_per_second=self.requests_per_second)
@@ -136,7 +137,8 @@ class ServeJob:
 
 
 def job_set(job: JobOptions) -> dict[str, Any]:
-    """Return the JobSet (jobset.x-k8s.io/v1alpha2) for a training job, with stable pod host names."""
+    """Return the JobSet (jobset.x-k8s.io/v1alpha2) of a training job, as the content of its YAML file."""
+    # The DNS name of the first pod, which the JobSet's subdomain keeps after restarts.
     first = f"{job.name}-ranks-0-0.{job.name}"
     pod = _pod(job, _torchrun(job, first, "$(JOB_COMPLETION_INDEX)"))
     pod["spec"]["restartPolicy"] = "Never"
@@ -168,7 +170,7 @@ def job_set(job: JobOptions) -> dict[str, Any]:
 
 
 def pytorch_job(job: JobOptions) -> dict[str, Any]:
-    """Return the PyTorchJob (kubeflow.org/v1) for a training job; the operator names the first pod."""
+    """Return the PyTorchJob (kubeflow.org/v1) of a training job, as the content of its YAML file."""
 
     def replica(number: int) -> dict[str, Any]:
         pod = _pod(job, _torchrun(job, "$(MASTER_ADDR)", "$(RANK)"))
@@ -190,7 +192,7 @@ def pytorch_job(job: JobOptions) -> dict[str, Any]:
 
 
 def serving(job: ServeJob) -> list[dict[str, Any]]:
-    """Return Deployment, Service and HorizontalPodAutoscaler of a server.
+    """Return the Deployment, Service and HorizontalPodAutoscaler of a server, as contents of YAML files.
 
     The autoscaling metric is the rate of ``meshrec_requests_total`` per pod, exposed by prometheus-adapter as
     ``meshrec_requests_per_second``.
@@ -214,7 +216,7 @@ def serving(job: ServeJob) -> list[dict[str, Any]]:
             "spec": {
                 "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": job.name},
                 "minReplicas": job.replicas,
-                "maxReplicas": job.most_replicas,
+                "maxReplicas": job.max_replicas,
                 "metrics": [
                     {
                         "type": "Pods",
@@ -232,6 +234,7 @@ def serving(job: ServeJob) -> list[dict[str, Any]]:
 
 
 def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
+    """Return the Deployment of a server."""
     words = ["meshrec", "serve", f"{MODELS}/{job.package}", "--host", "0.0.0.0", "--port", str(_SERVE_PORT)]
     token = {"secretKeyRef": {"name": job.secret, "key": "token"}}
     container = {
@@ -245,7 +248,7 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
         "startupProbe": _probe("ready", periodSeconds=5, failureThreshold=120),
         "readinessProbe": _probe("ready", periodSeconds=5),
         "livenessProbe": _probe("live", periodSeconds=10, failureThreshold=6),
-        "securityContext": _security(),
+        "securityContext": _container_security(),
         "volumeMounts": [
             {"name": "models", "mountPath": MODELS, "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -264,7 +267,7 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
                 "metadata": {"labels": labels, "annotations": {**scraped, "prometheus.io/path": "/metrics"}},
                 "spec": {
                     "terminationGracePeriodSeconds": 60,
-                    "securityContext": _user(),
+                    "securityContext": _pod_security(),
                     "containers": [container],
                     "volumes": [
                         {
@@ -281,9 +284,10 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
 
 
 def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
+    """Return the pod template of a training job, whose container runs the command ``words``."""
     environment = {
         "MESHREC_LAUNCH": job.name,
-        "XDG_STATE_HOME": f"{RUNS}/.state",  # has the key which seals runs, common to all pods
+        "XDG_STATE_HOME": f"{RUNS}/.state",  # on the volume, so that all pods share the key that seals runs
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",  # `python -m` must not import a torch.py from the working folder
         **job.environment,
@@ -298,7 +302,7 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "ports": [{"name": "ranks", "containerPort": _PORT, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": job.cpus, "memory": job.memory}, "limits": limits},
-        "securityContext": _security(),
+        "securityContext": _container_security(),
         "volumeMounts": [
             {"name": "runs", "mountPath": RUNS},
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -314,12 +318,11 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
     return {
         "metadata": {"labels": {"app": job.name}},
         "spec": {
-            # For the last checkpoint, when a pod is evicted.
             "terminationGracePeriodSeconds": _GRACE_SECONDS,
             # Needed for the host link if a sidecar starts ranks.
             "shareProcessNamespace": True,
             "topologySpreadConstraints": [apart],
-            "securityContext": _user(),
+            "securityContext": _pod_security(),
             "containers": [container],
             "volumes": [
                 {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
@@ -331,6 +334,13 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
 
 
 def _torchrun(job: JobOptions, first: str, number: str) -> list[str]:
+    """Return the command of a pod.
+
+    Args:
+        job: training job.
+        first: host name of the first pod.
+        number: pod number. Kubernetes expands $(NAME) in both.
+    """
     return [
         *("python", "-m", "torch.distributed.run", "--nnodes", str(job.replicas)),
         *("--nproc-per-node", str(job.ranks_per_pod), "--node-rank", number),
@@ -347,9 +357,9 @@ def _in_memory(name: str, size: str) -> dict[str, Any]:
     return {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
 
 
-def _user() -> dict[str, Any]:
+def _pod_security() -> dict[str, Any]:
     return {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
 
 
-def _security() -> dict[str, Any]:
+def _container_security() -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

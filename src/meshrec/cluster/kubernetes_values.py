@@ -1,4 +1,4 @@
-"""Value checks for Kubernetes manifests, which a cluster would refuse or misread much later."""
+"""Checks of values in Kubernetes manifests, which the cluster would reject or misread much later."""
 
 import re
 from decimal import Decimal
@@ -8,7 +8,7 @@ _QUANTITY = re.compile(rf"\+?{_NUMBER}(?:([eE][+-]?[0-9]+)|([A-Za-z]*))")
 _BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", 1)}
 _DECIMAL = {letter: 1000**power for power, letter in enumerate("kMGTPE", 1)}
 _SUFFIXES = {"": 1, **_BINARY, **_DECIMAL}
-_MIN_BYTES = 1 << 20  # below this, a suffix was probably forgotten
+_MIN_BYTES = 1 << 20  # a smaller quantity probably lacks its suffix
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -22,16 +22,20 @@ _IMAGE = re.compile(
 
 
 def check_bytes(option: str, text: str) -> int:
-    """Parse a Kubernetes byte quantity.
+    """Parse a Kubernetes quantity of bytes: "8Gi" is 8 * 2 ** 30, "8G" is 8 * 10 ** 9.
+
+    Args:
+        option: option name, for the message.
+        text: quantity.
 
     Raises:
-        ValueError: not a quantity of whole bytes, or below 1 MiB; the error suggests the probable value.
+        ValueError: not a quantity of whole bytes, or below 1 MiB; the message suggests the probable value.
     """
     match = _QUANTITY.fullmatch(text.replace(" ", ""))
     if match is None or not (match[2] or match[3] in _SUFFIXES) or text != match[0]:
         raise ValueError(
             f"{option} is {text!r}; it must be a number of bytes with one of the suffixes "
-            f"{', '.join(_BINARY)} (powers of 1024) or {', '.join(_DECIMAL)} (of 1000).{_meant(match)}"
+            f"{', '.join(_BINARY)} (powers of 1024) or {', '.join(_DECIMAL)} (of 1000).{_suggestion(match)}"
         )
     size = Decimal(f"{match[1]}{match[2]}") if match[2] else Decimal(match[1]) * _SUFFIXES[match[3]]
     if size < _MIN_BYTES or size % 1:
@@ -42,18 +46,18 @@ def check_bytes(option: str, text: str) -> int:
     return int(size)
 
 
-def _meant(match: "re.Match[str] | None") -> str:
-    """Suggest ``8Gi`` for quantities such as ``8g``, ``8GB`` and ``8 GiB``."""
+def _suggestion(match: "re.Match[str] | None") -> str:
+    """Return " Did you mean 8Gi?" for "8g", "8GB" and "8 GiB"; empty if the text has no such suffix."""
     if match is None or match[2] or not match[3] or f"{match[3][0].upper()}i" not in _BINARY:
         return ""
     return f" Did you mean {match[1]}{match[3][0].upper()}i?"
 
 
 def check_cpus(option: str, text: str) -> None:
-    """Check a Kubernetes core quantity.
+    """Check a Kubernetes quantity of cores, such as "4", "0.5" or "500m".
 
     Raises:
-        ValueError: not a number of cores, or of thousandths with the suffix m.
+        ValueError: not a positive number of cores, or of thousandths with the suffix m.
     """
     match = _QUANTITY.fullmatch(text)
     cores = Decimal(0)
@@ -68,16 +72,16 @@ def check_cpus(option: str, text: str) -> None:
 
 
 def check_name(option: str, text: str, max_length: int = 63, *, dots: bool = False) -> None:
-    """Check a Kubernetes object's name.
+    """Check the name of a Kubernetes object.
 
     Args:
-        option: option which sets the name.
-        text: name.
-        max_length: maximum character count.
-        dots: allow a DNS subdomain (Secrets and claims) instead of a DNS label.
+        option: option name, for the message.
+        text: object name.
+        max_length: maximum number of characters.
+        dots: whether the name may be a DNS subdomain (Secrets and claims) instead of a DNS label.
 
     Raises:
-        ValueError: the cluster would refuse the name.
+        ValueError: Kubernetes would reject the name.
     """
     if not (_SUBDOMAIN if dots else _LABEL).fullmatch(text) or len(text) > max_length:
         start = "a letter or a digit" if dots else "a letter"
@@ -88,7 +92,7 @@ def check_name(option: str, text: str, max_length: int = 63, *, dots: bool = Fal
 
 
 def check_image(option: str, text: str) -> None:
-    """Raise ValueError if a string is not a container image reference."""
+    """Raise ValueError if ``text`` is not a container image reference."""
     if not _IMAGE.fullmatch(text):
         raise ValueError(
             f"{option} is {text!r}; it must be [HOST[:PORT]/]PATH[:TAG][@DIGEST], with the path in lower "
@@ -97,7 +101,7 @@ def check_image(option: str, text: str) -> None:
 
 
 def check_variable(option: str, text: str) -> None:
-    """Raise ValueError if a string is not an environment variable name."""
+    """Raise ValueError if ``text`` is not a name of an environment variable."""
     if not _VARIABLE.fullmatch(text):
         raise ValueError(
             f"{option}: {text!r} is not a variable name; it must have letters, digits and underscores."
@@ -105,7 +109,7 @@ def check_variable(option: str, text: str) -> None:
 
 
 def check_counts(min_value: int, **counts: int) -> None:
-    """Raise ValueError if a count (by option) is below ``min_value``."""
+    """Raise ValueError if a count is below ``min_value``. Counts are named by their options."""
     for name, count in counts.items():
         if count < min_value:
             raise ValueError(f"{name} is {count}; it must be at least {min_value}.")

@@ -1,4 +1,4 @@
-"""Network checks before a rank joins the others."""
+"""Network checks of a rank before it joins the process group."""
 
 import os
 import socket
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from meshrec.cluster.findings import Finding
 from meshrec.comms.joining import interface_towards, interfaces, is_one_machine
 
-# Rank 0 may start later than this rank.
+# How long to wait for rank 0, which may start later than this rank.
 _CONNECT_SECONDS = 20.0
 
 
 def network_checks() -> Iterator[Finding]:
-    """Check the launcher's address and the network interface, before joining."""
+    """Check rank 0's address, from MASTER_ADDR and MASTER_PORT, and this rank's network interface."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         one_machine = is_one_machine()
@@ -28,7 +28,7 @@ def network_checks() -> Iterator[Finding]:
 
 
 def reachable(host: str, port: int) -> Finding:
-    """Check that the rendezvous store answers at rank 0's address."""
+    """Check that a TCP connection to the rendezvous store of rank 0 succeeds within 20 s."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         try:
@@ -51,7 +51,12 @@ def reachable(host: str, port: int) -> Finding:
 
 
 def interface(one_machine: bool, towards: str | None) -> Finding:
-    """Check the interface on which gloo listens."""
+    """Check GLOO_SOCKET_IFNAME, the interface on which gloo listens.
+
+    Args:
+        one_machine: whether all ranks are on this host, so that gloo uses the loopback interface.
+        towards: interface whose route leads to rank 0; None: unknown.
+    """
     selected = os.environ.get("GLOO_SOCKET_IFNAME")
     there = {name for _, name in socket.if_nameindex()}
     addresses = {name: address for address, name in interfaces().items()}

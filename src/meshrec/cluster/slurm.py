@@ -1,17 +1,17 @@
-"""Slurm batch script: srun starts torchrun on every node, and a job which loses a node is requeued.
+"""Slurm batch script: srun starts torchrun on every node, and a job that loses a node is requeued.
 
 [Note: how a Slurm job ends early and resumes]
 - Preemption and `scontrol requeue`: Slurm sends SIGTERM, waits (GraceTime of the partition, or KillWait), and
   requeues the job because of ``#SBATCH --requeue``.
-- Time limit: Slurm sends SIGUSR1 to the script some seconds earlier (``--signal=B:USR1@SECONDS``); the script
-  requeues the job.
-- Node failure: Slurm requeues the job once it notices. Usually ranks on other nodes fail first; the script
-  then checks whether all nodes still start a process, and if not, requeues the job.
+- Time limit: Slurm sends SIGUSR1 to the script ``save_seconds`` earlier (``--signal=B:USR1@SECONDS``). The
+  script sends SIGTERM to srun, and requeues the job when the ranks have ended.
+- Node failure: Slurm requeues the job when it notices the failure. Usually ranks on other nodes fail first.
+  The script then checks whether all nodes still start a process, and if not, requeues the job.
 - Rank failure: the script requeues the job if a checkpoint was saved since the start, at most
-  ``max_requeues`` times. A run which fails without progress ends with the ranks' exit code.
+  ``max_requeues`` times. A run that fails without progress ends with the exit code of the ranks.
 
 In the first two cases, torchrun forwards SIGTERM, and the ranks save a checkpoint. After every restart, under
-the same job ID, the run resumes from the last checkpoint. `scancel` ends a job for good.
+the same job ID, the run resumes from the last checkpoint. `scancel` ends a job without requeueing it.
 """
 
 import re
@@ -70,6 +70,8 @@ if [ -n "${{again:-}}" ]; then
 fi
 exit "$code"
 """
+# sbatch options unless given: allow requeueing, and append to the log after a requeue instead of truncating
+# it.
 _DEFAULTS = {"requeue": None, "open-mode": "append"}
 _KEY = re.compile(r"[a-z][a-z0-9-]*")
 
@@ -79,21 +81,22 @@ class SlurmJob:
     """Training job for Slurm.
 
     Attributes:
-        recipe: recipe, as passed to `meshrec train`.
+        recipe: recipe name or path, as for `meshrec train`.
         arguments: additional `meshrec train` arguments.
-        nodes: node count.
-        ranks_per_node: ranks per node.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks on every node.
         name: job name.
         python: Python interpreter on the nodes.
-        out: run folder reachable from all nodes.
-        save_seconds: seconds before the time limit at which the run saves a checkpoint and ends.
-        max_requeues: maximum requeue count after failures.
-        port: rendezvous port; default: derived from the job ID.
-        sbatch: additional sbatch options by long name; None: an option without a value.
-        environment: environment variables for the ranks.
+        out: run folder that all nodes can access.
+        save_seconds: how many seconds before the time limit the run saves a checkpoint and ends.
+        max_requeues: maximum number of requeues after failures.
+        port: rendezvous port on the first node; None: derived from the job ID.
+        sbatch: additional sbatch options, as long name to value, such as {"time": "12:00:00"}; the value None
+            stands for an option without a value.
+        environment: environment variables of the ranks.
 
     Raises:
-        ValueError: no nodes or ranks, or a key of ``sbatch`` is not a long option.
+        ValueError: ``nodes`` or ``ranks_per_node`` is below 1, or a key of ``sbatch`` is not a long option.
     """
 
     recipe: str
@@ -120,7 +123,7 @@ class SlurmJob:
 
 
 def script(job: SlurmJob) -> str:
-    """Return a job's batch script."""
+    """Return the text of a job's batch script."""
     options: dict[str, str | None] = {
         "job-name": job.name,
         "nodes": str(job.nodes),
@@ -149,10 +152,10 @@ def script(job: SlurmJob) -> str:
 
 
 def submit(path: Path) -> str:
-    """Submit a batch script, and return the job ID.
+    """Submit a batch script, and return the Slurm job ID.
 
     Raises:
-        ValueError: sbatch is missing, or refuses the script.
+        ValueError: sbatch is not installed, or rejects the script.
     """
     if shutil.which("sbatch") is None:
         raise ValueError(

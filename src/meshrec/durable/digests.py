@@ -1,13 +1,13 @@
-"""``digests.txt``: expected content of every file in a folder, in a format C++ reads as well.
+"""``digests.txt``: size and checksums of every file in a folder, in a format that C++ code also reads.
 
     meshrec-digests 1
     file 4194305 <sha256> <crc32 per 4 MiB block, 8 hexadecimal digits each> weights.bin
     end <crc32 of everything before this line>
 
-CRC-32s detect accidental damage and are compared by several threads; an empty file has "-" instead. On two
-cores, verifying a 1 GiB package took 1.2 times the single-threaded read time from disk, and 2.7 times from
-the page cache; single-threaded SHA-256 took 2.9 and 11.7 times. SHA-256s detect forgery, if this file itself
-is trusted; see `tree_hash_of` for a multi-threaded hash.
+An empty file has "-" instead of CRC-32s. CRC-32s detect accidental damage, and several threads compute them.
+On two cores, verifying a 1 GiB package took 1.2 times as long as a single thread reads it from disk, and 2.7
+times as long as from the page cache. Single-threaded SHA-256 took 2.9 and 11.7 times as long. SHA-256s detect
+forgery if ``digests.txt`` itself is trusted; see `tree_hash_of` for a multi-threaded hash.
 """
 
 import hashlib
@@ -28,11 +28,14 @@ _log = logging.getLogger(__name__)
 
 DIGESTS = "digests.txt"
 BLOCK = 1 << 22
+"""Bytes per CRC-32."""
 _FIRST_LINE = "meshrec-digests 1"
 _FILE_LINE = re.compile(r"file (0|[1-9]\d{0,18}) ([0-9a-f]{64}) (-|(?:[0-9a-f]{8})+) (.+)")
-_READ_AT_A_TIME = 1 << 24
+_READ_SIZE = 1 << 24
+# Largest digests file that is read: it lists 2**25 blocks, 128 TiB.
 _MAX_BYTES = 1 << 28
-_SECONDS_BETWEEN_LINES = 5.0
+# Time between progress messages.
+_LOG_SECONDS = 5.0
 _MAX_THREADS = 8
 _Result = TypeVar("_Result")
 
@@ -50,10 +53,13 @@ def sha256_of(path: Path, *, max_bytes: int | None = None) -> str:
 
     Args:
         path: the file.
-        max_bytes: maximum size; None: unlimited.
+        max_bytes: maximum file size; None: unlimited.
+
+    Returns:
+        64 hexadecimal digits.
 
     Raises:
-        DamageError: not a regular file, or too large.
+        DamageError: not a regular file, or larger than ``max_bytes``.
     """
     with open_regular(path) as descriptor:
         num_bytes = os.fstat(descriptor).st_size
@@ -63,7 +69,9 @@ def sha256_of(path: Path, *, max_bytes: int | None = None) -> str:
 
 
 def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
-    """Compute the CRC-32 per block of an open file with several threads; log progress if slow.
+    """Compute the CRC-32 of every `BLOCK` bytes of an open file, with several threads.
+
+    Logs the progress every 5 seconds.
 
     Args:
         descriptor: open file.
@@ -79,7 +87,7 @@ def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
 
     starts = range(0, num_bytes, BLOCK)
     checksums = []
-    for number, checksum in enumerate(_by_threads(block_checksum, starts, name)):
+    for number, checksum in enumerate(_map_in_threads(block_checksum, starts, name)):
         if checksum is None:
             raise DamageError(f"{name}: the file ends in block {number}, before its {num_bytes:,} bytes")
         checksums.append(checksum)
@@ -87,9 +95,9 @@ def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
 
 
 def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
-    """Compute the SHA-256 of the SHA-256s of a file's blocks, with several threads.
+    """Compute the SHA-256 of the concatenated SHA-256s of a file's blocks, with several threads.
 
-    Forging it requires forging SHA-256 itself. The file size must be compared as well.
+    It is as hard to forge as SHA-256, if the file size is compared as well.
 
     Args:
         descriptor: open file.
@@ -106,7 +114,7 @@ def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
         return hashlib.sha256(block).digest() if len(block) == length else None
 
     tree = hashlib.sha256()
-    for number, digest in enumerate(_by_threads(block_digest, range(0, num_bytes, BLOCK), name)):
+    for number, digest in enumerate(_map_in_threads(block_digest, range(0, num_bytes, BLOCK), name)):
         if digest is None:
             raise DamageError(f"{name}: the file ends in block {number}, before its {num_bytes:,} bytes")
         tree.update(digest)
@@ -114,11 +122,11 @@ def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
 
 
 def write_digests(folder: Path, *, sha256s: Mapping[str, str] | None = None) -> None:
-    """Write `DIGESTS` for all files in a folder.
+    """Write the digests of all files in a folder to ``digests.txt`` in it.
 
     Args:
-        folder: the folder.
-        sha256s: precomputed SHA-256s by file name.
+        folder: folder without subfolders.
+        sha256s: SHA-256s that are known already, by file name; others are computed.
 
     Raises:
         ValueError: a file name contains a line break.
@@ -142,10 +150,10 @@ def write_digests(folder: Path, *, sha256s: Mapping[str, str] | None = None) -> 
 
 
 def read_digests(folder: Path) -> dict[str, FileDigest]:
-    """Read the output of `write_digests`, by file name.
+    """Read the ``digests.txt`` of a folder, and return the digests by file name.
 
     Raises:
-        DamageError: the file is missing, damaged, or names a file outside the folder.
+        DamageError: ``digests.txt`` is missing, damaged, or names a file outside the folder.
     """
     path = folder / DIGESTS
     try:
@@ -156,7 +164,13 @@ def read_digests(folder: Path) -> dict[str, FileDigest]:
 
 
 def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
-    """Parse the content of `DIGESTS`; see `read_digests`."""
+    """Parse the content of a ``digests.txt``; see `read_digests`.
+
+    Args:
+        content: the file's bytes.
+        source: file name in messages.
+    """
+    # The last line is 13 bytes long: "end ", 8 digits, "\n".
     body, end = content[:-13], content[-13:]
     if end != f"end {zlib.crc32(body):08x}\n".encode():
         raise DamageError(f"{source} does not have the checksum that it was written with")
@@ -181,16 +195,16 @@ def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
 
 
 def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool = False) -> None:
-    """Compare an open file with a digest.
+    """Check that the size and CRC-32s of an open file equal its digest.
 
     Args:
         descriptor: open file.
-        digest: expected content.
+        digest: expected size and checksums.
         path: file path in messages.
-        sha256: also compare the SHA-256, which detects forgery but takes several times longer.
+        sha256: also compare the SHA-256, which detects forgery but takes several times as long.
 
     Raises:
-        DamageError: names the first differing block.
+        DamageError: the file differs. The message names the first differing block.
     """
     num_bytes = os.fstat(descriptor).st_size
     if num_bytes != digest.num_bytes:
@@ -206,15 +220,15 @@ def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool
 
 
 def verify_folder(folder: Path, digests: Mapping[str, FileDigest], *, sha256: bool = False) -> None:
-    """Compare a folder's files with their digests; see `verify_file`.
+    """Check that all files listed in ``digests`` equal their digests; see `verify_file`.
 
     Args:
-        folder: the folder.
-        digests: expected content by file name.
+        folder: the folder. Files in it without a digest are ignored.
+        digests: expected sizes and checksums by file name.
         sha256: also compare SHA-256s.
 
     Raises:
-        DamageError: for the first missing or differing file.
+        DamageError: a file is missing or differs. The message names the first such file.
     """
     for name, digest in digests.items():
         try:
@@ -226,13 +240,22 @@ def verify_folder(folder: Path, digests: Mapping[str, FileDigest], *, sha256: bo
 
 def _sha256(descriptor: int) -> str:
     digest, offset = hashlib.sha256(), 0
-    while block := os.pread(descriptor, _READ_AT_A_TIME, offset):
+    while block := os.pread(descriptor, _READ_SIZE, offset):
         digest.update(block)
         offset += len(block)
     return digest.hexdigest()
 
 
-def _by_threads(function: Callable[[int], _Result], starts: Iterable[int], name: str) -> Iterator[_Result]:
+def _map_in_threads(
+    function: Callable[[int], _Result], starts: Iterable[int], name: str
+) -> Iterator[_Result]:
+    """Yield ``function(start)`` for every block start in order, computed by several threads.
+
+    Args:
+        function: computes the result of a block.
+        starts: first byte of every block.
+        name: file name in progress messages.
+    """
     all_starts = list(starts)
     num_threads = min(len(all_starts), len(os.sched_getaffinity(0)), _MAX_THREADS)
     if num_threads < 2:
@@ -242,7 +265,7 @@ def _by_threads(function: Callable[[int], _Result], starts: Iterable[int], name:
     # Reading and hashing release the GIL, so threads run in parallel.
     with ThreadPoolExecutor(num_threads, thread_name_prefix="checksums") as pool:
         for number, result in enumerate(pool.map(function, all_starts)):
-            if (now := time.monotonic()) - last_report > _SECONDS_BETWEEN_LINES:
+            if (now := time.monotonic()) - last_report > _LOG_SECONDS:
                 last_report = now
                 _log.info(
                     "verifying %s: %.1f of %.1f GB after %.0f s",

@@ -24,14 +24,14 @@ _KINDS = {
 
 
 class DamageError(RuntimeError):
-    """File content differs from the written content."""
+    """A file is missing, incomplete, or differs from what was written."""
 
 
 def write_durably(path: Path, content: bytes, *, token: str | None = None) -> None:
-    """Write a small file through `durable_file`.
+    """Write a file atomically: after a crash, ``path`` has the old or the new content, never a part of it.
 
     Args:
-        path: the file, replaced if it exists.
+        path: file to write, replaced if it exists.
         content: file content.
         token: see `durable_file`.
 
@@ -46,16 +46,19 @@ def write_durably(path: Path, content: bytes, *, token: str | None = None) -> No
 
 @contextmanager
 def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
-    """Yield a temporary file, and rename it to ``path`` once it is on disk. Remove it after an error.
+    """Open a temporary file for writing, flush it to disk at the end, and rename it to ``path``.
+
+    After an error in the ``with`` block, the temporary file is removed, and ``path`` is unchanged.
 
     Args:
-        path: the file. An existing file, or link, is replaced.
+        path: file to write. An existing file or link is replaced.
         token: unique suffix of the temporary name ``.NAME.TOKEN``; random by default. A killed process leaves
             the temporary file behind.
 
     Raises:
-        FileExistsError: the path is a device, a pipe or the like. Root could replace it by a file.
+        FileExistsError: the path is a folder, device, pipe or socket.
     """
+    # Without the check, root would replace a device such as /dev/null by a file.
     _check_replaceable(path)
     temporary = path.with_name(f".{path.name}.{token or secrets.token_hex(8)}")
     descriptor, created = Created.file(temporary)
@@ -73,7 +76,7 @@ def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raise FileExistsError for a path that is not a file, or a link such as /dev/stdout."""
+    """Raise FileExistsError if the path exists and is not a regular file, or is a link like /dev/stdout."""
     try:
         kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:  # nothing is there, or a link that leads nowhere
@@ -85,7 +88,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush directory entries to disk."""
+    """Flush the entries of a directory to disk, so that renames in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,14 +98,13 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Open a regular file for reading, and yield the descriptor.
-
-    Opening a pipe without a writer would hang, and a device may have no end.
+    """Open a regular file for reading, and yield its descriptor.
 
     Raises:
         DamageError: not a regular file.
         OSError: the file is missing or unreadable.
     """
+    # O_NONBLOCK, because opening a pipe without a writer would hang. Devices may have no end.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
         mode = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -131,12 +133,12 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> None:
-    """Fill ``target`` from an open file, starting at ``offset``.
+    """Fill ``target`` with bytes of an open file.
 
     Args:
         descriptor: open file.
         target: memory to fill.
-        offset: first byte.
+        offset: position in the file of the first byte to read.
         name: file name in messages.
 
     Raises:
@@ -151,20 +153,21 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
 
 
 def name_full_disk(error: OSError, paths: Iterable[Path | str]) -> None:
-    """Set the file name on a disk-full error, unless it already has one.
+    """Set the ``filename`` of a disk-full error to a folder on the full disk, unless it has a file name.
 
     Args:
-        error: error from a write.
-        paths: files and folders on the disks written to. The path on the disk with the least free space is
-            named, or the nearest existing parent.
+        error: error of a write; other errors than those of `FULL` are unchanged.
+        paths: files and folders that were written to. The one on the disk with the least free space is named,
+            or its nearest existing parent folder.
     """
     if error.errno not in FULL or error.filename is not None:
         return
-    folders = [folder for path in paths if (folder := _existing(Path(path))) is not None]
+    folders = [folder for path in paths if (folder := _nearest_folder(Path(path))) is not None]
     error.filename = min(map(str, folders), key=_free_bytes, default=None)
 
 
-def _existing(path: Path) -> Path | None:
+def _nearest_folder(path: Path) -> Path | None:
+    """Return the path if it is a folder, else its nearest existing parent; None for an invalid path."""
     try:
         path = path.absolute()
         return next((folder for folder in (path, *path.parents) if folder.is_dir()), None)

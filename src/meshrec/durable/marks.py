@@ -1,4 +1,7 @@
-"""Ownership marks in folders created by MeshRec; see [Note: what MeshRec deletes] in ``removal.py``."""
+"""Marks: files ``.meshrec-ID`` that prove that MeshRec created a folder.
+
+See [Note: what MeshRec deletes] in ``removal.py``.
+"""
 
 import contextlib
 import errno
@@ -21,49 +24,54 @@ PREFIX = ".meshrec-"
 """File name prefix of marks."""
 _NAME = re.compile(r"\.meshrec-([0-9a-f]{8,64})")
 _MAX_BYTES = 1 << 16
+# Other processes hold the lock for a moment while they check the same mark.
 _LOCK_ATTEMPTS = 3
-_SECONDS_BETWEEN = 0.01
+_LOCK_RETRY_SECONDS = 0.01
 
 
 class Mark(NamedTuple):
-    """Ownership mark of a folder; see [Note: what MeshRec deletes]."""
+    """Mark in a folder that MeshRec created; see [Note: what MeshRec deletes]."""
 
     folder: Path
     id: str
+    """Hexadecimal digits, unique to the folder."""
     kind: str
+    """Kind of folder, such as "checkpoint"."""
 
     @property
     def path(self) -> Path:
-        """The mark's file."""
+        """Path of the mark's file."""
         return self.folder / f"{PREFIX}{self.id}"
 
     def remove(self, names: str) -> None:
-        """Delete files whose full name matches a regular expression, then the mark."""
+        """Delete the files in the folder whose names fully match the regular expression, then the mark."""
         pattern = re.compile(names)
         remove_named(self.folder, (name for name in _names(self.folder) if pattern.fullmatch(name)))
         remove_named(self.folder, [self.path.name])
 
     def remove_all(self) -> None:
-        """Delete the folder and all content."""
+        """Delete the folder and everything in it."""
         remove_tree(self.folder, last=self.path.name)
 
 
 def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
-    """Mark a folder as created by this version, and lock the mark.
+    """Write a mark into a folder that this process created, and lock the mark.
 
     Args:
         folder: folder to mark.
-        kind: folder kind.
+        kind: kind of folder, such as "checkpoint".
         id: unique hexadecimal digits; random by default.
 
     Returns:
-        The mark, and the descriptor holding its lock. Forked processes share the lock. A killed process
-            releases it.
+        The mark, and the open file descriptor that holds the lock. Other processes must not delete the folder
+            while the lock is held. Forked processes share the lock. The lock ends when all of them have
+            closed the descriptor or died.
     """
     new_mark = Mark(folder, id or secrets.token_hex(8), kind)
     descriptor, created = Created.file(new_mark.path, 0o644)
     try:
-        # Without file system locks, no process can prove the mark free, so it is never deleted.
+        # If the file system has no locks, no process can find the mark unlocked, so the folder is never
+        # deleted.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         content = {
@@ -73,8 +81,8 @@ def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
             "path": os.path.realpath(folder),
             "inodes": [os.stat(folder).st_ino, os.fstat(descriptor).st_ino],
         }
-        # Write the content after locking: a mark without content is invalid, so it is never both valid and
-        # free.
+        # Written after locking. A mark without content is invalid, so the mark is never both valid and
+        # unlocked.
         os.pwrite(descriptor, sealed(content), 0)
     except BaseException:
         created.remove()
@@ -84,13 +92,13 @@ def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
 
 
 def marks(folder: Path, kind: str, *, moved: bool = False) -> list[Mark]:
-    """Return a folder's valid marks with free locks. A link to a folder has none.
+    """Return the marks in a folder that prove that this user may delete it now: valid and not locked.
 
     Args:
-        folder: the folder.
-        kind: folder kind.
-        moved: accept a folder that was moved or restored from a backup, and file systems without locks. The
-            caller must hold another lock on the folder.
+        folder: the folder. A link to a folder has no marks.
+        kind: kind of folder that the marks must have.
+        moved: also accept a folder that was moved or restored from a backup, and file systems without locks.
+            The caller must hold another lock on the folder.
     """
     if folder.is_symlink():
         return []
@@ -100,14 +108,23 @@ def marks(folder: Path, kind: str, *, moved: bool = False) -> list[Mark]:
 
 
 def release(lock: int) -> None:
-    """Release a mark's lock, including for processes forked meanwhile."""
+    """Release a mark's lock, also on behalf of forked processes that share it.
+
+    Args:
+        lock: descriptor from `mark`.
+    """
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
 
 def _is_valid(candidate: Mark, moved: bool) -> bool:
-    """Return whether a mark belongs to this user and folder, and the lock is free."""
+    """Return whether a mark is unlocked, and was written by this user for this folder.
+
+    Args:
+        candidate: mark with the expected folder, ID and kind.
+        moved: whether either the path or the inodes may differ from those in the mark.
+    """
     try:
         # NFS grants an exclusive lock only on a file opened for writing.
         descriptor = os.open(candidate.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -135,6 +152,12 @@ def _is_valid(candidate: Mark, moved: bool) -> bool:
 
 
 def _is_free(descriptor: int, *, without_locks: bool) -> bool:
+    """Try to lock an open mark exclusively, and return whether this worked.
+
+    Args:
+        descriptor: open mark.
+        without_locks: result for a file system without locks.
+    """
     for _ in range(_LOCK_ATTEMPTS):  # another process may be checking the same mark
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,7 +165,7 @@ def _is_free(descriptor: int, *, without_locks: bool) -> bool:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 return without_locks
-        time.sleep(_SECONDS_BETWEEN)
+        time.sleep(_LOCK_RETRY_SECONDS)
     return False
 
 

@@ -2,20 +2,20 @@
 
 [Note: what MeshRec deletes]
 
-User files lie next to ours: in run folders, among checkpoints, in TMPDIR. A name proves nothing, so a file or
-folder is deleted only with one of these proofs:
+Files of the user lie next to files of MeshRec: in run folders, among checkpoints, in TMPDIR. A file name
+alone does not prove who wrote the file. MeshRec therefore deletes a file or folder only with one of these
+proofs:
 
-1. This process created it. `Created` remembers the inode, and never deletes another file with the same name.
-2. It carries a valid mark with a free lock. A mark (``marks.py``) is a file ``.meshrec-ID`` written by this
-version, with a random ID, the folder's kind, creator and path, and the inodes of folder and mark. A copy of
-the folder has a different path and inodes: it is the user's. A scratch folder is deleted with its content,
-but only at the original path. A checkpoint may have been moved (matching inodes) or restored from a backup
-(matching path); only files whose names contain the ID are deleted.
-3. A manifest in the same folder lists it, with size and checksum: checkpoint data from an earlier version
-without marks.
-4. It is a run's file, by its full name, and ``config.json`` or a mark identifies the folder as a run.
+1. This process created it. `Created` remembers the inode, and does not delete another file with the same
+name. 2. It is a folder with a valid, unlocked mark. A mark (``marks.py``) is a file ``.meshrec-ID`` with a
+random ID, the folder's kind, creator and path, and the inodes of folder and mark. A copy of the folder has a
+different path and different inodes, so it belongs to the user. A scratch folder is deleted with its content,
+but only at the original path. A checkpoint may have been moved (inodes match) or restored from a backup (path
+matches); only files whose names contain the ID are deleted. 3. A manifest in the same folder lists it, with
+size and checksum. This holds for checkpoint data of an earlier version without marks. 4. It is a file of a
+run, by its full name, and ``config.json`` or a mark identifies the folder as a run.
 
-Symbolic links are deleted as links, never followed. A folder with other content stays.
+Symbolic links are deleted as links, never followed. A folder is kept if it has other content.
 tests/durable/test_removal.py fails for any other deleting call in ``src/``.
 """
 
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 
 class Created(NamedTuple):
-    """File or folder created by this process, identified by inode."""
+    """File or folder that this process created, identified by device and inode."""
 
     path: Path
     device: int
@@ -37,13 +37,13 @@ class Created(NamedTuple):
 
     @classmethod
     def at(cls, path: Path) -> "Created":
-        """Remember the file or folder this process has just created at a path."""
+        """Return the record of the file or folder that the caller has just created at a path."""
         status = path.lstat()
         return cls(path, status.st_dev, status.st_ino)
 
     @classmethod
     def file(cls, path: Path, mode: int = 0o666) -> tuple[int, "Created"]:
-        """Create a file, and return a descriptor for reading and writing.
+        """Create a file, and return a descriptor for reading and writing, and the record.
 
         Raises:
             FileExistsError: the path exists, even as a dangling link.
@@ -55,7 +55,7 @@ class Created(NamedTuple):
 
     @classmethod
     def folders(cls, path: Path) -> list["Created"]:
-        """Create a folder and missing parents; return the newly created ones, innermost first."""
+        """Create a folder and its missing parents, and return the records of new folders, innermost first."""
         created: list[Created] = []
         for folder in (*reversed(path.parents), path):
             with contextlib.suppress(FileExistsError):
@@ -77,7 +77,7 @@ class Created(NamedTuple):
                 os.unlink(self.path)
 
     def remove_tree(self) -> None:
-        """Delete the folder and all content, unless another folder has replaced it."""
+        """Delete the folder and everything in it, unless another folder has replaced it."""
         with contextlib.suppress(OSError):
             descriptor = _open_folder(self.path)
             try:
@@ -90,9 +90,13 @@ class Created(NamedTuple):
 
 
 def remove_named(folder: Path, names: Iterable[str]) -> None:
-    """Delete files in or below a folder, proven to be ours by the caller. Links are not followed.
+    """Delete files in or below a folder. The caller must have proven that MeshRec wrote them.
 
-    Skips folders, and names that lead through a link or out of the folder.
+    Skips missing files, folders, and names that lead through a link or out of the folder.
+
+    Args:
+        folder: the folder.
+        names: file names relative to the folder, such as "data/0.bin".
     """
     for name in names:
         with (
@@ -104,7 +108,10 @@ def remove_named(folder: Path, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _opened_below(folder: Path, name: str) -> Iterator[int]:
-    """Open a folder at or below ``folder``, so that a link that takes its path meanwhile changes nothing.
+    """Open ``folder / name`` one directory at a time, and yield the descriptor.
+
+    If another process replaces a part of the path by a link meanwhile, the descriptor still refers to the
+    original directory.
 
     Raises:
         NotADirectoryError: the name leads through a link, out of the folder, or to a file.
@@ -126,12 +133,13 @@ def _opened_below(folder: Path, name: str) -> Iterator[int]:
 
 
 def _open_folder(path: str | Path, parent: int | None = None) -> int:
-    # O_DIRECTORY makes this ENOTDIR for a link.
+    """Open a directory, relative to the open directory ``parent`` if given."""
+    # O_NOFOLLOW with O_DIRECTORY fails with ENOTDIR for a link, instead of following it.
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
 
 
 def is_below(folder: Path, name: str) -> bool:
-    """Return whether a folder name resolves to a path below ``folder``, without links."""
+    """Return whether ``folder / name`` is in ``folder``, without links or ".." in ``name``."""
     return os.path.realpath(folder / name) == f"{os.path.realpath(folder)}/{name}".rstrip("/")
 
 
@@ -153,9 +161,12 @@ def remove_empty(folder: Path) -> bool:
 
 
 def remove_tree(folder: Path, *, last: str) -> None:
-    """Delete a folder and all content, and the file named ``last`` at the end. Links are not followed.
+    """Delete a folder and everything in it, without following links.
 
-    The caller has proven ownership by that file, so an interrupted removal can be resumed.
+    Args:
+        folder: folder that the caller has proven to be MeshRec's.
+        last: name of the file with this proof. It is deleted last, so that a later process can resume an
+            interrupted removal.
     """
     with contextlib.suppress(OSError):
         descriptor = _open_folder(folder)
@@ -169,8 +180,9 @@ def remove_tree(folder: Path, *, last: str) -> None:
 
 
 def _remove_content(folder: int, keep: str = "") -> None:
-    """Delete what an open folder contains, except for the file ``keep``. What cannot be deleted stays."""
-    # Names are relative to descriptors: a path that another folder or a link takes meanwhile changes nothing.
+    """Delete everything in an open folder, except for the file ``keep`` and what cannot be deleted."""
+    # Names are relative to descriptors, so a link that replaces a folder meanwhile cannot redirect the
+    # deletion.
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):
             if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -1,4 +1,4 @@
-"""Scratch folders, removed by the next process if their owner was killed."""
+"""Scratch folders. If their process is killed, the next process that needs one removes them."""
 
 import fcntl
 import os
@@ -15,25 +15,29 @@ from meshrec.durable.removal import Created
 
 
 class _OwnedScratch(NamedTuple):
+    """Mark of a scratch folder, descriptor that locks the mark, and ID of the process that made it."""
+
     mark: Mark
     lock: int
     owner: int
 
 
+# Scratch folders made by this process, from make_scratch to remove_scratch. A forked process inherits the
+# entries.
 _owned: dict[Path, _OwnedScratch] = {}
-"""Scratch folders of this process, and of the process it was forked from."""
 
 
 def make_scratch(kind: str, parent: Path | None = None, *, token: str | None = None) -> Path:
-    """Create a private folder (mode 0700), and remove those of the same kind with killed owners.
+    """Create a private folder ``KIND-TOKEN`` (mode 0700), and remove such folders left by killed processes.
 
-    A process killed by SIGKILL cannot clean up. The folder therefore carries a mark, whose lock is released
-    when the process and all its forks are gone. Neighboring folders without a mark, or of another kind, stay.
+    A process killed by SIGKILL cannot clean up. The folder therefore carries a mark, whose lock ends with the
+    process and all its forks. Folders in ``parent`` without a mark, or of another kind, are not removed.
 
     Args:
-        kind: folder name prefix.
+        kind: prefix of the folder name.
         parent: parent folder; the system's temporary folder by default.
-        token: unique folder name suffix, for processes that agree on it; random by default.
+        token: unique suffix of the folder name. Processes can agree on it to find the folder. Random by
+            default.
 
     Raises:
         FileExistsError: another process created the folder.
@@ -66,18 +70,15 @@ def remove_scratch(folder: Path) -> None:
 
 
 def abandon_scratch(folder: Path) -> None:
-    """Remove a scratch folder of the parent process, unless another process has it open.
-
-    For a forked process whose parent was killed.
-    """
+    """Close a scratch folder inherited from a killed parent process, and remove it if no process uses it."""
     scratch = _owned.pop(folder)
     os.close(scratch.lock)
     _remove_abandoned(folder, scratch.mark.kind)
 
 
 def join_scratch(folder: Path) -> None:
-    """Prevent the removal of another process's folder until this process ends."""
-    with suppress(OSError):  # created by another version or launcher
+    """Prevent the removal of another process's scratch folder until this process ends."""
+    with suppress(OSError):  # the folder has no marks, if another version or a launcher created it
         for path in folder.glob(f"{PREFIX}*"):
             fcntl.flock(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), fcntl.LOCK_SH)
 
@@ -94,9 +95,9 @@ def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def durable_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, and rename it to ``folder`` once all files are on disk.
+    """Yield a temporary folder to fill, flush its files to disk at the end, and rename it to ``folder``.
 
-    Until then it is in a scratch folder next to ``folder``. After an error it is removed.
+    The temporary folder lies in a scratch folder next to ``folder``, and is removed after an error.
 
     Raises:
         OSError: a file cannot be written, or ``folder`` exists and is not empty.
@@ -117,5 +118,6 @@ def durable_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(folder: Path, kind: str) -> None:
+    """Remove a scratch folder of this kind if its mark is valid and unlocked."""
     for free_mark in marks(folder, kind):
         free_mark.remove_all()

@@ -1,4 +1,4 @@
-"""JSON objects with an embedded checksum, and validation of their fields."""
+"""Sealed JSON: objects that contain their own checksum. Also functions that validate JSON values."""
 
 import json
 import re
@@ -9,13 +9,13 @@ from typing import Any
 from meshrec.durable.files import DamageError
 
 SEAL = "crc32"
-"""Field with the checksum."""
+"""Name of the field with the checksum."""
 _MAX_INT64 = (1 << 63) - 1
 _SURROGATE = re.compile(rb"\\u[dD]")
 
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
-    """Serialize an object as JSON with an additional checksum field.
+    """Serialize an object as JSON, with the CRC-32 of its fields as an additional field.
 
     Example::
 
@@ -26,12 +26,12 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
-    """Read the output of `sealed`.
+    """Parse the output of `sealed`, verify the checksum, and return the fields without it.
 
     Args:
         content: JSON bytes.
         name: file name in messages.
-        required: whether the checksum must be present; files from earlier releases have none.
+        required: whether a missing checksum is an error. Files of earlier releases have none.
 
     Raises:
         DamageError: invalid JSON, or a wrong checksum.
@@ -48,14 +48,14 @@ def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
 
 
 def parse(content: bytes, name: str) -> Any:
-    """Parse JSON without duplicate names in objects or unpaired surrogates in strings.
+    """Parse JSON, and reject objects with duplicate names and strings with unpaired surrogates.
 
     Raises:
         DamageError: ``content`` is invalid JSON, nested too deeply, or has a duplicate name or an unpaired
             surrogate.
     """
     try:
-        value = json.loads(content, object_pairs_hook=_unique)
+        value = json.loads(content, object_pairs_hook=_object_of_pairs)
         if _SURROGATE.search(content):
             # An unpaired surrogate such as "\ud800" is valid JSON, but fails when written as UTF-8.
             json.dumps(value, ensure_ascii=False).encode()
@@ -77,7 +77,7 @@ def integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
         DamageError: ``value`` is out of range or not an integer (a bool is not).
     """
     if type(value) is not int or not low <= value <= high:
-        raise DamageError(f"{name} is {_short(value)}; a whole number in [{low}, {high}] was expected")
+        raise DamageError(f"{name} is {_shortened(value)}; a whole number in [{low}, {high}] was expected")
     return value
 
 
@@ -94,7 +94,7 @@ def text(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
     """
     if not isinstance(value, str) or (allowed is not None and value not in allowed):
         expected = "text" if allowed is None else f"one of {list(allowed)}"
-        raise DamageError(f"{name} is {_short(value)}; {expected} was expected")
+        raise DamageError(f"{name} is {_shortened(value)}; {expected} was expected")
     return value
 
 
@@ -111,7 +111,7 @@ def items(value: Any, name: str, length: int | None = None) -> list[Any]:
     """
     if not isinstance(value, list) or (length is not None and len(value) != length):
         expected = "a list" if length is None else f"a list of {length}"
-        raise DamageError(f"{name} is {_short(value)}; {expected} was expected")
+        raise DamageError(f"{name} is {_shortened(value)}; {expected} was expected")
     return value
 
 
@@ -119,7 +119,7 @@ def texts(value: Any, name: str) -> list[str]:
     """Check that a JSON value is a list of distinct strings, and return it. Raises DamageError otherwise."""
     strings = [text(item, f"a part of {name}") for item in items(value, name)]
     if len(set(strings)) != len(strings):
-        raise DamageError(f"{name} names something twice: {_short(strings)}")
+        raise DamageError(f"{name} names something twice: {_shortened(strings)}")
     return strings
 
 
@@ -150,34 +150,35 @@ def fields(value: Any, name: str, names: Sequence[str], optional: Sequence[str] 
         DamageError: ``value`` is not an object, a required field is missing, or a field is unknown.
     """
     if not isinstance(value, dict):
-        raise DamageError(f"{name} is {_short(value)}; an object was expected")
+        raise DamageError(f"{name} is {_shortened(value)}; an object was expected")
     missing = [name for name in names if name not in value]
     unknown = [name for name in value if name not in names and name not in optional]
     if missing or unknown:
-        raise DamageError(f"{name} lacks {_short(missing)} and has the unknown {_short(unknown)}")
+        raise DamageError(f"{name} lacks {_shortened(missing)} and has the unknown {_shortened(unknown)}")
     return value
 
 
 def mapping(value: Any, name: str) -> dict[str, Any]:
     """Check that a JSON value is an object, with any fields, and return it. Raises DamageError otherwise."""
     if not isinstance(value, dict):
-        raise DamageError(f"{name} is {_short(value)}; an object was expected")
+        raise DamageError(f"{name} is {_shortened(value)}; an object was expected")
     return value
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
-    """Return the object's CRC-32, independent of whitespace and field order."""
-    # Canonical form, so that reformatting the file keeps the checksum valid.
+    """Return the CRC-32 of an object in canonical JSON."""
+    # Canonical, so that the checksum is still valid after a user reformats the file.
     return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of (name, value) pairs. Raises ValueError for a duplicate name."""
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise ValueError("an object has a name twice, and each must be there once")
     return mapping
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

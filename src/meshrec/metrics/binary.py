@@ -1,6 +1,6 @@
 """Binary classification metrics.
 
-All except AUC follow from a few sums over samples, which ranks exchange instead of samples.
+All except AUC are computed from the six sums of `BinarySums`, so ranks can exchange sums instead of samples.
 """
 
 import math
@@ -10,34 +10,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.areas import area_of, counted_clicks
-from meshrec.metrics.gathering import gathered, stacked
+from meshrec.metrics.areas import auc_of_columns, weighted_clicks
+from meshrec.metrics.gathering import gather_columns, stack_columns
 
 # n samples
 
 
 class BinarySums(NamedTuple):
-    """Weighted sums over samples."""
+    """Sums over samples, where every sample is multiplied by its weight."""
 
     weight: float
+    """Sum of weights."""
     labels: float
     predictions: float
+    """Sum of predicted probabilities."""
     loss: float
     correct: float
+    """Weight of samples whose probability is on the same side of 0.5 as their label."""
+    # Equals `weight - labels`, but the difference would lose digits if most labels are 1.
     negatives: float
-    """The weight of labels 0, which ``weight - labels`` would give with few digits if most labels are 1."""
+    """Sum of ``1 - label``."""
 
 
 def log_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log loss per sample; for infinite logits 0 or infinite, never NaN."""
-    # 0 * infinity would be NaN, so mask the terms of labels 0 and 1.
+    """Return the log loss of every sample. An infinite logit gives a loss of 0 or infinity, never NaN."""
+    # 0 * infinity would be NaN, so mask the positive term of labels 0 and the negative term of labels 1.
     zero = torch.zeros_like(logits)
     positive = torch.where(labels == 0, zero, labels * torch.logaddexp(zero, -logits))
     return positive + torch.where(labels == 1, zero, (1 - labels) * torch.logaddexp(zero, logits))
 
 
 def binary_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
-    """Return `BinarySums` as a float64 tensor [6].
+    """Compute the fields of `BinarySums`, in their order, as a float64 tensor [6].
 
     Args:
         logits_n: float64.
@@ -50,12 +54,13 @@ def binary_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor
     return torch.stack([ones, labels_n, torch.sigmoid(logits_n), loss, correct, ones - labels_n]) @ weights_n
 
 
-def metrics_of(sums: BinarySums) -> dict[str, float]:
-    """Return ``loss`` (log loss), ``accuracy``, ``calibration`` and ``normalized_entropy``, where defined.
+def metrics_from_sums(sums: BinarySums) -> dict[str, float]:
+    """Return ``loss`` (log loss), ``accuracy``, ``calibration`` and ``normalized_entropy``.
 
-    All are NaN if a logit was NaN. Calibration is sum(predictions) / sum(labels). Normalized entropy is the
-    log loss divided by the log loss of a constant mean-label prediction: He et al., "Practical lessons from
-    predicting clicks on ads at Facebook" (2014).
+    Calibration is sum(predictions) / sum(labels); omitted if all labels are 0. Normalized entropy is the log
+    loss divided by the log loss of always predicting the mean label: He et al., "Practical lessons from
+    predicting clicks on ads at Facebook" (2014); omitted if all labels are 0, or all are 1. Empty without
+    samples. All metrics are NaN if a logit was NaN.
     """
     if sums.weight <= 0:
         return {}
@@ -77,10 +82,10 @@ def binary_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute all metrics over all ranks' samples, with exact AUC as ``auc``; see `metrics_of`.
+    """Compute the exact ``auc`` and the metrics of `metrics_from_sums` over the samples of all ranks.
 
-    Collective if a process group is initialized. Gathers every sample, so use it for validation, and
-    `MetricSet` during training.
+    Collective if a process group is initialized. Every rank receives all samples, so use this function for
+    validation, and `MetricSet` during training.
 
     Args:
         logits: [n] or [n, 1]; may be infinite. n may differ between ranks.
@@ -90,8 +95,7 @@ def binary_metrics(
         gather: whether to include samples from other ranks. If False, not collective.
 
     Returns:
-        Metrics by name. Metrics undefined for a single class or without samples are omitted; with a NaN
-            logit, all are NaN.
+        Metrics by name. ``auc`` is omitted if all labels are equal. If a logit is NaN, all are NaN.
 
     Raises:
         ValueError: sizes differ, or a label or weight is not allowed.
@@ -101,8 +105,8 @@ def binary_metrics(
         metrics = binary_metrics(torch.tensor([-2.0, 3.0]), torch.tensor([0.0, 1.0]))
         assert metrics["auc"] == metrics["accuracy"] == 1.0
     """
-    columns = stacked(logits, labels, weights=weights)
-    columns = counted_clicks(gathered(columns, group) if gather else columns)
-    metrics = metrics_of(BinarySums(*binary_sums(*columns).tolist()))
-    auc = area_of(columns)
+    columns = stack_columns(logits, labels, weights=weights)
+    columns = weighted_clicks(gather_columns(columns, group) if gather else columns)
+    metrics = metrics_from_sums(BinarySums(*binary_sums(*columns).tolist()))
+    auc = auc_of_columns(columns)
     return metrics if auc is None else {"auc": auc, **metrics}

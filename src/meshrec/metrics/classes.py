@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.areas import areas_within
-from meshrec.metrics.gathering import counted, gathered, stacked
+from meshrec.metrics.areas import auc_by_group
+from meshrec.metrics.gathering import gather_columns, normalize_samples, stack_columns
 
 
 def class_metrics(
@@ -17,28 +17,32 @@ def class_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``auc``, ``loss`` and ``accuracy`` over all ranks' samples.
+    """Compute ``auc``, ``loss`` and ``accuracy`` over the samples of all ranks.
 
-    ``auc`` is the mean one-versus-rest AUC (Hand and Till) over occurring classes. ``loss`` is the softmax
-    cross-entropy. Among equal logits, ``accuracy`` predicts the first class. The result is empty without
-    samples, and NaN if a probability is NaN. Collective if a process group is initialized.
+    ``auc`` is the unweighted mean of one-versus-rest AUCs over all classes that have a sample. ``loss`` is
+    the softmax cross-entropy. ``accuracy`` compares labels with the class of the largest logit, the first
+    among equal logits. The result is empty without samples. All metrics are NaN if a probability is NaN.
+    Collective if a process group is initialized.
 
     Args:
         outputs: logits [n, C].
         labels: class indices [n].
         weights: sample weights [n]; None: 1.
         group: process group; None: all ranks.
-        gather: whether to include samples from other ranks.
+        gather: whether to include samples from other ranks. If False, not collective.
+
+    Returns:
+        Metrics by name. ``auc`` is omitted if all labels are equal.
 
     Raises:
-        ValueError: sizes differ, a label is not a class index, or a weight is not allowed.
+        ValueError: sizes differ, a label is not an integer in [0, C), or a weight is not allowed.
     """
     num_classes = outputs.shape[1]
-    columns = stacked(*outputs.unbind(1), labels, weights=weights)
-    columns = gathered(columns, group) if gather else columns
+    columns = stack_columns(*outputs.unbind(1), labels, weights=weights)
+    columns = gather_columns(columns, group) if gather else columns
     classes = torch.arange(num_classes, device=columns.device)
     allowed = torch.isin(columns[-2], classes.double())
-    columns = counted(columns, allowed, f"integers in [0, {num_classes})").cpu()
+    columns = normalize_samples(columns, allowed, f"integers in [0, {num_classes})").cpu()
     logits, classes_n, weights = columns[:-2].T, columns[-2].long(), columns[-1]
     if not len(classes_n):
         return {}
@@ -48,11 +52,11 @@ def class_metrics(
         "loss": float(-logs.gather(1, classes_n[:, None])[:, 0] @ shares),
         "accuracy": float((logits.argmax(1) == classes_n).double() @ shares),
     }
-    # Infinite logits give NaN in softmax.
+    # An infinite logit makes softmax NaN, while argmax would still return an accuracy.
     if bool(logs.isnan().any()):
         return dict.fromkeys(["auc", *metrics], float("nan"))
     areas = [
-        areas_within(scores.numpy(), (classes_n == number).double().numpy(), weights.numpy(), None)[0]
+        auc_by_group(scores.numpy(), (classes_n == number).double().numpy(), weights.numpy(), None)[0]
         for number, scores in enumerate(logs.unbind(1))
     ]
     return metrics if np.isnan(areas).all() else {"auc": float(np.nanmean(areas)), **metrics}

@@ -8,26 +8,29 @@ from torch import Tensor
 
 from meshrec.metrics.grouped import Interval
 
+# Logits outside [-12, 12] share the outermost bins: probabilities below 6e-6, or above 1 - 6e-6.
 _LIMIT = 12.0
 _BINS = 2400
+# Points per curve, and calibration groups, in a report.
 _POINTS = 100
 _GROUPS = 12
+# 97.5 % quantile of the standard normal distribution, for two-sided 95 % intervals.
 _NORMAL_95 = 1.96
 
 # n samples, H bins
 
 
 def score_histograms(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor | None = None) -> Tensor:
-    """Return sums per logit bin, [5, H] float64.
+    """Sum samples into H equal logit bins from -12 to 12, float64 [5, H]. Ranks can add their results.
 
-    Rows: weight of positive labels, of negative labels, of predictions; squared weight of positive labels, of
-    negative labels. Logits beyond +-12, probabilities below 1e-5 or above 1 - 1e-5, fall into the first or
-    last bin.
+    Row by row, with y a label and w its weight, a bin holds the sums of w * y, w * (1 - y), w * probability,
+    w ** 2 * y and w ** 2 * (1 - y). Logits below -12 or above 12 (probabilities below 6e-6 or above 1 - 6e-6)
+    fall into the first or last bin.
 
     Args:
         logits_n: [n].
-        labels_n: in [0, 1].
-        weights_n: sample weights; None: 1.
+        labels_n: [n], in [0, 1].
+        weights_n: sample weights [n]; None: 1. Samples without a positive weight are ignored.
     """
     logits, labels = logits_n.double(), labels_n.double()
     weights = torch.ones_like(logits) if weights_n is None else weights_n.double()
@@ -50,15 +53,15 @@ def effective_sizes(histograms_5H: Tensor) -> tuple[float, float]:
 
 
 def auc_interval(auc: float, positive: float, negative: float) -> Interval:
-    """Return an AUC's 95 % confidence interval.
+    """Return the 95 % confidence interval of an AUC, within [0, 1].
 
     Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic (ROC) curve"
     (1982).
 
     Args:
         auc: the AUC.
-        positive: (effective) positive samples, above 0.
-        negative: (effective) negative samples, above 0.
+        positive: number of positive samples, above 0; `effective_sizes` if samples have weights.
+        negative: number of negative samples, above 0.
     """
     squared = auc * auc
     variance = auc * (1 - auc)
@@ -69,15 +72,23 @@ def auc_interval(auc: float, positive: float, negative: float) -> Interval:
     return Interval(max(0.0, auc - margin), min(1.0, auc + margin))
 
 
-def curves_of(histograms_5H: Tensor) -> dict[str, Any]:
-    """Return the curves for a report page, as plain Python values.
+def binary_curves(histograms_5H: Tensor) -> dict[str, Any]:
+    """Return ROC, precision-recall, gains and calibration curves for a report page, as JSON-like values.
+
+    Args:
+        histograms_5H: sums from `score_histograms`, over all ranks.
 
     Returns:
-        ``positive`` and ``negative``: `effective_sizes`. ``roc``: points (false positive rate, true positive
-            rate). ``precision_recall``: points (recall, precision) at the same thresholds. ``gains``: points
-            (share of all samples, share of positive samples) among the highest scores; the lift is their
-            ratio. ``calibration``: groups with about equal weight, by rising score: mean prediction, positive
-            rate and weight. All lists are empty if a class has no sample.
+        A dict with
+
+        - ``positive`` and ``negative``: the two numbers of `effective_sizes`;
+        - ``roc``: points [false positive rate, true positive rate];
+        - ``precision_recall``: points [recall, precision] at the same thresholds;
+        - ``gains``: points [share of all samples, share of positive samples] above a threshold;
+        - ``calibration``: one [mean prediction, positive rate, weight] per group of samples. Groups have
+          about equal weights and ascending scores.
+
+        All lists are empty if a class has no sample.
     """
     positive, negative, predicted = histograms_5H[:3]
     sizes: dict[str, Any] = dict(zip(("positive", "negative"), effective_sizes(histograms_5H), strict=True))

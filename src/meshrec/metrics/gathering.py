@@ -1,4 +1,4 @@
-"""Samples from all ranks, validated, without zero-weight samples."""
+"""Samples as stacked columns: collection from all ranks, validation, removal of zero-weight samples."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def stacked(*columns: Tensor, weights: Tensor | None) -> Tensor:
-    """Stack columns with n entries and weights, default 1, into a detached float64 tensor [k + 1, n].
+def stack_columns(*columns: Tensor, weights: Tensor | None) -> Tensor:
+    """Stack k tensors with n values each, and sample weights, to a detached float64 tensor [k + 1, n].
+
+    Args:
+        columns: tensors with n values each, of any shape.
+        weights: sample weights with n values, the last row of the result; None: 1.
 
     Raises:
         ValueError: sizes differ.
@@ -25,8 +29,11 @@ def stacked(*columns: Tensor, weights: Tensor | None) -> Tensor:
     return torch.stack(flat if weights is not None else [*flat, torch.ones_like(flat[0])])
 
 
-def gathered(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenate columns [k, n] from all ranks, with n varying by rank. No-op on a single rank."""
+def gather_columns(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Concatenate the samples of all ranks: [k, n] becomes [k, sum of all n]. Collective.
+
+    n may differ between ranks. Returns the argument if there is a single rank or no process group.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return columns
     size = torch.tensor([columns.shape[1]], device=columns.device)
@@ -42,14 +49,14 @@ def gathered(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat([part[:, : int(size)] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
 
-def refuse(name: str, values: Tensor, allowed: Tensor, rule: str) -> None:
-    """Raise ValueError for the first value that is not allowed.
+def check_values(name: str, values: Tensor, allowed: Tensor, rule: str) -> None:
+    """Raise ValueError if a value is not allowed. The message names the first such value.
 
     Args:
         name: argument name in the message.
-        values: [n].
-        allowed: mask [n].
-        rule: requirement, for the message.
+        values: values [n].
+        allowed: mask [n], True for allowed values.
+        rule: what is allowed, such as "in [0, 1]", for the message.
     """
     if not bool(allowed.all()):
         row = int((~allowed).nonzero()[0])
@@ -62,70 +69,73 @@ def check_cutoffs(ks: Sequence[int]) -> None:
         raise ValueError(f"a cut-off k must be at least 1, got {wrong[0]}.")
 
 
-def with_weight(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
-    """Drop zero-weight samples, and validate the others.
+def drop_unweighted(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
+    """Drop zero-weight samples, and validate weights and the remaining labels.
 
-    Validation follows gathering, so that every rank raises the same error.
+    Call this function after `gather_columns`, so that every rank raises the same error.
 
     Args:
-        columns: float64 columns [k, n], with labels and weights last.
-        allowed: allowed label mask, [n]. Ignored for zero-weight samples.
-        rule: label requirement, for the message.
-        name: label name in the message.
+        columns: float64 columns [k, n], with labels second to last, and weights last.
+        allowed: mask [n] of allowed labels. Ignored for zero-weight samples.
+        rule: which labels are allowed, such as "in [0, 1]", for the message.
+        name: name of the label column in the message.
 
     Returns:
-        Columns of the m remaining samples, [k, m].
+        Columns of the m samples with positive weight, [k, m].
 
     Raises:
         ValueError: a label is not allowed, or a weight is negative, NaN or infinite.
     """
     labels, weights = columns[-2], columns[-1]
     finite = "finite and at least 0. Give weight 0 to samples that must not count"
-    refuse("weights", weights, (weights >= 0) & weights.isfinite(), finite)
+    check_values("weights", weights, (weights >= 0) & weights.isfinite(), finite)
     counts = weights > 0
-    refuse(name, labels, allowed | ~counts, rule)
+    check_values(name, labels, allowed | ~counts, rule)
     return columns if bool(counts.all()) else columns[:, counts]
 
 
-def counted(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
-    """Like `with_weight`, with weights divided by their maximum to avoid overflow in sums.
+def normalize_samples(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
+    """Apply `drop_unweighted`, and divide weights by their maximum, so that sums do not overflow.
 
     Args:
-        columns: see `with_weight`.
-        allowed: see `with_weight`.
-        rule: see `with_weight`.
-        name: see `with_weight`.
+        columns: see `drop_unweighted`.
+        allowed: see `drop_unweighted`.
+        rule: see `drop_unweighted`.
+        name: see `drop_unweighted`.
     """
-    columns = with_weight(columns, allowed, rule, name=name)
+    columns = drop_unweighted(columns, allowed, rule, name=name)
     if not columns.shape[1]:
         return columns
     return torch.cat([columns[:-1], columns[-1:] / columns[-1].max()])
 
 
-def integer_column(values: Tensor) -> Tensor:
-    """Reinterpret query or group IDs as float64: float64 values cannot represent all int64.
+def id_column(values: Tensor) -> Tensor:
+    """Store query or group IDs in a float64 column for `stack_columns`, without rounding int64 IDs.
 
-    Only ``.view(torch.int64)`` of the result is meaningful: equal IDs have equal bits.
+    Integer IDs keep their bits, which are reinterpreted as float64; floating-point IDs are converted. Equal
+    IDs have equal bits, so compare results only after ``.view(torch.int64)``. `encode_ids` decodes them.
     """
     values = values.detach().reshape(-1)
     if values.is_floating_point():
-        return values.double() + 0.0  # -0.0 becomes 0.0
+        return values.double() + 0.0  # -0.0 becomes 0.0: equal IDs must have equal bits
     return values.long().view(torch.float64)
 
 
-def codes_of(column: Tensor, name: str, *, is_floating: bool) -> "np.typing.NDArray[np.int64]":
-    """Return codes in [0, G) for query or group IDs from `integer_column`.
+def encode_ids(column: Tensor, name: str, *, is_floating: bool) -> "np.typing.NDArray[np.int64]":
+    """Number the distinct query or group IDs, and return the number of every sample's ID, int64 [n].
+
+    Numbers are in [0, G) for G distinct IDs.
 
     Args:
-        column: output of `integer_column`.
+        column: output of `id_column`, [n].
         name: argument name in messages.
-        is_floating: whether the IDs were floating-point.
+        is_floating: whether the original IDs were floating-point.
 
     Raises:
         ValueError: a floating-point ID was NaN.
     """
     if is_floating:
-        refuse(name, column, ~column.isnan(), "numbers")
+        check_values(name, column, ~column.isnan(), "numbers")
     codes: np.typing.NDArray[np.int64] = np.unique(
         column.view(torch.int64).cpu().numpy(), return_inverse=True
     )[1]

@@ -8,15 +8,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from meshrec.metrics.areas import areas_within, clicks
+from meshrec.metrics.areas import auc_by_group, click_columns
 from meshrec.metrics.binary import binary_metrics
-from meshrec.metrics.gathering import codes_of, integer_column
+from meshrec.metrics.gathering import encode_ids, id_column
 
 # n samples, G groups
 
 
 class Interval(NamedTuple):
-    """Metric confidence interval."""
+    """Confidence interval of a metric."""
 
     low: float
     high: float
@@ -25,15 +25,15 @@ class Interval(NamedTuple):
 def grouped_auc(
     logits: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> float | None:
-    """Compute GAUC: the weighted mean AUC over groups, such as users.
+    """Compute the grouped AUC (GAUC): the weighted mean of the AUCs of all groups, such as users.
 
-    A group's weight is the sum of its sample weights. Groups with equal labels have no AUC and are omitted.
+    A group's weight is the sum of its sample weights. Groups whose labels are all equal are omitted.
     Zhou et al., "Deep interest network for click-through rate prediction" (2018).
 
     Args:
         logits: [n].
         labels: [n], in [0, 1].
-        groups: group per sample, [n].
+        groups: ID of every sample's group, any integers or floating-point numbers [n].
         weights: sample weights [n]; None: 1.
 
     Returns:
@@ -47,14 +47,14 @@ def grouped_auc(
         logits, labels = torch.tensor([0.0, 1.0, 5.0, 4.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
         assert grouped_auc(logits, labels, torch.tensor([7, 7, 8, 8])) == 0.5
     """
-    columns = clicks(integer_column(groups), logits, labels, weights=weights).cpu()
-    group = codes_of(columns[0], "groups", is_floating=groups.is_floating_point())
+    columns = click_columns(id_column(groups), logits, labels, weights=weights).cpu()
+    group = encode_ids(columns[0], "groups", is_floating=groups.is_floating_point())
     logits, labels, weights = columns[1:]
     if not len(group):
         return None
     if bool(logits.isnan().any()):
         return float("nan")
-    areas = areas_within(logits.numpy(), labels.numpy(), weights.numpy(), group)
+    areas = auc_by_group(logits.numpy(), labels.numpy(), weights.numpy(), group)
     has_both = ~np.isnan(areas)
     if not has_both.any():
         return None
@@ -68,14 +68,18 @@ def sliced_metrics(
     num_slices: int,
     weights: Tensor | None = None,
 ) -> list[dict[str, float]]:
-    """Compute `binary_metrics` per slice, and sample counts as ``samples``.
+    """Compute `binary_metrics` of every slice of the samples on this rank.
 
     Args:
         logits: [n].
-        labels: [n].
-        slices: slice per sample, [n], in [0, num_slices).
-        num_slices: slice count.
+        labels: [n], in [0, 1].
+        slices: slice of every sample, [n], in [0, num_slices).
+        num_slices: number of slices.
         weights: sample weights [n]; None: 1.
+
+    Returns:
+        Metrics by name for every slice, with the number of samples, zero-weight samples included, as
+        ``samples``.
     """
     results = []
     for number in range(num_slices):
@@ -95,45 +99,54 @@ def bootstrap_intervals(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Compute bootstrap percentile intervals of `binary_metrics`; see `resampled`.
+    """Compute bootstrap confidence intervals of the `binary_metrics` of samples on this rank.
 
     Args:
         logits: [n].
-        labels: [n].
+        labels: [n], in [0, 1].
         weights: sample weights [n]; None: 1.
-        num: resample count.
-        confidence: resample share inside the interval.
+        num: number of resamples.
+        confidence: share of resamples inside the interval, such as 0.95.
         seed: random seed.
+
+    Returns:
+        Intervals by metric name; see `bootstrap`.
 
     Raises:
         ValueError: ``num`` or ``confidence`` is out of range, or as for `binary_metrics`.
     """
-    columns = clicks(logits, labels, weights=weights).cpu()
-    # Every resample sorts again, and sorting sorted scores is fast.
+    columns = click_columns(logits, labels, weights=weights).cpu()
+    # Every resample sorts the scores again, and sorting sorted scores is fast.
     logits, labels, weights = columns[:, torch.argsort(columns[0])]
 
     def metrics(counts: Tensor) -> dict[str, float]:
         return binary_metrics(logits, labels, weights * counts, gather=False)
 
-    return resampled(metrics, len(logits), num=num, confidence=confidence, seed=seed)
+    return bootstrap(metrics, len(logits), num=num, confidence=confidence, seed=seed)
 
 
-def resampled(
+def bootstrap(
     metrics: Callable[[Tensor], dict[str, float]], num_samples: int, *, num: int, confidence: float, seed: int
 ) -> dict[str, Interval]:
-    """Compute bootstrap percentile intervals.
+    """Compute bootstrap percentile intervals of any metrics.
 
-    Sample counts are drawn from Poisson(1), which approximates drawing with replacement: Efron, "Bootstrap
-    methods: another look at the jackknife" (1979). Empty resamples are redrawn. A metric undefined in some
-    resamples, such as AUC without a class, uses the others; a metric that is NaN or infinite in any resample
-    has no interval.
+    A resample contains every sample as often as a draw from Poisson(1) says, which approximates drawing with
+    replacement: Efron, "Bootstrap methods: another look at the jackknife" (1979). A resample without samples
+    is
+    drawn again. If a metric is undefined in some resamples, such as AUC without negatives, its interval is
+    computed from the other resamples.
 
     Args:
-        metrics: computes metrics from sample counts, float64 [num_samples].
-        num_samples: count, without zero-weight samples.
-        num: resample count.
-        confidence: resample share inside the interval.
+        metrics: function from the number of times that every sample is drawn, float64 [num_samples], to
+            metrics by name.
+        num_samples: number of samples. Exclude zero-weight samples: a resample of only such samples has no
+            metrics.
+        num: number of resamples, at least 2.
+        confidence: share of resamples inside the interval, in (0, 1).
         seed: random seed.
+
+    Returns:
+        Intervals by metric name. A metric that is NaN or infinite in any resample is omitted.
 
     Raises:
         ValueError: ``num`` or ``confidence`` is out of range.

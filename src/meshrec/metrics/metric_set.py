@@ -1,4 +1,4 @@
-"""Metrics for a training run: cheap per step, exchanged between ranks only when read."""
+"""Metrics for a training run: cheap per step, and exchanged between ranks only in `MetricSet.compute`."""
 
 import math
 from collections.abc import Mapping
@@ -8,41 +8,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.areas import areas_of_ties, average_precision, click_labels, defined
-from meshrec.metrics.binary import BinarySums, binary_sums, metrics_of
-from meshrec.metrics.gathering import refuse, stacked, with_weight
+from meshrec.metrics.areas import auc_from_ties, average_precision, none_if_nan, valid_click_labels
+from meshrec.metrics.binary import BinarySums, binary_sums, metrics_from_sums
+from meshrec.metrics.gathering import check_values, drop_unweighted, stack_columns
 from meshrec.metrics.windowed import Computed, WindowedSum
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _NUM_SUMS = len(BinarySums._fields)
+# Logits outside [-16, 16] share the outermost bins. They are rare: sigmoid(16) is 1 - 1e-7.
 _MAX_LOGIT = 16.0
+# Samples that wait for a histogram update: 1.5 MiB of float64 logits, labels and weights.
 _MAX_PENDING = 1 << 16
+# How far float32 rounding can move a probability outside [0, 1].
 _TOLERANCE = 1e-6
-"""Maximum rounding error of float32 probabilities outside [0, 1]."""
 
 
 class _ExtraMetric(NamedTuple):
-    """Two copies of an ``extra`` metric. `MetricSet.compute` resets ``window``, but not ``lifetime``."""
+    """Two copies of a torchmetrics metric, as window and lifetime are computed separately."""
 
     window: "Metric"
+    """Reset by every `MetricSet.compute`."""
     lifetime: "Metric"
+    """Never reset."""
 
 
 class MetricSet:
     """Running ``auc``, ``loss`` (log loss), ``normalized_entropy``, ``calibration`` and ``accuracy``.
 
-    ``update`` only stores a step's tensors. They are reduced when many have accumulated, or by `compute`,
-    which is collective. AUC is approximate: it is computed from logit histograms, where pairs within a bin
-    count half. The error is at most half the share of such pairs, about 1e-5 for logits between -16 and 16.
+    `compute` returns every metric twice: for the samples since the previous `compute` (the window) and for
+    the whole run (lifetime). `update` only stores tensors. They are added to sums after 65,536 samples, or by
+    `compute`, which is collective. AUC is approximate. It is computed from logit histograms, where a positive
+    and a negative sample in the same bin count as a tie. The error is at most half the share of such pairs,
+    about 1e-5 for logits between -16 and 16.
 
     Args:
-        num_bins: equal histogram bins for logits from -16 to 16.
+        num_bins: number of equal histogram bins for logits from -16 to 16.
         auprc: whether to compute ``auprc``, the area under the precision-recall curve, from the histograms.
         extra: torchmetrics metrics, by name. They receive probabilities and integer labels of samples with
             positive weight, without weights, and synchronize between ranks themselves.
-        device: where the sums are.
+        device: device of the sums.
         group: process group; None: all ranks, if a process group is initialized.
 
     Raises:
@@ -68,7 +74,9 @@ class MetricSet:
             raise ValueError(f"num_bins must be >= 2, got {num_bins}.")
         self._num_bins = num_bins
         self._auprc = auprc
+        # The fields of BinarySums, then the positive and the negative histogram.
         self._sums = WindowedSum(_NUM_SUMS + 2 * num_bins, torch.device(device), group)
+        # Logits, labels and weights [3, n] per update, and their total sample count; emptied by _flush().
         self._pending: list[Tensor] = []
         self._num_pending = 0
         self._extra = {
@@ -77,18 +85,18 @@ class MetricSet:
         }
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add a step's samples.
+        """Add the samples of a batch on this rank. Not collective.
 
         Args:
             logits: [B] or [B, 1], floating-point.
             labels: same size, in [0, 1].
-            weights: sample weights; None: 1.
+            weights: sample weights [B]; None: 1.
 
         Raises:
             ValueError: sizes differ, or a label or weight is not allowed.
         """
-        columns = stacked(logits, labels, weights=weights)
-        self._pending.append(with_weight(columns, *click_labels(columns)))
+        columns = stack_columns(logits, labels, weights=weights)
+        self._pending.append(drop_unweighted(columns, *valid_click_labels(columns)))
         self._num_pending += labels.numel()
         if self._num_pending >= _MAX_PENDING:
             self._flush()
@@ -96,19 +104,19 @@ class MetricSet:
     def update_probabilities(
         self, probabilities: Tensor, labels: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Add samples from a model that predicts probabilities.
+        """Add the samples of a batch on this rank, for a model that predicts probabilities.
 
         Args:
-            probabilities: [B] or [B, 1], clamped to [1e-12, 1 - 1e-12].
+            probabilities: [B] or [B, 1], in [0, 1] up to float32 rounding; clamped to [1e-12, 1 - 1e-12].
             labels: same size, in [0, 1].
-            weights: sample weights; None: 1.
+            weights: sample weights [B]; None: 1.
 
         Raises:
             ValueError: sizes differ, or a probability, label or weight is not allowed.
         """
         probabilities_n = probabilities.detach().double().reshape(-1)
         inside = (probabilities_n > -_TOLERANCE) & (probabilities_n < 1 + _TOLERANCE)
-        refuse(
+        check_values(
             "probabilities",
             probabilities_n,
             inside | probabilities_n.isnan(),
@@ -132,14 +140,14 @@ class MetricSet:
         return computed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lifetime sums, without ``extra``. Equal on all ranks.
+        """Return the lifetime sums, equal on all ranks. State of ``extra`` metrics is not included.
 
-        Call `compute` first: later samples are not included.
+        Call `compute` first: samples added after the last `compute` are not included.
         """
         return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sums from `state_dict`, on any rank count.
+        """Restore lifetime sums from `state_dict`, on any number of ranks, and drop samples of the window.
 
         Raises:
             ValueError: the state has a different ``num_bins``.
@@ -152,6 +160,7 @@ class MetricSet:
         self._sums.load_state_dict({**state, "lifetime": sums})
 
     def _flush(self) -> None:
+        """Add pending samples to the window's sums."""
         if not self._num_pending:
             return
         window, num_bins = self._sums.window, self._num_bins
@@ -170,10 +179,11 @@ class MetricSet:
                 metric.update(torch.sigmoid(logits), labels.long())
 
     def _metrics(self, totals: Tensor) -> dict[str, float]:
-        metrics = metrics_of(BinarySums(*totals[:_NUM_SUMS].tolist()))
+        """Compute metrics from the vector of `WindowedSum`."""
+        metrics = metrics_from_sums(BinarySums(*totals[:_NUM_SUMS].tolist()))
         histograms = totals[_NUM_SUMS:].view(2, self._num_bins).cpu().numpy()
-        (area,) = areas_of_ties(*histograms)
-        auc = defined(area)
+        (area,) = auc_from_ties(*histograms)
+        auc = none_if_nan(area)
         if auc is None:
             return metrics
         areas = {"auc": auc} | ({"auprc": average_precision(*histograms)} if self._auprc else {})

@@ -1,6 +1,6 @@
 """Metric registry: display name, direction, and which metric selects the best weights.
 
-Shared by trainers, commands and pages.
+Trainers, commands and report pages use it.
 """
 
 import math
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """Metric display properties."""
+    """How a metric is displayed, and whether it selects the best weights."""
 
     title: str
-    """Display name."""
+    """Display name, such as "AUC"."""
     better: int
     """1 if higher is better, -1 if lower is better, 0 if neither."""
     leads: bool = False
-    """Whether it selects the best weights when present."""
+    """Whether a run that has this metric selects its best weights by it."""
     is_curve: bool = False
-    """Whether a run's page plots it over steps."""
+    """Whether a run's report page plots the metric over steps."""
 
 
 METRICS: dict[str, Metric] = {
@@ -37,38 +37,40 @@ METRICS: dict[str, Metric] = {
 }
 """All metrics by name. Metrics of the first k items, such as ``ndcg@10``, use the part before ``@``."""
 
+# Columns of result tables, by task; see `shown`.
 CLICKS = ("auc", "loss", "normalized_entropy", "calibration")
 RANKING = ("recall@10", "mrr", "loss")
 REGRESSION = ("loss", "rmse", "mae", "r2")
 
 
 def metric_of(name: str) -> Metric:
-    """Return a metric's entry. Unknown metrics get an entry titled by their name."""
+    """Return the registered metric for a name such as ``ndcg@10``; an unknown name is also its title."""
     return METRICS.get(name.partition("@")[0], Metric(name, 0))
 
 
-def title_of(name: str) -> str:
-    """Return a metric's display name: AUC, NDCG@10, loss."""
+def metric_title(name: str) -> str:
+    """Return a metric's display name: ``auc`` gives "AUC", ``ndcg@10`` gives "NDCG@10"."""
     _, at, k = name.partition("@")
     title = metric_of(name).title
     return title if title == name else f"{title}{at}{k}"
 
 
 def leading_metric(metrics: Mapping[str, float]) -> str | None:
-    """Return the metric that selects the best weights, AUC or NDCG, if present."""
+    """Return the name of the metric that selects the best weights, such as ``ndcg@10``; None without one."""
     return next((name for name in metrics if metric_of(name).leads), None)
 
 
 def leading_text(metrics: Mapping[str, float]) -> str:
-    """Format the leading metric and value, such as "AUC 0.7906" or "loss 0.5000"."""
+    """Format the leading metric, or else the loss, such as "AUC 0.7906"; "-" without both."""
     name = leading_metric(metrics) or ("loss" if "loss" in metrics else None)
-    return "-" if name is None else f"{title_of(name)} {metrics[name]:.4f}"
+    return "-" if name is None else f"{metric_title(name)} {metrics[name]:.4f}"
 
 
 def quality(metrics: Mapping[str, float]) -> float | None:
-    """Return the value that selects the best weights: AUC, NDCG, or the negative regression loss.
+    """Return the value by which a run selects its best weights; higher is better.
 
-    Higher is better; NaN becomes -inf. None: no metric selects weights.
+    The value is AUC or NDCG if present, and minus the loss for regression. NaN becomes -inf. The result is
+    None if ``metrics`` has none of these.
     """
     name = leading_metric(metrics)
     if name is not None:
@@ -81,7 +83,7 @@ def quality(metrics: Mapping[str, float]) -> float | None:
 
 
 def shown(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the metrics shown as result table columns, leading metric first."""
+    """Return the names of metrics to show as columns of a result table, the leading metric first."""
     leading = leading_metric(metrics)
     if "rmse" in metrics:
         return REGRESSION

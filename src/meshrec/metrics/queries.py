@@ -9,8 +9,15 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.areas import Floats, Ints, ties_of
-from meshrec.metrics.gathering import check_cutoffs, codes_of, counted, gathered, integer_column, stacked
+from meshrec.metrics.areas import Floats, Ints, sort_into_ties
+from meshrec.metrics.gathering import (
+    check_cutoffs,
+    encode_ids,
+    gather_columns,
+    id_column,
+    normalize_samples,
+    stack_columns,
+)
 
 
 def query_metrics(
@@ -23,19 +30,19 @@ def query_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``ndcg@k`` and ``mrr`` over all ranks' queries.
+    """Compute ``ndcg@k`` and ``mrr`` over the queries of all ranks.
 
-    Gain is ``2 ** label - 1`` and discount ``1 / log2(position + 1)``: Burges et al., "Learning to rank using
-    gradient descent" (2005). MRR is the mean reciprocal position of the first sample with a positive label.
-    Tied samples have no order: metrics are averaged over all orders, as in McSherry and Najork, "Computing
-    information retrieval performance measures efficiently in the presence of tied scores" (2008), and in
-    scikit-learn's ``ndcg_score``. Queries with only zero labels are omitted; without other queries the result
-    is empty. Collective if a process group is initialized.
+    NDCG has gain ``2 ** label - 1`` and discount ``1 / log2(position + 1)``: Burges et al., "Learning to rank
+    using gradient descent" (2005). MRR is the mean reciprocal position of the first sample with a positive
+    label. If samples have equal scores, metrics are averaged over all their orders, as in McSherry and
+    Najork, "Computing information retrieval performance measures efficiently in the presence of tied scores"
+    (2008), and in scikit-learn's ``ndcg_score``. Queries without a positive label are omitted; if all are,
+    the result is empty. Collective if a process group is initialized.
 
     Args:
         scores: [n]; may be infinite.
         labels: [n], finite, at least 0.
-        queries: query per sample [n]. A query's samples may be on several ranks.
+        queries: ID of every sample's query [n]. A query's samples may be on several ranks.
         weights: sample weights [n]; None: 1. A query's weight is the mean over its samples, as in
             LightGBM. Zero-weight samples are not ranked.
         ks: cutoffs.
@@ -49,10 +56,12 @@ def query_metrics(
         ValueError: sizes differ, or a label, weight or cutoff is not allowed.
     """
     check_cutoffs(ks)
-    columns = stacked(integer_column(queries), scores, labels, weights=weights)
-    columns = gathered(columns, group) if gather else columns
-    columns = counted(columns, (columns[-2] >= 0) & columns[-2].isfinite(), "finite and at least 0").cpu()
-    query_n = codes_of(columns[0], "queries", is_floating=queries.is_floating_point())
+    columns = stack_columns(id_column(queries), scores, labels, weights=weights)
+    columns = gather_columns(columns, group) if gather else columns
+    columns = normalize_samples(
+        columns, (columns[-2] >= 0) & columns[-2].isfinite(), "finite and at least 0"
+    ).cpu()
+    query_n = encode_ids(columns[0], "queries", is_floating=queries.is_floating_point())
     score_n, label_n, weight_n = columns[1:].numpy()
     sizes_Q = np.bincount(query_n)
     is_ranked = np.bincount(query_n, label_n > 0) > 0  # [Q]
@@ -61,7 +70,7 @@ def query_metrics(
     names = [f"ndcg@{k}" for k in ks]
     if np.isnan(score_n).any():
         return dict.fromkeys([*names, "mrr"], float("nan"))
-    order, tie, firsts = ties_of(-score_n, query_n)
+    order, tie, firsts = sort_into_ties(-score_n, query_n)
     query_n, label_n = query_n[order], label_n[order]
     shares = (np.bincount(query_n, weight_n[order]) / sizes_Q)[is_ranked]
     shares /= shares.sum()
@@ -86,23 +95,33 @@ def query_metrics(
 
 
 def _gains(label_n: Floats, query_n: Ints, sizes_Q: Ints) -> Floats:
-    """Return the gains of samples sorted by query, divided by 2 ** (the query's largest label).
+    """Return the gain ``2 ** label - 1`` of every sample, divided by 2 ** (the query's largest label).
 
-    NDCG is a ratio of gains. Without scaling, a large label, such as a number of seconds, would overflow.
+    If the largest label is below 1, gains are not divided.
+
+    Args:
+        label_n: labels, sorted by query.
+        query_n: query of every sample.
+        sizes_Q: samples per query.
     """
+    # NDCG is a ratio of gains, so a factor per query changes nothing. Without it, a large label such as a
+    # number of seconds would overflow.
     max_n = np.maximum.reduceat(label_n, np.cumsum(sizes_Q) - sizes_Q)[query_n]
     small = np.expm1(np.minimum(label_n, 1.0) * np.log(2.0))  # precise near 0
     return np.where(max_n < 1, small, np.exp2(label_n - max_n) - np.exp2(-max_n))
 
 
 def _mean_reciprocal_ranks(first: Ints, size: Ints, relevant: Ints) -> Floats:
-    """Return the mean reciprocal position of the first relevant sample, over all orders of every tie.
+    """Return the mean of 1 / (position of the first relevant sample), over all orders of the tied samples.
+
+    All arguments have an entry per query, for the first tie that has a relevant sample.
 
     Args:
-        first: position of the tie's first sample, from 1.
-        size: samples in the tie.
-        relevant: relevant samples in the tie, at least 1.
+        first: position of the tie's first sample in the ranking, from 1.
+        size: number of samples in the tie.
+        relevant: number of relevant samples in the tie, at least 1.
     """
+    # Many queries have ties of the same kind, so compute every distinct kind once.
     means = 1.0 / first
     several = np.flatnonzero(relevant < size)
     kinds, kind = np.unique(np.stack([first, size, relevant])[:, several], axis=1, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Retrieval metrics: recall, NDCG and MRR from the rank of the single relevant item."""
+"""Retrieval metrics: recall, NDCG and MRR for queries with a single relevant item, from that item's rank."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.gathering import check_cutoffs, counted, gathered, refuse, stacked
-from meshrec.metrics.grouped import Interval, resampled
+from meshrec.metrics.gathering import (
+    check_cutoffs,
+    check_values,
+    gather_columns,
+    normalize_samples,
+    stack_columns,
+)
+from meshrec.metrics.grouped import Interval, bootstrap
 
 
 def rank_metrics(
@@ -20,23 +26,24 @@ def rank_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute loss and ranking metrics over all ranks' queries with a single relevant item.
+    """Compute ``loss``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``mrr`` over the queries of all ranks.
 
-    Computes ``loss``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``mrr``, exactly, from the relevant item's rank
-    among all candidates. Recall equals the hit rate: the share of queries with the item among the first k.
-    Gain is 1 and discount ``1 / log2(rank + 1)``. MRR is the mean of 1 / rank; ``mrr@k`` counts only the
-    first k ranks. Tied items have no order: with ``ties``, metrics are averaged over all orders. Empty
-    without queries; only the loss if no item has a rank. Collective if a process group is initialized.
+    Every query has a single relevant item, and its rank among all candidates determines the metrics.
+    ``recall@k`` is the share of queries whose item is among the first k (the hit rate). ``ndcg@k`` is the
+    mean of ``1 / log2(rank + 1)``, and ``mrr@k`` the mean of ``1 / rank``; both count 0 for ranks above k. If
+    other items have the same score, metrics are averaged over all orders of these items. The result is empty
+    without queries, and has only ``loss`` if no query is ranked. Collective if a process group is
+    initialized.
 
     Args:
-        losses: losses [n].
-        ranks: item ranks [n] from 1, averaged over orders of tied items; 0: not ranked; infinite: not among
-            the candidates.
+        losses: loss of every query [n].
+        ranks: rank of every query's relevant item [n], from 1; with ties, the mean over all orders. 0: the
+            query counts only in ``loss``. Infinite: the item is not a candidate.
         weights: query weights [n]; None: 1.
-        ties: other items with the same score as the relevant item, [n]; None: 0.
+        ties: number of other items with the same score as the relevant item, [n]; None: 0.
         ks: cutoffs.
-        group: process group; None: all ranks.
-        gather: whether to include queries from other ranks.
+        group: process group of distributed ranks; None: all.
+        gather: whether to include queries from other distributed ranks. If False, not collective.
 
     Returns:
         Metrics by name; all NaN if a loss or rank is NaN.
@@ -50,16 +57,16 @@ def rank_metrics(
         assert metrics["recall@2"] == 0.5 and metrics["mrr"] == 0.625
     """
     ties = torch.zeros_like(ranks) if ties is None else ties
-    columns = stacked(losses, ties, ranks, weights=weights)
-    columns = gathered(columns, group) if gather else columns
+    columns = stack_columns(losses, ties, ranks, weights=weights)
+    columns = gather_columns(columns, group) if gather else columns
     check_cutoffs(ks)
     allowed = (columns[-2] >= 1) | (columns[-2] == 0) | columns[-2].isnan()
-    losses, ties, ranks, weights = counted(columns, allowed, "0 or at least 1", name="ranks")
+    losses, ties, ranks, weights = normalize_samples(columns, allowed, "0 or at least 1", name="ranks")
     if not len(losses):
         return {}
     max_ties = torch.where(ranks.isfinite() & (ranks >= 1), 2 * (ranks - 1), 0.0)
     fits = (ties >= 0) & (ties <= max_ties) | (ranks == 0) | ranks.isnan()
-    refuse(
+    check_values(
         "ties",
         ties,
         fits,
@@ -86,7 +93,7 @@ def rank_intervals(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Compute bootstrap percentile intervals of `rank_metrics` over queries, such as one per user.
+    """Compute bootstrap confidence intervals of `rank_metrics`, resampling the queries on this rank.
 
     Args:
         losses: see `rank_metrics`.
@@ -94,9 +101,12 @@ def rank_intervals(
         weights: see `rank_metrics`.
         ties: see `rank_metrics`.
         ks: see `rank_metrics`.
-        num: resamples; see `meshrec.metrics.grouped.resampled`.
-        confidence: resample share inside the interval.
+        num: number of resamples.
+        confidence: share of resamples inside the interval, such as 0.95.
         seed: random seed.
+
+    Returns:
+        Intervals by metric name; see `meshrec.metrics.grouped.bootstrap`.
 
     Raises:
         ValueError: ``num`` or ``confidence`` is out of range, or as for `rank_metrics`.
@@ -109,12 +119,13 @@ def rank_intervals(
     def metrics(counts: Tensor) -> dict[str, float]:
         return rank_metrics(losses, ranks, weights * counts, ties, ks=ks, gather=False)
 
-    return resampled(metrics, len(losses), num=num, confidence=confidence, seed=seed)
+    return bootstrap(metrics, len(losses), num=num, confidence=confidence, seed=seed)
 
 
 def _values_by_metric(ranks: Tensor, ties: Tensor, ks: Sequence[int]) -> dict[str, Tensor]:
-    """Return every query's value per metric, averaged over the item's possible ranks among ties."""
+    """Return the value of every query, [n], by metric name, averaged over all orders of tied items."""
     values: dict[str, Tensor] = {}
+    # With t ties, the item's rank is equally often each of first, first + 1, ..., last = first + t.
     first, last = ranks - ties / 2, ranks + ties / 2
     for k in ks:
         positions = torch.arange(1, k + 1, dtype=torch.float64, device=ranks.device)

@@ -8,28 +8,30 @@ from torch import Tensor
 
 
 class Computed(NamedTuple):
-    """Metrics for the current window and the whole run."""
+    """Metrics by name, over the last window and over the whole run."""
 
     window: dict[str, float]
+    """Metrics of the samples between the last two calls of ``compute``."""
     lifetime: dict[str, float]
+    """Metrics of all samples."""
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks, for the current window and the whole run."""
+    """Sum vectors over all ranks, over the last window and over the whole run."""
 
     window: Tensor
     lifetime: Tensor
 
 
 class WindowedSum:
-    """Sum vector that starts a new window whenever it is read.
+    """Vector of sums that ranks add up only when `take` reads them, which starts a new window.
 
-    Unlike torchmetrics metrics, whose state belongs to a rank, these sums can be saved on some ranks and
-    loaded on any number of ranks, and need one collective instead of three per state.
+    torchmetrics metrics save a state per rank and need three collectives per state. The state of these sums
+    is equal on all ranks, loads on any number of ranks, and needs one collective.
 
     Args:
         size: number of sums in the vector.
-        device: where the sums are.
+        device: device of the sums.
         group: process group; None: all ranks, if a process group is initialized.
     """
 
@@ -50,20 +52,19 @@ class WindowedSum:
         window = self._window
         self._window = torch.zeros_like(window)
         if dist.is_available() and dist.is_initialized():
-            # float64 sums of all ranks in one collective, instead of one per metric.
             dist.all_reduce(window, group=self._group)
         self._lifetime += window
         return Totals(window, self._lifetime)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lifetime sums. Equal on all ranks, and loadable on any number of ranks."""
+        """Return the lifetime sums up to the last `take`, equal on all ranks."""
         return {"lifetime": self._lifetime.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the lifetime sums, and clear the window.
+        """Restore the lifetime sums, and set the window's sums to 0.
 
         Raises:
-            ValueError: the state belongs to another configuration.
+            ValueError: the state has another number of sums.
         """
         lifetime = state["lifetime"]
         if lifetime.shape != self._lifetime.shape:

@@ -1,4 +1,4 @@
-"""A batch in flight to the model: the copy to the device, the tensors, and the lookup states."""
+"""Batches in flight: the copy to the device, and lookups that start before the model calls its modules."""
 
 import functools
 import operator
@@ -16,40 +16,45 @@ from meshrec.sparse import KeyedJaggedTensor
 from meshrec.sparse.jagged_tensor import Jagged
 
 Collection = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+# Types whose attributes and items are not searched for tensors.
 _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
 
 
 class Mover:
-    """Copies batches to ``device``, on CUDA in a separate stream. None leaves batches where they are."""
+    """Copies batches to ``device``, on CUDA in a separate stream.
+
+    If ``device`` is None, batches are unchanged.
+    """
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
 
-    def moved(self, batch: Any) -> Any:
-        """Return the batch on the device. The copy may still be in flight, see ``wait``.
+    def move_batch(self, batch: Any) -> Any:
+        """Return a copy of the batch on the device. The copy may still be in flight, see ``wait``.
 
-        Objects with a ``to`` method are moved, alone or in tuples, lists and mappings.
+        Copies objects with a ``to`` method, also inside of tuples, lists and mappings.
         """
         if self._device is None:
             return batch
         with torch.cuda.stream(self._stream):  # no stream on a CPU
-            return _moved(batch, self._device)
+            return _copy_to(batch, self._device)
 
     def wait(self, batch: Any) -> None:
-        """Make computation from now on wait for the copy."""
+        """Make the current CUDA stream wait until the batch has been copied."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            # The copy's memory belongs to the side stream; without this, it could be reused too early.
-            _record(batch, current)
+            # The allocator ties the copy's memory to the side stream, and could reuse it too early otherwise.
+            _record_stream(batch, current)
 
 
 class PathStep(NamedTuple):
-    """A step from an object to a part: an attribute, or an item in a mapping or sequence."""
+    """A step from an object to a part of it: ``.name`` (attribute), or ``[name]`` (item)."""
 
     name: Any
     is_item: bool
+    """Whether ``name`` is a key of a mapping or an index of a sequence; otherwise it is an attribute."""
 
     def __str__(self) -> str:
         return f"[{self.name!r}]" if self.is_item else f".{self.name}"
@@ -58,8 +63,11 @@ class PathStep(NamedTuple):
 Path = tuple[PathStep, ...]
 
 
-def walk(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
-    """List (path, tensor or jagged tensor) pairs in ``batch``. An object appears once."""
+def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
+    """Return all tensors and jagged tensors in ``batch``, in order, with their paths.
+
+    An object occurs once.
+    """
     leaves: list[tuple[Path, Tensor | Jagged]] = []
     seen: set[int] = set()
     # A stack instead of recursion: every batch is walked, and most time was spent in calls.
@@ -80,7 +88,7 @@ def walk(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
 
 @functools.lru_cache
 def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
-    """Return the function that lists the parts of a type's instances."""
+    """Return the function that lists the attributes or items of an instance of ``kind``, with their steps."""
     if issubclass(kind, Mapping):
         return lambda mapping: [(PathStep(name, True), part) for name, part in mapping.items()]
     if issubclass(kind, Sequence):
@@ -88,7 +96,7 @@ def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
     if is_dataclass(kind) and "__dataclass_fields__" in vars(kind):  # not only a base class
         steps = [PathStep(field.name, False) for field in fields(kind)]
         return lambda batch: [(step, getattr(batch, step.name, None)) for step in steps]
-    # Other types declare no list of their attributes.
+    # Other types do not list their attributes, so read them from every instance.
     slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
     names = [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
     names = [name for name in names if name not in ("__weakref__", "__dict__")]
@@ -98,13 +106,13 @@ def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
     ]
 
 
-def find(batch: Any, features: KeyedJaggedTensor) -> Path | None:
-    """Return the path to this very object in the batch; None if the batch does not contain it."""
-    return next((path for path, part in walk(batch) if part is features), None)
+def path_to(batch: Any, features: KeyedJaggedTensor) -> Path | None:
+    """Return the path to ``features``, compared by identity, in the batch; None if it is not in the batch."""
+    return next((path for path, part in find_tensors(batch) if part is features), None)
 
 
-def follow(batch: Any, path: Path) -> Any:
-    """Return the object at ``path``; None if there is none."""
+def object_at(batch: Any, path: Path) -> Any:
+    """Return the object at ``path`` in ``batch``; None if the batch has no such part."""
     for name, is_item in path:
         try:
             batch = batch[name] if is_item else getattr(batch, name)
@@ -113,44 +121,48 @@ def follow(batch: Any, path: Path) -> Any:
     return batch
 
 
-def text_of(path: Path) -> str:
+def path_text(path: Path) -> str:
     """Return the path as Python code, such as ``batch.sparse['user']``."""
     return "batch" + "".join(map(str, path))
 
 
 class Call(NamedTuple):
-    """A sharded-module call in the forward pass.
-
-    ``path`` is the input's position in the batch; None if the forward pass creates the input.
-    """
+    """A call of a sharded module in the forward pass."""
 
     name: str
+    """Module name in the model."""
     module: Collection
     path: Path | None
+    """Position of the call's input in the batch; None if the forward pass creates the input."""
 
 
 class LookupInFlight:
-    """Lookup for a module call, started ahead of the call.
+    """Lookup of a module for known input, started before the forward pass calls the module.
 
-    It holds the result: in the LookupBatch, the result would be in a cycle that nothing frees.
+    Args:
+        module: sharded module.
+        features: the call's input.
     """
 
     def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:
         self.module, self.features = module, features
-        # Both are fixed now: a reshard or a changed mode makes this lookup unusable.
-        self._before, self._tables = _mode(module), module.tables
+        # Fixed at the start: after a reshard or a change of mode, this lookup is not used (see is_current).
+        self._before, self._tables = _module_mode(module), module.tables
         self._batch = self._tables.route(features)
+        # From send_embeddings on. Held here, because in the LookupBatch it would be part of a reference
+        # cycle.
         self._result: LazyAwaitable[Any] | None = None
-        # ``num_changes`` at the last lookup, and whether later updates are ignored (semi-synchronous).
-        self._num_changes, self._stays = -1, False
+        # The tables' ``num_changes`` when ``_result`` was looked up, and whether it is kept after later
+        # updates (semi-synchronous training).
+        self._num_changes, self._keeps_result = -1, False
 
     @property
-    def is_of_now(self) -> bool:
-        """Whether an exchange started now would give the same result."""
-        return self._before == _mode(self.module)
+    def is_current(self) -> bool:
+        """Whether the module still has the tables, grad mode and trainable parameters of the start."""
+        return self._before == _module_mode(self.module)
 
     def advance(self, stage: Stage) -> None:
-        """Run the stages up to ``stage``, except completed stages.
+        """Run all stages up to ``stage`` that have not run yet.
 
         Raises:
             ValueError: some rank's input was invalid; raised on every rank.
@@ -158,15 +170,17 @@ class LookupInFlight:
         if self._batch.stage < stage:
             self._tables.advance(self._batch, stage)
 
-    def send_embeddings(self, *, stays: bool = False) -> LazyAwaitable[Any]:
-        """Start sending the current embeddings back. If tables changed since an earlier call, send them
-        again.
+    def send_embeddings(self, *, keep_result: bool = False) -> LazyAwaitable[Any]:
+        """Look up the rows, start to send them to the requesting ranks, and return the module's result.
 
-        With ``stays``, keep these embeddings whatever changes later.
+        A second call returns the same result, or looks up again if the tables have changed since.
+
+        Args:
+            keep_result: return this result in later calls as well, even if the tables change.
         """
         num_changes = self._tables.num_changes
-        self._stays |= stays
-        if self._result is None or not (self._stays or self._num_changes == num_changes):
+        self._keeps_result |= keep_result
+        if self._result is None or not (self._keeps_result or self._num_changes == num_changes):
             self._result = self.module.awaited(self._batch, self._tables.look_up(self._batch))
             self._num_changes = num_changes
         return self._result
@@ -174,26 +188,25 @@ class LookupInFlight:
 
 @dataclass
 class BatchInFlight:
-    """A batch between the loader and the backward pass.
-
-    ``error`` is raised at the batch's turn. ``lookups`` holds the lookups not yet taken by a module call.
-    """
+    """A batch from the loader until its backward pass."""
 
     batch: Any
     lookups: list[LookupInFlight] = field(default_factory=list)
+    """Lookups that have started, and that the forward pass has not taken yet."""
     error: Exception | None = None
+    """Error of a lookup; raised when the batch's training step starts."""
 
     def __post_init__(self) -> None:
-        self._leaves = walk(self.batch)
-        self._versions = _versions(self._leaves)
+        self._leaves = find_tensors(self.batch)
+        self._versions = _tensor_versions(self._leaves)
 
-    def take_change(self) -> str | None:
-        """Describe a write to the batch since the loader returned it, once; None if there was none."""
-        before, self._versions = self._versions, _versions(self._leaves)
-        return _change(before, self._versions)
+    def describe_new_write(self) -> str | None:
+        """Return a message if the batch was written to since the last call (or since it was read)."""
+        before, self._versions = self._versions, _tensor_versions(self._leaves)
+        return _describe_write(before, self._versions)
 
     def route(self, module: Collection, features: KeyedJaggedTensor) -> None:
-        """Start a call's lookup. Collective."""
+        """Start the lookup of a module for these features. Collective."""
         if self.error is None:
             try:
                 self.lookups.append(LookupInFlight(module, features))
@@ -201,7 +214,10 @@ class BatchInFlight:
                 self._fail(error)
 
     def send_ids(self) -> None:
-        """Start the ID exchange for all lookups. Collective. Invalid input becomes the batch's error."""
+        """Start the ID exchange of all lookups.
+
+        Collective. Stores the error of invalid input in ``error``.
+        """
         try:
             for lookup in self.lookups:
                 lookup.advance(Stage.EXCHANGED)
@@ -209,9 +225,9 @@ class BatchInFlight:
             self._fail(error)
 
     def start_reads(self) -> None:
-        """Start reading rows outside memory, while the previous batch computes. Collective.
+        """Start to read the rows of tables whose rows are in files, while the previous batch computes.
 
-        This waits for the ID exchange, and only tables with rows outside memory need it.
+        Collective. Waits for the ID exchange of these tables.
         """
         try:
             for lookup in self.lookups:
@@ -220,13 +236,13 @@ class BatchInFlight:
         except Exception as error:
             self._fail(error)
 
-    def send_embeddings(self, is_ready: Callable[[Collection], bool], *, stays: bool = False) -> None:
-        """Start sending embeddings back for the ready modules.
+    def send_embeddings(self, is_ready: Callable[[Collection], bool], *, keep_result: bool = False) -> None:
+        """Look up the rows of modules that are ready, and start to send them to the requesting ranks.
 
-        Slots are resolved for all modules now, whoever updates the tables: at most a batch ahead.
+        Resolves keys to slots for all modules, also for those that are not ready.
 
         Args:
-            is_ready: selects the modules.
+            is_ready: selects the modules whose rows are looked up now.
             stays: see `LookupInFlight.send_embeddings`.
         """
         try:
@@ -234,40 +250,51 @@ class BatchInFlight:
                 if lookup.module.tables.needs_resolve:
                     lookup.advance(Stage.RESOLVED)
                 if is_ready(lookup.module):
-                    lookup.send_embeddings(stays=stays)
+                    lookup.send_embeddings(keep_result=keep_result)
         except Exception as error:
             if not any(lookup.module.tables.rows_arrive for lookup in self.lookups):
                 raise
-            self._fail(error)  # on every rank alike, and nothing has changed: raised at the batch's turn
+            # A failed read changes no table and fails on every rank, so it can be raised later.
+            self._fail(error)
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
-        """Return the result for this module call, once; None if no lookup is in flight.
+        """Return the result of the lookup in flight for this module and input, and forget the lookup.
+
+        Returns None if there is no such lookup.
 
         Raises:
-            ValueError: the IDs were written to meanwhile, for example by the forward pass.
+            ValueError: the IDs were written to after the lookup started, for example by the forward pass.
         """
         for lookup in self.lookups:
-            if lookup.module is module and lookup.features is features and lookup.is_of_now:
-                if (change := _change(self._versions, _versions([((), features)]))) is not None:
+            if lookup.module is module and lookup.features is features and lookup.is_current:
+                versions = _tensor_versions([((), features)])
+                if (change := _describe_write(self._versions, versions)) is not None:
                     raise ValueError(f"{change}. Give every batch tensors of its own.")
                 self.lookups.remove(lookup)
                 return lookup.send_embeddings()
         return None
 
     def take_error(self) -> Exception:
-        """Return the error and forget it."""
+        """Return the stored error, and clear it."""
         error, self.error = self.error, None
         assert error is not None
         return error
 
     def _fail(self, error: Exception) -> None:
+        """Store the error, and drop all lookups."""
         self.error = error
         # All ranks fail together, so no rank waits for these lookups.
         self.lookups.clear()
 
 
-def _versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int, tuple[Path, Tensor, int]]:
-    """Return (path, tensor, write count) for all tensors in a batch's leaves, by the tensor's ``id``."""
+def _tensor_versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int, tuple[Path, Tensor, int]]:
+    """Return (path, tensor, version) of all tensors in ``leaves``, by ``id(tensor)``.
+
+    The version is torch's count of in-place writes.
+
+    Args:
+        leaves: tensors and jagged tensors of a batch, from `find_tensors`.
+    """
     versions: dict[int, tuple[Path, Tensor, int]] = {}
     for path, part in leaves:
         for tensor in part._tensors() if isinstance(part, Jagged) else (part,):
@@ -277,44 +304,48 @@ def _versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int, tuple
     return versions
 
 
-def _change(
+def _describe_write(
     before: Mapping[int, tuple[Path, Tensor, int]], now: Mapping[int, tuple[Path, Tensor, int]]
 ) -> str | None:
-    """Describe the first write to a tensor in both; None if there was none."""
+    """Compare two `_tensor_versions`, and return a message about the first tensor that changed, or None."""
     for key, (path, _, version) in before.items():
         if key in now and now[key][2] != version:
             return (
-                f"{text_of(path)} was written to after the loader had returned it, while its "
+                f"{path_text(path)} was written to after the loader had returned it, while its "
                 "IDs were under way"
             )
     return None
 
 
-def _mode(module: Collection) -> tuple[Any, ...]:
-    """Return a lookup's dependencies other than IDs and weights. It changes on all ranks or on none."""
+def _module_mode(module: Collection) -> tuple[Any, ...]:
+    """Return what a lookup depends on besides IDs and weights: tables, grad mode, ``requires_grad``.
+
+    It changes on all ranks or on none, so ranks agree on whether a lookup is used.
+    """
     trained = list(map(operator.attrgetter("requires_grad"), module.parameters()))
     return id(module.tables), torch.is_grad_enabled(), trained
 
 
-def _moved(thing: Any, device: torch.device) -> Any:
+def _copy_to(thing: Any, device: torch.device) -> Any:
+    """Copy objects with a ``to`` method, also inside of mappings, tuples and lists, to a device."""
     if hasattr(thing, "to"):
         return thing.to(device, non_blocking=True)
     if isinstance(thing, Mapping):
-        return {name: _moved(part, device) for name, part in thing.items()}
+        return {name: _copy_to(part, device) for name, part in thing.items()}
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(_moved(part, device) for part in thing))
+        return type(thing)(*(_copy_to(part, device) for part in thing))
     if isinstance(thing, list | tuple):
-        return type(thing)(_moved(part, device) for part in thing)
+        return type(thing)(_copy_to(part, device) for part in thing)
     return thing
 
 
-def _record(thing: Any, stream: Any) -> None:
-    """Keep the copy's memory until ``stream`` has used it."""
+def _record_stream(thing: Any, stream: Any) -> None:
+    """Tell the CUDA allocator not to reuse the batch's memory before ``stream`` has used it."""
     if hasattr(thing, "record_stream"):
         thing.record_stream(stream)
     elif isinstance(thing, Mapping):
         for part in thing.values():
-            _record(part, stream)
+            _record_stream(part, stream)
     elif isinstance(thing, list | tuple):
         for part in thing:
-            _record(part, stream)
+            _record_stream(part, stream)

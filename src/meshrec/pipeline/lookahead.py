@@ -1,9 +1,9 @@
-"""Batches in flight, and the start of every lookup stage.
+"""Lookahead: start the lookups of later batches while the current batch computes.
 
-While batch i computes, the IDs for batch i + 1 travel, and batch i + 2 comes from the loader. Nothing is
-traced: the first forward pass shows which part of the batch is the input to which module, and from then on
-these lookups start ahead. A call with that very object takes the lookup in flight; any other call runs the
-plain lookup.
+While batch i computes, ranks exchange the IDs of batch i + 1, and the loader reads batch i + 2. The model is
+not traced. The first forward pass shows which part of the batch is the input of which module. In later
+batches, the lookups of these parts start before the forward pass. A module call whose input is that very
+object takes the result of the lookup in flight. Any other call runs the plain lookup.
 """
 
 import logging
@@ -23,7 +23,7 @@ from meshrec.comms.mesh import Axis, default_env, group_device
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.pipeline.in_flight import BatchInFlight, Call, Collection, Mover, find, follow
+from meshrec.pipeline.in_flight import BatchInFlight, Call, Collection, Mover, object_at, path_to
 from meshrec.sparse import KeyedJaggedTensor
 
 _logger = logging.getLogger("meshrec")
@@ -33,25 +33,25 @@ _END, _FAILED = 1, 2
 
 
 class _Decision(NamedTuple):
-    """The ranks' common decision on the batches they have read."""
+    """What all ranks know about the batches they have just read; equal on all ranks."""
 
     continues: bool
     """Whether all ranks have a batch."""
     has_input: list[bool]
-    """Whether all ranks' batches contain the input, by sharded-module call."""
+    """For every call of a sharded module: whether its input was found in the batches of all ranks."""
     error: Exception | None
-    """The error to raise once all earlier batches are trained."""
+    """Loader error, to be raised once all earlier batches are trained."""
     ended: list[int]
-    """Ranks without a batch, if others have one."""
+    """Ranks whose loaders have no more batches."""
 
 
 class _StatusExchange:
-    """Background exchange of batch status between ranks.
+    """Asynchronous exchange between ranks: does every rank have a batch, and which inputs does it contain?
 
     Args:
-        batch: the batch this rank got from its loader; None at the end of the data and after an error.
-        has_input: whether the batch contains the input, by sharded-module call.
-        error: the loader's error.
+        batch: batch from this rank's loader; None at the end of the data and after an error.
+        has_input: for every call of a sharded module, whether the batch contains the input.
+        error: error of the loader; None if there was none.
         axis: the ranks.
         device: device for the exchange.
     """
@@ -71,7 +71,7 @@ class _StatusExchange:
         self._words = all_gather(words, axis, "status of batches")
 
     def decide(self) -> _Decision:
-        """Wait for all ranks' status. Error messages are exchanged only if there are any."""
+        """Wait for the status of all ranks. If a loader failed, also exchange the error messages."""
         words = self._words.wait().cpu()
         statuses, has_input = words[:, 0].tolist(), words[:, 1:].bool().all(0).tolist()
         error = self._error
@@ -84,10 +84,10 @@ class _StatusExchange:
 
 
 class _WriteCheck:
-    """Background check on all ranks for writes to the next batch.
+    """Asynchronous exchange between ranks: was a batch written to after the loader returned it?
 
     Args:
-        change: describes this rank's write; None: no write.
+        change: message about a write on this rank; None: no write.
         axis: the ranks.
         device: device for the exchange.
     """
@@ -98,7 +98,7 @@ class _WriteCheck:
         self._words = all_gather(word, axis, "checks of batches")
 
     def finish(self) -> None:
-        """Raise ValueError on every rank if some rank has a change."""
+        """Wait for all ranks, and raise ValueError on every rank if there was a write on any."""
         if bool(self._words.wait().any()):
             texts = enumerate(gather_objects(self._change, self._axis, "changes of batches"))
             changes = "; ".join(f"rank {rank}: {text}" for rank, text in texts if text is not None)
@@ -106,7 +106,7 @@ class _WriteCheck:
 
 
 class Lookahead:
-    """Batches in flight, for any training loop. A batch passes through it like this::
+    """Runs lookups ahead of the model, for any training loop::
 
         batch = ahead.next(iterator)  # StopIteration at the end
         with ahead.forward():
@@ -116,16 +116,17 @@ class Lookahead:
         optimizer.step()
         ahead.look_up()
 
-    All calls are collective. You may omit a call, as in evaluation without a backward pass or after an
-    exception; that costs only overlap. The exception is ``exchange``: it reports a batch that was written to
-    while the IDs were in flight, before anything is updated.
+    All calls are collective. A loop may omit calls, as in evaluation without a backward pass or after an
+    exception, and only loses overlap. Do not omit ``exchange`` in training: it raises, before any update, if
+    a batch was written to while its IDs were in flight.
 
     Args:
         model: a model with sharded modules anywhere in it.
-        device: device to move batches to; None leaves them where they are.
+        device: device to copy batches to; None: batches are not copied.
         uneven: reaction to different numbers of batches on different ranks. ``"stop"`` ends all ranks after
             the last common batch; ``"error"`` raises ValueError there and names the ranks.
-        strict: raise if a module cannot be pipelined.
+        strict: raise ValueError after the first forward pass if a module cannot be pipelined. Otherwise a log
+            line names it.
     """
 
     def __init__(
@@ -146,42 +147,46 @@ class Lookahead:
         self._calls: list[Call] | None = None
         # Calls recorded during a forward pass while ``_calls`` is None.
         self._seen: list[tuple[str, Collection, KeyedJaggedTensor]] = []
-        # From ``next`` until the next ``next``.
+        # The batch being trained, from one call of ``next`` to the following one.
         self._current: BatchInFlight | None = None
-        # Batches read after the current batch, at most two.
+        # Batches after the current one, at most two: read, and known to exist on all ranks.
         self._waiting: deque[BatchInFlight] = deque()
-        # Exchanges in flight: a batch's status until ``_agree``, and a write check until ``_check``.
+        # Exchanges in flight: a batch's status until ``_accept_batch``, and a write check until ``_check``.
         self._status: _StatusExchange | None = None
         self._write_check: _WriteCheck | None = None
-        # The error to raise after the batches in flight.
+        # Loader error to raise after the batches in flight. Set by ``_end``, until ``next`` raises it.
         self._failure: Exception | None = None
         self.has_ended = False
-        """Whether the loader has nothing after the batches in flight."""
+        """Whether the loader of a rank has no batch after the batches in flight."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch from ``next`` is the last batch, as far as is known.
+        """Whether the current batch is known to be the last.
 
-        The end becomes known when the previous batch calls ``look_up``.
+        The end becomes known in the ``look_up`` of the batch before the last.
         """
         return self.has_ended and not self._waiting
 
     def next(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch.
+        """Return the next batch to train, already copied to the device.
+
+        Args:
+            iterator: the loader's batches.
 
         Raises:
-            StopIteration: after the last batch, on every rank. The next call reads on.
+            StopIteration: after the last batch, on every rank. The following call reads from ``iterator``
+                again.
             ValueError: this batch has invalid IDs; raised on every rank.
-            Exception: the loader's error for this batch. Other ranks raise RuntimeError.
+            Exception: the loader's error instead of this batch. Other ranks raise RuntimeError.
         """
-        # Free the previous batch first, to save memory.
+        # Free the previous batch before anything is allocated for later batches.
         self._current = None
         self._check()
-        self._agree()
+        self._accept_batch()
         # Usually only the first call reads here; ``exchange`` reads later batches.
         while len(self._waiting) < 2 and not self.has_ended:
             self._read(iterator)
-            self._agree()
+            self._accept_batch()
         if not self._waiting:
             self.has_ended = False
             failure, self._failure = self._failure, None
@@ -195,14 +200,14 @@ class Lookahead:
         if self._waiting:
             self._waiting[0].start_reads()
         if current.lookups:
-            self._write_check = _WriteCheck(current.take_change(), self._axis, self._device)
+            self._write_check = _WriteCheck(current.describe_new_write(), self._axis, self._device)
         return current.batch
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Let sharded-module calls take the matching lookups in flight."""
+        """Enclose the forward pass: sharded modules take the results of lookups in flight."""
         for name, module in self._modules.items():
-            module.ahead = partial(self._take, name, module)
+            module.ahead = partial(self._take_lookup, name, module)
         try:
             yield
         finally:
@@ -210,14 +215,16 @@ class Lookahead:
             for module in self._modules.values():
                 module.ahead = None
         if self._calls is None and self._current is not None:
-            self._calls = self._learned(seen, self._current.batch)
+            self._calls = self._find_inputs(seen, self._current.batch)
 
     def exchange(self, iterator: Iterator[Any]) -> None:
-        """Send the next batch's IDs, and read the batch after it. Call this between forward and backward.
+        """Start the next batch's ID exchange, and read the batch after it from the loader.
+
+        Call this method between forward and backward pass.
 
         Raises:
-            ValueError: a rank wrote to this batch after the loader returned it and before ``next`` did.
-                Raised on every rank.
+            ValueError: on some rank, this batch was written to after the loader had returned it and before
+                ``next`` did. Raised on every rank.
         """
         self._check()
         if self._waiting:
@@ -226,37 +233,48 @@ class Lookahead:
             self._read(iterator)
 
     def look_up(self, is_ready: Callable[[Collection], bool] | None = None) -> None:
-        """Look up the next batch's IDs, and start the batch after it. Call this after a table update.
+        """Look up the next batch's rows, and start the lookups of the batch after it.
+
+        Call this method after the tables have been updated.
 
         Args:
-            is_ready: selects the modules to look up; by default all. If a fused table is updated again
-                afterward, the rows are looked up again when they are needed.
+            is_ready: selects the modules whose tables are up to date; None: all. If a fused table is updated
+                again afterward, its rows are looked up again when the forward pass needs them.
         """
         if self._waiting:
             self._waiting[0].send_embeddings(is_ready or (lambda _: True))
-        self._agree()
+        self._accept_batch()
 
     def look_up_before_update(self) -> None:
-        """Look up the next batch's IDs before this batch's update, and keep the result."""
+        """Look up the next batch's rows before this batch's update, and use them in spite of the update."""
         if self._waiting:
             self._waiting[0].send_ids()
-            self._waiting[0].send_embeddings(lambda _: True, stays=True)
+            self._waiting[0].send_embeddings(lambda _: True, keep_result=True)
 
     def reset(self) -> None:
-        """Drop the batches in flight. Call this on all ranks."""
+        """Drop all batches in flight and errors. Call this method on all ranks."""
         self._current = self._status = self._write_check = self._failure = None
         self._waiting.clear()
         self.has_ended = False
 
-    def _take(self, name: str, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
-        """Return the result of the lookup in flight for this module call; None if there is none."""
+    def _take_lookup(
+        self, name: str, module: Collection, features: KeyedJaggedTensor
+    ) -> LazyAwaitable[Any] | None:
+        """Return the result of the lookup in flight for this module call, or None.
+
+        `forward` installs this method as the modules' hook. In the first forward pass, it also records the
+        call.
+        """
         if self._calls is None:
             self._seen.append((name, module, features))
         return None if self._current is None else self._current.take(module, features)
 
-    def _learned(self, seen: list[tuple[str, Collection, KeyedJaggedTensor]], batch: Any) -> list[Call]:
-        """Return the position in the batch for every module input."""
-        calls = [Call(name, module, find(batch, features)) for name, module, features in seen]
+    def _find_inputs(self, seen: list[tuple[str, Collection, KeyedJaggedTensor]], batch: Any) -> list[Call]:
+        """Find the inputs of recorded calls in the batch.
+
+        Warns, or raises if strict, about those not found.
+        """
+        calls = [Call(name, module, path_to(batch, features)) for name, module, features in seen]
         called = {call.name for call in calls if call.path is not None}
         if plain := [name or "the model" for name in self._modules if name not in called]:
             text = (
@@ -269,16 +287,19 @@ class Lookahead:
         return calls
 
     def _check(self) -> None:
-        """Wait for the check started in ``next``."""
+        """Finish the write check that ``next`` started, if it is in flight."""
         check, self._write_check = self._write_check, None
         if check is not None:
             check.finish()
 
     def _read(self, iterator: Iterator[Any]) -> None:
-        """Take a batch from the loader and send its status. An error is raised at the batch's turn."""
+        """Read a batch from the loader, and start the status exchange.
+
+        A loader error is part of the status.
+        """
         batch = error = None
         try:
-            batch = BatchInFlight(self._mover.moved(next(iterator)))
+            batch = BatchInFlight(self._mover.move_batch(next(iterator)))
         except StopIteration:
             pass
         except Exception as caught:
@@ -286,14 +307,14 @@ class Lookahead:
         has_input = [
             batch is not None
             and call.path is not None
-            and isinstance(follow(batch.batch, call.path), KeyedJaggedTensor)
+            and isinstance(object_at(batch.batch, call.path), KeyedJaggedTensor)
             for call in self._calls or ()
         ]
         self._status = _StatusExchange(batch, has_input, error, self._axis, self._device)
         del error  # a cycle through the traceback and this frame would keep exchanges in flight alive
 
-    def _agree(self) -> None:
-        """Apply the ranks' common decision to the batch just read."""
+    def _accept_batch(self) -> None:
+        """Finish the status exchange, and start the new batch's lookups if all ranks have a batch."""
         if self._status is None:
             return
         status, self._status = self._status, None
@@ -308,9 +329,10 @@ class Lookahead:
             self._mover.wait(batch.batch)
             for call, has_input in zip(self._calls, decision.has_input, strict=True):
                 if has_input and call.path is not None:
-                    batch.route(call.module, follow(batch.batch, call.path))
+                    batch.route(call.module, object_at(batch.batch, call.path))
 
     def _end(self, decision: _Decision) -> None:
+        """Record that no batch follows, and the error if ranks failed or have uneven numbers of batches."""
         self.has_ended, self._failure = True, decision.error
         if decision.error is not None or len(decision.ended) == self._axis.size:
             return
@@ -325,6 +347,7 @@ class Lookahead:
 
 
 def _axis_of(model: nn.Module) -> Axis:
+    """Return the ranks of a DistributedModelParallel in the model, by default all ranks."""
     for module in model.modules():
         if isinstance(module, DistributedModelParallel):
             return module.env.world
@@ -332,10 +355,10 @@ def _axis_of(model: nn.Module) -> Axis:
 
 
 def _raise(error: BaseException) -> NoReturn:
-    """Raise the error without a reference to it in our own frame.
+    """Raise the error without leaving a reference to it in this frame.
 
-    Such a reference makes a cycle with the traceback, which would keep exchanges in flight alive: the other
-    ranks would hold their messages for them.
+    The reference would form a cycle with the traceback. The cycle would keep exchanges in flight alive, and
+    other ranks would keep their messages.
     """
     try:
         raise error

@@ -1,4 +1,4 @@
-"""Training loop with communication during computation, and the plain loop's results."""
+"""Training loop that overlaps communication with computation, with the same results as the plain loop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,9 +13,9 @@ Forward = Callable[[Any], tuple[Tensor, Any]]
 
 
 class TrainPipeline:
-    """Trains batch by batch, while the next batch's IDs and the following batch's data travel.
+    """Trains batch by batch, and exchanges the IDs of the next batch and reads the one after it meanwhile.
 
-    Outputs, weights and optimizer state equal this loop's, bit for bit::
+    Outputs, weights and optimizer state are bit-identical to those of this loop::
 
         for batch in loader:
             optimizer.zero_grad()
@@ -23,30 +23,31 @@ class TrainPipeline:
             losses.sum().backward()
             optimizer.step()
 
-    With ``accumulate``, ``zero_grad`` comes before the first and ``step`` after the last of that many
-    batches, or of the batches left at the end.
+    With ``accumulate=n``, ``zero_grad`` runs before the first and ``step`` after the last of n batches; the
+    last group may have fewer.
 
-    Nothing is traced, so any model works. A sharded module is pipelined if its input is a KeyedJaggedTensor
-    from the batch itself; otherwise it runs the plain lookup. In eval mode a batch is only computed. The
-    parts of a batch are mapping values, sequence items, dataclass fields, and attributes of other objects.
+    The model is not traced, so any model works. A sharded module is pipelined if its input is a
+    KeyedJaggedTensor of the batch itself; otherwise it runs the plain lookup. In eval mode, the pipeline only
+    computes outputs. Inputs are found in mapping values, sequence items, dataclass fields, and attributes of
+    other objects.
 
-    A batch's tensors must stay until it is trained. A loader that writes to an earlier batch's tensors is
-    detected, unless it writes through NumPy, which torch does not see. Random values drawn by the loader in
-    this process come earlier than in the plain loop.
+    A batch's tensors must not change until the batch is trained. If the loader reuses tensors of an earlier
+    batch, the pipeline raises ValueError; writes through NumPy are not detected. If the loader draws random
+    values in this process, it draws them earlier than in the plain loop.
 
     Args:
-        model: maps a batch to (losses, output). It has sharded modules anywhere in it.
-        optimizer: optimizer for the dense part and the tables, such as a CombinedOptimizer, with or without
-            clipping. In a bare CombinedOptimizer, the tables step first.
-        device: device to move batches to: objects with a ``to`` method, and tuples, lists and mappings with
-            such objects. None leaves them where they are.
-        forward: function to call instead of ``model`` in the forward pass.
-        accumulate: batches per optimizer step.
+        model: maps a batch to (losses, output). Sharded modules may be anywhere in it.
+        optimizer: optimizer of dense parameters and tables, such as a CombinedOptimizer, with or without
+            clipping. If it is a plain CombinedOptimizer, the tables step first.
+        device: device to copy batches to: objects with a ``to`` method, and tuples, lists and mappings of
+            such objects. None: batches are not copied.
+        forward: function from a batch to (losses, output), called instead of ``model``.
+        accumulate: number of batches per optimizer step.
         uneven: reaction to different numbers of batches on different ranks. ``"stop"`` ends all ranks after
             the last common batch; ``"error"`` raises ValueError there and names the ranks.
-        semi_synchronous_from: batch number, from 0. From there on, a batch takes embeddings before the
-            previous batch's update. This changes the results, and hides the embedding exchange as well. The
-            first two batches are exact in any case.
+        semi_synchronous_from: number of a batch, from 0. From this batch on, rows are looked up before the
+            previous batch updates the tables. Results differ from the plain loop, and the embedding exchange
+            is overlapped as well. The first two batches are always exact. None: never.
         strict: raise ValueError, after the first forward pass, if a module cannot be pipelined. Otherwise a
             log line names it.
     """
@@ -73,16 +74,19 @@ class TrainPipeline:
         self._update = Update(model, optimizer)
 
     def progress(self, iterator: Iterator[Any]) -> Any:
-        """Train on the iterator's next batch, and return the model's output.
+        """Train on the next batch, and return the model's output.
 
-        If the iterator differs from the last call's, batches already read from the previous iterator come
-        first.
+        Args:
+            iterator: the loader's batches. If it is another iterator than in the last call, the batches
+                already read from the previous iterator are trained first.
 
         Raises:
-            StopIteration: after the last batch, on every rank. A call after that starts again.
+            StopIteration: after the last batch, on every rank. The following call reads from ``iterator``
+                again.
             ValueError: this batch has invalid IDs, or was written to while in flight; or, with
                 ``uneven="error"``, ranks have different numbers of batches. Raised on every rank.
-            Exception: the loader's error, after all earlier batches. Other ranks raise RuntimeError.
+            Exception: the loader's error, once all earlier batches are trained. Other ranks raise
+                RuntimeError.
         """
         batch = self._ahead.next(iterator)
         if not self._model.training:
@@ -94,7 +98,7 @@ class TrainPipeline:
         if self._num_collected == 0:
             self._optimizer.zero_grad()
         self._num_collected += 1
-        # A final partial accumulation also steps.
+        # At the end of the data, a group of fewer than ``accumulate`` batches also steps.
         steps = self._num_collected >= self._accumulate or self._ahead.is_last
         with self._update.backward(steps=steps):
             with self._ahead.forward():
@@ -111,7 +115,10 @@ class TrainPipeline:
         return output
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Train on all batches and yield the outputs. Leaving the loop early drops the batches in flight."""
+        """Train on all batches, and yield the outputs.
+
+        If the caller stops early, batches in flight are dropped.
+        """
         iterator = iter(batches)
         try:
             while True:
@@ -125,10 +132,10 @@ class TrainPipeline:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the loader has nothing after the batches in flight."""
+        """Whether the loader of a rank has no batch after the batches in flight."""
         return self._ahead.has_ended
 
     def reset(self) -> None:
-        """Drop the batches in flight and restart the accumulation. Call this on all ranks."""
+        """Drop the batches in flight, and restart the accumulation. Call this method on all ranks."""
         self._ahead.reset()
         self._num_collected = 0

@@ -1,4 +1,4 @@
-"""End of a training step, ordered for an early next lookup."""
+"""Updates at the end of a training step, in an order that lets the next batch's lookup start early."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,18 +14,22 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class Update:
-    """Updates in ``loss.backward()`` and ``optimizer.step()``, in this order:
+    """Backward pass and optimizer steps of a batch, in this order:
 
-    1. The backward pass updates fused tables, and dense gradients start to travel.
-    2. Tables with ``update="on_step"`` step, if ``optimizer`` is a bare CombinedOptimizer.
-    3. The next batch's rows are looked up, and start to travel.
-    4. Dense gradients arrive, and the remaining optimizers step.
-    5. Tables that were not ready before are looked up: those without a fused optimizer, and clipped tables.
+    1. The backward pass updates fused tables, and starts the all-reduce of dense gradients.
+    2. Tables with ``update="on_step"`` step, if ``optimizer`` is a plain CombinedOptimizer.
+    3. The next batch's rows are looked up and sent.
+    4. The all-reduce of dense gradients completes, and all other optimizers step.
+    5. The tables that step 4 updates are looked up: those without a fused optimizer, and clipped tables.
+
+    Args:
+        model: the model.
+        optimizer: optimizer of dense parameters and tables.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._tables, self._others = _parts(optimizer)
+        self._tables, self._others = _split_optimizers(optimizer)
         self._parallel = next((m for m in model.modules() if isinstance(m, DistributedModelParallel)), None)
 
     @contextmanager
@@ -33,9 +37,9 @@ class Update:
         """Enclose a batch's forward and backward pass.
 
         Args:
-            steps: whether ``optimizer`` steps afterward. Otherwise dense gradients stay on their rank.
-            late: whether ``after_backward`` follows and waits for dense gradients. Otherwise they are
-                averaged here.
+            steps: whether ``optimizer`` steps afterward. Otherwise dense gradients are not reduced.
+            late: whether ``after_backward`` follows and waits for the reduction of dense gradients. Otherwise
+                the backward pass waits.
         """
         with ExitStack() as stack:
             if not steps:
@@ -47,7 +51,12 @@ class Update:
             yield
 
     def after_backward(self, ahead: Lookahead, *, steps: bool) -> None:
-        """Step if ``steps`` is True, and start the next lookups as soon as the tables are updated."""
+        """Step all optimizers, and look up the next batch's rows as soon as their tables are updated.
+
+        Args:
+            ahead: the next batches.
+            steps: whether the optimizers step; otherwise gradients accumulate.
+        """
         if not steps:
             ahead.look_up(self.is_stepped)
             return
@@ -61,24 +70,24 @@ class Update:
             )
         )
         if self._parallel is not None and self._parallel.late_gradients is not None:
-            # Only now: the embeddings for the next batch travel while the dense gradients arrive.
+            # After the lookup, so that the next batch's embeddings travel while dense gradients are reduced.
             self._parallel.late_gradients.finish()
         for other in self._others:
             other.step()
         ahead.look_up(self.is_stepped)
 
     def is_stepped(self, module: Collection) -> bool:
-        """Return whether only this optimizer and the backward pass update the module's tables."""
+        """Return whether no optimizer other than this one updates the module's tables."""
         if not module.has_ordinary_gradients:
             return True  # the tables count their own updates
         stepped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         return all(id(parameter) in stepped or parameter.numel() == 0 for parameter in module.parameters())
 
 
-def _parts(
+def _split_optimizers(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[list[FusedOptimizer], list[torch.optim.Optimizer]]:
-    """Return table optimizers and all other optimizers. The order in which they step does not matter."""
+    """Split a CombinedOptimizer, also nested, into table optimizers and all other optimizers."""
     # Subclasses and wrappers may clip over all parameters, so they step as a whole.
     if type(optimizer) is not CombinedOptimizer:
         return [], [optimizer]
@@ -88,7 +97,7 @@ def _parts(
         if isinstance(member, FusedOptimizer):
             tables.append(member)
         else:
-            nested_tables, nested_optimizers = _parts(member)
+            nested_tables, nested_optimizers = _split_optimizers(member)
             tables += nested_tables
             other_optimizers += nested_optimizers
     return tables, other_optimizers

@@ -1,1 +1,1 @@
-"""Sharding plans as data: table shards per rank, builders for them, and their validation."""
+"""Sharding plans: data types, builders for plans written by hand, and validation."""

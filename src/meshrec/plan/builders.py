@@ -1,7 +1,8 @@
 """Builders for manual sharding plans, one per sharding type, with TorchRec's names.
 
-A builder returns a ``ShardingGenerator``. ``construct_module_sharding_plan`` calls it with the table size and
-the world shape. Uneven rows and columns are split as evenly as possible, larger parts first.
+A builder such as ``row_wise()`` returns a ``ShardingGenerator``: a function from table name, table size and
+world shape to the table's sharding. ``construct_module_sharding_plan`` calls it for every table. Rows and
+columns are split as evenly as possible, larger parts first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +22,11 @@ from meshrec.plan.sharding_plan import (
 
 
 class WorldShape(NamedTuple):
-    """World size, ranks per node, and device type of a plan."""
+    """Ranks for which a plan is made."""
 
     world_size: int
     local_size: int
+    """Number of ranks on every node."""
     device: str = "cpu"
 
 
@@ -32,9 +34,9 @@ ShardingGenerator = Callable[[str, TableSize, WorldShape], ParameterSharding]
 
 
 def even_splits(total: int, num_parts: int) -> list[tuple[int, int]]:
-    """Split ``range(total)`` into ``num_parts`` half-open intervals, as evenly as possible.
+    """Split ``range(total)`` into ``num_parts`` intervals [start, end), as evenly as possible.
 
-    Later intervals are empty if ``total < num_parts``.
+    ``even_splits(5, 2)`` is [(0, 3), (3, 5)]. The last intervals are empty if ``total < num_parts``.
     """
     base, extra = divmod(total, num_parts)
     # The first `extra` parts get the remainder, one element each.
@@ -59,10 +61,10 @@ def tables_of(module: Any) -> dict[str, TableSize]:
 
 
 def data_parallel() -> ShardingGenerator:
-    """Replicate the table on every rank; gradients are all-reduced."""
-    # Without ranks and shards: every rank holds the whole table.
+    """Place the whole table on every rank; gradients are all-reduced."""
+    # A data-parallel sharding lists no ranks and shards, because every rank holds the whole table.
     sharding = ParameterSharding(sharding_type=ShardingType.DATA_PARALLEL)
-    # Frozen dataclass: tables can share it.
+    # The dataclass is frozen, so tables can share it.
     return lambda table, size, ranks: sharding
 
 
@@ -72,7 +74,7 @@ def table_wise(
     """Place the whole table on one rank."""
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
-        return _grid(
+        return _shard_bands(
             table,
             ShardingType.TABLE_WISE,
             size,
@@ -89,12 +91,14 @@ def row_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the rows over ``ranks``, by default all."""
+    """Split the rows over ``ranks``, by default all ranks: shard i is on ``ranks[i]``."""
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         bands = [(0, size.embedding_dim, owners)]
-        return _grid(table, ShardingType.ROW_WISE, size, bands, world=world, compute_kernel=compute_kernel)
+        return _shard_bands(
+            table, ShardingType.ROW_WISE, size, bands, world=world, compute_kernel=compute_kernel
+        )
 
     return _generate
 
@@ -104,11 +108,11 @@ def column_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the columns over ``ranks``, by default all. A repeated rank gets several column shards."""
+    """Split the columns over ``ranks``, by default all ranks. A rank listed twice gets two column shards."""
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
-        return _grid(
+        return _shard_bands(
             table,
             ShardingType.COLUMN_WISE,
             size,
@@ -126,18 +130,18 @@ def table_row_wise(
     host_index: int | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the rows over the ranks in a node.
+    """Split the rows over the ranks of a node.
 
     Args:
-        node: Node index.
+        node: Node number; node n has ranks [n * local_size, (n + 1) * local_size).
         host_index: TorchRec's name for ``node``; used if ``node`` is None.
-        compute_kernel: Where the table is updated.
+        compute_kernel: How the table is updated.
     """
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = _node_ranks(table, node if node is not None else host_index, world)
         bands = [(0, size.embedding_dim, owners)]
-        return _grid(
+        return _shard_bands(
             table, ShardingType.TABLE_ROW_WISE, size, bands, world=world, compute_kernel=compute_kernel
         )
 
@@ -147,11 +151,11 @@ def table_row_wise(
 def table_column_wise(
     *, node: int, compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
 ) -> ShardingGenerator:
-    """Split the columns over the ranks in a node."""
+    """Split the columns over the ranks of a node."""
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         bands = _column_bands(size, _node_ranks(table, node, world))
-        return _grid(
+        return _shard_bands(
             table, ShardingType.TABLE_COLUMN_WISE, size, bands, world=world, compute_kernel=compute_kernel
         )
 
@@ -164,12 +168,12 @@ def grid_shard(
     host_indexes: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the columns over nodes, and the rows in every column band over the ranks in the node.
+    """Split the columns over nodes, and the rows of a node's columns over the ranks of the node.
 
     Args:
-        nodes: Node per column band, by default all nodes.
+        nodes: Node numbers, by default all nodes; the columns are split into as many parts.
         host_indexes: TorchRec's name for ``nodes``; used if ``nodes`` is None.
-        compute_kernel: Where the table is updated.
+        compute_kernel: How the table is updated.
     """
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
@@ -183,7 +187,9 @@ def grid_shard(
                 column_nodes, even_splits(size.embedding_dim, len(column_nodes)), strict=True
             )
         ]
-        return _grid(table, ShardingType.GRID_SHARD, size, bands, world=world, compute_kernel=compute_kernel)
+        return _shard_bands(
+            table, ShardingType.GRID_SHARD, size, bands, world=world, compute_kernel=compute_kernel
+        )
 
     return _generate
 
@@ -200,9 +206,9 @@ def construct_module_sharding_plan(
 
     Args:
         module: An embedding module, plain or sharded.
-        per_param_sharding: Sharding generator by table name.
+        per_param_sharding: Sharding generator by table name, for every table of the module.
         world_size: Number of ranks.
-        local_size: Ranks per node, for node-based sharding types; ``world_size`` (a single node) if None.
+        local_size: Ranks per node, for sharding types that use nodes. None: all ranks are on a single node.
         device_type: Device type of all ranks.
 
     Returns:
@@ -221,7 +227,7 @@ def construct_module_sharding_plan(
         [0:5, 0:4]@0 [5:10, 0:4]@1
     """
     tables = tables_of(module)
-    # Explicit for all tables: a default for forgotten tables would hide mistakes in plans.
+    # A default sharding for tables without a generator would hide mistakes in plans.
     if missing := [name for name in tables if name not in per_param_sharding]:
         raise ValueError(f"table {missing[0]!r} has no sharding: give one for each of {list(tables)}.")
     if unknown := [name for name in per_param_sharding if name not in tables]:
@@ -242,14 +248,14 @@ def construct_module_sharding_plan(
 
 
 def _column_bands(size: TableSize, owners: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """Return (first column, end, [rank]) per owner."""
+    """Split the columns over the owners: return (first column, end column, [rank]) for every owner."""
     # More owners than columns give empty bands, which _grid skips.
     splits = even_splits(size.embedding_dim, len(owners))
     return [(c0, c1, [rank]) for rank, (c0, c1) in zip(owners, splits, strict=True)]
 
 
 def _node_ranks(table: str, node: int | None, world: WorldShape) -> list[int]:
-    """Return the ranks in a node: consecutive, ``local_size`` per node.
+    """Return the ranks [node * local_size, (node + 1) * local_size) of a node.
 
     Raises:
         ValueError: The node does not exist.
@@ -265,7 +271,7 @@ def _node_ranks(table: str, node: int | None, world: WorldShape) -> list[int]:
     return list(range(node * world.local_size, (node + 1) * world.local_size))
 
 
-def _grid(
+def _shard_bands(
     table: str,
     sharding_type: ShardingType,
     size: TableSize,
@@ -274,14 +280,14 @@ def _grid(
     world: WorldShape,
     compute_kernel: EmbeddingComputeKernel,
 ) -> ParameterSharding:
-    """Split the rows in every column band over the owners.
+    """Split the rows of every column band over the band's owners, and return the sharding.
 
     Args:
         table: Table name for errors.
         sharding_type: Recorded in the result.
-        size: Rows and columns.
-        bands: (first column, end, owner ranks) per band.
-        world: World shape.
+        size: Rows and columns of the table.
+        bands: (first column, end column, owner ranks) of every column band.
+        world: The ranks.
         compute_kernel: Recorded in the result.
 
     Raises:

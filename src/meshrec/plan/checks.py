@@ -1,4 +1,4 @@
-"""Plan validation: all tables planned, existing ranks, every element covered exactly once."""
+"""Plan validation: all tables are planned, ranks exist, and shards cover every table element exactly once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,15 +15,15 @@ from meshrec.plan.sharding_plan import (
 def verify_plan(
     plan: ShardingPlan, tables: Mapping[str, Mapping[str, TableSize]], *, world_size: int
 ) -> None:
-    """Validate ``plan`` for a model.
+    """Check that ``plan`` covers all embedding tables of a model.
 
     Args:
-        plan: Plan for all embedding modules.
+        plan: Plan for all embedding modules of the model.
         tables: Table sizes by module path and table name (see ``tables_of``).
         world_size: Number of ranks on the ``shard`` axis.
 
     Raises:
-        TypeError: ``plan`` is not a ShardingPlan, for example a single module's plan.
+        TypeError: ``plan`` is not a ShardingPlan, but for example the plan of a single module.
         ValueError: The plan is invalid. The message names the module and table.
     """
     if not isinstance(plan, ShardingPlan):
@@ -46,7 +46,7 @@ def verify_plan(
 def verify_module_plan(
     plan: EmbeddingModuleShardingPlan, tables: Mapping[str, TableSize], *, world_size: int
 ) -> None:
-    """Check a module plan: shards on existing ranks cover every table exactly once.
+    """Check that shards on existing ranks cover every table of a module exactly once.
 
     Args:
         plan: Sharding by table name.
@@ -69,7 +69,8 @@ def verify_module_plan(
 
 
 def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, world_size: int) -> None:
-    # The planner and the runtime treat it as a separate case: gradients are all-reduced, not exchanged.
+    """Raise ValueError if a table's shards are invalid."""
+    # A data-parallel table has no shards.
     if sharding.sharding_type is ShardingType.DATA_PARALLEL:
         if sharding.shards:
             raise ValueError(
@@ -90,7 +91,7 @@ def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, worl
             f"table {table!r}: ranks is {sharding.ranks}, but the rectangles are on ranks {owners}. They "
             "must agree."
         )
-    # Before the area check, which is only conclusive for disjoint shards.
+    # Before the area check, which proves coverage only for disjoint shards.
     _verify_disjoint(table, sharding.shards)
     # Disjoint shards inside the table cover it if and only if their areas sum to the table area.
     covered = sum(shard.shard_sizes[0] * shard.shard_sizes[1] for shard in sharding.shards)
@@ -103,6 +104,7 @@ def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, worl
 
 
 def _verify_shard(table: str, shard: ShardMetadata, size: TableSize, world_size: int) -> None:
+    """Raise ValueError if a shard is empty, reaches beyond the table, or is on a rank that does not exist."""
     rank = shard.placement.rank
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -118,10 +120,11 @@ def _verify_shard(table: str, shard: ShardMetadata, size: TableSize, world_size:
 
 
 def _verify_disjoint(table: str, shards: Sequence[ShardMetadata]) -> None:
-    """Check that no two shards overlap, with a sweep down the rows."""
-    # Shards at the current row. A sweep needs far fewer comparisons than all pairs.
+    """Raise ValueError if two shards overlap."""
+    # A sweep over ascending rows, which needs far fewer comparisons than all pairs. Open shards are those
+    # that contain the current row.
     open_shards: list[ShardMetadata] = []
-    # Sorted by first row, so that shards above the sweep line can be dropped for good.
+    # Sorted by first row, so that a shard that ends above the current row cannot overlap a later one.
     for shard in sorted(shards, key=lambda s: s.shard_offsets):
         open_shards = [open_shard for open_shard in open_shards if open_shard.rows[1] > shard.rows[0]]
         for open_shard in open_shards:

@@ -1,8 +1,8 @@
-"""Sharding plans: which rank holds which rectangle of which table.
+"""Sharding plans: which rank holds which rectangle (row range and column range) of which table.
 
-A plan is only data. It is written by hand (``plan.builders``) or by the planner, verified (``plan.checks``),
-and read once, when a module is sharded. Ranks are positions on the mesh's ``shard`` axis: with a
-``replicate`` axis all replica groups follow the same plan.
+Plans are written by hand (``plan.builders``) or by the planner, validated (``plan.checks``), and read when a
+module is sharded. A plan's ranks are indices on the mesh's ``shard`` axis. If the mesh has a ``replicate``
+axis, all replica groups follow the same plan.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class ShardingType(Enum):
-    """How a table is split. Used by the planner and for display only; at run time there are rectangles."""
+    """How a table is split. Only the planner and displays use it; sharded modules use the rectangles."""
 
     # Values are TorchRec's, so that JSON plans are readable in both.
     DATA_PARALLEL = "data_parallel"
@@ -28,16 +28,18 @@ class ShardingType(Enum):
 
 
 class EmbeddingComputeKernel(Enum):
-    """Where a table is updated.
+    """How a table is updated.
 
-    ``dense``: by an ordinary optimizer, from autograd's gradients; ``fused``: in the backward pass;
-    ``quant``: never. A plan written before sharding records the kernel the author assumed. The plan of a
-    sharded module records the kernel in use, which depends on the attached optimizer.
+    A plan for an unsharded model has the kernels that its author expects. The plan of a sharded module has
+    the kernels in use, which depend on the tables' optimizers.
     """
 
     DENSE = "dense"
+    """By a torch optimizer, from autograd's gradients."""
     FUSED = "fused"
+    """By a fused optimizer, from the gradients of looked-up rows only."""
     QUANT = "quant"
+    """Never: the table is quantized."""
 
 
 class TableSize(NamedTuple):
@@ -49,7 +51,7 @@ class TableSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDevice:
-    """Placement of a rectangle: rank on the ``shard`` axis, and device type."""
+    """Where a rectangle is: rank on the ``shard`` axis, and device type."""
 
     rank: int
     device: str = "cpu"
@@ -60,7 +62,7 @@ class RemoteDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMetadata:
-    """A table rectangle and the placement."""
+    """A rectangle of a table, and where it is."""
 
     shard_offsets: tuple[int, int]  # first row, first column
     shard_sizes: tuple[int, int]  # number of rows, number of columns
@@ -68,12 +70,12 @@ class ShardMetadata:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Row range [first, end)."""
+        """Row range (first, end); ``end`` is not included."""
         return self.shard_offsets[0], self.shard_offsets[0] + self.shard_sizes[0]
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Column range [first, end)."""
+        """Column range (first, end); ``end`` is not included."""
         return self.shard_offsets[1], self.shard_offsets[1] + self.shard_sizes[1]
 
     def __str__(self) -> str:
@@ -90,7 +92,7 @@ class EnumerableShardingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSharding:
-    """Sharding of a table."""
+    """Sharding of a table: its rectangles and how it is updated."""
 
     sharding_type: ShardingType
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
@@ -115,7 +117,7 @@ class ParameterSharding:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ParameterSharding":
-        """Rebuild from a ``to_dict`` result.
+        """Create a sharding from the result of ``to_dict``.
 
         Raises:
             ValueError: The sharding type or compute kernel is unknown.
@@ -138,18 +140,18 @@ class ParameterSharding:
         )
 
     def digest(self) -> str:
-        """Hash the fields required to be equal on all ranks. Device types may differ."""
+        """Return a hash of all fields except device types, which may differ between ranks."""
         data = self.to_dict()
-        # Drops the device type.
+        # The first five values are offsets, sizes and rank; the sixth is the device type.
         data["shards"] = [shard[:5] for shard in data["shards"]]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
-    """Sharding by table name for one embedding module."""
+    """Plan for an embedding module: sharding by table name."""
 
     def with_kernels(self, kernels: Mapping[str, EmbeddingComputeKernel]) -> "EmbeddingModuleShardingPlan":
-        """Return a copy with the given kernel per table."""
+        """Return a copy with other compute kernels, given by table name for all tables."""
         return EmbeddingModuleShardingPlan(
             {table: replace(sharding, compute_kernel=kernels[table]) for table, sharding in self.items()}
         )
@@ -169,7 +171,11 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Plan by module path for all embedding modules in a model."""
+    """Plan for a model: plans of all embedding modules, by module path.
+
+    Args:
+        plan: plan by module path, as in ``model.named_modules()``; "" is the model itself.
+    """
 
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
 
@@ -184,7 +190,7 @@ class ShardingPlan:
                 yield path, table, sharding
 
     def digest(self) -> str:
-        """Return a hash that is equal for plans that place all tables alike, in any table order."""
+        """Return a hash of all shardings, independent of the order of modules and tables."""
         # Sorted, because ranks may build modules in different orders.
         parts = sorted(f"{path}\n{table}\n{sharding.digest()}" for path, table, sharding in self.tables())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -192,7 +198,7 @@ class ShardingPlan:
     def to_json(self) -> str:
         """Serialize as JSON."""
         plan = {path: {t: s.to_dict() for t, s in tables.items()} for path, tables in self.plan.items()}
-        # Increase the version on incompatible changes: from_json refuses other versions.
+        # Increase the version on incompatible changes, because from_json rejects other versions.
         return json.dumps({"version": 1, "plan": plan}, indent=1)
 
     @classmethod
@@ -200,7 +206,7 @@ class ShardingPlan:
         """Parse ``to_json`` output.
 
         Raises:
-            ValueError: The JSON is not a plan, or has a newer version.
+            ValueError: The JSON is not a plan, or has another version.
         """
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != 1:

@@ -1,4 +1,4 @@
-"""JSON files that users write or name, and formatted sizes."""
+"""Reading of JSON files that users name, and formatting of byte counts."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ def read_json(path: str | Path, expected: str) -> dict[str, Any]:
 
     Args:
         path: File to read.
-        expected: Noun phrase for errors, such as "a plan that `meshrec plan` wrote".
+        expected: What the file should be, for errors, such as "a plan that `meshrec plan` wrote".
 
     Raises:
         ValueError: The file is not JSON, or not an object.

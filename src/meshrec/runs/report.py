@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrec.metrics import Interval, auc_interval
-from meshrec.metrics.named import METRICS, leading_metric, metric_of, title_of
+from meshrec.metrics.named import METRICS, leading_metric, metric_of, metric_title
 from meshrec.planner import load_plan
 from meshrec.planner.measured import DENSE, read_phases
 from meshrec.planner.plan_report import make_report
@@ -48,7 +48,7 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
         "state": folder.state()._asdict(),
         "summary": summary,
         "leading": leading,
-        "titles": {name: title_of(name) for name in (*METRICS, leading)},
+        "titles": {name: metric_title(name) for name in (*METRICS, leading)},
         "intervals": _intervals(summary),
         "stragglers": stragglers(folder.metrics()),
         "metrics": _curves(folder.metrics()),

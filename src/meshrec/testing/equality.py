@@ -1,4 +1,4 @@
-"""Comparison of a sharded model's outputs and training with the unsharded model."""
+"""Check that a sharded model trains like the unsharded model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from meshrec.tables.updates import update_rows
 
 # R ranks, U touched rows
 
+# Function from the dense parameters to their optimizer.
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -33,19 +34,20 @@ def assert_equal_to_unsharded(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Train a model under ``plan``, and compare it with the unsharded model trained on all ranks' batches.
+    """Train a model sharded by ``plan`` and the unsharded model, and check that they stay equal.
 
-    Call this on every rank; every rank trains a copy of the unsharded model. Losses are compared after every
-    step, tables and dense parameters at the end.
+    Call this function on every rank. A rank trains the sharded model on its own batches, and a copy of the
+    unsharded model on the batches of all ranks. Losses are compared in every step, tables and dense
+    parameters after the last.
 
     Args:
-        make_model: Builds the model, with the same weights in every call. Optimizers attached with
+        make_model: Returns a new model, with the same weights in every call. Optimizers attached with
             ``apply_optimizer_in_backward`` are used.
         plan: Plan to check.
-        batches: Arguments of the model's forward, per step and rank.
+        batches: ``batches[step][rank]`` is the tuple of arguments for the model's forward.
         loss: Maps the model output to the loss on a rank. The global loss is the mean over ranks.
-        sharders: As for DistributedModelParallel. Their optimizer applies to tables without an optimizer.
-            Tables with ``update="on_step"`` are stepped after every backward pass.
+        sharders: As for DistributedModelParallel. Tables without an attached optimizer use their sharder's.
+            Tables with ``update="on_step"`` are updated after every backward pass.
         env: As for DistributedModelParallel.
         dense: As for DistributedModelParallel.
         dense_optimizer: Builds the optimizer for dense parameters and tables without a fused optimizer.
@@ -53,7 +55,8 @@ def assert_equal_to_unsharded(
         atol: Absolute tolerance.
 
     Raises:
-        AssertionError: A value differs. The message names the first difference, with step and size.
+        AssertionError: A loss, table or dense parameter differs. The message names the first that does, the
+            number of different values, and the largest difference.
     """
     env = default_env() if env is None else env
     reference = _Reference(make_model(), sharders, dense_optimizer)
@@ -81,9 +84,9 @@ def compare(actual: Tensor, expected: Tensor, name: str, rtol: float, atol: floa
     """Check that two tensors have equal shapes and close values.
 
     Args:
-        actual: Sharded result.
-        expected: Unsharded result.
-        name: Name for errors.
+        actual: Result of the sharded model.
+        expected: Result of the unsharded model.
+        name: What is compared, for the message.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
 
@@ -102,7 +105,10 @@ def compare(actual: Tensor, expected: Tensor, name: str, rtol: float, atol: floa
 
 
 class _Reference:
-    """The unsharded model, with plain gradients. Fused optimizers are applied to the looked-up rows."""
+    """Unsharded model, trained with plain gradients on the batches of all ranks.
+
+    Fused optimizers update only the rows that a step looked up, as in the sharded model.
+    """
 
     def __init__(
         self, module: nn.Module, sharders: Sequence[Sharder], dense_optimizer: DenseOptimizer
@@ -117,6 +123,7 @@ class _Reference:
                 if isinstance(child, sharder.module_type):
                     self._watch(path, child, sharder)
         parameters = dict(module.named_parameters())
+        # State tensors of the fused optimizers, by parameter; updated in place by step().
         self._state = {
             name: [
                 torch.full(slot.shape(*parameters[name].shape), slot.initial_value)
@@ -128,7 +135,7 @@ class _Reference:
         self._optimizer = dense_optimizer(dense_parameters) if dense_parameters else None
 
     def step(self, ranks: Sequence[tuple[Any, ...]], loss: Callable[[Any], Tensor]) -> list[Tensor]:
-        """Take a step on the batches of all ranks, and return their losses."""
+        """Train on the batches of all ranks, given as argument tuples, and return the loss of every rank."""
         self.module.zero_grad()
         losses = [loss(self.module(*batch)) for batch in ranks]
         # The mean over ranks, as the sharded model averages gradients.
@@ -144,14 +151,14 @@ class _Reference:
         return [value.detach() for value in losses]
 
     def _update(self, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> None:
-        """Apply a fused optimizer to the rows looked up in this step.
+        """Apply a fused optimizer to the table rows that this step looked up.
 
         Args:
             name: Parameter name.
-            weight: Table.
+            weight: Table [rows, dim], with its gradient.
             spec: Fused optimizer.
         """
-        # Cleared, so that the dense optimizer does not update the table as well.
+        # Removed from the parameter, as the backward pass of a fused table leaves no gradient either.
         gradient, weight.grad = weight.grad, None
         if gradient is None:
             return
@@ -161,7 +168,7 @@ class _Reference:
         update_rows(weight.detach(), self._state[name], rows_U, grad, optimizer=spec.code, hyper=hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
-        """Record the IDs that every batch looks up in the tables of a module.
+        """Register a hook that records the IDs looked up in the tables of a module with fused optimizers.
 
         Args:
             path: Module path.
@@ -188,7 +195,7 @@ class _Reference:
 
 
 def _compare_parameters(model: nn.Module, reference: nn.Module, rtol: float, atol: float) -> None:
-    """Compare all tables and dense parameters.
+    """Check that tables and dense parameters of both models are close.
 
     Args:
         model: Sharded model.

@@ -1,6 +1,6 @@
-"""A pool of real ranks in a process group that stays alive between calls.
+"""Pool of processes in a process group that stay alive between calls.
 
-Starting a process and importing torch takes seconds, which a pool pays once for many tests.
+Starting a process and importing torch takes seconds. Many tests that share a pool wait for it once.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from meshrec.interpreter import SAFE_PATH_VARIABLE
 
 
 class _Call(NamedTuple):
-    """A function call sent to a rank."""
+    """A function call sent to a rank: module and file that define the function, qualified name, arguments."""
 
     module: str
     file: str
@@ -32,14 +32,19 @@ class _Call(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """Result or traceback from a rank, and the number of process groups; 0 if the default group is lost."""
+    """What a rank sends back: the result, or the traceback if the function raised.
+
+    ``num_groups`` is the number of process groups in the rank after the call; 0 if the function destroyed the
+    default group, or the rank died.
+    """
 
     result: Any
     error: str | None
     num_groups: int = 0
 
 
-# Imported before ranks fork. torch imports its compiler in an optimizer's first step: most of a second.
+# Modules imported once, before ranks fork. torch._dynamo is listed because an optimizer's first step imports
+# it, which takes most of a second.
 PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -47,27 +52,27 @@ PRELOADED = (
     "meshrec.distributed.sharded_tables",
     "meshrec.checkpoint",
 )
-# A gloo group has a thread that wakes 100 times a second, so processes with more groups are replaced by
-# new ones. Destroying groups is not enough: torch's caches keep meshes alive.
+# Every gloo group has a thread that wakes 100 times a second, so processes with more groups are replaced by
+# new ones. Destroying groups instead would not help, because torch's caches keep meshes alive.
 _MAX_GROUPS = 12
 
 
 class RankError(RuntimeError):
-    """Error on some rank, with the traceback from every failed rank."""
+    """A function failed on at least one rank. The message has the traceback of every failed rank."""
 
 
 class RankPool:
     """``world_size`` single-threaded processes in a gloo process group.
 
     ``run(function, *args)`` calls a module-level function on every rank, and returns the results by rank.
-    Ranks import the function by file and name, so tests can pass their functions. Arguments and results are
-    pickled. The pool starts new processes when functions have created many process groups or destroyed the
-    default group.
+    Ranks import the function by file and name, so tests can pass functions of a test file. Arguments and
+    results are pickled. The pool replaces its processes when functions have created many process groups or
+    destroyed the default group.
 
     Args:
         world_size: Number of processes.
-        timeout_seconds: Time ``run`` waits for an answer. Collectives time out after half of it, so that the
-            error comes from the collective.
+        timeout_seconds: How long ``run`` waits for the next answer of a rank. Collectives time out after half
+            of it, so that ``run`` raises the error of the collective.
         preload: Additional modules to import before ranks fork. Only the first pool in a process applies it.
 
     Example::
@@ -119,8 +124,8 @@ class RankPool:
         """Call ``function(*args)`` on every rank, and return the results by rank.
 
         Raises:
-            RankError: A rank raised, died, or timed out. After a death or timeout the next call starts new
-                processes: a late answer could be mistaken for the next call's.
+            RankError: The function raised on a rank, or a rank died or timed out. After a death or timeout
+                the next call starts new processes, because a late answer could be mistaken for its own.
         """
         task = _Call(function.__module__, _file_of(function), function.__qualname__, args)
         if not self._processes:
@@ -182,20 +187,21 @@ class RankPool:
 
 
 def _file_of(function: Callable[..., Any]) -> str:
-    """Return the file from which ranks import a function. Notebook cells have files that do not exist."""
+    """Return the file that ranks import to find a function."""
+    # inspect returns files that do not exist for functions of notebook cells.
     main = getattr(sys.modules["__main__"], "__file__", None)
     return main if function.__module__ == "__main__" and main else inspect.getfile(function)
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
-    """Run calls from the pipe until it closes or sends None.
+    """Main function of a rank: run the calls that arrive in the pipe, until it closes or sends None.
 
     Args:
         pipe: Receives calls, sends outcomes.
         rank: Rank of this process.
         world_size: Number of ranks.
-        store: File of the FileStore.
-        timeout_seconds: The pool's timeout.
+        store: Path of the FileStore, where ranks meet.
+        timeout_seconds: The pool's timeout. Collectives time out after half of it.
     """
     import torch
     import torch.distributed as dist
@@ -223,9 +229,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
 
 
 def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
-    """Import a task's module, by name if the name leads to the task's file, else from the file.
+    """Import the module of a called function, and cache it in ``modules`` by file.
 
-    Results can be pickled only if their class is in an importable module.
+    Imports by name if this loads the function's file, because results can be pickled only if their class is
+    in an importable module. Otherwise loads the file.
     """
     if task.file not in modules:
         modules[task.file] = _imported(task) or _from_file(task.file)
@@ -233,6 +240,7 @@ def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
 
 
 def _imported(task: _Call) -> ModuleType | None:
+    """Return the module of a called function's file, if it is loaded or importable by name."""
     loaded = [m for m in sys.modules.values() if getattr(m, "__file__", None) == task.file]
     if loaded:
         return loaded[0]
@@ -245,6 +253,7 @@ def _imported(task: _Call) -> ModuleType | None:
 
 
 def _from_file(file: str) -> ModuleType:
+    """Load a file as a module named after it."""
     spec = importlib.util.spec_from_file_location(f"rank_pool_{Path(file).stem}", file)
     assert spec is not None
     assert spec.loader is not None

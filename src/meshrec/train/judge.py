@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.data import Dataset, Reader
-from meshrec.metrics import auc_interval, curves_of, effective_sizes, score_histograms
-from meshrec.metrics.named import quality, title_of
+from meshrec.metrics import auc_interval, binary_curves, effective_sizes, score_histograms
+from meshrec.metrics.named import metric_title, quality
 from meshrec.models.repeats import RepeatScores
 from meshrec.train.evaluation import EVALUATION_BATCH, Scored, concat_weights, evaluation_batch_size, score
 from meshrec.train.losses import BinaryCrossEntropy
@@ -39,7 +39,7 @@ class WeightsEvaluator:
         validation: validation metrics for the reported weights.
         test: test metrics for the reported weights. The test data is read once, at the end.
         curves: ROC curve and calibration by part of the data, for clicks only; see
-            `meshrec.metrics.curves_of`.
+            `meshrec.metrics.binary_curves`.
         weights_step: step of the reported weights: the best by validation AUC, or the last.
         last_step: step of this process's last evaluation; -1 before it.
     """
@@ -141,7 +141,7 @@ class WeightsEvaluator:
         """Compute ``curves`` from the last evaluation per part of the data."""
         for data, histograms in self._histograms.items():
             # Summed over ranks only when needed: evaluations during training keep local histograms.
-            self.curves[data] = curves_of(self._sum_over_ranks(histograms))
+            self.curves[data] = binary_curves(self._sum_over_ranks(histograms))
 
     def _sum_over_ranks(self, histograms: Tensor) -> Tensor:
         """Sum histograms over all ranks."""
@@ -182,7 +182,7 @@ class WeightsEvaluator:
             if math.isnan(value) or (name == "loss" and math.isinf(value)):
                 num_nan, num = self._ranks.sum([float(logits.isnan().sum()), float(logits.numel())])
                 raise LossError(
-                    f"step {step}: the {title_of(name)} on the {data} data is {value}: {num_nan:,.0f} of "
+                    f"step {step}: the {metric_title(name)} on the {data} data is {value}: {num_nan:,.0f} of "
                     f"{num:,.0f} scores are NaN. Lower the learning rates (--tables.lr, --dense.lr), or clip "
                     "the gradients (--training.clip-norm 1)."
                 )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from meshrec.metrics import binary_metrics, number_metrics, rank_metrics
+from meshrec.metrics import binary_metrics, rank_metrics, regression_metrics
 from meshrec.metrics.classes import class_metrics
 from meshrec.metrics.queries import query_metrics
 
@@ -127,7 +127,7 @@ class SquaredError(Loss):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return number_metrics(outputs, labels, weights, **ranks)
+        return regression_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -157,7 +157,7 @@ class Huber(Loss):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return number_metrics(outputs, labels, weights, **ranks)
+        return regression_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         return outputs

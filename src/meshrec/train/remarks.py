@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshrec.metrics.named import leading_metric, title_of
+from meshrec.metrics.named import leading_metric, metric_title
 from meshrec.train.recipe import Training
 
 _DEVIATIONS = 2.0
@@ -31,7 +31,7 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
     last = summary["step"]
     limited = summary["num_steps"] == last  # neither early stopping nor the user ended it
     if not messages and limited and summary["best_step"] == last and num_evaluations > 1:
-        by = title_of(leading_metric(summary["validation"]) or "loss")
+        by = metric_title(leading_metric(summary["validation"]) or "loss")
         option = f"--training.epochs {2 * training.epochs}"
         if training.max_steps is not None and training.max_steps == last:
             option = f"--training.max-steps {2 * last}"
@@ -51,7 +51,7 @@ def winner(summary: Mapping[str, Any]) -> str | None:
         if lead is None or not rivals:
             continue
         best, ours = max(rivals, key=lambda name: rivals[name]), summary[data][lead]
-        result = f"{data} {title_of(lead)}"
+        result = f"{data} {metric_title(lead)}"
         if ours >= rivals[best]:
             return f"{summary['recipe']} won: {result} {ours:.4f}; next is {best} with {rivals[best]:.4f}"
         return f"{best} won: {result} {rivals[best]:.4f}; {summary['recipe']} has {ours:.4f}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from meshrec.checkpoint.stored import ObjectStore
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.data.balance import balanced_reader
-from meshrec.metrics.named import leading_metric, title_of
+from meshrec.metrics.named import leading_metric, metric_title
 from meshrec.ops.memory import frozen_objects
 from meshrec.train.building import BuiltModel, build
 from meshrec.train.evaluation import Scored, evaluate, score
@@ -123,7 +123,7 @@ class Trainer:
         step = self.progress.step
         if self.stopped:
             return f"training stopped at step {step:,}, as requested."
-        metric = title_of(leading_metric(self.validation) or "loss")
+        metric = metric_title(leading_metric(self.validation) or "loss")
         reason = self.evaluator.early.reason(metric)
         if reason is None:
             return f"training made all {self.num_steps:,} steps."
@@ -320,7 +320,7 @@ class Trainer:
         best = None if self.dataset.validation is None else self.saver.restore_best()
         if best is not None:
             evaluator.reevaluate(best, step)
-            by = title_of(leading_metric(evaluator.validation) or "loss")
+            by = metric_title(leading_metric(evaluator.validation) or "loss")
             why = ""
             if best == 0 and step:
                 why = (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshrec.distributed import LazyAwaitable, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.pipeline.in_flight import BatchInFlight, Collection, Path, find, follow
+from meshrec.pipeline.in_flight import BatchInFlight, Collection, Path, object_at, path_to
 from meshrec.sparse import KeyedJaggedTensor
 
 _MAX_BATCHES = 4  # whose lookups are under way: the model may leave a batch out
@@ -176,7 +176,7 @@ class SparseDataDistUtil:
             earlier.send_ids()
         in_flight = BatchInFlight(batch)
         for module, path in self._calls:
-            features = follow(batch, path)
+            features = object_at(batch, path)
             if isinstance(features, KeyedJaggedTensor):
                 in_flight.route(module, features)
         self._batches.append(in_flight)
@@ -197,12 +197,12 @@ class SparseDataDistUtil:
     def _look_ahead(self, module: Collection) -> Callable[[KeyedJaggedTensor], LazyAwaitable[Any] | None]:
         def ahead(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
             for batch in self._batches:
-                if batch.error is not None and find(batch.batch, features) is not None:
+                if batch.error is not None and path_to(batch.batch, features) is not None:
                     raise batch.take_error()
                 result = batch.take(module, features)
                 if result is not None:
                     return result
-                if (path := find(batch.batch, features)) is not None and (module, path) not in self._calls:
+                if (path := path_to(batch.batch, features)) is not None and (module, path) not in self._calls:
                     self._calls.append((module, path))
             return None
 

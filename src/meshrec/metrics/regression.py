@@ -3,10 +3,10 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.gathering import counted, gathered, stacked
+from meshrec.metrics.gathering import gather_columns, normalize_samples, stack_columns
 
 
-def number_metrics(
+def regression_metrics(
     values: Tensor,
     labels: Tensor,
     weights: Tensor | None = None,
@@ -14,10 +14,10 @@ def number_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``loss`` (mean squared error), ``rmse``, ``mae`` and ``r2`` over all ranks' samples.
+    """Compute ``loss`` (mean squared error), ``rmse``, ``mae`` and ``r2`` over the samples of all ranks.
 
-    ``r2`` is the explained share of label variance; omitted if all labels are equal or the variance
-    underflows in float64. Empty without samples. Collective if a process group is initialized.
+    ``r2`` is 1 - mean squared error / label variance; omitted if all labels are equal or the variance
+    underflows in float64. The result is empty without samples. Collective if a process group is initialized.
 
     Args:
         values: predictions [n] or [n, 1]. n may differ between ranks.
@@ -29,9 +29,9 @@ def number_metrics(
     Raises:
         ValueError: sizes differ, or a label or weight is not allowed.
     """
-    columns = stacked(values, labels, weights=weights)
-    columns = gathered(columns, group) if gather else columns
-    values, labels, weights = counted(columns, columns[-2].isfinite(), "finite")
+    columns = stack_columns(values, labels, weights=weights)
+    columns = gather_columns(columns, group) if gather else columns
+    values, labels, weights = normalize_samples(columns, columns[-2].isfinite(), "finite")
     if not len(labels):
         return {}
     shares = weights / weights.sum()
