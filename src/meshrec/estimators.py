@@ -49,7 +49,7 @@ from meshrec.runs.worker import run_rank
 from meshrec.train.evaluation import Scored
 from meshrec.train.observers import Evaluated, Event, Finished, Reported, Started, Stepped
 from meshrec.train.ranks import choose_device, join
-from meshrec.train.run_folder import CONFIG, RunFolder, final_of
+from meshrec.train.run_folder import CONFIG, RunFolder, finished_refit
 from meshrec.train.tuning import with_options
 
 _base = needs("sklearn.base", "estimators")
@@ -78,7 +78,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         """
         _checks.check_is_fitted(self)
         assert self._folder is not None
-        final = final_of(RunFolder(self._folder / _RUN))
+        final = finished_refit(RunFolder(self._folder / _RUN))
         return self._folder / _RUN if final is None else final.path
 
     def __sklearn_is_fitted__(self) -> bool:

@@ -80,7 +80,7 @@ def test_writer_in_the_background_names_its_full_disk(disks, monkeypatch):
 
 
 def test_study_names_its_full_disk(tmp_path):
-    from meshrec.train.tuning import _naming
+    from meshrec.train.tuning import _named_errors
 
     study = tmp_path / "study.db"
 
@@ -94,8 +94,8 @@ def test_study_names_its_full_disk(tmp_path):
         finally:
             connection.close()
 
-    with pytest.raises(OSError, match="No space left") as full, _naming(study):
+    with pytest.raises(OSError, match="No space left") as full, _named_errors(study):
         fill()
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(study))
-    with pytest.raises(RuntimeError, match="other"), _naming(study):
+    with pytest.raises(RuntimeError, match="other"), _named_errors(study):
         raise RuntimeError("other")

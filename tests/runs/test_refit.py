@@ -26,7 +26,7 @@ from meshrec.runs.scoring import load_scorer
 from meshrec.runs.worker import run_rank
 from meshrec.train import DenseOptimizer, Frame, Log, Parquet, Recipe, Training, WideDeepConfig, join
 from meshrec.train.observers import Advanced
-from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, final_of
+from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, finished_refit
 from tests.export.conftest import torchs_own_warnings
 from tests.train import raw_ids
 from tests.train.raw_ids import visits, write_visits
@@ -60,7 +60,7 @@ def test_the_second_fit_makes_as_many_passes_and_the_figures_stay_those_of_the_f
         assert summary[name] == first[name], name
     assert first["held_back"] == summary["held_back"] == 200
     assert "final" not in first
-    about, final = summary["final"], final_of(run)
+    about, final = summary["final"], finished_refit(run)
     assert (about["rows"], about["first_rows"]) == (NUM, 800)
     assert about["step"] == round(summary["weights_step"] * NUM / 800)
     assert f"test AUC {summary['test']['auc']:.4f}" in about["text"]
@@ -70,7 +70,7 @@ def test_the_second_fit_makes_as_many_passes_and_the_figures_stay_those_of_the_f
 
 def test_the_schedule_of_the_second_fit_spans_as_many_passes(tmp_path):
     _, run = fitted(visits_recipe(tmp_path, max_steps=12), tmp_path)
-    training = load_recipe(final_of(run)).training
+    training = load_recipe(finished_refit(run)).training
     assert (training.max_steps, training.evaluate_every) == (15, None)
     assert training.end_step <= 15
 
@@ -109,7 +109,7 @@ def test_vocabulary_and_regression_learn_from_all_rows(tmp_path):
     job = Job(recipe=recipe, runs=tmp_path, device="cpu", name="r", source=source, final="all")
     summary = run_rank(job, quiet)
     run = RunFolder(tmp_path / "r")
-    final = final_of(run)
+    final = finished_refit(run)
     assert summary["weights_step"] == summary["final"]["step"] == 0
     known = [features_of(each)["item"].vocabulary.to_pylist() for each in (run, final)]
     assert 7 not in known[0]
@@ -148,8 +148,8 @@ def test_two_ranks_fit_again_as_one(tmp_path, ranks):
     summary, run = fitted(recipe, tmp_path / "one")
     two = ranks(2).run(fitted, recipe, tmp_path / "two")
     assert [each["final"]["step"] for each, _ in two] == [summary["final"]["step"]] * 2
-    for name, value in weights_of(final_of(run)).items():
-        found = weights_of(final_of(RunFolder(tmp_path / "two" / "r")))[name]
+    for name, value in weights_of(finished_refit(run)).items():
+        found = weights_of(finished_refit(RunFolder(tmp_path / "two" / "r")))[name]
         torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4)
 
 
@@ -163,7 +163,7 @@ def test_an_interrupted_second_fit_goes_on(tmp_path):
 
     stopped, run = fitted(recipe, tmp_path / "parts", on_event=interrupt)
     assert stopped["state"] == "stopped"
-    assert final_of(run) is None
+    assert finished_refit(run) is None
     resumed = {"folder": run, "resume": True}
     summary, run = fitted(recipe, tmp_path / "parts", **resumed)
     assert summary["state"] == "finished"
@@ -172,7 +172,7 @@ def test_an_interrupted_second_fit_goes_on(tmp_path):
     scores = []
     for name in ("whole", "parts"):
         found = load_scorer(
-            final_of(RunFolder(tmp_path / name / "r")), join("cpu"), visits(50), labelled=True
+            finished_refit(RunFolder(tmp_path / name / "r")), join("cpu"), visits(50), labelled=True
         )
         batch = next(iter(found.dataset.train.batches(50)))
         scores.append(found.model.eval()(batch.dense, batch.sparse).detach())
@@ -218,16 +218,16 @@ def test_an_exported_checkpoint_is_that_of_the_second_fit(tmp_path, capsys):
         assert checkpoint.main(["export", str(run.path), str(file), *option]) == 0
     told = capsys.readouterr()
     assert "figures on them are too good" in told.err
-    for name, fit in {"second": final_of(run), "first": run, "last": run}.items():
+    for name, fit in {"second": finished_refit(run), "first": run, "last": run}.items():
         found = find_checkpoint(fit.path, last=name == "last")
         expected = tmp_path / f"{name}-expected.safetensors"
         export_safetensors(found, expected)
         assert torch.equal(tensor_in(files[name], "over_arch"), tensor_in(expected, "over_arch")), name
     assert not torch.equal(tensor_in(files["second"], "over_arch"), tensor_in(files["first"], "over_arch"))
     assert checkpoint.main(["inspect", str(run.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["path"].startswith(str(final_of(run).path))
+    assert json.loads(capsys.readouterr().out)["path"].startswith(str(finished_refit(run).path))
     assert checkpoint.main(["verify", str(run.path)]) == 0
-    assert str(final_of(run).path) in capsys.readouterr().out.replace("\n", "")
+    assert str(finished_refit(run).path) in capsys.readouterr().out.replace("\n", "")
 
 
 @pytest.mark.parametrize("budget", [["--max-loss", "50%"], ["--weights", "INT4"]])
@@ -245,7 +245,7 @@ def test_the_second_fit_is_quantised_and_its_package_says_so(tmp_path, capsys, b
             package = ["--out", str(tmp_path / name), "--quantised", str(out), "--no-compile"]
             assert export.main(["r", *runs, *package]) == 0
         predictor = Predictor(tmp_path / name)
-        fit = final_of(run) if name == "second" else run
+        fit = finished_refit(run) if name == "second" else run
         assert predictor.about["run"] == fit.name
         assert predictor.about["step"] == read_manifest(find_checkpoint(fit.path)).step
         weights[name] = predictor.weights

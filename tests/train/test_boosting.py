@@ -9,7 +9,7 @@ from meshrec.optim import Adam
 from meshrec.train import Trainer, WideDeepConfig, join
 from meshrec.train.boosting import NUM_LEVELS, TreeSamples, fit_boosted, refit_boosted, row_scores
 from meshrec.train.linear import LabelledSamples, design_matrix, first_samples, fit_regression
-from meshrec.train.wide_deep import _crossed, _fitted, _inputs, _scores
+from meshrec.train.wide_deep import _out_of_fold_samples, _fit_initial_values, _tree_inputs, _table_row_scores
 from tests.train.raw_ids import recipe as visits_recipe
 from tests.train.raw_ids import write_visits
 
@@ -117,10 +117,10 @@ def test_a_model_begins_as_regression_and_trees_alike_on_all_ranks(small, ranks)
     assert values.abs().sum() > 0
     dataset = recipe.data.load()
     model = recipe.model.build(dataset)
-    found = _fitted(model, dataset, recipe.model, recipe.training.seed)
+    found = _fit_initial_values(model, dataset, recipe.model, recipe.training.seed)
     samples = first_samples(dataset.validation)
     model.trees.set_trees(found.trees)
-    added = model.trees(_inputs(dataset, samples, found.scores))
+    added = model.trees(_tree_inputs(dataset, samples, found.scores))
     encoded = torch.cat([samples.dense, samples.dense], 1)  # a number without bins is encoded as it is
     linear = torch.from_numpy(design_matrix(dataset, samples, encoded) @ found.linear.double().numpy())
     assert torch.allclose(alone, (linear + added).float(), atol=1e-4)
@@ -137,7 +137,7 @@ def test_what_trees_learn_from_has_not_seen_the_samples_own_labels(small):
     first = torch.arange(1000) % 4 == 0
     other = replace(samples, labels=torch.where(first, 1 - samples.labels, samples.labels))
     before, after = (
-        _crossed(dataset, each, LabelledSamples.of(each, data), found, torch.ones(1000, dtype=torch.bool))
+        _out_of_fold_samples(dataset, each, LabelledSamples.of(each, data), found, torch.ones(1000, dtype=torch.bool))
         for each in (samples, other)
     )
     for one, two in ((before.inputs, after.inputs), (before.logits, after.logits)):
@@ -165,13 +165,13 @@ def test_training_leaves_scores_and_trees_as_they_were_fitted(small):
 def test_without_validation_data_every_tenth_sample_chooses(small):
     recipe = with_trees(small())
     dataset = replace(replace(recipe.data, num_samples=2000).load(), validation=None)
-    found = _fitted(recipe.model.build(dataset), dataset, recipe.model, 0)
+    found = _fit_initial_values(recipe.model.build(dataset), dataset, recipe.model, 0)
     assert len(found.scores) == len(dataset.tables(1))
     samples = first_samples(dataset.train)
     learns = torch.arange(len(samples)) % 10 != 9
-    expected = _scores(dataset, samples, learns)
+    expected = _table_row_scores(dataset, samples, learns)
     assert all(map(torch.equal, found.scores, expected))
-    assert not all(map(torch.equal, expected, _scores(dataset, samples, learns | True)))
+    assert not all(map(torch.equal, expected, _table_row_scores(dataset, samples, learns | True)))
 
 
 def test_hashed_tables_have_no_scores(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from meshrec.planner.measured import PhaseTime, read_phases, write_phases
-from meshrec.train.run_folder import CONFIG, RunFolder, all_runs, find_run, flat, new_run, to_json
+from meshrec.train.run_folder import CONFIG, RunFolder, all_runs, find_run, flatten, new_run, to_json
 
 
 def started(folder: RunFolder) -> RunFolder:
@@ -106,7 +106,7 @@ def test_metrics_survive_a_cut_and_a_return(tmp_path):
 def test_a_recipe_as_json(small):
     config = to_json(small())
     assert config["tables"] == config["tables"] | {"type": "RowWiseAdagrad", "lr": 0.1}
-    assert dict(flat(config))["training.batch_size"] == 100
+    assert dict(flatten(config))["training.batch_size"] == 100
 
 
 def test_a_sealed_file_that_was_changed_is_named(tmp_path):

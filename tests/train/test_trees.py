@@ -6,7 +6,7 @@ import torch
 from meshrec.data import Batch
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.train.baselines import baselines
-from meshrec.train.trees import Trees, has_trees
+from meshrec.train.trees import TreeBaseline, has_trees
 
 pytestmark = pytest.mark.skipif(not has_trees(), reason="LightGBM is not installed")
 
@@ -32,7 +32,7 @@ def test_columns_are_values_categories_and_what_lists_hold(small):
         KeyedJaggedTensor(keys, values, lengths=lengths.flatten()),
         torch.tensor([0.0, 1.0, 1.0]),
     )
-    trees = Trees.__new__(Trees)
+    trees = TreeBaseline.__new__(TreeBaseline)
     trees._rows = {each.name: each.num_embeddings for each in dataset.features}
     trees._lists = {keys[0]: torch.tensor([1, 2])}
     trees._frequent = {}

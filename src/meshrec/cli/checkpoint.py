@@ -16,7 +16,7 @@ from meshrec.checkpoint.manifest import DTYPE_NAMES, Manifest
 from meshrec.cli.arguments import check_output, parse, wide_console
 from meshrec.cli.run_options import reported_fit
 from meshrec.plan.text import size_text
-from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, final_of, run_or_path
+from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, finished_refit, run_or_path
 
 _PIPE_WIDTH = 140
 
@@ -147,7 +147,7 @@ def run(
 
 def _verify(console: Console, path: Path) -> int:
     failed = 0
-    final = final_of(RunFolder(path))
+    final = finished_refit(RunFolder(path))
     paths = [*all_checkpoints(path), *([] if final is None else all_checkpoints(final.path))]
     for checkpoint in paths:
         try:

@@ -11,7 +11,7 @@ from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.run_options import DataOptions, RankOptions, RunOptions, open_scorer
 from meshrec.runs.judging import evaluate_scorer
 from meshrec.train.ranks import Ranks
-from meshrec.train.run_folder import finite
+from meshrec.train.run_folder import replace_nonfinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,6 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"  {text:20} {int(metrics['samples']):>9,} rows  AUC {auc}  loss {loss}")
         if options.json is not None:
             about = {"run": str(run.path), "step": scorer.step, "samples": num}
-            options.json.write_text(json.dumps(finite({**about, **result._asdict()}), indent=1) + "\n")
+            options.json.write_text(json.dumps(replace_nonfinite({**about, **result._asdict()}), indent=1) + "\n")
 
     return on_ranks("evaluate", arguments, work, nproc=options.nproc, device=options.device)

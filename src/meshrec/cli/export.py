@@ -18,7 +18,7 @@ from meshrec.plan.text import size_text
 from meshrec.runs.export import export_run
 from meshrec.runs.quantize import quantised_run_name
 from meshrec.runs.saved_recipe import load_recipe
-from meshrec.train.run_folder import CONFIG, RunFolder, final_of
+from meshrec.train.run_folder import CONFIG, RunFolder, finished_refit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def _run(options: ExportOptions) -> RunFolder:
     if options.quantised is None:
         return options.folder()
     run = options.first_fit()
-    final = final_of(run)
+    final = finished_refit(run)
     return final if final is not None and quantised_run_name(options.quantised) == final.name else run
 
 
@@ -153,7 +153,7 @@ def _propose_refit(run: RunFolder) -> None:
     from meshrec.runs.worker import next_commands
 
     config = run.read_json(CONFIG) or {}
-    if config.get("all_rows") or final_of(run) is not None or not can_refit(run, load_recipe(run)):
+    if config.get("all_rows") or finished_refit(run) is not None or not can_refit(run, load_recipe(run)):
         return
     samples = config["data"]["samples"]
     held_back = (samples["validation"] or 0) + (samples["test"] or 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from meshrec.train.run_folder import RUNS, SUMMARY, RunFolder, final_of, find_run
+from meshrec.train.run_folder import RUNS, SUMMARY, RunFolder, finished_refit, find_run
 
 if TYPE_CHECKING:
     from meshrec.runs.scoring import Scorer
@@ -46,7 +46,7 @@ class RunOptions:
 
 def reported_fit(run: RunFolder) -> RunFolder:
     """Return the run's fit on all rows, which is told on the standard error, or the run if it has none."""
-    final = final_of(run)
+    final = finished_refit(run)
     if final is None:
         return run
     if os.environ.get("RANK", "0") == "0":

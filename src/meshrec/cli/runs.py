@@ -13,7 +13,7 @@ from meshrec.data.nearest import did_you_mean
 from meshrec.metrics.named import leading_text, metric_of, quality
 from meshrec.runs.removing import remove_run
 from meshrec.runs.report import phase_times
-from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat
+from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flatten
 
 _PIPE_WIDTH = 140
 
@@ -127,7 +127,7 @@ def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
 
 def _warnings(runs: Sequence[RunFolder]) -> list[str]:
     """Return which runs were evaluated on other data than the first one."""
-    first, *other_data = [dict(flat((folder.read_json(CONFIG) or {}).get("data"))) for folder in runs]
+    first, *other_data = [dict(flatten((folder.read_json(CONFIG) or {}).get("data"))) for folder in runs]
     warnings = []
     for other, run in zip(other_data, runs[1:], strict=True):
         differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
@@ -156,7 +156,7 @@ def compare(runs: Sequence[RunFolder]) -> list[Table]:
     options = Table(title="options that differ", title_justify="left", title_style="bold")
     for name in ("", *names):
         options.add_column(name)
-    configs = [dict(flat(_options(run))) for run in runs]
+    configs = [dict(flatten(_options(run))) for run in runs]
     for name in {name: None for of_run in configs for name in of_run}:
         values = [of_run.get(name) for of_run in configs]
         if any(value != values[0] for value in values):

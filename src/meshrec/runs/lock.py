@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrec.durable import remove_named
-from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, new_run, now
+from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, new_run, timestamp
 
 _logger = logging.getLogger("meshrec")
 _LOCKED_ERRNOS = (errno.EWOULDBLOCK, errno.EACCES)
@@ -54,7 +54,7 @@ class RunLock:
                             folder, f"rank {rank} of an earlier start, process", _read_holder(path)
                         )
                     )
-            _write_holder(self._file, {"pid": os.getpid(), "host": socket.gethostname(), "since": now()})
+            _write_holder(self._file, {"pid": os.getpid(), "host": socket.gethostname(), "since": timestamp()})
         except BaseException:
             self.release()
             raise

@@ -18,7 +18,7 @@ from meshrec.runs.source import copy_source
 from meshrec.train.observers import Event, FolderObserver, Stepped
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
-from meshrec.train.run_folder import CONFIG, FINAL, SUMMARY, RunFolder, StateName, make_folder, now, to_json
+from meshrec.train.run_folder import CONFIG, FINAL, SUMMARY, RunFolder, StateName, make_folder, timestamp, to_json
 from meshrec.train.stopping import StopRequest
 from meshrec.train.trainer import Trainer
 
@@ -171,7 +171,7 @@ def _write_config(job: Job, recipe: Recipe, again: Trainer, folder: RunFolder, f
         "ranks": again.ranks.size,
         "device": again.ranks.device.type,
         "baselines": False,
-        "began": before.get("began", now()),
+        "began": before.get("began", timestamp()),
         "first_fit": folder.path.name,
         "commands": {},
     }

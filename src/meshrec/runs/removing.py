@@ -10,7 +10,7 @@ from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.removing import remove_checkpoint
 from meshrec.durable import is_below, remove_empty, remove_link, remove_named
 from meshrec.runs.source import COPY
-from meshrec.train.run_folder import CONFIG, DELTAS, FILES, FINAL, RunFolder, is_run, marks_of, was_created
+from meshrec.train.run_folder import CONFIG, DELTAS, FILES, FINAL, RunFolder, is_run, run_marks, created_folder
 
 _MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")  # a copied run also has the mark of its original
 _DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")
@@ -58,13 +58,13 @@ def remove_unstarted(folder: RunFolder) -> None:
     path = folder.path.resolve()
     # Retry for up to 0.4 seconds.
     for _ in range(20):
-        marks = marks_of(path)
+        marks = run_marks(path)
         if not marks or (path / CONFIG).exists():
             return
         remove_named(path, (entry.name for entry in _entries(path) if FILES.fullmatch(entry.name)))
         if {entry.name for entry in _entries(path)} <= {mark.path.name for mark in marks}:
             remove_named(path, [mark.path.name for mark in marks])
-            if any(map(was_created, marks)):
+            if any(map(created_folder, marks)):
                 remove_empty(path)
             return
         time.sleep(0.02)  # other ranks of this host write their failures

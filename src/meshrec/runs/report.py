@@ -12,7 +12,7 @@ from meshrec.planner import load_plan
 from meshrec.planner.measured import DENSE, read_phases
 from meshrec.planner.plan_report import make_report
 from meshrec.reports.page import to_page
-from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
+from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flatten
 from meshrec.train.table_counts import PREFIX
 
 # More points than a screen is wide add size but no detail.
@@ -43,7 +43,7 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
     return {
         "name": folder.path.name,
         "config": config,
-        "options": [[name, value] for name, value in flat(config.get("recipe", {}))],
+        "options": [[name, value] for name, value in flatten(config.get("recipe", {}))],
         "has_checkpoint": folder.has_checkpoint,
         "state": folder.state()._asdict(),
         "summary": summary,

@@ -24,7 +24,7 @@ from meshrec.runs.saved_recipe import describe_data
 from meshrec.runs.source import source_digests
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DataSource, Recipe
-from meshrec.train.run_folder import flat, to_json
+from meshrec.train.run_folder import flatten, to_json
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
@@ -86,7 +86,7 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
     """
     paths = dict(_data_paths(recipe.data, "data"))
     description: dict[str, Any] = {
-        name: _ADDRESS.sub("", str(value)) for name, value in flat(to_json(recipe))
+        name: _ADDRESS.sub("", str(value)) for name, value in flatten(to_json(recipe))
     }
     for name, path in paths.items():
         if isinstance(path, Path) or os.path.isabs(path):
@@ -113,7 +113,7 @@ def file_fingerprints(source: DataSource) -> dict[str, str]:
 
 def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
     """Describe the data loaded on this rank: sizes and files."""
-    description = dict(flat(describe_data(dataset), "data"))
+    description = dict(flatten(describe_data(dataset), "data"))
     for name, reader in (
         ("train", dataset.train),
         ("validation", dataset.validation),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from meshrec.runs.source import recorded_recipe
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import PATH_FIELDS, resolve
-from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
+from meshrec.train.run_folder import CONFIG, RunFolder, flatten, to_json
 from meshrec.train.yaml_recipes import value_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def changed_options(before: Recipe, after: Recipe) -> list[Change]:
     Raises:
         ValueError: an option cannot change during a run, because old checkpoints would no longer fit.
     """
-    old, new = (dict(flat(to_json(recipe))) for recipe in (before, after))
+    old, new = (dict(flatten(to_json(recipe))) for recipe in (before, after))
     changed = [
         Change(name, old.get(name), new.get(name))
         for name in {**old, **new}
@@ -158,7 +158,7 @@ def check_data(config: dict[str, Any], dataset: "Dataset", where: Path) -> None:
     Raises:
         ValueError: a property differs; the error names it.
     """
-    before, today = (dict(flat(data)) for data in (config.get("data", {}), describe_data(dataset)))
+    before, today = (dict(flatten(data)) for data in (config.get("data", {}), describe_data(dataset)))
     for name, value in before.items():
         if today.get(name) != value:
             raise ValueError(

@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from meshrec.durable import Created, write_durably
 from meshrec.train.recipe import Recipe
-from meshrec.train.recipes import RECIPES, module_name, module_of_file, recipe_by, resolve
+from meshrec.train.recipes import RECIPES, module_name, module_of_file, call_recipe, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.yaml_recipes import SUFFIXES, recipe_of
 
@@ -138,7 +138,7 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
         )
     if doubt is None:
         _logger.warning("%s has changed: the run's own copy in %s is used", origin / main, copy)
-    return recipe_by(getattr(_execute_copy(copy, main, files), function, None), f"{copy / main}:{function}")
+    return call_recipe(getattr(_execute_copy(copy, main, files), function, None), f"{copy / main}:{function}")
 
 
 def _is_code(source: str) -> bool:

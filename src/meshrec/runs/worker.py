@@ -76,7 +76,7 @@ from meshrec.train.run_folder import (
     RUNS,
     SUMMARY,
     RunFolder,
-    now,
+    timestamp,
     to_json,
 )
 from meshrec.train.stopping import StopRequest, stop_with_parent
@@ -211,7 +211,7 @@ class _RankRun:
         if job.on_event is not None:
             self._observers.append(job.on_event)
         # Start of this process, as text, and of the command, in seconds.
-        self._began, self._start = now(), began
+        self._began, self._start = timestamp(), began
         # Object store for this run's checkpoints; None: they are in the run folder.
         self._store: ObjectStore | None = None
         if job.store is not None:
@@ -407,7 +407,7 @@ class _RankRun:
             "failed_saves": trainer.saver.failures,
             "phases": self._phases(trainer),
             "began": self._began,
-            "ended": now(),
+            "ended": timestamp(),
         }
 
     def _precision(self, trainer: Trainer) -> dict[str, Any]:
@@ -456,7 +456,7 @@ class _RankRun:
         if self._job.baselines and judged and not trainer.stopped:
             self._evaluate_baselines(trainer, summary, stop)
             summary["winner"] = winner(summary)
-        summary["seconds"], summary["ended"] = time.time() - self._start, now()
+        summary["seconds"], summary["ended"] = time.time() - self._start, timestamp()
         self._folder.write_json(SUMMARY, summary)
         self._folder.write_state(summary["state"], error=summary["error"], step=summary["step"])
         write_report(self._folder)

@@ -20,7 +20,7 @@ from meshrec.train.linear import (
     weighted_mean,
     weights_of,
 )
-from meshrec.train.trees import Trees, has_trees
+from meshrec.train.trees import TreeBaseline, has_trees
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
@@ -109,7 +109,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
         quality(lambda batch: torch.from_numpy(design_matrix(dataset, batch, batch.dense) @ fitted)),
     )
     if has_trees():
-        trees = Trees(dataset, train, lambda reader: label(reader.batches(BATCH)), tell)
+        trees = TreeBaseline(dataset, train, lambda reader: label(reader.batches(BATCH)), tell)
         yield Baseline("LightGBM", quality(trees))
 
 

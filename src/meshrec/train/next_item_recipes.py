@@ -32,22 +32,22 @@ _DOT_PRODUCTS = SampledSoftmax(num_negatives=1024)
 
 def sasrec() -> Recipe:
     """Train SASRec on the MovieLens ratings: which movie does a user rate next?"""
-    return _next_item("sasrec", SASRecConfig(softmax=_DOT_PRODUCTS))
+    return _next_item_recipe("sasrec", SASRecConfig(softmax=_DOT_PRODUCTS))
 
 
 def hstu() -> Recipe:
     """Train HSTU on the MovieLens ratings: which movie does a user rate next?"""
-    return _next_item("hstu", HSTUConfig(softmax=_cosines(1024)))
+    return _next_item_recipe("hstu", HSTUConfig(softmax=_cosine_softmax(1024)))
 
 
 def bert4rec() -> Recipe:
     """Train BERT4Rec on the MovieLens ratings: which movie does a user rate next?"""
-    return _next_item("bert4rec", BERT4RecConfig(softmax=_DOT_PRODUCTS))
+    return _next_item_recipe("bert4rec", BERT4RecConfig(softmax=_DOT_PRODUCTS))
 
 
 def gru4rec() -> Recipe:
     """Train GRU4Rec on the MovieLens ratings: which movie does a user rate next?"""
-    return _next_item("gru4rec", GRU4RecConfig(softmax=_DOT_PRODUCTS))
+    return _next_item_recipe("gru4rec", GRU4RecConfig(softmax=_DOT_PRODUCTS))
 
 
 def two_tower() -> Recipe:
@@ -65,47 +65,47 @@ def two_tower() -> Recipe:
 
 def sasrec_ml1m() -> Recipe:
     """Train SASRec on ml-1m as published: 2 blocks of width 50."""
-    return _ml_1m("sasrec_ml1m", SASRecConfig)
+    return _ml_1m_recipe("sasrec_ml1m", SASRecConfig)
 
 
 def hstu_ml1m() -> Recipe:
     """Train HSTU on ml-1m as published: 2 layers of width 50."""
-    return _ml_1m("hstu_ml1m", HSTUConfig)
+    return _ml_1m_recipe("hstu_ml1m", HSTUConfig)
 
 
 def hstu_large_ml1m() -> Recipe:
     """Train HSTU-large on ml-1m as published: 8 layers of width 50 with 2 heads."""
-    return _ml_1m("hstu_large_ml1m", HSTUConfig, num_blocks=8, num_heads=2)
+    return _ml_1m_recipe("hstu_large_ml1m", HSTUConfig, num_blocks=8, num_heads=2)
 
 
 def sasrec_ml20m() -> Recipe:
     """Train SASRec on ml-20m as published: 4 blocks of width 256 with 4 heads."""
-    return _ml_20m("sasrec_ml20m", SASRecConfig, num_blocks=4, num_heads=4)
+    return _ml_20m_recipe("sasrec_ml20m", SASRecConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_ml20m() -> Recipe:
     """Train HSTU on ml-20m as published: 4 layers of width 256 with 4 heads."""
-    return _ml_20m("hstu_ml20m", HSTUConfig, num_blocks=4, num_heads=4)
+    return _ml_20m_recipe("hstu_ml20m", HSTUConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_large_ml20m() -> Recipe:
     """Train HSTU-large on ml-20m as published: 16 layers of width 256 with 8 heads."""
-    return _ml_20m("hstu_large_ml20m", HSTUConfig, num_blocks=16, num_heads=8)
+    return _ml_20m_recipe("hstu_large_ml20m", HSTUConfig, num_blocks=16, num_heads=8)
 
 
 def sasrec_books() -> Recipe:
     """Train SASRec on Amazon's ratings of books as published: 4 blocks of width 64 with 4 heads."""
-    return _books("sasrec_books", SASRecConfig, num_blocks=4, num_heads=4)
+    return _books_recipe("sasrec_books", SASRecConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_books() -> Recipe:
     """Train HSTU on Amazon's ratings of books as published: 4 layers of width 64 with 4 heads."""
-    return _books("hstu_books", HSTUConfig, num_blocks=4, num_heads=4)
+    return _books_recipe("hstu_books", HSTUConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_large_books() -> Recipe:
     """Train HSTU-large on Amazon's ratings of books as published: 16 layers of width 64 with 8 heads."""
-    return _books("hstu_large_books", HSTUConfig, num_blocks=16, num_heads=8)
+    return _books_recipe("hstu_large_books", HSTUConfig, num_blocks=16, num_heads=8)
 
 
 NEXT_ITEM_RECIPES = {
@@ -120,7 +120,7 @@ NEXT_ITEM_RECIPES = {
 """All recipes in this file, by name."""
 
 
-def _next_item(name: str, model: ModelConfig) -> Recipe:
+def _next_item_recipe(name: str, model: ModelConfig) -> Recipe:
     return Recipe(
         name=name,
         data=MovieLensSequences(history=50),
@@ -133,31 +133,31 @@ def _next_item(name: str, model: ModelConfig) -> Recipe:
     )
 
 
-def _ml_1m(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
-    model = config(embedding_dim=50, softmax=_cosines(128), **options)
-    return _published(name, _movielens("ml-1m", 1_000_209), model, epochs=101)
+def _ml_1m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    model = config(embedding_dim=50, softmax=_cosine_softmax(128), **options)
+    return _published_recipe(name, _movielens_ratings("ml-1m", 1_000_209), model, epochs=101)
 
 
-def _ml_20m(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
-    model = config(embedding_dim=256, softmax=_cosines(128), **options)
-    return _published(name, _movielens("ml-20m", 20_000_263), model, epochs=101)
+def _ml_20m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    model = config(embedding_dim=256, softmax=_cosine_softmax(128), **options)
+    return _published_recipe(name, _movielens_ratings("ml-20m", 20_000_263), model, epochs=101)
 
 
-def _books(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
-    model = config(dropout=0.5, softmax=_cosines(512), **options)
-    return _published(name, BooksRatings(path=Path("books")), model, epochs=201)
+def _books_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    model = config(dropout=0.5, softmax=_cosine_softmax(512), **options)
+    return _published_recipe(name, BooksRatings(path=Path("books")), model, epochs=201)
 
 
-def _cosines(num_negatives: int) -> SampledSoftmax:
+def _cosine_softmax(num_negatives: int) -> SampledSoftmax:
     return SampledSoftmax(num_negatives=num_negatives, similarity="cosine", temperature=0.05)
 
 
-def _movielens(folder: str, num_ratings: int) -> MovieLensSequences:
+def _movielens_ratings(folder: str, num_ratings: int) -> MovieLensSequences:
     columns = LogColumns(item="movie", rating="rating", ties="shuffle")
     return MovieLensSequences(path=Path(folder), history=200, num_ratings=num_ratings, columns=columns)
 
 
-def _published(name: str, data: DataSource, model: ModelConfig, *, epochs: int) -> Recipe:
+def _published_recipe(name: str, data: DataSource, model: ModelConfig, *, epochs: int) -> Recipe:
     return Recipe(
         name=name,
         data=data,

@@ -91,7 +91,7 @@ def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | s
     return tuple(kind for kind in allowed if kind is not ShardingType.DATA_PARALLEL)
 
 
-def _priced_for(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPlan:
+def _check_wire_formats(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPlan:
     """Return a saved plan if it fits the recipe's wire formats.
 
     Raises:
@@ -137,7 +137,7 @@ def make_plan(
             raise ValueError(
                 f"placement.plan {recipe.placement.plan} is not a file; save one with `meshrec plan`."
             )
-        return _priced_for(load_plan(recipe.placement.plan), recipe)
+        return _check_wire_formats(load_plan(recipe.placement.plan), recipe)
     is_auto = recipe.placement.wire == AUTO
     constraints = constraints_of(recipe, model, dataset, world_size=topology.world_size)
     if effort is None:

@@ -102,7 +102,7 @@ def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> 
         batches = list(
             islice(reader.batches(_CHECKED_BATCH, rank=ranks.rank, world_size=ranks.size), _CHECKED_BATCHES)
         )
-        values = [_loss_of(model, batches, ranks, loss, bf16=bf16) for bf16 in (True, False)]
+        values = [_compute_loss(model, batches, ranks, loss, bf16=bf16) for bf16 in (True, False)]
     finally:
         model.train()
     (samples,) = ranks.sum([sum(len(batch) for batch in batches)])
@@ -110,7 +110,7 @@ def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> 
     return None if rounded is None or exact is None else LossCheck(int(samples), rounded, exact)
 
 
-def _loss_of(
+def _compute_loss(
     model: nn.Module, batches: "Sequence[Batch]", ranks: Ranks, loss: Loss, *, bf16: bool
 ) -> float | None:
     logits = torch.cat([padded_logits(model, batch, _CHECKED_BATCH, ranks, bf16=bf16) for batch in batches])

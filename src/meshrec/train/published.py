@@ -90,7 +90,7 @@ def criteo_kaggle() -> Recipe:
         ),
     )
     model = DeepFMConfig(embedding_dim=16, bottom=(16,), deep=(1000,) * 5)
-    return _clicks("criteo_kaggle", features, model, weight_decay=1e-5)
+    return _click_recipe("criteo_kaggle", features, model, weight_decay=1e-5)
 
 
 def avazu() -> Recipe:
@@ -106,7 +106,7 @@ def avazu() -> Recipe:
             *(Vocabulary(name=name, min_count=2) for name in _AVAZU_IDS),
         ),
     )
-    return _clicks("avazu", features, DeepFMConfig(embedding_dim=16, bottom=(16,), deep=(2000,) * 4))
+    return _click_recipe("avazu", features, DeepFMConfig(embedding_dim=16, bottom=(16,), deep=(2000,) * 4))
 
 
 def movielens_20m() -> Recipe:
@@ -126,7 +126,7 @@ def movielens_20m() -> Recipe:
     )
 
 
-def _clicks(name: str, features: "Features", model: DeepFMConfig, *, weight_decay: float = 0.0) -> Recipe:
+def _click_recipe(name: str, features: "Features", model: DeepFMConfig, *, weight_decay: float = 0.0) -> Recipe:
     """Return a click recipe: random 80/10/10 split, batch size 10,000, Adam at 0.001."""
     return Recipe(
         name=name,

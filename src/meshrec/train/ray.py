@@ -117,7 +117,7 @@ def data_source(
     """
     paths: dict[str, tuple[str, ...] | None] = {}
     for name, part in (("train", train), ("validation", validation), ("test", test)):
-        paths[name] = None if part is None else (str(_written(part, Path(folder).absolute() / name)),)
+        paths[name] = None if part is None else (str(_write_part(part, Path(folder).absolute() / name)),)
     assert paths["train"] is not None
     return Parquet(
         train=paths["train"],
@@ -128,7 +128,7 @@ def data_source(
     )
 
 
-def _written(part: "Dataset", folder: Path) -> Path:
+def _write_part(part: "Dataset", folder: Path) -> Path:
     if not folder.is_dir():
         with durable_folder(folder) as parts:
             part.write_parquet(str(parts))
@@ -208,7 +208,7 @@ def _torch_config() -> Any:
             has_gpus = worker_group.get_resources_per_worker().get("GPU", 0) > 0
             backend = backend_config.backend or ("nccl" if has_gpus else "gloo")
             size = len(worker_group)
-            nodes = worker_group.execute(_node)
+            nodes = worker_group.execute(_node_id)
             formed = [
                 worker_group.execute_single_async(
                     rank,
@@ -236,7 +236,7 @@ def _torch_config() -> Any:
     return Config()
 
 
-def _node() -> str:
+def _node_id() -> str:
     """Return the Ray node ID for a worker."""
     node: str = needs("ray", "ray").get_runtime_context().get_node_id()
     return node

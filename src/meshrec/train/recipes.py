@@ -79,29 +79,29 @@ def dlrm_benchmark() -> Recipe:
 
 def din() -> Recipe:
     """Train DIN on the MovieLens ratings: will this user like this movie, given those rated before?"""
-    return _movielens("din", DINConfig(embedding_dim=64, attention=(64, 32), over=(128, 64)))
+    return _movielens_recipe("din", DINConfig(embedding_dim=64, attention=(64, 32), over=(128, 64)))
 
 
 def deepfm() -> Recipe:
     """Train DeepFM on the MovieLens ratings: will this user like this movie?"""
-    return _movielens("deepfm", DeepFMConfig(embedding_dim=64, bottom=(32,), deep=(256, 128)))
+    return _movielens_recipe("deepfm", DeepFMConfig(embedding_dim=64, bottom=(32,), deep=(256, 128)))
 
 
 def dcn() -> Recipe:
     """Train DCN-v2 (as DLRM-DCN) on the MovieLens ratings: will this user like this movie?"""
-    return _movielens("dcn", DLRMDCNConfig(embedding_dim=64, bottom=(32,), top=(256, 128), low_rank_dim=64))
+    return _movielens_recipe("dcn", DLRMDCNConfig(embedding_dim=64, bottom=(32,), top=(256, 128), low_rank_dim=64))
 
 
 def mmoe() -> Recipe:
     """Train MMoE on the MovieLens ratings: will this user like this movie, and rate it best of all?"""
     return dataclasses.replace(
-        _movielens("mmoe", MultiTaskConfig(mixture="mmoe", embedding_dim=64, expert=(128, 64))),
+        _movielens_recipe("mmoe", MultiTaskConfig(mixture="mmoe", embedding_dim=64, expert=(128, 64))),
         data=MovieLens(liked_from=(4.0, 5.0)),
         loss=Tasks(tasks=(Task("from_4", BinaryCrossEntropy()), Task("from_5", BinaryCrossEntropy()))),
     )
 
 
-def _movielens(name: str, model: ModelConfig) -> Recipe:
+def _movielens_recipe(name: str, model: ModelConfig) -> Recipe:
     """Return `movielens_dlrm` with another model."""
     return dataclasses.replace(
         movielens_dlrm(),
@@ -145,9 +145,9 @@ def resolve(name: str) -> Recipe:
         raise ValueError(
             f"there is no recipe {name!r}; there are {names}. Your own: path/to/file.py:function, "
             f"file.yaml or "
-            f"package.module:function.{did_you_mean(name, RECIPES) or _with_function(name)}"
+            f"package.module:function.{did_you_mean(name, RECIPES) or _suggest_function(name)}"
         )
-    recipe = recipe_by(function_of(name), name)
+    recipe = call_recipe(load_function(name), name)
     file = Path(name.rpartition(":")[0])
     return from_folder(recipe, file.resolve().parent) if file.suffix == ".py" else recipe
 
@@ -158,7 +158,7 @@ def full_name(name: str) -> str:
     return names[0] if len(names) == 1 else name
 
 
-def _with_function(name: str) -> str:
+def _suggest_function(name: str) -> str:
     """Suggest functions for a recipe file named without a function; empty for other names."""
     names = _recipes_of_file(name)
     return f" Did you mean {' or '.join(names[:3])}?" if names else ""
@@ -175,7 +175,7 @@ def _recipes_of_file(name: str) -> list[str]:
     return [f"{name}:{node.name}" for node in recipes or functions]
 
 
-def recipe_by(function: Any, name: str) -> Recipe:
+def call_recipe(function: Any, name: str) -> Recipe:
     """Make a recipe by calling ``function``; errors call it ``name``.
 
     Raises:
@@ -198,14 +198,14 @@ def recipe_by(function: Any, name: str) -> Recipe:
     return recipe
 
 
-def function_of(name: str) -> Callable[..., Any]:
+def load_function(name: str) -> Callable[..., Any]:
     """Return the function named ``path/to/file.py:function`` or ``package.module:function``.
 
     Raises:
         ValueError: the function does not exist.
     """
     location, _, function_name = name.rpartition(":")
-    module = module_of_file(Path(location)) if location.endswith(".py") else _imported(location, name)
+    module = module_of_file(Path(location)) if location.endswith(".py") else _import_module(location, name)
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = [attribute for attribute, value in vars(module).items() if callable(value)]
@@ -262,7 +262,7 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
     return module
 
 
-def _imported(module: str, name: str) -> ModuleType:
+def _import_module(module: str, name: str) -> ModuleType:
     # Append, so that the current folder can be imported from but never shadows installed packages.
     if "" not in sys.path:
         sys.path.append("")
@@ -278,25 +278,25 @@ def from_folder(recipe: Recipe, folder: Path) -> Recipe:
     """Resolve the recipe's relative paths to data and to a plan from ``folder``."""
     return dataclasses.replace(
         recipe,
-        data=_moved(recipe.data, folder, texts=PATH_FIELDS),
-        placement=_moved(recipe.placement, folder),
+        data=_resolve_paths(recipe.data, folder, texts=PATH_FIELDS),
+        placement=_resolve_paths(recipe.placement, folder),
     )
 
 
-def _moved(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T:
+def _resolve_paths(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T:
     if not dataclasses.is_dataclass(holder):
         return holder
     values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder) if field.init}
-    absolute = {name: _absolute(value, folder, text=name in texts) for name, value in values.items()}
+    absolute = {name: _resolve_path(value, folder, text=name in texts) for name, value in values.items()}
     # Only changed fields, so that a recipe without relative paths stays the same object.
     moved = {name: path for name, path in absolute.items() if path is not values[name]}
     return dataclasses.replace(holder, **moved) if moved else holder  # type: ignore[type-var]
 
 
-def _absolute(value: Any, folder: Path, *, text: bool) -> Any:
+def _resolve_path(value: Any, folder: Path, *, text: bool) -> Any:
     """Return ``folder / value``, or ``value`` itself if it is not a relative path."""
     if isinstance(value, tuple | list):
-        paths = type(value)(_absolute(item, folder, text=text) for item in value)
+        paths = type(value)(_resolve_path(item, folder, text=text) for item in value)
         return value if paths == value else paths
     if isinstance(value, Path):
         # `Path()` is a default that means no path.

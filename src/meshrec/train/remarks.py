@@ -7,7 +7,7 @@ from typing import Any
 from meshrec.metrics.named import leading_metric, metric_title
 from meshrec.train.recipe import Training
 
-_DEVIATIONS = 2.0
+_CHANCE_DEVIATIONS = 2.0
 
 
 def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int) -> list[str]:
@@ -24,7 +24,7 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
         return []
     messages = []
     for data in ("test", "validation"):
-        text = _chance(data, summary[data], summary["curves"].get(data))
+        text = _chance_remark(data, summary[data], summary["curves"].get(data))
         if text is not None:
             messages.append(text)
             break
@@ -58,7 +58,7 @@ def winner(summary: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _chance(data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None) -> str | None:
+def _chance_remark(data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None) -> str | None:
     """Return a remark if an AUC cannot be distinguished from chance; otherwise None.
 
     The standard deviation under chance is that of the Mann-Whitney statistic: Hanley and McNeil, "The meaning
@@ -68,10 +68,10 @@ def _chance(data: str, metrics: Mapping[str, float], samples: Mapping[str, float
         return None
     positive, negative = samples["positive"], samples["negative"]
     deviation = math.sqrt((positive + negative + 1) / (12 * positive * negative))
-    if metrics["auc"] > 0.5 + _DEVIATIONS * deviation:
+    if metrics["auc"] > 0.5 + _CHANCE_DEVIATIONS * deviation:
         return None
     return (
         f"the {data} AUC of {metrics['auc']:.4f} is no better than chance: with {positive:,.0f} positive and "
-        f"{negative:,.0f} negative samples, a guess has 0.5 +- {_DEVIATIONS * deviation:.4f}. Look at "
+        f"{negative:,.0f} negative samples, a guess has 0.5 +- {_CHANCE_DEVIATIONS * deviation:.4f}. Look at "
         "the label and the features (`meshrec inspect`), or give more data."
     )

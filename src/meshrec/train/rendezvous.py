@@ -16,7 +16,7 @@ BACKEND = "meshrec_one_machine"
 """Backend name in the launcher's configuration."""
 
 
-class OneMachine(RendezvousHandler):
+class SingleMachineRendezvous(RendezvousHandler):
     """A rendezvous with one participant and an in-memory store.
 
     Ranks use a separate store, see [Note: who can reach the ranks of a run] in comms/joining.py.
@@ -51,8 +51,8 @@ class OneMachine(RendezvousHandler):
         return True
 
 
-def _make(parameters: RendezvousParameters) -> RendezvousHandler:
-    return OneMachine(parameters.run_id)
+def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    return SingleMachineRendezvous(parameters.run_id)
 
 
-rendezvous_handler_registry.register(BACKEND, _make)
+rendezvous_handler_registry.register(BACKEND, _make_handler)

@@ -42,7 +42,7 @@ _MAX_BYTES = 1 << 28
 _KINDS = ("run", "run in a folder of the user")
 """Mark kinds: the folder is deleted with the run, or it existed before, empty."""
 _JSON = r"(?:config|plan|summary|state|features|launch)\.json"
-_RECIPE = {"name", "data", "model"}
+_RECIPE_FIELDS = {"name", "data", "model"}
 """Recipe fields present in every release's configuration."""
 FILES = re.compile(
     rf"{_JSON}|(?:metrics|phases|phases_whole)\.jsonl|(?:plan|report)\.html|wandb_id\.txt"
@@ -134,7 +134,7 @@ class RunFolder:
             value: file contents.
             seal: whether to add a checksum, for contents that decide the results of a run.
         """
-        text = json.dumps(finite(value), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(replace_nonfinite(value), indent=1, allow_nan=False) + "\n"
         if seal:
             # Load the text again: keys are then strings, as they are when the checksum is verified.
             text = sealed(json.loads(text)).decode()  # loaded: keys are text then, as they are when read
@@ -156,7 +156,7 @@ class RunFolder:
                 "step": step,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
-                "time": now(),
+                "time": timestamp(),
             },
         )
 
@@ -197,11 +197,11 @@ class RunFolder:
     def append_metrics(self, values: dict[str, Any]) -> None:
         """Add a line to ``metrics.jsonl``."""
         with (self.path / METRICS).open("a") as file:
-            file.write(json.dumps(finite(values), allow_nan=False) + "\n")
+            file.write(json.dumps(replace_nonfinite(values), allow_nan=False) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read all lines in ``metrics.jsonl``, except truncated ones."""
-        return _lines(self.path / METRICS)
+        return _read_lines(self.path / METRICS)
 
     def forget_after(self, step: int, *, judged: bool) -> None:
         """Remove lines recorded after ``step``, and truncated lines: a resumed run records them again.
@@ -215,12 +215,12 @@ class RunFolder:
         for path in (self.path / METRICS, self.phases, self.whole_phases):
             if path.exists():
                 retained = [
-                    line for line in _lines(path) if line["step"] <= last.get(line.get("kind", ""), step)
+                    line for line in _read_lines(path) if line["step"] <= last.get(line.get("kind", ""), step)
                 ]
                 write_durably(path, "".join(json.dumps(line) + "\n" for line in retained).encode())
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
@@ -247,7 +247,7 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
             f"--name {name}: a run's name is the name of its folder in {runs}; --runs sets that folder."
         )
     if resume:
-        path = runs / name if name is not None else _last(runs, recipe)
+        path = runs / name if name is not None else _last_run(runs, recipe)
         if path is None or not is_run(path):
             subject = (
                 f"{path.resolve()} has no run"
@@ -261,7 +261,7 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
         return RunFolder(path)
     try:
         if name is None:
-            return _next(runs, recipe)
+            return _create_next_run(runs, recipe)
         path = runs / name
         if (path / CONFIG).exists():
             raise ValueError(f"{path} has a run already; use another --name, or continue it with --resume.")
@@ -302,7 +302,7 @@ def _check_unused(path: Path) -> None:
     Raises:
         ValueError: the folder has files, other than those from a start that ended before the first step.
     """
-    started = marks_of(path)
+    started = run_marks(path)
     ours = {run_mark.path.name for run_mark in started}
     user_files = sorted(
         name
@@ -318,12 +318,12 @@ def _check_unused(path: Path) -> None:
         release(mark(path, _KINDS[1])[1])
 
 
-def marks_of(path: Path) -> list[Mark]:
+def run_marks(path: Path) -> list[Mark]:
     """Return the marks that prove a folder to be a run folder from this version, started or not."""
     return [run_mark for kind in _KINDS for run_mark in marks(path.resolve(), kind, moved=True)]
 
 
-def was_created(run: Mark) -> bool:
+def created_folder(run: Mark) -> bool:
     """Return whether the run created its folder; False if it started in an existing empty folder."""
     return run.kind == _KINDS[0]
 
@@ -337,7 +337,7 @@ def is_run(path: Path) -> bool:
     if not (path / CONFIG).is_file():
         return False
     recipe = RunFolder(path).read_json(CONFIG).get("recipe")
-    return bool(marks_of(path)) or (isinstance(recipe, dict) and recipe.keys() >= _RECIPE)
+    return bool(run_marks(path)) or (isinstance(recipe, dict) and recipe.keys() >= _RECIPE_FIELDS)
 
 
 def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> RunFolder:
@@ -360,7 +360,7 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
     )
 
 
-def final_of(run: RunFolder) -> RunFolder | None:
+def finished_refit(run: RunFolder) -> RunFolder | None:
     """Return a run's finished refit on all rows, or None."""
     final = RunFolder(run.path / FINAL, run.is_trusted)
     if not (final.path / CONFIG).is_file() or final.state().name != "finished":
@@ -403,23 +403,23 @@ def to_json(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) for every value in a config from `to_json`."""
     if isinstance(config, dict):
         for key, value in config.items():
-            yield from flat(value, f"{prefix}.{key}" if prefix else key)
+            yield from flatten(value, f"{prefix}.{key}" if prefix else key)
     else:
         yield prefix, config
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Replace NaN and infinity, which JSON cannot represent, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return value
 
 
@@ -433,12 +433,12 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def now() -> str:
+def timestamp() -> str:
     """Return the current time in seconds resolution, with time zone."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def _numbered(runs: Path, recipe: str) -> dict[int, Path]:
+def _runs_by_number(runs: Path, recipe: str) -> dict[int, Path]:
     by_number = {}
     for path in runs.glob(f"{recipe}-*"):
         number = path.name.removeprefix(f"{recipe}-")
@@ -447,15 +447,15 @@ def _numbered(runs: Path, recipe: str) -> dict[int, Path]:
     return by_number
 
 
-def _last(runs: Path, recipe: str) -> Path | None:
-    by_number = {n: path for n, path in _numbered(runs, recipe).items() if (path / CONFIG).is_file()}
+def _last_run(runs: Path, recipe: str) -> Path | None:
+    by_number = {n: path for n, path in _runs_by_number(runs, recipe).items() if (path / CONFIG).is_file()}
     return by_number[max(by_number)] if by_number else None
 
 
-def _next(runs: Path, recipe: str) -> RunFolder:
+def _create_next_run(runs: Path, recipe: str) -> RunFolder:
     runs.mkdir(parents=True, exist_ok=True)
     # Another start may take the same number: creating the folder decides.
-    number = max(_numbered(runs, recipe), default=0) + 1
+    number = max(_runs_by_number(runs, recipe), default=0) + 1
     while True:
         path = runs / f"{recipe}-{number:03d}"
         with contextlib.suppress(FileExistsError):  # a file has that name

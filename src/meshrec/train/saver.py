@@ -20,7 +20,7 @@ from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Training
 from meshrec.train.run_folder import DELTAS, RunFolder
 from meshrec.train.stopping import EarlyStopping
-from meshrec.train.stored_run import RUN, upload_run
+from meshrec.train.stored_run import RUN_FILES, upload_run
 
 
 class CheckpointSaver:
@@ -86,10 +86,10 @@ class CheckpointSaver:
         # On rank 0: where small run files are copied, so that another host can continue.
         self._mirror: tuple[Path, ObjectStore] | None = None
         if folder is not None and keep:
-            self._manager = _manager(folder, CHECKPOINTS, store, training.keep_checkpoints, ranks)
-            best = _manager(folder, BEST, store, 1, ranks)
+            self._manager = _make_manager(folder, CHECKPOINTS, store, training.keep_checkpoints, ranks)
+            best = _make_manager(folder, BEST, store, 1, ranks)
             if store is not None and ranks.is_first:
-                self._mirror = (folder.path, store.under(RUN))
+                self._mirror = (folder.path, store.under(RUN_FILES))
         elif any(isinstance(parameter, PlaceholderTensor) for parameter in built.model.parameters()):
             # Placeholder parameters have no tensor data: an in-memory copy would miss their rows.
             path = ranks.share(make_scratch("meshrec-best") if ranks.is_first else None)
@@ -250,7 +250,7 @@ class BestWeights:
         return {name: tensor.detach() for name, tensor in named}
 
 
-def _manager(
+def _make_manager(
     folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
 ) -> CheckpointManager:
     # Files in transit are in a hidden folder, so that no command takes them for checkpoints.

@@ -41,10 +41,10 @@ def _stopped_children() -> list[tuple[int, int]]:
     """Return (process, rank) for stopped child processes that are ranks in this launch."""
     children = []
     for path in _PROC.glob("self/task/*/children"):
-        for word in _read(path).split():
-            state = _read(_PROC / word / "stat").rpartition(")")[2].split()[:1]
+        for word in _read_text(path).split():
+            state = _read_text(_PROC / word / "stat").rpartition(")")[2].split()[:1]
             if state == ["T"]:  # a debugger's is "t"
-                rank = _rank_of(_read(_PROC / word / "environ"))
+                rank = _rank_of(_read_text(_PROC / word / "environ"))
                 if rank is not None:
                     children.append((int(word), rank))
     return children
@@ -59,7 +59,7 @@ def _rank_of(environment: str) -> int | None:
     return int(values["RANK"]) if "RANK" in values else None
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:  # it has just ended

@@ -157,7 +157,7 @@ class PairedTest:
         """
         deviations = 0.0
         if self.step is not None:
-            deviations = _deviations((self._losses - losses).double(), weights)
+            deviations = _mean_in_standard_errors((self._losses - losses).double(), weights)
         if self.step is None or deviations >= _BEYOND_CHANCE:
             self.step, self._losses, self._deviations = step, losses.float().clone(), []
         else:
@@ -173,7 +173,7 @@ class PairedTest:
         self._deviations = [float(value) for value in state["deviations"]]
 
 
-def _deviations(gains: torch.Tensor, weights: torch.Tensor | None) -> float:
+def _mean_in_standard_errors(gains: torch.Tensor, weights: torch.Tensor | None) -> float:
     """Return the weighted mean of paired gains [n], in standard errors."""
     weights = torch.ones_like(gains) if weights is None else weights.double()
     total = weights.sum()

@@ -9,9 +9,9 @@ from meshrec.checkpoint.stored import ObjectStore
 from meshrec.train.run_folder import CONFIG, RunFolder
 
 _logger = logging.getLogger("meshrec")
-RUN = "run"
+RUN_FILES = "run"
 """Folder for a run's small files, next to its checkpoints."""
-_COPIED = ("*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
+_COPIED_PATTERNS = ("*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
 
 
 def upload_run(folder: Path, store: ObjectStore) -> None:
@@ -22,7 +22,7 @@ def upload_run(folder: Path, store: ObjectStore) -> None:
             if (
                 path.is_file()
                 and not name.startswith(".")
-                and any(fnmatch.fnmatch(name, pattern) for pattern in _COPIED)
+                and any(fnmatch.fnmatch(name, pattern) for pattern in _COPIED_PATTERNS)
             ):
                 store.put(path, name)
     except OSError as error:
@@ -39,7 +39,7 @@ def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
     """
     folder = RunFolder(runs / name)
     if not (folder.path / CONFIG).exists():
-        stored = store.under(name).under(RUN)
+        stored = store.under(name).under(RUN_FILES)
         names = stored.names()
         # The configuration is uploaded with the first checkpoint; without it, the run cannot be continued.
         if CONFIG not in names:
@@ -61,12 +61,12 @@ def stored_launch(launch: str, launch_file: str, store: ObjectStore) -> str | No
     """
     for path in store.names():
         name, _, file = path.partition("/")
-        if file == f"{RUN}/{launch_file}" and _launch_in(store, path) == launch:
+        if file == f"{RUN_FILES}/{launch_file}" and _read_launch_id(store, path) == launch:
             return name
     return None
 
 
-def _launch_in(store: ObjectStore, name: str) -> str | None:
+def _read_launch_id(store: ObjectStore, name: str) -> str | None:
     try:
         entry = json.loads(store.read(name)).get("id")
     except (json.JSONDecodeError, AttributeError):

@@ -38,7 +38,7 @@ class IdCounts:
         """
         if not self._tables:
             return {}
-        counts = [value for table in self._tables for value in _counts(table)]
+        counts = [value for table in self._tables for value in _table_counts(table)]
         totals = iter(self._ranks.sum(counts))
         line = {}
         for table, before in zip(self._tables, self._before, strict=True):
@@ -55,7 +55,7 @@ class IdCounts:
         return line
 
 
-def _counts(module: TableModule) -> Iterable[float]:
+def _table_counts(module: TableModule) -> Iterable[float]:
     """Return the share of keys on this rank, and counts for these keys."""
     # Column shards of the same keys report the same counts: use only the first columns.
     first = [table for table in module.tables if table.rectangle.c0 == 0]

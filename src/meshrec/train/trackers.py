@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from meshrec.data.faults import needs
 from meshrec.train.observers import Evaluated, Event, Finished, Line, Logged, Observer, Started
-from meshrec.train.recipes import function_of
-from meshrec.train.run_folder import RunFolder, flat, to_json
+from meshrec.train.recipes import load_function
+from meshrec.train.run_folder import RunFolder, flatten, to_json
 
 _logger = logging.getLogger("meshrec")
 
-_LONGEST = 500
+_MAX_PARAM_LENGTH = 500
 """Maximum length of an option value in MLflow."""
 
 
@@ -73,8 +73,8 @@ class MLflowObserver:
             return
         self._run = self._client.create_run(number, run_name=name).info.run_id
         params = [
-            self._entities.Param(option, str(value)[:_LONGEST])
-            for option, value in flat(to_json(event.recipe))
+            self._entities.Param(option, str(value)[:_MAX_PARAM_LENGTH])
+            for option, value in flatten(to_json(event.recipe))
         ]
         # MLflow accepts at most 100 parameters per batch.
         for first in range(0, len(params), 100):
@@ -118,7 +118,7 @@ class WandbObserver:
                     name=self._folder.path.name,
                     id=self._id(),
                     dir=str(self._folder.path.parent),
-                    config=dict(flat(to_json(event.recipe))),
+                    config=dict(flatten(to_json(event.recipe))),
                     resume="allow",
                 )
             case Logged(line) | Evaluated(line, _):
@@ -152,7 +152,7 @@ def make_trackers(names: str, folder: RunFolder) -> list[Observer]:
         ValueError: an observer does not exist.
         ModuleNotFoundError: an observer's package is not installed.
     """
-    return [_Careful(name, make(folder)) for name, make in find_trackers(names).items()]
+    return [_SafeObserver(name, make(folder)) for name, make in find_trackers(names).items()]
 
 
 def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
@@ -165,7 +165,7 @@ def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
             needs(TRACKERS[name].module, name)
             makers[name] = TRACKERS[name].make
         elif ":" in name:
-            makers[name] = function_of(name)
+            makers[name] = load_function(name)
         else:
             raise ValueError(
                 f"--track {name}: there is no such observer; take one of {', '.join(TRACKERS)}, or your own: "
@@ -184,7 +184,7 @@ def named_metrics(line: Line) -> dict[str, float]:
     }
 
 
-class _Careful:
+class _SafeObserver:
     """Wraps an observer so that errors do not end the run: after a single warning, the observer gets no
     more events.
     """

@@ -27,7 +27,7 @@ _MAX_CATEGORIES = 10_000
 """Maximum number of categories in a column. All rarer IDs share one more category."""
 
 
-_SAMPLES_OF_A_THREAD = 10_000
+_SAMPLES_PER_THREAD = 10_000
 """Number of samples that justifies another thread."""
 
 
@@ -36,7 +36,7 @@ def has_trees() -> bool:
     return importlib.util.find_spec("lightgbm") is not None
 
 
-class Trees:
+class TreeBaseline:
     """Gradient-boosted trees, fitted to training samples.
 
     Dense values are inputs as they are, and single IDs are categories. A list becomes indicators for its most
@@ -80,7 +80,7 @@ class Trees:
             "learning_rate": 0.1,
             # Only rank 0 computes baselines, while the others wait, so it takes all cores. For few samples,
             # more threads would wait for each other longer than they work.
-            "num_threads": min(os.cpu_count() or 1, 1 + len(train.labels) // _SAMPLES_OF_A_THREAD),
+            "num_threads": min(os.cpu_count() or 1, 1 + len(train.labels) // _SAMPLES_PER_THREAD),
             "seed": 0,
             "verbosity": -1,
         }

@@ -82,17 +82,17 @@ def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choice
             raise ValueError(
                 f"--space {word}: write it as tables.lr=1e-4..1e-1:log, or as model.embedding_dim=8,16,32."
             )
-        option(recipe, name)
-        space[name] = _values(values, word)
+        get_option(recipe, name)
+        space[name] = _parse_values(values, word)
     return space
 
 
-def _values(text: str, word: str) -> Range | Choices:
+def _parse_values(text: str, word: str) -> Range | Choices:
     ends, _, scale = text.partition(":")
     low, dots, high = ends.partition("..")
     if not dots:
-        return Choices(tuple(_literal(part) for part in text.split(",")))
-    first, last = _literal(low), _literal(high)
+        return Choices(tuple(_parse_literal(part) for part in text.split(",")))
+    first, last = _parse_literal(low), _parse_literal(high)
     if not isinstance(first, int | float) or not isinstance(last, int | float) or scale not in ("", "log"):
         raise ValueError(f"--space {word}: a range is LOW..HIGH or LOW..HIGH:log, of numbers. Correct it.")
     if not first < last or (scale and first <= 0):
@@ -100,14 +100,14 @@ def _values(text: str, word: str) -> Range | Choices:
     return Range(first, last, bool(scale))
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
 
 
-def option(recipe: Recipe, name: str) -> Any:
+def get_option(recipe: Recipe, name: str) -> Any:
     """Return a recipe's option by dotted name.
 
     Raises:
@@ -120,18 +120,18 @@ def option(recipe: Recipe, name: str) -> Any:
         }:
             raise ValueError(
                 f"recipe {recipe.name!r} has no option {name!r}. `meshrec train RECIPE --help` lists them."
-                f"{did_you_mean(name, _names(recipe))}"
+                f"{did_you_mean(name, _option_names(recipe))}"
             )
         value = getattr(value, part)
     return value
 
 
-def _names(holder: Any, prefix: str = "") -> Iterator[str]:
+def _option_names(holder: Any, prefix: str = "") -> Iterator[str]:
     """Yield the dotted names of all recipe options."""
     for field in dataclasses.fields(holder):
         value, name = getattr(holder, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _names(value, f"{name}.")
+            yield from _option_names(value, f"{name}.")
         else:
             yield name
 
@@ -143,7 +143,7 @@ def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         ValueError: the option does not exist.
     """
     for name, value in values.items():
-        option(recipe, name)
+        get_option(recipe, name)
         recipe = _with_value(recipe, name.split("."), value)
     return recipe
 
@@ -154,7 +154,7 @@ def _with_value(holder: Any, path: Sequence[str], value: Any) -> Any:
     return dataclasses.replace(holder, **{first: new})
 
 
-class Best(NamedTuple):
+class BestTrial(NamedTuple):
     """Best trial in a study, and the number of trials."""
 
     values: dict[str, Any]
@@ -172,7 +172,7 @@ def tune(
     storage: Path,
     seed: int = 0,
     tell: Tell = lambda text: None,
-) -> Best:
+) -> BestTrial:
     """Train up to ``trials`` variants, and record the value of each in ``storage``. Collective.
 
     An existing study continues, and its finished trials count. A trial's value is the best validation AUC, or
@@ -199,16 +199,16 @@ def tune(
     def train(values: Mapping[str, Any], trial: "optuna.Trial | None" = None) -> float:
         variant = with_options(recipe, values)
         variant.check(ranks.size)
-        return _trained(variant, dataset or variant.data.load(), ranks, trial)
+        return _train_trial(variant, dataset or variant.data.load(), ranks, trial)
 
     # Other ranks follow rank 0: they train values until it shares None, then receive the result.
     if not ranks.is_first:
         while (values := ranks.share(None)) is not None:
             train(values)
-        best: Best = ranks.share(None)
+        best: BestTrial = ranks.share(None)
         return best
     search.logging.set_verbosity(search.logging.WARNING)
-    with _logging_as_it_is(), _naming(storage):
+    with _preserved_logging(), _named_errors(storage):
         study: optuna.Study = search.create_study(
             study_name=recipe.name,
             storage=f"sqlite:///{storage}",
@@ -224,19 +224,19 @@ def tune(
     def objective(trial: "optuna.Trial") -> float:
         values = ranks.share({name: options.suggest(trial, name) for name, options in space.items()})
         worth = train(values, trial)
-        tell(f"trial {trial.number}: {worth:.5f}  {_words(values)}")
+        tell(f"trial {trial.number}: {worth:.5f}  {_format_values(values)}")
         return worth
 
-    with _naming(storage):
+    with _named_errors(storage):
         study.optimize(objective, n_trials=max(0, trials - num_finished), catch=())
     ranks.share(None)
     number = study.best_trial.number
-    result: Best = ranks.share(Best(study.best_params, study.best_value, number, len(study.trials)))
+    result: BestTrial = ranks.share(BestTrial(study.best_params, study.best_value, number, len(study.trials)))
     return result
 
 
 @contextlib.contextmanager
-def _naming(storage: Path) -> Iterator[None]:
+def _named_errors(storage: Path) -> Iterator[None]:
     """Add the file name to SQLite errors: raise an OSError for a full disk, else a ValueError."""
     try:
         yield
@@ -254,7 +254,7 @@ def _naming(storage: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _logging_as_it_is() -> Iterator[None]:
+def _preserved_logging() -> Iterator[None]:
     """Keep Optuna from configuring logging, which would disable all other loggers."""
     handler = logging.NullHandler()
     logging.getLogger().addHandler(handler)
@@ -264,7 +264,7 @@ def _logging_as_it_is() -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
 
 
-def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial | None") -> float:
+def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial | None") -> float:
     """Train a trial and return the value on rank 0; other ranks have no ``trial`` and return 0."""
     search = needs("optuna", "tune")
     best: list[float] = []
@@ -292,7 +292,7 @@ def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Tr
     return max(best)
 
 
-def seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: None) -> dict[str, Spread]:
+def train_seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: None) -> dict[str, Spread]:
     """Train with ``num`` seeds; return mean and standard deviation per test metric.
 
     Without test data, validation metrics are used. The seed determines initial weights and sample order; the
@@ -315,7 +315,7 @@ def seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: N
         trainer = Trainer(with_options(recipe, {"training.seed": seed}), dataset, ranks)
         trainer.run()
         metrics = trainer.test or trainer.validation
-        tell(f"seed {seed}: {_words(metrics)}")
+        tell(f"seed {seed}: {_format_values(metrics)}")
         for name, value in metrics.items():
             values_by_metric.setdefault(name, []).append(value)
     return {
@@ -325,7 +325,7 @@ def seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: N
     }
 
 
-def _words(values: Mapping[str, Any]) -> str:
+def _format_values(values: Mapping[str, Any]) -> str:
     return "  ".join(
         f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in values.items()

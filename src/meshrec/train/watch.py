@@ -65,7 +65,7 @@ class OutputWatch:
     def first_bad(self) -> str | None:
         """Return the first module to finish with NaN or infinity in the output."""
         for name, output in self._seen:
-            if any(not bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
+            if any(not bool(torch.isfinite(tensor).all()) for tensor in _float_tensors(output)):
                 return name
         return None
 
@@ -74,15 +74,15 @@ class OutputWatch:
             self._seen.append((name, output))
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _float_tensors(output: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors in a module output: alone, in containers, or as keyed embeddings."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output.detach()
     elif isinstance(output, dict):
-        yield from _tensors(list(output.values()))
+        yield from _float_tensors(list(output.values()))
     elif isinstance(output, list | tuple):
         for item in output:
-            yield from _tensors(item)
+            yield from _float_tensors(item)
     elif callable(getattr(output, "values", None)):
-        yield from _tensors(output.values())
+        yield from _float_tensors(output.values())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from meshrec.train.ranks import Ranks
 
 
-# Folds for out-of-fold scores, see `_crossed`.
+# Folds for out-of-fold scores, see `_out_of_fold_samples`.
 _FOLDS = 4
 
 
@@ -147,9 +147,9 @@ class WideDeepConfig(ModelConfig):
                     "model.shrinkage."
                 )
         seed = recipe.training.seed
-        fitted = ranks.share(_fitted(wide, dataset, self, seed) if ranks.is_first else None)
+        fitted = ranks.share(_fit_initial_values(wide, dataset, self, seed) if ranks.is_first else None)
         # Not strict: parameters without fitted values keep their initial values.
-        model.load_state_dict(_first_state(wide, fitted, seed), strict=False)
+        model.load_state_dict(_initial_state(wide, fitted, seed), strict=False)
         if wide.trees is not None:
             wide.trees.set_trees(fitted.trees)
         return {"fit_penalty": fitted.penalty} | ({"fit_tree_counts": fitted.counts} if wide.trees else {})
@@ -170,7 +170,7 @@ class WideDeepConfig(ModelConfig):
         ]
 
 
-class _Fitted(NamedTuple):
+class _InitialValues(NamedTuple):
     """Fitted initial values."""
 
     linear: Tensor
@@ -184,7 +184,7 @@ class _Fitted(NamedTuple):
     """Number of trees of both kinds."""
 
 
-def _fitted(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: int) -> _Fitted:
+def _fit_initial_values(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: int) -> _InitialValues:
     """Fit the linear weights, and trees if the model has them, on the first training samples.
 
     Without validation data, a tenth of these samples selects the penalty and the number of trees, unless the
@@ -205,17 +205,17 @@ def _fitted(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: i
     fit = fit_regression(learnt, chooses, penalty=config.fit_penalty)
     linear = torch.from_numpy(fit.weights)
     if model.trees is None:
-        return _Fitted(linear.float(), [], [], fit.penalty, (0, 0))
+        return _InitialValues(linear.float(), [], [], fit.penalty, (0, 0))
     # Samples that select the number of trees must not contribute to the scores that trees split.
     uses_all = validation is not None or config.fit_tree_counts is not None
     learns = torch.from_numpy(~validation_mask(len(train)) | uses_all)
-    scores = _scores(dataset, train, learns)
+    scores = _table_row_scores(dataset, train, learns)
 
     def judged(samples: Batch, matrix: Any) -> TreeSamples:
         logits = torch.from_numpy(matrix @ fit.weights)
-        return TreeSamples(_inputs(dataset, samples, scores), samples.labels, logits, weights_of(samples))
+        return TreeSamples(_tree_inputs(dataset, samples, scores), samples.labels, logits, weights_of(samples))
 
-    crossed = _crossed(dataset, train, learnt, fit, learns).where(learns)
+    crossed = _out_of_fold_samples(dataset, train, learnt, fit, learns).where(learns)
     if config.fit_tree_counts is not None:
         result = refit_boosted(crossed, config.fit_tree_counts, seed=seed)
     else:
@@ -227,10 +227,10 @@ def _fitted(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: i
         result = fit_boosted(crossed, judges, model.trees.num_trees, seed=seed)
     linear *= result.share
     linear[-1] += result.bias
-    return _Fitted(linear.float(), scores, result.trees, fit.penalty, result.counts)
+    return _InitialValues(linear.float(), scores, result.trees, fit.penalty, result.counts)
 
 
-def _crossed(
+def _out_of_fold_samples(
     dataset: "Dataset", samples: Batch, learnt: LabelledSamples, fit: Regression, learns: Tensor
 ) -> TreeSamples:
     """Return training samples with out-of-fold scores and logits.
@@ -243,7 +243,7 @@ def _crossed(
     for fold in range(_FOLDS):
         in_other_folds = learns & (folds != fold)
         coefficients = refit_regression(fit, learnt.where(in_other_folds.numpy()))
-        inputs.append(_inputs(dataset, samples, _scores(dataset, samples, in_other_folds)))
+        inputs.append(_tree_inputs(dataset, samples, _table_row_scores(dataset, samples, in_other_folds)))
         logits.append(torch.from_numpy(learnt.inputs @ coefficients))
     sample_indices = torch.arange(len(samples))
     return TreeSamples(
@@ -254,7 +254,7 @@ def _crossed(
     )
 
 
-def _scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
+def _table_row_scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
     """Return row scores by table, from samples where ``learns`` [B] is True."""
     table_scores, weights = [], weights_of(samples)
     for table in dataset.tables(1):
@@ -269,7 +269,7 @@ def _scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
     return table_scores
 
 
-def _inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
+def _tree_inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
     """Return tree inputs [B, N + F]: numbers, then pooled ID scores per feature; 0 for hashed tables."""
     inputs, remaining = [samples.dense], iter(scores)
     for table in dataset.tables(1):
@@ -284,7 +284,7 @@ def _inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
     return torch.cat(inputs, dim=1)
 
 
-def _first_state(model: WideDeep, fit: _Fitted, seed: int) -> dict[str, Tensor]:
+def _initial_state(model: WideDeep, fit: _InitialValues, seed: int) -> dict[str, Tensor]:
     """Return parameter values for the fitted start, with a deep part that adds 0."""
     state: dict[str, Tensor] = {}
     # The fitted weights follow the order in `design_matrix`: table rows, bins, lines, bias.

@@ -57,7 +57,7 @@ def recipe_of(saved: Any, where: str) -> Recipe:
     Raises:
         ValueError: a field or a value is not allowed in a recipe.
     """
-    recipe: Recipe = _object(Recipe, saved, where)
+    recipe: Recipe = _build_object(Recipe, saved, where)
     return recipe
 
 
@@ -67,17 +67,17 @@ def to_yaml(recipe: Recipe) -> str:
     Raises:
         ValueError: YAML cannot hold the recipe: it has in-memory tables, or a class outside MeshRec.
     """
-    text: str = needs("yaml", "cli").safe_dump(_plain(recipe, Recipe), sort_keys=False, allow_unicode=True)
+    text: str = needs("yaml", "cli").safe_dump(_to_plain(recipe, Recipe), sort_keys=False, allow_unicode=True)
     return text
 
 
-def _object(kind: Any, saved: Any, where: str) -> Any:
+def _build_object(kind: Any, saved: Any, where: str) -> Any:
     """Create an object of a class, or of the subclass named by ``saved``."""
     if not isinstance(saved, Mapping):
         raise ValueError(
             f"{where} is {saved!r:.100}, and it must have the fields of {kind.__name__}. {_REMEDY}."
         )
-    classes = {subclass.__name__: subclass for subclass in _concrete(kind)}
+    classes = {subclass.__name__: subclass for subclass in _concrete_classes(kind)}
     default = kind.__name__ if kind.__name__ in classes else None
     name = saved.get("type", default)
     if name not in classes:
@@ -97,7 +97,7 @@ def _object(kind: Any, saved: Any, where: str) -> Any:
                 f"{where}: {name} has no field {field_name!r}; it has "
                 f"{', '.join(fields)}.{did_you_mean(str(field_name), fields)}"
             )
-        values[field_name] = _field(hints[field_name], value, f"{where}: {field_name}", name=field_name)
+        values[field_name] = _build_field(hints[field_name], value, f"{where}: {field_name}", name=field_name)
     missing = [
         field.name
         for field in fields.values()
@@ -110,7 +110,7 @@ def _object(kind: Any, saved: Any, where: str) -> Any:
     return selected(**values)
 
 
-def _field(hint: Any, value: Any, where: str, *, name: str) -> Any:
+def _build_field(hint: Any, value: Any, where: str, *, name: str) -> Any:
     if name == "features" and isinstance(value, Mapping):
         from meshrec.data.features import Features
 
@@ -121,7 +121,7 @@ def _field(hint: Any, value: Any, where: str, *, name: str) -> Any:
     # An optional field, such as None or X, has the dataclass among the type arguments.
     kind = next((argument for argument in typing.get_args(hint) if dataclasses.is_dataclass(argument)), hint)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return _object(kind, value, where)
+        return _build_object(kind, value, where)
     return value_of(hint, value, where, remedy=_REMEDY)
 
 
@@ -171,14 +171,14 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
     raise ValueError(f"{where} is {saved!r:.100}, which does not fit {hint}. {remedy}.")
 
 
-def _concrete(kind: Any) -> list[Any]:
+def _concrete_classes(kind: Any) -> list[Any]:
     """Return a class and all MeshRec subclasses, without abstract classes."""
     classes = [] if getattr(kind, "__abstractmethods__", None) else [kind]
-    below = [subclass for child in kind.__subclasses__() for subclass in _concrete(child)]
+    below = [subclass for child in kind.__subclasses__() for subclass in _concrete_classes(child)]
     return [*classes, *(subclass for subclass in below if subclass.__module__.startswith("meshrec."))]
 
 
-def _plain(value: Any, declared: Any) -> Any:
+def _to_plain(value: Any, declared: Any) -> Any:
     """Convert an object to plain values. It includes the class name unless the declared type implies it."""
     kind = type(value)
     if hasattr(value, "from_json"):
@@ -197,7 +197,7 @@ def _plain(value: Any, declared: Any) -> Any:
         if inner is default or (type(inner) is type(default) and to_json(inner) == to_json(default)):
             continue
         if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
-            plain[field.name] = _plain(inner, hints[field.name])
+            plain[field.name] = _to_plain(inner, hints[field.name])
         elif not _is_plain(inner):
             raise ValueError(
                 f"{kind.__name__}.{field.name} is a {type(inner).__name__}, which YAML cannot hold. Keep the "
