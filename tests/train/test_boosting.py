@@ -9,7 +9,7 @@ from meshrec.optim import Adam
 from meshrec.train import Trainer, WideDeepConfig, join
 from meshrec.train.boosting import NUM_LEVELS, TreeSamples, fit_boosted, refit_boosted, row_scores
 from meshrec.train.linear import LabelledSamples, design_matrix, first_samples, fit_regression
-from meshrec.train.wide_deep import _out_of_fold_samples, _fit_initial_values, _tree_inputs, _table_row_scores
+from meshrec.train.wide_deep import _fit_initial_values, _out_of_fold_samples, _table_row_scores, _tree_inputs
 from tests.train.raw_ids import recipe as visits_recipe
 from tests.train.raw_ids import write_visits
 
@@ -137,7 +137,9 @@ def test_what_trees_learn_from_has_not_seen_the_samples_own_labels(small):
     first = torch.arange(1000) % 4 == 0
     other = replace(samples, labels=torch.where(first, 1 - samples.labels, samples.labels))
     before, after = (
-        _out_of_fold_samples(dataset, each, LabelledSamples.of(each, data), found, torch.ones(1000, dtype=torch.bool))
+        _out_of_fold_samples(
+            dataset, each, LabelledSamples.of(each, data), found, torch.ones(1000, dtype=torch.bool)
+        )
         for each in (samples, other)
     )
     for one, two in ((before.inputs, after.inputs), (before.logits, after.logits)):

@@ -11,19 +11,19 @@ def test_a_signal_stops_a_single_process():
     before = signal.getsignal(signal.SIGTERM)
     request, ranks = StopRequest(), join("cpu")
     with request.listening():
-        assert not request.agreed(ranks).stop
+        assert not request.exchange(ranks).stop
         os.kill(os.getpid(), signal.SIGTERM)
-        assert request.agreed(ranks).stop
+        assert request.exchange(ranks).stop
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def fail_on_rank_one() -> list[bool]:
     ranks, request = join("cpu"), StopRequest()
     answers = [
-        request.agreed(ranks, failed=ranks.rank == 1 and step == 1, at_once=step == 2).failed
+        request.exchange(ranks, failed=ranks.rank == 1 and step == 1, at_once=step == 2).failed
         for step in range(3)
     ]
-    answers.append(request.agreed(ranks, failed=ranks.rank == 1, at_once=True).failed)
+    answers.append(request.exchange(ranks, failed=ranks.rank == 1, at_once=True).failed)
     return answers
 
 
@@ -34,7 +34,7 @@ def stop_on_rank_one() -> list[bool]:
     for step in range(4):
         if step == 1 and ranks.rank == 1:
             request.signal = signal.SIGINT
-        answers.append(request.agreed(ranks).stop)
+        answers.append(request.exchange(ranks).stop)
     request.finish()
     return answers
 
@@ -46,13 +46,13 @@ def test_all_ranks_stop_at_the_same_step(ranks):
 
 def test_patience():
     early = EarlyStopping(2)
-    assert early.improves(0.6, 10)
-    assert early.improves(0.7, 20)
-    assert not early.improves(0.65, 30)
+    assert early.record(0.6, 10)
+    assert early.record(0.7, 20)
+    assert not early.record(0.65, 30)
     assert not early.is_over
     again = EarlyStopping(2)
     again.load_state_dict(early.state_dict())
-    assert not again.improves(0.69, 40)
+    assert not again.record(0.69, 40)
     assert again.is_over
     assert (again.best_auc, again.best_step) == (0.7, 20)
     assert not EarlyStopping(None).is_over
@@ -117,14 +117,14 @@ def test_the_reference_outlives_a_checkpoint():
 def test_a_perfect_metric_ends_the_run_only_with_the_test():
     for patience in (None, 2):
         early = EarlyStopping(None, patience)
-        early.improves(1.0, 7)
+        early.record(1.0, 7)
         assert early.is_over == (patience is not None)
     assert early.reason("AUC") == "the validation AUC of step 7 leaves nothing to improve."
 
 
 def test_the_reason_of_patience():
     early = EarlyStopping(1)
-    early.improves(0.7, 20)
+    early.record(0.7, 20)
     assert early.reason("NDCG@10") is None
-    early.improves(0.6, 30)
+    early.record(0.6, 30)
     assert early.reason("NDCG@10") == "1 evaluation in a row had no better validation NDCG@10 than step 20."

@@ -14,12 +14,12 @@ def test_the_first_module_in_the_order_of_ending():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
     watch = OutputWatch(model)
     model(torch.ones(3, 2))
-    assert watch.first_bad() is None
+    assert watch.first_nonfinite() is None
     model[2].weight.data.fill_(float("inf"))
     model(torch.ones(3, 2))
-    assert watch.first_bad() == "2"
+    assert watch.first_nonfinite() == "2"
     watch.forget()
-    assert watch.first_bad() is None
+    assert watch.first_nonfinite() is None
 
 
 def poisoned(recipe, folder, rank=0):

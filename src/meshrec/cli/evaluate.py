@@ -58,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"  {text:20} {int(metrics['samples']):>9,} rows  AUC {auc}  loss {loss}")
         if options.json is not None:
             about = {"run": str(run.path), "step": scorer.step, "samples": num}
-            options.json.write_text(json.dumps(replace_nonfinite({**about, **result._asdict()}), indent=1) + "\n")
+            options.json.write_text(
+                json.dumps(replace_nonfinite({**about, **result._asdict()}), indent=1) + "\n"
+            )
 
     return on_ranks("evaluate", arguments, work, nproc=options.nproc, device=options.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from meshrec.train.run_folder import RUNS, SUMMARY, RunFolder, finished_refit, find_run
+from meshrec.train.run_folder import RUNS, SUMMARY, RunFolder, find_run, finished_refit
 
 if TYPE_CHECKING:
     from meshrec.runs.scoring import Scorer

@@ -31,7 +31,7 @@ class TuneOptions:
     """Options to search, such as tables.lr=1e-4..1e-1:log model.embedding_dim=8,16,32; if none, both learning
     rates, from a tenth to ten times the recipe's.
     """
-    train_seeds: int | None = None
+    seeds: int | None = None
     """Number of seeds to train the best options with afterwards, for the mean and standard deviation."""
     seed: int = 0
     """Seed of the search."""
@@ -80,7 +80,9 @@ def main(arguments: Sequence[str]) -> int:
             given = [*map(shlex.quote, of_recipe), *(f"--{name} {value}" for name, value in best.items())]
             tell(f"to train it: meshrec train {source} {' '.join(given)}")
         if options.seeds is not None:
-            for name, spread in train_seeds(with_options(recipe, best), ranks, options.seeds, tell=tell).items():
+            for name, spread in train_seeds(
+                with_options(recipe, best), ranks, options.seeds, tell=tell
+            ).items():
                 tell(f"{name.replace('_', ' '):20} {spread.mean:.5f} +- {spread.deviation:.5f}")
 
     return on_ranks("tune", arguments, work, nproc=options.nproc, device=options.device)

@@ -54,7 +54,9 @@ class RunLock:
                             folder, f"rank {rank} of an earlier start, process", _read_holder(path)
                         )
                     )
-            _write_holder(self._file, {"pid": os.getpid(), "host": socket.gethostname(), "since": timestamp()})
+            _write_holder(
+                self._file, {"pid": os.getpid(), "host": socket.gethostname(), "since": timestamp()}
+            )
         except BaseException:
             self.release()
             raise

@@ -18,7 +18,16 @@ from meshrec.runs.source import copy_source
 from meshrec.train.observers import Event, FolderObserver, Stepped
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
-from meshrec.train.run_folder import CONFIG, FINAL, SUMMARY, RunFolder, StateName, make_folder, timestamp, to_json
+from meshrec.train.run_folder import (
+    CONFIG,
+    FINAL,
+    SUMMARY,
+    RunFolder,
+    StateName,
+    make_folder,
+    timestamp,
+    to_json,
+)
 from meshrec.train.stopping import StopRequest
 from meshrec.train.trainer import Trainer
 

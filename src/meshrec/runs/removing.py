@@ -10,7 +10,16 @@ from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.removing import remove_checkpoint
 from meshrec.durable import is_below, remove_empty, remove_link, remove_named
 from meshrec.runs.source import COPY
-from meshrec.train.run_folder import CONFIG, DELTAS, FILES, FINAL, RunFolder, is_run, run_marks, created_folder
+from meshrec.train.run_folder import (
+    CONFIG,
+    DELTAS,
+    FILES,
+    FINAL,
+    RunFolder,
+    created_folder,
+    is_run,
+    run_marks,
+)
 
 _MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")  # a copied run also has the mark of its original
 _DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")

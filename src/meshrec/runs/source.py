@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from meshrec.durable import Created, write_durably
 from meshrec.train.recipe import Recipe
-from meshrec.train.recipes import RECIPES, module_name, module_of_file, call_recipe, resolve
+from meshrec.train.recipes import RECIPES, call_recipe, module_name, module_of_file, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.yaml_recipes import SUFFIXES, recipe_of
 

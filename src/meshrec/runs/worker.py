@@ -319,7 +319,7 @@ class _RankRun:
                     "--name."
                 )
             if self._ranks.is_first:  # an earlier start may have ended before the first checkpoint
-                self._folder.forget_after(0, judged=False)
+                self._folder.remove_lines_after(0, judged=False)
         if self._job.resume:
             self._notify(Reported(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
             for name, old, new in self._job.changes:

@@ -65,7 +65,7 @@ class WeightsEvaluator:
         self._tune_repeats(step)
         self._validate(step, step, tests=True)
         self.last_step = step
-        return self.early.improves(quality(self.validation), step)
+        return self.early.record(quality(self.validation), step)
 
     def _tune_repeats(self, step: int) -> None:
         """Select offset and factor of history items by validation ranking; see [Note: repeated items]."""

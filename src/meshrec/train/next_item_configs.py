@@ -30,7 +30,7 @@ _COSINES = SampledSoftmax(similarity="cosine", temperature=0.05)
 
 @dataclass(frozen=True, kw_only=True)
 class NextItemConfig(ABC):
-    """Options shared by all next-item models with histories. Subclasses add layer options."""
+    """Base class of next-item model configurations, with the options that all of them have."""
 
     embedding_dim: int = 64
     """Embedding width of the item table."""
@@ -124,7 +124,7 @@ class GRU4RecConfig(NextItemConfig, ModelConfig):
 
 
 class HistoryParts(NamedTuple):
-    """Constructor arguments that every next-item model takes from a dataset."""
+    """Constructor arguments of `HistoryModel` that a dataset determines."""
 
     table: EmbeddingCollection
     features: HistoryFeatures

@@ -121,6 +121,7 @@ NEXT_ITEM_RECIPES = {
 
 
 def _next_item_recipe(name: str, model: ModelConfig) -> Recipe:
+    """Return a recipe for the packaged MovieLens ratings; evaluations about every epoch."""
     return Recipe(
         name=name,
         data=MovieLensSequences(history=50),
@@ -134,30 +135,36 @@ def _next_item_recipe(name: str, model: ModelConfig) -> Recipe:
 
 
 def _ml_1m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    """Return a recipe with published settings for ml-1m; ``options`` are fields of the model config."""
     model = config(embedding_dim=50, softmax=_cosine_softmax(128), **options)
     return _published_recipe(name, _movielens_ratings("ml-1m", 1_000_209), model, epochs=101)
 
 
 def _ml_20m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    """Return a recipe with published settings for ml-20m; ``options`` are fields of the model config."""
     model = config(embedding_dim=256, softmax=_cosine_softmax(128), **options)
     return _published_recipe(name, _movielens_ratings("ml-20m", 20_000_263), model, epochs=101)
 
 
 def _books_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    """Return a recipe with published settings for Amazon books; ``options`` are model config fields."""
     model = config(dropout=0.5, softmax=_cosine_softmax(512), **options)
     return _published_recipe(name, BooksRatings(path=Path("books")), model, epochs=201)
 
 
 def _cosine_softmax(num_negatives: int) -> SampledSoftmax:
+    """Return a sampled softmax over cosines with the published temperature."""
     return SampledSoftmax(num_negatives=num_negatives, similarity="cosine", temperature=0.05)
 
 
 def _movielens_ratings(folder: str, num_ratings: int) -> MovieLensSequences:
+    """Return the ratings in an ml-* folder as a source with histories of 200 movies."""
     columns = LogColumns(item="movie", rating="rating", ties="shuffle")
     return MovieLensSequences(path=Path(folder), history=200, num_ratings=num_ratings, columns=columns)
 
 
 def _published_recipe(name: str, data: DataSource, model: ModelConfig, *, epochs: int) -> Recipe:
+    """Return a recipe with the published optimizer and batch size."""
     return Recipe(
         name=name,
         data=data,

@@ -36,7 +36,12 @@ class Started(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """Event: a step has finished, with the step number and the number of samples."""
+    """Event: a step has finished.
+
+    Attributes:
+        step: number of finished steps.
+        num_samples: samples of this step, over all ranks.
+    """
 
     step: int
     num_samples: int
@@ -49,7 +54,12 @@ class Logged(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Event: metrics on validation or test data (``line["kind"]``), and whether they are the best so far."""
+    """Event: metrics on held-out data.
+
+    Attributes:
+        line: metrics by name; ``line["kind"]`` is ``validation`` or ``test``.
+        is_best: whether these validation metrics are the best so far.
+    """
 
     line: Line
     is_best: bool
@@ -66,7 +76,12 @@ Said = Reported
 
 
 class Advanced(NamedTuple):
-    """Event: progress on work outside training. ``done`` is in [0, 1]."""
+    """Event: progress on a task outside training.
+
+    Attributes:
+        what: name of the task, such as ``baselines``.
+        done: finished share in [0, 1].
+    """
 
     what: str
     done: float
@@ -80,7 +95,7 @@ class Finished(NamedTuple):
 
 Event = Started | Stepped | Logged | Evaluated | Reported | Advanced | Finished
 Observer = Callable[[Event], None]
-"""Callback for every event, on rank 0 only."""
+"""Callback which receives every event, on rank 0 only."""
 
 
 class FolderObserver:

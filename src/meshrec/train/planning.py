@@ -35,7 +35,7 @@ fiftieth of the default effort; the remainder only tries to prove that no plan i
 
 
 def topology_of(recipe: Recipe, *, world_size: int, local_size: int, device: str) -> Topology:
-    """Return the topology for a recipe.
+    """Return the planner's description of ranks and hardware for a recipe.
 
     Args:
         recipe: the recipe; ``placement`` has the hardware profile and the memory per rank, in GiB.
@@ -83,6 +83,7 @@ def constraints_of(
 
 
 def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | str, ...] | None:
+    """Return the sharding types among which the planner may choose for a table; None: all."""
     num_bytes = table.num_embeddings * table.embedding_dim * table.weight_bytes
     if placement.replicate_mib is None or num_bytes <= placement.replicate_mib * _MIB:
         return placement.sharding_types
@@ -92,7 +93,7 @@ def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | s
 
 
 def _check_wire_formats(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPlan:
-    """Return a saved plan if it fits the recipe's wire formats.
+    """Return a saved plan unchanged after checking that it was made for the recipe's wire formats.
 
     Raises:
         ValueError: the plan was made for other wire formats.

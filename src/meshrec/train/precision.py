@@ -1,4 +1,4 @@
-"""Dense precision: the choice for ``auto``, and the loss in both precisions."""
+"""Precision of the dense part: resolution of ``auto``, and comparison of the loss in bf16 and fp32."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -113,6 +113,7 @@ def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> 
 def _compute_loss(
     model: nn.Module, batches: "Sequence[Batch]", ranks: Ranks, loss: Loss, *, bf16: bool
 ) -> float | None:
+    """Return the loss on all ranks' batches in one precision; None if the metrics lack it. Collective."""
     logits = torch.cat([padded_logits(model, batch, _CHECKED_BATCH, ranks, bf16=bf16) for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
     weights = concat_weights([(batch.weights, len(batch.labels)) for batch in batches])

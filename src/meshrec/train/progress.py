@@ -10,9 +10,14 @@ from meshrec.data import Position
 class Progress:
     """Step and sample counters, data position, and seconds of training.
 
-    ``num_samples`` counts trained samples over all ranks. Skipped damaged rows advance the position only.
-    ``published`` is the last delta for servers; with a checkpoint, it covers all steps up to this one. None:
-    no delta. ``start_options`` is the result of `ModelConfig.start`.
+    Attributes:
+        step: finished steps.
+        num_samples: samples trained on, over all ranks, without skipped damaged rows.
+        seconds: seconds of training.
+        position: epoch, and number of samples read in it, with skipped rows.
+        published: last delta written for servers; None: none. A delta precedes every checkpoint, so it covers
+            all steps up to the checkpoint.
+        start_options: result of `ModelConfig.start`.
     """
 
     def __init__(self) -> None:

@@ -126,7 +126,9 @@ def movielens_20m() -> Recipe:
     )
 
 
-def _click_recipe(name: str, features: "Features", model: DeepFMConfig, *, weight_decay: float = 0.0) -> Recipe:
+def _click_recipe(
+    name: str, features: "Features", model: DeepFMConfig, *, weight_decay: float = 0.0
+) -> Recipe:
     """Return a click recipe: random 80/10/10 split, batch size 10,000, Adam at 0.001."""
     return Recipe(
         name=name,

@@ -129,6 +129,7 @@ def data_source(
 
 
 def _write_part(part: "Dataset", folder: Path) -> Path:
+    """Write a dataset as Parquet files unless the folder exists; return the folder."""
     if not folder.is_dir():
         with durable_folder(folder) as parts:
             part.write_parquet(str(parts))
@@ -137,7 +138,7 @@ def _write_part(part: "Dataset", folder: Path) -> Path:
 
 @dataclass
 class _Reporter:
-    """Reports events to Ray. Every worker has a reporter, and all report at the same steps."""
+    """Observer which reports metrics and checkpoints to Ray, at the same steps in every worker."""
 
     every: int
     # Set on rank 0 when the run folder is known; None on other workers.
@@ -151,6 +152,7 @@ class _Reporter:
             self._report(event.line)
 
     def _report(self, line: Mapping[str, Any]) -> None:
+        """Report a line of metrics, with a pointer to the newest checkpoint if there is a new one."""
         train: Any = needs("ray.train", "ray")
         metrics = {name: value for name, value in line.items() if isinstance(value, int | float | str)}
         newest = self._newest()
@@ -243,5 +245,6 @@ def _node_id() -> str:
 
 
 def _form_group(backend: str, seconds: float, variables: Mapping[str, str]) -> None:
+    """Form the process group in a worker, with the environment variables of torchrun."""
     os.environ.update(variables)
     form_group(backend, timedelta(seconds=seconds))

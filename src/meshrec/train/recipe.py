@@ -35,7 +35,7 @@ Precision = Literal["fp32", "bf16", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource(ABC):
-    """A sample source."""
+    """Base class of data sources, whose fields are command-line options."""
 
     @abstractmethod
     def load(self) -> "Dataset":
@@ -55,9 +55,9 @@ class DataSource(ABC):
 
 @runtime_checkable
 class FittedSource(Protocol):
-    """A source with rows that become samples through `Features`. A run fits them once and stores them.
+    """A source whose rows are converted to samples by `Features`, such as vocabularies, fitted on them.
 
-    All later evaluation and scoring reads the stored features.
+    A run fits the features once and stores them; evaluation and scoring read the stored features.
     """
 
     def fit(self) -> "Features":
@@ -119,7 +119,7 @@ class FileParts:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource(ABC):
-    """Tables with columns that become samples through `Features`, fitted on the training rows.
+    """Base class of sources with table rows, converted to samples by `Features` fitted on the training rows.
 
     A run fits the features once and stores them in the run folder. All later evaluation and scoring reads the
     stored features.
@@ -208,6 +208,7 @@ class TableSource(ABC):
         return DETECTED
 
     def _open(self, data: Any, schema: "Encoding", faults: "Faults") -> "Source":
+        """Open paths or a table; ``schema`` has the columns to read."""
         from meshrec.data.frames import open_tables
 
         return open_tables(data, schema, faults, self.csv_format)
@@ -217,6 +218,7 @@ class TableSource(ABC):
         return self.dataset(self.fit())
 
     def _split(self) -> "Split | None":
+        """Return the rule that assigns rows to validation and test; None if they have separate files."""
         return _split_of(
             self,
             validation=self.split_validation,
@@ -235,7 +237,7 @@ def _split_of(source: SplitOptions | TableSource, **options: Any) -> "Split | No
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """A model that fits any dataset."""
+    """Base class of model configurations; `build` makes the model with sizes from a dataset."""
 
     @abstractmethod
     def build(self, dataset: "Dataset") -> nn.Module:
@@ -252,7 +254,7 @@ class ModelConfig(ABC):
     def start(
         self, model: nn.Module, recipe: "Recipe", dataset: "Dataset", ranks: "Ranks"
     ) -> dict[str, Any] | None:
-        """Initialize a new model, sharded or not, from the data. Collective.
+        """Fit initial weights of a new model to the data, if this configuration has such a fit. Collective.
 
         Args:
             model: the new model, whose weights are replaced.
@@ -261,8 +263,8 @@ class ModelConfig(ABC):
             ranks: the ranks, from `join`.
 
         Returns:
-            None without such weights. Otherwise the weights are evaluated before the first step, and the
-            result has options for this configuration that repeat the fit without validation data.
+            None if nothing was fitted. Otherwise options of this configuration with which a refit on all rows
+            repeats the fit without validation data; the weights are then evaluated before the first step.
         """
         return None
 

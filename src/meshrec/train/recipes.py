@@ -89,7 +89,9 @@ def deepfm() -> Recipe:
 
 def dcn() -> Recipe:
     """Train DCN-v2 (as DLRM-DCN) on the MovieLens ratings: will this user like this movie?"""
-    return _movielens_recipe("dcn", DLRMDCNConfig(embedding_dim=64, bottom=(32,), top=(256, 128), low_rank_dim=64))
+    return _movielens_recipe(
+        "dcn", DLRMDCNConfig(embedding_dim=64, bottom=(32,), top=(256, 128), low_rank_dim=64)
+    )
 
 
 def mmoe() -> Recipe:
@@ -159,7 +161,7 @@ def full_name(name: str) -> str:
 
 
 def _suggest_function(name: str) -> str:
-    """Suggest functions for a recipe file named without a function; empty for other names."""
+    """Return a hint with the functions of a recipe file that was named without one; empty for other names."""
     names = _recipes_of_file(name)
     return f" Did you mean {' or '.join(names[:3])}?" if names else ""
 
@@ -176,7 +178,7 @@ def _recipes_of_file(name: str) -> list[str]:
 
 
 def call_recipe(function: Any, name: str) -> Recipe:
-    """Make a recipe by calling ``function``; errors call it ``name``.
+    """Call a recipe function, and return its recipe. ``name`` names the recipe in errors.
 
     Raises:
         ValueError: ``function`` cannot be called without arguments, or does not return a recipe.
@@ -246,7 +248,7 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
     sys.modules[name] = module  # dataclasses look their module up there
     folder = str(path.resolve().parent)
     if loader is None and folder not in sys.path:
-        # Append, so that neighbors can be imported but a stray pyarrow.py never shadows a package.
+        # Appended, not inserted: modules next to the recipe can be imported, but never shadow a package.
         sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
@@ -263,6 +265,7 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
 
 
 def _import_module(module: str, name: str) -> ModuleType:
+    """Import a recipe's module, also from the current folder; ``name`` names the recipe in errors."""
     # Append, so that the current folder can be imported from but never shadows installed packages.
     if "" not in sys.path:
         sys.path.append("")
@@ -284,6 +287,13 @@ def from_folder(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _resolve_paths(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T:
+    """Resolve the relative paths in a dataclass's fields.
+
+    Args:
+        holder: a dataclass; other objects are returned unchanged.
+        folder: folder at which relative paths start.
+        texts: fields in which strings are paths too.
+    """
     if not dataclasses.is_dataclass(holder):
         return holder
     values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder) if field.init}

@@ -8,6 +8,7 @@ from meshrec.metrics.named import leading_metric, metric_title
 from meshrec.train.recipe import Training
 
 _CHANCE_DEVIATIONS = 2.0
+"""Standard deviations within which an AUC counts as chance."""
 
 
 def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int) -> list[str]:
@@ -42,7 +43,10 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
 
 
 def winner(summary: Mapping[str, Any]) -> str | None:
-    """Say who won by the leading metric, on test data if available; None without baselines."""
+    """Return a sentence that compares the model with the best baseline; None without baselines.
+
+    They are compared by the leading metric, on test data if there is some, else on validation data.
+    """
     for data, key in (("test", "baselines_test"), ("validation", "baselines")):
         lead = leading_metric(summary[data])
         rivals = (
@@ -58,7 +62,9 @@ def winner(summary: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _chance_remark(data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None) -> str | None:
+def _chance_remark(
+    data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None
+) -> str | None:
     """Return a remark if an AUC cannot be distinguished from chance; otherwise None.
 
     The standard deviation under chance is that of the Mann-Whitney statistic: Hanley and McNeil, "The meaning

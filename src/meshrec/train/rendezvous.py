@@ -1,4 +1,4 @@
-"""A rendezvous for torch's elastic launcher on one machine: it opens no port, so nobody else can join.
+"""Rendezvous backend of torch's elastic launcher for one machine. It opens no port, so nobody else can join.
 
 torch's c10d rendezvous hosts a store on every network interface, and unpickles any data sent to it.
 """
@@ -52,6 +52,7 @@ class SingleMachineRendezvous(RendezvousHandler):
 
 
 def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Create the handler; called by torch's registry."""
     return SingleMachineRendezvous(parameters.run_id)
 
 

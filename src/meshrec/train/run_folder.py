@@ -1,4 +1,4 @@
-"""Run folders, ``runs/<name>/``."""
+"""Run folders, ``runs/<name>/``: files, state, creation and lookup."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,13 @@ StateName = Literal["running", "stopped", "failed", "finished"]
 
 
 class RunState(NamedTuple):
-    """Content of ``state.json``. ``error`` is the last line of a failed run's error."""
+    """Content of ``state.json``.
+
+    Attributes:
+        name: ``running``, ``stopped``, ``failed`` or ``finished``.
+        error: last line of a failed run's error.
+        step: last step; None: unknown.
+    """
 
     name: StateName
     error: str | None = None
@@ -64,11 +70,11 @@ class RunState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Paths in a run's folder, and the small files."""
+    """A run's folder: paths of its files, and access to the small ones."""
 
     path: Path
     is_trusted: bool = False
-    """Whether the user allowed the run's source to be executed, see run_source.py."""
+    """Whether the user allowed the run's source to be executed; see [Note: whose code a run executes]."""
 
     @property
     def name(self) -> str:
@@ -137,7 +143,7 @@ class RunFolder:
         text = json.dumps(replace_nonfinite(value), indent=1, allow_nan=False) + "\n"
         if seal:
             # Load the text again: keys are then strings, as they are when the checksum is verified.
-            text = sealed(json.loads(text)).decode()  # loaded: keys are text then, as they are when read
+            text = sealed(json.loads(text)).decode()
         write_durably(self.path / name, text.encode())
 
     def write_state(self, name: StateName, *, error: str | None = None, step: int | None = None) -> None:
@@ -173,6 +179,7 @@ class RunFolder:
         return RunState(saved["state"], saved["error"], saved["step"])
 
     def _last_step(self) -> int | None:
+        """Return the last step in ``metrics.jsonl``; None if there is none."""
         return max((line["step"] for line in self.metrics()), default=None)
 
     def read_json(self, name: str) -> Any:
@@ -203,7 +210,7 @@ class RunFolder:
         """Read all lines in ``metrics.jsonl``, except truncated ones."""
         return _read_lines(self.path / METRICS)
 
-    def forget_after(self, step: int, *, judged: bool) -> None:
+    def remove_lines_after(self, step: int, *, judged: bool) -> None:
         """Remove lines recorded after ``step``, and truncated lines: a resumed run records them again.
 
         Args:
@@ -221,6 +228,7 @@ class RunFolder:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a JSON lines file, without truncated ones; empty if the file does not exist."""
     lines = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
@@ -319,7 +327,7 @@ def _check_unused(path: Path) -> None:
 
 
 def run_marks(path: Path) -> list[Mark]:
-    """Return the marks that prove a folder to be a run folder from this version, started or not."""
+    """Return the mark files by which MeshRec recognizes a run folder that it created or started to use."""
     return [run_mark for kind in _KINDS for run_mark in marks(path.resolve(), kind, moved=True)]
 
 
@@ -369,7 +377,7 @@ def finished_refit(run: RunFolder) -> RunFolder | None:
 
 
 def run_or_path(path: Path, runs: Path = RUNS) -> Path:
-    """Return the run folder if ``path`` is a run name, or else ``path`` itself."""
+    """Return the folder of the run named ``path``; ``path`` itself if it exists or names no run."""
     return runs / path if not path.exists() and (runs / path / CONFIG).is_file() else path
 
 
@@ -404,7 +412,7 @@ def to_json(value: Any) -> Any:
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) for every value in a config from `to_json`."""
+    """Yield (dotted name, value) for every value in a `to_json` config, such as ("model.layers", [8])."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else key)
@@ -424,6 +432,7 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 def _is_alive(pid: int) -> bool:
+    """Return whether a process exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -439,6 +448,7 @@ def timestamp() -> str:
 
 
 def _runs_by_number(runs: Path, recipe: str) -> dict[int, Path]:
+    """Return the paths named ``RECIPE-NUMBER``, by number."""
     by_number = {}
     for path in runs.glob(f"{recipe}-*"):
         number = path.name.removeprefix(f"{recipe}-")
@@ -448,11 +458,13 @@ def _runs_by_number(runs: Path, recipe: str) -> dict[int, Path]:
 
 
 def _last_run(runs: Path, recipe: str) -> Path | None:
+    """Return the run of a recipe with the highest number; None if there is none."""
     by_number = {n: path for n, path in _runs_by_number(runs, recipe).items() if (path / CONFIG).is_file()}
     return by_number[max(by_number)] if by_number else None
 
 
 def _create_next_run(runs: Path, recipe: str) -> RunFolder:
+    """Create the folder ``RECIPE-NUMBER`` with the next free number, such as ``dlrm-004``."""
     runs.mkdir(parents=True, exist_ok=True)
     # Another start may take the same number: creating the folder decides.
     number = max(_runs_by_number(runs, recipe), default=0) + 1

@@ -1,4 +1,4 @@
-"""Saved state: checkpoints for a resumed run, deltas for servers, the best weights."""
+"""What a run saves: checkpoints to resume from, deltas for servers, and the best weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ from meshrec.train.stored_run import RUN_FILES, upload_run
 
 
 class CheckpointSaver:
-    """Checkpoints, deltas and best weights of a run. All methods are collective.
+    """Saves a run's checkpoints, deltas and best weights. All methods are collective.
 
     A failed save, for example on a full disk, is reported and does not end the run. Older checkpoints remain,
     and the next save tries again. A delta precedes every checkpoint and every saved best model, so that
@@ -142,7 +142,7 @@ class CheckpointSaver:
         self.publish()
         self._save(self._manager.async_save)
 
-    def keep_best(self) -> None:
+    def save_best(self) -> None:
         """Store the current weights as the run's best."""
         self.publish()
         try:
@@ -151,7 +151,7 @@ class CheckpointSaver:
         except CheckpointError as error:
             if self._manager is None:
                 raise
-            self._failed(error)
+            self._record_failure(error)
 
     def restore_best(self) -> int | None:
         """Load the best weights; return their step, or None if the current weights are the best."""
@@ -177,7 +177,7 @@ class CheckpointSaver:
             try:
                 self._manager.wait()
             except CheckpointError as error:
-                self._failed(error)
+                self._record_failure(error)
 
     def latest(self) -> str | None:
         """Wait for pending writes; return the newest checkpoint's path, or None."""
@@ -186,15 +186,16 @@ class CheckpointSaver:
         return None if path is None else str(path)
 
     def _save(self, save: Callable[[int, dict[str, Any]], object]) -> None:
+        """Call ``save`` with step and state, and record success or failure."""
         try:
             save(self._progress.step, self.state)
             self._saved = self._progress.step
             if self._mirror is not None:
                 upload_run(*self._mirror)
         except CheckpointError as error:
-            self._failed(error)
+            self._record_failure(error)
 
-    def _failed(self, error: CheckpointError) -> None:
+    def _record_failure(self, error: CheckpointError) -> None:
         """Record a failed save."""
         self._saved = None
         self.failures.append(str(error))
@@ -202,7 +203,7 @@ class CheckpointSaver:
 
 
 class BestWeights:
-    """Copy of a model at the best step. With a manager, all methods are collective.
+    """Holds a copy of a model's weights at the best step. With a manager, all methods are collective.
 
     Args:
         model: the model to copy.
@@ -246,6 +247,7 @@ class BestWeights:
         return self._step
 
     def _tensors(self) -> dict[str, Tensor]:
+        """Return the model's parameters and buffers, by name."""
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         return {name: tensor.detach() for name, tensor in named}
 
@@ -253,6 +255,15 @@ class BestWeights:
 def _make_manager(
     folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
 ) -> CheckpointManager:
+    """Return the manager of one kind of checkpoints.
+
+    Args:
+        folder: run folder.
+        name: subfolder, `CHECKPOINTS` or `BEST`.
+        store: object store; None: the run folder.
+        keep_last: number of checkpoints to keep.
+        ranks: the ranks, from `join`.
+    """
     # Files in transit are in a hidden folder, so that no command takes them for checkpoints.
     path = folder.path / name if store is None else folder.path / ".staged" / name
     stored = None if store is None else store.under(name)

@@ -38,7 +38,7 @@ class Schedule:
 
 
 class LearningRates:
-    """Learning rates as a stateless function of the step.
+    """Sets the learning rates of optimizers to a function of the step alone, so a resume needs no state.
 
     Args:
         optimizers: the optimizers. Current learning rates correspond to multiplier 1.

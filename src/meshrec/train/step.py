@@ -1,4 +1,4 @@
-"""One update: forward and backward over a step's batches, then the optimizers."""
+"""One training step: forward and backward over its batches, then the optimizers."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 
 class Outputs(NamedTuple):
-    """Detached outputs for this rank's samples: loss sum, logits and labels, [B] or [B, T], and sample
-    weights [B].
+    """Detached outputs of a batch on this rank.
+
+    Attributes:
+        loss_sum: loss summed over samples, a scalar.
+        logits: [B] or [B, T]; the mean over members for an ensemble.
+        labels: [B] or [B, T].
+        weights: sample weights [B]; None: 1.
     """
 
     loss_sum: Tensor
@@ -81,7 +86,7 @@ class TrainStep:
         ahead = self._ahead
         for number in range(num_batches):
             steps = number == num_batches - 1
-            batch = self._next(batches)
+            batch = self._next_batch(batches)
             with self._update.backward(steps=steps, late=ahead is not None):
                 self._read_flag()
                 self._watch.forget()
@@ -118,7 +123,8 @@ class TrainStep:
         if self._ahead is not None:
             self._ahead.reset()
 
-    def _next(self, batches: "Iterator[Batch]") -> "Batch":
+    def _next_batch(self, batches: "Iterator[Batch]") -> "Batch":
+        """Return the next batch on this rank's device."""
         if self._ahead is None:
             return next(batches).to(self._ranks.device, non_blocking=True)
         batch: Batch = self._ahead.next(batches)
@@ -130,13 +136,14 @@ class TrainStep:
         if unread is not None and self.failure is None:
             flag, batch, loss = unread
             if not flag.read():
-                self.failure = self._why(batch, float(loss))
+                self.failure = self._describe_failure(batch, float(loss))
 
-    def _why(self, batch: "Batch", loss: float) -> str:
+    def _describe_failure(self, batch: "Batch", loss: float) -> str:
+        """Return where a loss that is not finite comes from, as a message."""
         if not bool(torch.isfinite(batch.dense).all()):
             cause = "the batch already has dense values that are NaN or infinite"
         else:
-            first = self._watch.first_bad()
+            first = self._watch.first_nonfinite()
             cause = (
                 f"the first module with NaN or infinity in its output is {first}"
                 if first is not None

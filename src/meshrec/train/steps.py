@@ -1,4 +1,4 @@
-"""Training steps with profile and time per phase, and metrics lines that summarize them."""
+"""Training steps with learning rates, profile and phase times; and the metrics lines that summarize them."""
 
 import itertools
 import logging
@@ -110,7 +110,7 @@ class Steps:
 
 
 class PhaseTimes:
-    """Recorder for the time per phase.
+    """Records the time per phase of some steps.
 
     If exchanges overlap with computation, the step after a recorded step waits for every exchange and is
     recorded as well. The difference between both steps is the time hidden by the overlap.
@@ -159,7 +159,7 @@ class PhaseTimes:
 
 
 class MetricLines:
-    """Samples, time and outputs since the last line of training metrics.
+    """Collects samples, time and outputs of steps, and turns them into lines of training metrics.
 
     Args:
         recipe: the recipe.
@@ -180,14 +180,14 @@ class MetricLines:
         self._waits = WaitClock()
         self._tables = IdCounts(built.model, ranks)
         # Samples on this rank since the last line; summed over ranks into the progress by take.
-        self._num_untold = 0
+        self._num_unreported = 0
 
     def add(self, outputs: list[Any]) -> None:
         """Add a step's outputs."""
         self._window.add(outputs)
         for output in outputs:
-            self._num_untold += len(output.labels)
-        self._waits.stepped()
+            self._num_unreported += len(output.labels)
+        self._waits.record_step()
 
     @property
     def is_empty(self) -> bool:
@@ -200,7 +200,7 @@ class MetricLines:
         self._since = (self.progress.num_samples, time.perf_counter())
         self._waits.start()
 
-    def where(self) -> dict[str, Any]:
+    def step_fields(self) -> dict[str, Any]:
         """Return step, epoch, samples and training seconds so far, which every metrics line has."""
         progress = self.progress
         epoch, sample = progress.position
@@ -214,15 +214,15 @@ class MetricLines:
     def take(self) -> dict[str, Any]:
         """Return a line for the steps since the last line, and start the next. Collective."""
         progress, built = self.progress, self._built
-        num_samples, memory, cpu = self._ranks.sum([self._num_untold, *memory_and_cpu()])
+        num_samples, memory, cpu = self._ranks.sum([self._num_unreported, *memory_and_cpu()])
         progress.num_samples += int(num_samples)
-        self._num_untold = 0
+        self._num_unreported = 0
         samples, since = self._since
         seconds = time.perf_counter() - since
         progress.seconds += seconds
         line: dict[str, Any] = {
             "kind": "train",
-            **self.where(),
+            **self.step_fields(),
             **self._window.take(self._ranks),
             "samples_per_second": (progress.num_samples - samples) / seconds,
             "lr": float(built.dense.param_groups[0]["lr"]),

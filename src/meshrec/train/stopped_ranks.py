@@ -60,6 +60,7 @@ def _rank_of(environment: str) -> int | None:
 
 
 def _read_text(path: Path) -> str:
+    """Return a file's text; empty if the process it belongs to has ended."""
     try:
         return path.read_text(errors="replace")
     except OSError:  # it has just ended

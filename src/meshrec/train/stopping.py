@@ -1,4 +1,4 @@
-"""Early ends of a run: on a signal, and when the model stops improving."""
+"""Reasons to end a run early: a signal, or evaluations that no longer improve."""
 
 import ctypes
 import os
@@ -33,7 +33,12 @@ def stop_with_parent() -> None:
 
 
 class Agreement(NamedTuple):
-    """Agreement among all ranks after a step: whether any was asked to stop, and whether any failed."""
+    """Flags of all ranks combined.
+
+    Attributes:
+        stop: whether any rank was asked to stop.
+        failed: whether a step failed on any rank.
+    """
 
     stop: bool = False
     failed: bool = False
@@ -49,7 +54,7 @@ class StopRequest:
         # Set by the signal handler or by `request`, and never reset.
         self.signal: int | None = None
         # Flags and pending all-reduce from the last step, until finish reads them.
-        self._asked: tuple[torch.Tensor, Any] | None = None
+        self._pending: tuple[torch.Tensor, Any] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -64,9 +69,8 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def agreed(self, ranks: Ranks, *, failed: bool = False, at_once: bool = False) -> Agreement:
-        """Share flags once per step; return whether any rank was asked to stop, and whether any failed.
-        Collective.
+    def exchange(self, ranks: Ranks, *, failed: bool = False, at_once: bool = False) -> Agreement:
+        """Exchange flags with the other ranks, once per step; return those of the previous step. Collective.
 
         Args:
             ranks: the ranks, from `join`.
@@ -78,7 +82,7 @@ class StopRequest:
             return Agreement(self.signal is not None, failed)
         agreement = self.finish()
         flags = torch.tensor([float(self.signal is not None), float(failed)])
-        self._asked = (flags, dist.all_reduce(flags, group=ranks.control, async_op=True))
+        self._pending = (flags, dist.all_reduce(flags, group=ranks.control, async_op=True))
         if at_once:
             newer = self.finish()
             agreement = Agreement(agreement.stop or newer.stop, agreement.failed or newer.failed)
@@ -86,9 +90,9 @@ class StopRequest:
 
     def finish(self) -> Agreement:
         """Wait for the pending flags, and return the agreement."""
-        if self._asked is None:
+        if self._pending is None:
             return Agreement()
-        (flags, work), self._asked = self._asked, None
+        (flags, work), self._pending = self._pending, None
         with blocked():
             work.wait()
         return Agreement(*map(bool, flags.tolist()))
@@ -105,7 +109,9 @@ _BEYOND_CHANCE = 2.0
 """Standard errors by which the mean validation loss must fall below the reference to replace it."""
 _PROMISING = 1.0
 _RECENT = 3
-"""Training continues while one of the last three evaluations is below the reference by a standard error."""
+"""Training continues while the loss of one of the last `_RECENT` evaluations is below the reference by
+`_PROMISING` standard errors.
+"""
 
 
 class PairedTest:
@@ -127,7 +133,7 @@ class PairedTest:
         self.step: int | None = None
         # Reference losses, float32 [n].
         self._losses = torch.zeros(0)
-        # Gains since the reference, in standard errors, by evaluation.
+        # Loss reduction against the reference, in standard errors, for each evaluation since.
         self._deviations: list[float] = []
 
     @property
@@ -186,7 +192,7 @@ def _mean_in_standard_errors(gains: torch.Tensor, weights: torch.Tensor | None) 
 
 
 class EarlyStopping:
-    """Counter of evaluations without a better AUC.
+    """Decides after each evaluation whether the run should end, from the metrics so far.
 
     Args:
         patience: evaluations without a better AUC after which the run ends; None: never.
@@ -199,14 +205,14 @@ class EarlyStopping:
     def __init__(self, patience: int | None, chance_patience: int | None = None) -> None:
         self._patience = patience
         self.test = PairedTest(chance_patience)
-        # Best metric so far, raised by a lead in `Judge.favor_current`.
+        # Best metric so far; `WeightsEvaluator.favor_current` raises it above the measured value.
         self.best_auc = float("-inf")
         self.best_step = 0
         self.num_worse = 0
         self.last_step = 0
         """Step of the last evaluation."""
 
-    def improves(self, auc: float | None, step: int) -> bool:
+    def record(self, auc: float | None, step: int) -> bool:
         """Record an evaluation; return whether it is the best so far. ``auc`` is None if no metric selects
         the best weights.
         """
@@ -226,7 +232,7 @@ class EarlyStopping:
         return not is_patient or self._is_perfect or self.test.is_over
 
     @property
-    def _is_perfect(self) -> bool:
+    def _is_perfect(self) -> bool:  # only with `PairedTest`, so that runs without it keep all evaluations
         return self.test.patience is not None and self.best_auc >= 1
 
     def reason(self, metric: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Small run files in an object store, with which another host can continue the run."""
+"""Copies of a run's small files in an object store, so that another host can continue the run."""
 
 import fnmatch
 import json
@@ -67,6 +67,7 @@ def stored_launch(launch: str, launch_file: str, store: ObjectStore) -> str | No
 
 
 def _read_launch_id(store: ObjectStore, name: str) -> str | None:
+    """Return the launch ID in a stored file; None if the file is damaged or has none."""
     try:
         entry = json.loads(store.read(name)).get("id")
     except (json.JSONDecodeError, AttributeError):

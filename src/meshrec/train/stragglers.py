@@ -14,14 +14,14 @@ from meshrec.train.ranks import Ranks
 
 
 class Straggler(NamedTuple):
-    """The slowest rank, and the share of the other ranks' time spent waiting for it."""
+    """The rank for which the others wait, and the share of their time that they wait for it."""
 
     rank: int
     share: float
 
 
 class WaitClock:
-    """Seconds for which collectives block this rank, by step."""
+    """Measures for how long collectives block this rank in each step."""
 
     def __init__(self) -> None:
         # Blocked seconds per step since the last `take`.
@@ -33,7 +33,7 @@ class WaitClock:
         """Reset the clock: time blocked since the last step, as in an evaluation, does not count."""
         self._before = blocked_time.seconds
 
-    def stepped(self) -> None:
+    def record_step(self) -> None:
         """Record a step."""
         now = blocked_time.seconds
         self._steps.append(now - self._before)

@@ -1,4 +1,4 @@
-"""ID counts for hashed tables between metrics lines."""
+"""Counts of admitted, refused and evicted IDs in hashed tables, for metrics lines."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ _COUNTS = ("live", "new", "refused", "evicted", "read", "hits")
 
 
 class IdCounts:
-    """Live, new, refused and evicted ID counts per hashed table, and hit rates.
+    """Counts the live, new, refused and evicted IDs of each hashed table, and the hit rate, between lines.
 
     Args:
         model: the model, with sharded tables.

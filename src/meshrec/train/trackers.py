@@ -59,6 +59,7 @@ class MLflowObserver:
                 self._client.set_terminated(self._run, status)
 
     def _start(self, event: Started) -> None:
+        """Continue the MLflow run of a resumed run, or create one with the recipe's options."""
         experiment = self._client.get_experiment_by_name(event.recipe.name)
         number = (
             self._client.create_experiment(event.recipe.name)

@@ -92,7 +92,7 @@ class Trainer:
             folder=folder,
             keep=keep,
             store=store,
-            tell=lambda text: self._tell(Reported(text)),
+            tell=lambda text: self._notify(Reported(text)),
         )
         self.precision = choose_precision(recipe.training.dense_precision, ranks)
         self.loss_check: LossCheck | None = None
@@ -135,7 +135,7 @@ class Trainer:
         is_resumed = self.saver.resume()
         if is_resumed and folder is not None and self.ranks.is_first:
             step = self.progress.step
-            folder.forget_after(step, judged=self.evaluator.early.last_step == step)
+            folder.remove_lines_after(step, judged=self.evaluator.early.last_step == step)
         return is_resumed
 
     def run(self) -> dict[str, float]:
@@ -145,20 +145,20 @@ class Trainer:
             LossError: a loss is NaN or infinite on any rank; raised on every rank.
             ValueError: all training rows were skipped as damaged; raised on every rank.
         """
-        self._tell(self._started())
+        self._notify(self._started())
         if self.precision.reason is not None:
-            self._tell(Reported(self.precision.reason))
-        is_fitted = self._starts_with_fitted_weights()
+            self._notify(Reported(self.precision.reason))
+        is_fitted = self._fit_initial_weights()
         self.saver.start()
         with frozen_objects(), self._steps.profiled():
-            if is_fitted or self._owes_an_evaluation():
+            if is_fitted or self._needs_evaluation():
                 self._evaluate()
             if is_fitted:
                 self.evaluator.favor_current()
             while not self._is_over():
-                self._epoch()
+                self._train_epoch()
         if self._stop.finish().failed:
-            self._fail()
+            self._raise_first_failure()
         self._log_remaining()
         if self.progress.step and not self.progress.num_samples:
             raise ValueError(
@@ -181,17 +181,16 @@ class Trainer:
         """
         return score(self.built.model, reader, self.ranks)
 
-    def _starts_with_fitted_weights(self) -> bool:
+    def _fit_initial_weights(self) -> bool:
+        """Fit initial weights if this is the first step; return whether the model has such a fit."""
         if self.progress.step:
             return False
         options = self.recipe.model.start(self.built.model, self.recipe, self.dataset, self.ranks)
         self.progress.start_options = options or {}
         return options is not None
 
-    def _owes_an_evaluation(self) -> bool:
-        """Return whether a resumed run was stopped after the end of an epoch but before the epoch's
-        evaluation.
-        """
+    def _needs_evaluation(self) -> bool:
+        """Return whether a resumed run had ended an epoch but not evaluated it yet."""
         at_end = self.progress.step > 0 and self.progress.position.sample == 0
         between = (
             self.recipe.training.evaluate_every is None
@@ -200,9 +199,10 @@ class Trainer:
         return at_end and between and not self._is_over()
 
     def _is_over(self) -> bool:
+        """Return whether training ends: stop request, last step, or early stopping."""
         return self.stopped or self.progress.step >= self.num_steps or self.evaluator.early.is_over
 
-    def _epoch(self) -> None:
+    def _train_epoch(self) -> None:
         """Train until the end of the epoch or run."""
         training, ranks = self.recipe.training, self.ranks
         train = self.dataset.train
@@ -217,7 +217,7 @@ class Trainer:
         with prefetch(reader, training.prefetch) as batches:
             self._lines.start_clock()
             try:
-                while self._one_step(batches):
+                while self._train_step(batches):
                     if self._is_over():
                         return
                     if self.progress.position.sample == 0:
@@ -230,11 +230,12 @@ class Trainer:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
+        """Save a checkpoint if one is due."""
         if self.saver.is_due(self.progress.step):
             self._log_remaining()  # a run that resumes here has lost these metrics
             self.saver.save()
 
-    def _one_step(self, batches: Iterator[Batch]) -> bool:
+    def _train_step(self, batches: Iterator[Batch]) -> bool:
         """Train a step; return False if no data was left for it."""
         progress, training = self.progress, self.recipe.training
         in_epoch = self.dataset.train.num_samples
@@ -247,7 +248,7 @@ class Trainer:
             return False
         progress.advance(num_samples, in_epoch)
         step = progress.step
-        self._tell(Stepped(step, num_samples))
+        self._notify(Stepped(step, num_samples))
         logs = step % training.log_every == 0
         evaluates = training.evaluate_every is not None and step % training.evaluate_every == 0
         # The last step of an epoch is saved after the evaluation.
@@ -256,13 +257,13 @@ class Trainer:
         ends_epoch = progress.position.sample == 0
         publishes = training.publish_every is not None and step % training.publish_every == 0
         # All ranks must know that the step succeeded before anything of it is reported or stored.
-        agreed = self._stop.agreed(
+        agreed = self._stop.exchange(
             self.ranks,
             failed=self._steps.step.failure is not None,
             at_once=logs or evaluates or saves or publishes or ends_epoch,
         )
         if agreed.failed:
-            self._fail()
+            self._raise_first_failure()
         if logs:
             self._log()
         if publishes:
@@ -275,7 +276,7 @@ class Trainer:
         self.stopped = agreed.stop
         return True
 
-    def _fail(self) -> None:
+    def _raise_first_failure(self) -> None:
         """Raise the first error from any rank, on every rank."""
         # All ranks pick the earliest step, so that they raise the same error.
         failures = [
@@ -291,7 +292,7 @@ class Trainer:
 
     def _log(self) -> None:
         """Report training metrics for the samples and the time since the last line."""
-        self._tell(Logged(self._lines.take()))
+        self._notify(Logged(self._lines.take()))
         self._steps.phases.write()
         self._lines.start_clock()
 
@@ -301,13 +302,16 @@ class Trainer:
             self._log()
 
     def _evaluate(self) -> None:
+        """Evaluate the current weights on the validation data, and save them if they are the best."""
         self._log_remaining()
         if self.dataset.validation is None:
             return
         is_best = self.evaluator.validate(self.progress.step)
         if is_best:
-            self.saver.keep_best()
-        self._tell(Evaluated({"kind": "validation", **self._lines.where(), **self.validation}, is_best))
+            self.saver.save_best()
+        self._notify(
+            Evaluated({"kind": "validation", **self._lines.step_fields(), **self.validation}, is_best)
+        )
         self._lines.start_clock()
 
     def _finish(self) -> None:
@@ -327,29 +331,35 @@ class Trainer:
                     f": what was fitted before the first step (the model's linear part and trees) was not "
                     f"improved by {step:,} steps of training. More epochs would not help"
                 )
-            self._tell(Reported(f"took the weights of step {best}, the best by validation {by}{why}"))
-        self._tell(Reported(self.ended_because))
+            self._notify(Reported(f"took the weights of step {best}, the best by validation {by}{why}"))
+        self._notify(Reported(self.ended_because))
         if not self.stopped and self.dataset.test is not None:
             evaluator.evaluate_test(step)
-            line = {"kind": "test", **self._lines.where(), "step": evaluator.weights_step, **evaluator.test}
-            self._tell(Evaluated(line, False))
+            line = {
+                "kind": "test",
+                **self._lines.step_fields(),
+                "step": evaluator.weights_step,
+                **evaluator.test,
+            }
+            self._notify(Evaluated(line, False))
         evaluator.compute_curves()
         if self.precision.bf16 and not self.stopped:
             self._check_precision()
 
     def _check_precision(self) -> None:
+        """Compare the reported weights' loss in bf16 and fp32."""
         reader = self.dataset.train if self.dataset.validation is None else self.dataset.validation
         self.loss_check = check_loss(self.built.model, reader, self.ranks, self.recipe.loss)
         if self.loss_check is not None:
             _, rounded, exact = self.loss_check
-            self._tell(
+            self._notify(
                 Reported(
                     f"the loss in bf16 is {rounded:.6f}, and in fp32 {exact:.6f}, on "
                     f"{self.loss_check.samples:,} samples"
                 )
             )
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
         if self._observer is not None:
             self._observer(event)
 

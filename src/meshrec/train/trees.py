@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Matrix = np.typing.NDArray[np.float32]
 
-_ROUNDS = 2000
+_ROUNDS = 2000  # upper limit, which early stopping rarely reaches
 _PATIENCE = 50
 _MAX_IDS = 64
 """Number of frequent list IDs with a separate column."""
@@ -37,7 +37,7 @@ def has_trees() -> bool:
 
 
 class TreeBaseline:
-    """Gradient-boosted trees, fitted to training samples.
+    """LightGBM model fitted to training samples; called with a batch, it returns logits.
 
     Dense values are inputs as they are, and single IDs are categories. A list becomes indicators for its most
     frequent IDs. Trees are added until the validation AUC has not improved for 50 trees; without validation
@@ -141,6 +141,7 @@ class TreeBaseline:
         return np.concatenate([*columns, *lists], axis=1).astype(np.float32)
 
     def _category(self, name: str, values: Tensor) -> Tensor:
+        """Return the category of each ID: its rank among frequent IDs, or one category for all others."""
         frequent = self._frequent.get(name)
         if frequent is None:
             return values

@@ -30,7 +30,13 @@ Tell = Callable[[str], None]
 
 
 class Range(NamedTuple):
-    """Search space between two ends; integers if both ends are. ``log``: uniform in the logarithm."""
+    """Search space from ``low`` to ``high``, inclusive; integers if both are integers.
+
+    Attributes:
+        low: smallest value.
+        high: largest value.
+        log: whether values are uniform in the logarithm.
+    """
 
     low: float
     high: float
@@ -44,7 +50,7 @@ class Range(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Search space with a few values."""
+    """Search space of listed values."""
 
     values: tuple[Any, ...]
 
@@ -88,6 +94,7 @@ def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choice
 
 
 def _parse_values(text: str, word: str) -> Range | Choices:
+    """Parse ``LOW..HIGH``, ``LOW..HIGH:log`` or ``A,B,C``; ``word`` is the whole argument, for errors."""
     ends, _, scale = text.partition(":")
     low, dots, high = ends.partition("..")
     if not dots:
@@ -101,6 +108,7 @@ def _parse_values(text: str, word: str) -> Range | Choices:
 
 
 def _parse_literal(text: str) -> Any:
+    """Parse a value as JSON, or else as a string."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -149,13 +157,21 @@ def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def _with_value(holder: Any, path: Sequence[str], value: Any) -> Any:
+    """Return nested dataclasses with a new value for the field at a path."""
     first, *inner = path
     new = _with_value(getattr(holder, first), inner, value) if inner else value
     return dataclasses.replace(holder, **{first: new})
 
 
 class BestTrial(NamedTuple):
-    """Best trial in a study, and the number of trials."""
+    """Best trial in a study.
+
+    Attributes:
+        values: option values by name.
+        worth: the trial's value; higher is better.
+        trial: number of the trial.
+        num_trials: number of trials in the study.
+    """
 
     values: dict[str, Any]
     worth: float
@@ -265,7 +281,7 @@ def _preserved_logging() -> Iterator[None]:
 
 
 def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial | None") -> float:
-    """Train a trial and return the value on rank 0; other ranks have no ``trial`` and return 0."""
+    """Train one trial; return its best validation metric on rank 0, and 0 on ranks without a ``trial``."""
     search = needs("optuna", "tune")
     best: list[float] = []
     # Pruning is an early stop, on which all ranks agree.
@@ -292,7 +308,9 @@ def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optun
     return max(best)
 
 
-def train_seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: None) -> dict[str, Spread]:
+def train_seeds(
+    recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: None
+) -> dict[str, Spread]:
     """Train with ``num`` seeds; return mean and standard deviation per test metric.
 
     Without test data, validation metrics are used. The seed determines initial weights and sample order; the
@@ -326,6 +344,7 @@ def train_seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda t
 
 
 def _format_values(values: Mapping[str, Any]) -> str:
+    """Format values by name on a line."""
     return "  ".join(
         f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in values.items()

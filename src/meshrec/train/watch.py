@@ -16,7 +16,7 @@ class LossError(ValueError):
 
 
 class FiniteFlag:
-    """Finite flag for a loss, computed and copied on the device. Only ``read`` waits for the device.
+    """Whether a loss is finite, computed on the device without waiting for it; only ``read`` waits.
 
     Args:
         loss: a scalar.
@@ -40,7 +40,7 @@ class FiniteFlag:
 
 
 class OutputWatch:
-    """Module outputs in the current step, inspected only if the loss is not finite.
+    """Keeps references to all module outputs of a step, to search them if the loss is not finite.
 
     Autograd keeps most outputs anyway, so this costs a call per module and little memory.
 
@@ -56,20 +56,21 @@ class OutputWatch:
                 name = name.removeprefix(wrapper)
             # A Sequential returns what its last module did.
             if name and name not in ("_dmp_wrapped_module", "module") and type(module) is not nn.Sequential:
-                module.register_forward_hook(partial(self._take, name))
+                module.register_forward_hook(partial(self._record, name))
 
     def forget(self) -> None:
         """Drop the outputs."""
         self._seen.clear()
 
-    def first_bad(self) -> str | None:
+    def first_nonfinite(self) -> str | None:
         """Return the first module to finish with NaN or infinity in the output."""
         for name, output in self._seen:
             if any(not bool(torch.isfinite(tensor).all()) for tensor in _float_tensors(output)):
                 return name
         return None
 
-    def _take(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+    def _record(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        """Forward hook: keep a module's output in training mode."""
         if module.training:
             self._seen.append((name, output))
 

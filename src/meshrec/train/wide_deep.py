@@ -1,4 +1,4 @@
-"""Wide & deep, the model `meshrec inspect` proposes, sized by the dataset."""
+"""Configuration of the wide & deep model, which `meshrec inspect` proposes, and the fit of its start."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,9 +39,7 @@ _FOLDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class WideDeepConfig(ModelConfig):
-    """Wide and deep: linear terms, pairwise products, and an ensemble of MLPs, with embeddings for
-    numbers.
-    """
+    """Wide & deep model: linear terms, pairwise products, and MLPs; numbers have embeddings too."""
 
     embedding_dim: int = 8
     """Embedding width, the same for every table; the first column is the linear weight."""
@@ -171,7 +169,7 @@ class WideDeepConfig(ModelConfig):
 
 
 class _InitialValues(NamedTuple):
-    """Fitted initial values."""
+    """Initial values of a wide & deep model, fitted to the first training samples."""
 
     linear: Tensor
     """A weight per table row, bin and number, and the bias; hashed tables have no weights."""
@@ -181,10 +179,12 @@ class _InitialValues(NamedTuple):
     penalty: float
     """L2 penalty of the regression."""
     counts: tuple[int, int]
-    """Number of trees of both kinds."""
+    """Number of residual trees, and of independent trees; see `fit_boosted`."""
 
 
-def _fit_initial_values(model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: int) -> _InitialValues:
+def _fit_initial_values(
+    model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: int
+) -> _InitialValues:
     """Fit the linear weights, and trees if the model has them, on the first training samples.
 
     Without validation data, a tenth of these samples selects the penalty and the number of trees, unless the
@@ -213,7 +213,9 @@ def _fit_initial_values(model: WideDeep, dataset: "Dataset", config: WideDeepCon
 
     def judged(samples: Batch, matrix: Any) -> TreeSamples:
         logits = torch.from_numpy(matrix @ fit.weights)
-        return TreeSamples(_tree_inputs(dataset, samples, scores), samples.labels, logits, weights_of(samples))
+        return TreeSamples(
+            _tree_inputs(dataset, samples, scores), samples.labels, logits, weights_of(samples)
+        )
 
     crossed = _out_of_fold_samples(dataset, train, learnt, fit, learns).where(learns)
     if config.fit_tree_counts is not None:
@@ -233,10 +235,10 @@ def _fit_initial_values(model: WideDeep, dataset: "Dataset", config: WideDeepCon
 def _out_of_fold_samples(
     dataset: "Dataset", samples: Batch, learnt: LabelledSamples, fit: Regression, learns: Tensor
 ) -> TreeSamples:
-    """Return training samples with out-of-fold scores and logits.
+    """Return training samples with scores and logits from fits on the other folds.
 
-    Scores and weights fitted on a sample's own label say more about it than about new samples: trees would
-    trust them too much.
+    Scores and weights fitted on a sample's own label predict it better than they predict new samples, so
+    trees would rely on them too much.
     """
     folds = torch.arange(len(samples)) % _FOLDS
     inputs, logits = [], []
@@ -285,7 +287,7 @@ def _tree_inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Te
 
 
 def _initial_state(model: WideDeep, fit: _InitialValues, seed: int) -> dict[str, Tensor]:
-    """Return parameter values for the fitted start, with a deep part that adds 0."""
+    """Return a state dict with the fitted values, and a deep part whose output is 0."""
     state: dict[str, Tensor] = {}
     # The fitted weights follow the order in `design_matrix`: table rows, bins, lines, bias.
     encoding, start, fitted, scores = model.numbers.encoding, 0, fit.linear, iter(fit.scores)

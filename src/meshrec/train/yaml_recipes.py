@@ -111,6 +111,14 @@ def _build_object(kind: Any, saved: Any, where: str) -> Any:
 
 
 def _build_field(hint: Any, value: Any, where: str, *, name: str) -> Any:
+    """Convert a YAML value to a recipe field.
+
+    Args:
+        hint: type of the field.
+        value: plain value.
+        where: field for errors.
+        name: field name.
+    """
     if name == "features" and isinstance(value, Mapping):
         from meshrec.data.features import Features
 
@@ -209,6 +217,7 @@ def _to_plain(value: Any, declared: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether YAML can hold a value."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int | float | Path | Enum)
