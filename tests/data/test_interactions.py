@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshrec.data import DataError, Feature, Interactions, Ranges, next_items
-from meshrec.data.interactions import latest
+from meshrec.data import DataError, Feature, Interactions, Ranges, interactions, next_items
+from meshrec.data.next_item_data import latest
+from meshrec.data.order import Stream, generator
 
 NUM_USERS, LENGTH, NUM_ITEMS, FIRST = 30, 14, 24, 2
 
@@ -117,6 +118,82 @@ def stored(folder, log: Interactions) -> Interactions:
     return replace(log, **{name: np.load(folder / f"{name}.npy", "r") for name in ("items", "times", "rows")})
 
 
+def random_log(random, num_users=12) -> Interactions:
+    lengths = random.integers(0, 9, num_users)
+    offsets, catalogue = np.cumsum([0, *lengths]), np.sort(random.choice(90, 8, replace=False))
+    num, users = offsets[-1], np.repeat(np.arange(num_users), lengths)
+    times = random.integers(-20, 60, num)
+    return circle(
+        offsets=offsets,
+        items=random.choice(catalogue, num),
+        times=times[np.lexsort((times, users))],
+        rows=random.permutation(num),
+        num_rows=int(num),
+        item=Feature(name="item", num_embeddings=90),
+        catalogue=catalogue,
+    )
+
+
+def plain_samples(log, history, held_out, *, windows):
+    """Return (position of the last target, history, targets) of training, validation and test samples."""
+    train, validation, test = [], [], []
+    ordered = np.sort(log.times)
+    start, end = (ordered[int(len(ordered) * share)] for share in (1 - 0.3 - 0.2, 1 - 0.2))
+    for first, stop in itertools.pairwise(log.offsets.tolist()):
+        indices, train_stop = range(first, stop), stop
+        if held_out == "leave_last_out" and stop - first >= 3:
+            train_stop = stop - 2
+            validation.append(stop - 2)
+            test.append(stop - 1)
+        if held_out == "time":
+            train_stop = first + sum(log.times[index] < start for index in indices)
+            validation += [index for index in indices if start <= log.times[index] < end][:1]
+            test += [index for index in indices if log.times[index] >= end][:1]
+        train += range(train_stop - 1, first, -history) if windows else range(first + 1, train_stop)
+    samples = []
+    for part, indices in enumerate((train, validation, test)):
+        samples.append([])
+        for index in indices:
+            first = max(log.offsets[np.searchsorted(log.offsets, index, side="right") - 1], index - history)
+            first_target = first + 1 if windows and part == 0 else index
+            samples[part].append(
+                (log.items[first:index].tolist(), log.items[first_target : index + 1].tolist())
+            )
+    return samples
+
+
+@pytest.mark.parametrize("held_out", ["leave_last_out", "time", "nothing"])
+@pytest.mark.parametrize("windows", [True, False])
+def test_samples_are_those_of_loops_over_users(monkeypatch, held_out, windows):
+    monkeypatch.setattr(interactions, "BLOCK", 7)
+    random = np.random.default_rng(0)
+    for history in (1, 2, 5):
+        log = random_log(random)
+        data = next_items(
+            log, history=history, held_out=held_out, validation=0.3, test=0.2, windows=windows, seed=3
+        )
+        expected = plain_samples(log, history, held_out, windows=windows)
+        order = generator(3, Stream.BLOCKS, 0).permutation(len(expected[0]))
+        expected[0] = [expected[0][number] for number in order]
+        for reader, samples in zip((data.train, data.validation, data.test), expected, strict=True):
+            batches = [] if reader is None else [whole(reader)]
+            pairs = [
+                zip(*(bags(batch, key) for key in ("history", "item")), strict=True) for batch in batches
+            ]
+            assert [*itertools.chain(*pairs)] == samples
+        counts = np.bincount([item for _, targets in expected[0] for item in targets], minlength=90)
+        assert data.item_counts.tolist() == counts[log.catalogue].tolist()
+
+
+def test_four_ranks_read_the_samples_of_one():
+    data = next_items(circle(), history=5)
+    for reader in (data.train, data.validation):
+        steps = zip(*(reader.batches(2, rank=rank, world_size=4) for rank in range(4)), strict=True)
+        for whole_step, step in zip(reader.batches(8), steps, strict=True):
+            assert bags(whole_step, "history") == [bag for batch in step for bag in bags(batch, "history")]
+            assert whole_step.rows.tolist() == [row for batch in step for row in batch.rows.tolist()]
+
+
 @pytest.mark.parametrize("options", [{}, {"held_out": "time"}, {"windows": False}, {"held_out": "nothing"}])
 def test_logs_in_mapped_files_give_the_same_batches(tmp_path, options):
     log = circle()
@@ -133,6 +210,7 @@ def test_logs_in_mapped_files_give_the_same_batches(tmp_path, options):
             assert torch.equal(batch.sparse.lengths(), expected.sparse.lengths())
             assert torch.equal(batch.rows, expected.rows)
     assert torch.equal(datasets[0].item_counts, datasets[1].item_counts)
+    assert options.get("windows") is False or torch.equal(*(data.new_user_scores for data in datasets))
 
 
 def test_seen_items_stay_candidates_where_that_is_wanted():

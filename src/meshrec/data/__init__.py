@@ -14,8 +14,9 @@ from meshrec.data.dataset import (
 )
 from meshrec.data.faults import DataError
 from meshrec.data.in_memory import InMemoryReader, Ranges
-from meshrec.data.interactions import Interactions, next_items
+from meshrec.data.interactions import Interactions
 from meshrec.data.movielens import movielens
+from meshrec.data.next_item_data import next_items
 from meshrec.data.parquet import parquet, parquet_reader
 from meshrec.data.prefetch import Prefetch, prefetch
 from meshrec.data.splitting import Split

@@ -9,11 +9,12 @@ from meshrec.data.faults import DataError, Faults
 from meshrec.data.features import Features, Label, Vocabulary
 from meshrec.data.features.values import microseconds_of
 from meshrec.data.hashing import codes_of
-from meshrec.data.interactions import HISTORY, check_history
+from meshrec.data.interactions import HISTORY
 from meshrec.data.log_columns import ITEM, USER, LogColumns
 from meshrec.data.logs import LogTable, counted_rows
 from meshrec.data.movielens import ratings_before
 from meshrec.data.nearest import missing_column
+from meshrec.data.next_item_data import check_history
 from meshrec.data.samples import gather_ranges
 
 

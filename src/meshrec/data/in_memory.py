@@ -1,12 +1,14 @@
-"""Reader of samples in memory, shuffled globally."""
+"""Readers of samples by number, shuffled globally."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from meshrec.data.batch import Batch
 from meshrec.data.dataset import Position, Reader, RowsOfFile, locate
@@ -30,7 +32,75 @@ class Ranges(NamedTuple):
         return Ranges(self.values, self.starts[rows], self.lengths[rows])
 
 
-class InMemoryReader(Reader):
+class IndexedReader(Reader):
+    """Base class for readers that can return any samples by number, shuffled globally.
+
+    Args:
+        seed: shuffle seed.
+        shuffle: whether to shuffle.
+    """
+
+    def __init__(self, *, seed: int, shuffle: bool) -> None:
+        check_seed(seed)
+        self._seed, self._shuffle = seed, shuffle
+        self._share: Callable[[Ints, int], list[Ints]] | None = None
+        self._balanced_keys: Sequence[str] = ()
+
+    @abstractmethod
+    def lengths(self, key: str, samples: Ints) -> Ints:
+        """Return the number of IDs of a key for the samples with the given numbers."""
+
+    @abstractmethod
+    def batch(self, samples: Ints) -> Batch:
+        """Return the samples with the given numbers."""
+
+    def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> Self:
+        """Return a reader for the same samples that balances steps among ranks by some keys' lengths.
+
+        Args:
+            keys: keys whose lengths are summed per sample.
+            share: maps the sample lengths in a step and the rank count to sample positions per rank,
+                as `meshrec.data.balance.balanced_shares`.
+        """
+        reader = copy.copy(self)
+        reader._share, reader._balanced_keys = share, keys
+        return reader
+
+    @override
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        position: Position = Position(),  # noqa: B008 - immutable
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ) -> Iterator[Batch]:
+        plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
+        return self._batches(plan, position.epoch, rank, world_size)
+
+    def _batches(self, plan: Iterator[Step], epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
+        order = self._order(epoch) if self._shuffle else None
+        for step in plan:
+            samples = np.arange(*step) if order is None else order[step.start : step.stop].astype(np.int64)
+            if self._share is None or world_size == 1:
+                samples = samples[slice(*rank_slice(len(samples), rank, world_size))]
+            else:
+                lengths = np.sum([self.lengths(key, samples) for key in self._balanced_keys], axis=0)
+                samples = samples[self._share(lengths, world_size)[rank]]
+            yield self.batch(samples)
+
+    def _order(self, epoch: int) -> "npt.NDArray[np.integer[Any]]":
+        """Return the shuffled sample numbers of an epoch."""
+        # Logs may have billions of samples, and this array is the only one with an entry for each of them.
+        kind: type[np.integer[Any]] = np.int32 if self.num_samples <= 1 << 31 else np.int64
+        order: npt.NDArray[np.integer[Any]] = np.arange(self.num_samples, dtype=kind)
+        # A function of (seed, epoch) only, so that a resumed or resized run sees the same order.
+        generator(self._seed, Stream.BLOCKS, epoch).shuffle(order)
+        return order
+
+
+class InMemoryReader(IndexedReader):
     """Reader of NumPy arrays.
 
     Args:
@@ -60,7 +130,7 @@ class InMemoryReader(Reader):
         shuffle: bool = True,
         label_range: tuple[float, float] | None = (0.0, 1.0),
     ) -> None:
-        check_seed(seed)
+        super().__init__(seed=seed, shuffle=shuffle)
         sizes = {"dense": len(dense), "labels": len(labels)} | {k: len(v.starts) for k, v in ids.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"all arrays must have one entry per sample, got {sizes} entries.")
@@ -80,22 +150,6 @@ class InMemoryReader(Reader):
                     f"({rows_text(int(bad.sum()))} of {len(labels)}). Make labels of it, or pass label_range."
                 )
         self._dense, self._labels, self._ids = dense, labels, dict(ids)
-        self._seed, self._shuffle = seed, shuffle
-        self._share: Callable[[Ints, int], list[Ints]] | None = None
-        self._lengths = np.zeros(0, np.int64)
-
-    def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> "InMemoryReader":
-        """Return a reader for the same samples that balances steps among ranks by some keys' lengths.
-
-        Args:
-            keys: keys whose lengths are summed per sample.
-            share: maps the sample lengths in a step and the rank count to sample positions per rank,
-                as `meshrec.data.balance.balanced_shares`.
-        """
-        reader = copy.copy(self)
-        reader._share = share
-        reader._lengths = np.sum([self._ids[key].lengths for key in keys], axis=0)
-        return reader
 
     @property
     def num_samples(self) -> int:
@@ -108,33 +162,15 @@ class InMemoryReader(Reader):
         return self._files
 
     @override
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        position: Position = Position(),  # noqa: B008 - immutable
-        rank: int = 0,
-        world_size: int = 1,
-        drop_last: bool = False,
-    ) -> Iterator[Batch]:
-        plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
-        return self._batches(plan, position.epoch, rank, world_size)
+    def lengths(self, key: str, samples: Ints) -> Ints:
+        return self._ids[key].lengths[samples]
 
-    def _batches(self, plan: Iterator[Step], epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
-        order = np.arange(self.num_samples)
-        if self._shuffle:
-            # A function of (seed, epoch) only, so that a resumed or resized run sees the same order.
-            order = generator(self._seed, Stream.BLOCKS, epoch).permutation(self.num_samples)
-        for step in plan:
-            rows = order[step.start : step.stop]
-            if self._share is None or world_size == 1:
-                rows = rows[slice(*rank_slice(len(rows), rank, world_size))]
-            else:
-                rows = rows[self._share(self._lengths[rows], world_size)[rank]]
-            ids = tuple(
-                gather_ranges(ranges.values, ranges.starts[rows], ranges.lengths[rows])
-                for ranges in self._ids.values()
-            )
-            samples = Samples(self._dense[rows], self._labels[rows], ids, rows=self._rows[rows])
-            shape = Shape(self._dense.shape[1], len(self._ids), self._labels[:1].size)
-            yield to_batch(tuple(self._ids), shape, [samples])
+    @override
+    def batch(self, samples: Ints) -> Batch:
+        ids = tuple(
+            gather_ranges(ranges.values, ranges.starts[samples], ranges.lengths[samples])
+            for ranges in self._ids.values()
+        )
+        rows = Samples(self._dense[samples], self._labels[samples], ids, rows=self._rows[samples])
+        shape = Shape(self._dense.shape[1], len(self._ids), self._labels[:1].size)
+        return to_batch(tuple(self._ids), shape, [rows])

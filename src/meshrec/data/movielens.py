@@ -15,8 +15,8 @@ from meshrec.data.dataset import Dataset, Feature, RowsOfFile
 from meshrec.data.faults import Faults, OnError
 from meshrec.data.hashing import codes_of
 from meshrec.data.in_memory import InMemoryReader, Ranges
-from meshrec.data.interactions import check_history
 from meshrec.data.movielens_files import RawRatings, load_folder, load_packaged
+from meshrec.data.next_item_data import check_history
 from meshrec.data.order import check_seed
 from meshrec.data.samples import Bools, Floats, Ints
 from meshrec.data.splitting import Part, Parts, Split

@@ -14,9 +14,10 @@ from meshrec.data import Reader
 from meshrec.data.faults import DataError
 from meshrec.data.features.values import is_missing, kind_of, one_number, whole
 from meshrec.data.frames import read_columns
-from meshrec.data.interactions import SEEN, latest
+from meshrec.data.interactions import SEEN
 from meshrec.data.log_columns import ITEM, USER
 from meshrec.data.logs import item_ids, vocabulary_of
+from meshrec.data.next_item_data import latest
 from meshrec.models.top_k import top_k
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
     from meshrec.data.faults import Faults
     from meshrec.data.features import Features, Key
-    from meshrec.data.interactions import HeldOut
     from meshrec.data.logs import LoggedUsers, LogTable
+    from meshrec.data.next_item_data import HeldOut
 
 _COLUMNS = LogColumns()
 _COLUMNS_OF_BOOKS = LogColumns(min_user_count=5, min_item_count=5, ties="shuffle")
