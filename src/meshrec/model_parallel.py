@@ -14,7 +14,7 @@ from meshrec.comms.agreement import verify_same_plan
 from meshrec.comms.collectives import broadcast
 from meshrec.comms.dense_gradients import DenseGradients, average_gradients
 from meshrec.comms.mesh import Axis, ShardingEnv, default_env, group_device
-from meshrec.distributed.reshard import moved
+from meshrec.distributed.reshard import reshard_tables
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.modules.embedding_modules import seed_by_path
 from meshrec.optim.keyed import CombinedOptimizer
@@ -221,7 +221,9 @@ class DistributedModelParallel(nn.Module):
         verify_same_plan(plan, self._env.world.group)
         tables = {path: tables_of(module) for path, module in self._sharded.items()}
         verify_plan(plan, tables, world_size=self._env.shard.size)
-        built = moved({path: module.built for path, module in self._sharded.items()}, plan, self._env)
+        built = reshard_tables(
+            {path: module.built for path, module in self._sharded.items()}, plan, self._env
+        )
         for path, module in self._sharded.items():
             module.rebuild(built[path])
         self._plan = _with_actual_kernels(plan, self._sharded)

@@ -9,7 +9,7 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.comms.mesh import Axis, ShardingEnv, default_env
 from meshrec.distributed import reshard
-from meshrec.distributed.reshard import RankRectangle, transfers_of
+from meshrec.distributed.reshard import RankRectangle, plan_transfers
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.ops.operators import OutOfMemoryError
 from meshrec.optim import SGD
@@ -198,18 +198,18 @@ def test_transfers_cover_the_new_rectangles():
 
     rows = [held(0, 0, 5, 0, 4), held(1, 5, 10, 0, 4)]
     columns = [held(0, 0, 10, 0, 2), held(1, 0, 10, 2, 4)]
-    found = list(transfers_of(rows, columns, Axis(size=2)))
+    found = list(plan_transfers(rows, columns, Axis(size=2)))
     assert [(t.source.rank, t.target.rank, *t[2:]) for t in found] == [
         (0, 0, 0, 5, 0, 2),
         (1, 0, 5, 10, 0, 2),
         (0, 1, 0, 5, 2, 4),
         (1, 1, 5, 10, 2, 4),
     ]
-    to_all = list(transfers_of(rows, None, Axis(size=2)))
+    to_all = list(plan_transfers(rows, None, Axis(size=2)))
     assert [(t.source.rank, t.target.rank) for t in to_all] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    from_all = list(transfers_of(None, columns, Axis(size=2)))
+    from_all = list(plan_transfers(None, columns, Axis(size=2)))
     assert [(t.source.rank, t.target.rank) for t in from_all] == [(0, 0), (1, 1)]
-    assert list(transfers_of(None, None, Axis(size=2))) == []
+    assert list(plan_transfers(None, None, Axis(size=2))) == []
 
 
 @pytest.mark.parametrize("name", ["items", "keys"])

@@ -1,6 +1,6 @@
 import torch
 
-from meshrec.distributed.touched_rows import by_key
+from meshrec.distributed.touched_rows import ids_by_key
 from meshrec.ops import tbe
 
 
@@ -9,5 +9,5 @@ def test_ids_by_route_come_from_all_blocks():
     offsets = torch.tensor([0, 1, 2, 2, 4, 5, 6, 8, 8])
     segments = torch.tensor([0, 2, 4, 6, 8])
     lookups = tbe.Lookups(torch.arange(8), offsets, None, segments, 2, [], [], [], False, [])
-    assert [values.tolist() for values in by_key(lookups)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert by_key(lookups._replace(segments=torch.tensor([0]), num_keys=0)) == []
+    assert [values.tolist() for values in ids_by_key(lookups)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert ids_by_key(lookups._replace(segments=torch.tensor([0]), num_keys=0)) == []

@@ -312,10 +312,10 @@ def test_feedback_forgets_the_bags_not_seen_for_longest(monkeypatch, caplog):
 
     def send(bags):
         rows = torch.tensor([[float(bag), 1.0] for bag in bags])
-        values = feedback.corrected(
+        values = feedback.add_residuals(
             rows.flatten(), [Block(len(bags), columns)], lambda *_: torch.tensor(bags)
         )
-        feedback.keep(values, torch.zeros_like(values))  # everything is lost
+        feedback.store_errors(values, torch.zeros_like(values))  # everything is lost
         return values.view(-1, 2)
 
     send([5, 1])

@@ -15,7 +15,7 @@ from meshrec.tables.storage import RowStorage
 
 
 class ShardRanks:
-    """Shard-axis ranks as a ``RankGroup``."""
+    """The ranks of the shard axis, as the ``RankGroup`` over which hashed tables count rows."""
 
     def __init__(self, routing: Routing, axis: Axis) -> None:
         self._routing, self._axis = routing, axis
@@ -27,30 +27,33 @@ class ShardRanks:
         return values
 
     def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over all column shards, [U] per rectangle. Collective.
+        """Sum values per row over the column shards of a table, on all ranks. Collective.
 
         Args:
             table: table number.
-            values: partial sums, [U] for every local rectangle that stores the table.
+            values: for every local rectangle of the table, a value per touched row, [U].
+
+        Returns:
+            For every local rectangle, the sums [U].
         """
         peers = ColumnPeers(self._routing, self._axis, [table])
-        return [row_sums[:, 0] for row_sums in peers.summed([value[:, None] for value in values])]
+        return [row_sums[:, 0] for row_sums in peers.sum_columns([value[:, None] for value in values])]
 
 
-def admission_evictions_of(
+def create_admission_evictions(
     routing: Routing, storages: Sequence[RowStorage], env: ShardingEnv, split: LocalShards, local: LocalShards
 ) -> tuple[AdmissionEviction | None, AdmissionEviction | None]:
-    """Create admission and eviction for the split and the data-parallel tables.
+    """Create the admission and eviction of hashed tables, separately for split and data-parallel tables.
 
     Args:
         routing: the compiled plan.
         storages: row storage by table number.
         env: the ranks.
-        split: local shards from the split tables.
+        split: local shards of the split tables.
         local: data-parallel tables.
 
     Returns:
-        The pair (split, data-parallel). None stands for a kind without hashed tables.
+        The objects for the split and for the data-parallel tables; None if these include no hashed table.
     """
     pair: list[AdmissionEviction | None] = []
     for replicated, held in ((False, split), (True, local)):
@@ -62,7 +65,7 @@ def admission_evictions_of(
             for t, storage in enumerate(storages)
             if is_growable(storage) and routing.replicated[t] == replicated
         }
-        # Rectangle numbers follow this flat order.
+        # A rectangle's number is its index in this flat list; gradients use the same numbers.
         tables = [table for shard in held.held for table in shard.tables]
         rectangles = {i: table for i, table in enumerate(tables) if has_growable_rows(table)}
         # Replicas see the same updates, so they agree without a rank group.
@@ -75,7 +78,7 @@ def admission_evictions_of(
 def check_hashed(
     routing: Routing, storages: Sequence[RowStorage], env: ShardingEnv, across_nodes: str
 ) -> None:
-    """Check the plan against the tables with hashed keys.
+    """Check that the plan and the sharder's options allow hashed tables.
 
     Args:
         routing: the compiled plan.
@@ -84,7 +87,8 @@ def check_hashed(
         across_nodes: the sharder's option, ``"sums"`` or ``"rows"``.
 
     Raises:
-        ValueError: the plan cannot place a hashed table.
+        ValueError: ``across_nodes`` is ``"rows"``, or the plan splits the columns of a table whose eviction
+            score reads whole rows.
     """
     cut = {
         x.table for work in routing.work for x in work.rectangles if x.c1 - x.c0 < routing.tables[x.table].dim

@@ -1,4 +1,4 @@
-"""An awaitable that stands in for a value and waits at first use."""
+"""Placeholder for a value that is computed at first use."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ W = TypeVar("W")
 
 
 class LazyAwaitable(Generic[W]):
-    """A value computed once, at first use: attribute, index, loop, operator, or torch function.
+    """Stands in for a value that is computed at first use: attribute, index, loop, operator, torch function.
 
-    ``wait()`` returns the value itself, for code with type checks. Pass ``finish``, or write a subclass with
-    a ``_wait_impl`` method.
+    ``wait()`` returns the value itself, for code that checks types. Pass ``finish``, or write a subclass with
+    a method ``_wait_impl``.
 
     Args:
-        finish: computes the value; None: ``_wait_impl`` does.
+        finish: function that computes the value; it runs once. None: ``_wait_impl`` computes it.
     """
 
     def __init__(self, finish: Callable[[], W] | None = None) -> None:
@@ -25,7 +25,7 @@ class LazyAwaitable(Generic[W]):
         self._value: W | None = None
 
     def _wait_impl(self) -> W:
-        """Wait for the value and return it. Subclasses override this method."""
+        """Compute the value. Subclasses override this method; it runs once."""
         raise ValueError(
             f"{type(self).__name__} does not say how its value is made. Pass a function to its constructor, "
             "or write a subclass with a method _wait_impl(self) that returns the value."
@@ -45,8 +45,8 @@ class LazyAwaitable(Generic[W]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # protocols must not wake the value
-        if name in ("_finish", "_value"):  # wait() would ask for it here again, without end
+            raise AttributeError(name)  # a check for __array__ must not compute the value
+        if name in ("_finish", "_value"):  # unset: wait() would come back here in an endless recursion
             raise RuntimeError(
                 f"{type(self).__name__}.__init__ did not call super().__init__(), so that its value cannot "
                 "be awaited. Call it first."
@@ -85,7 +85,9 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-def _on_value(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+def _delegate(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    """Return an operator method that applies ``function`` to the value; reflected if ``swapped``."""
+
     def method(self: LazyAwaitable[Any], *operands: Any) -> Any:
         operands = tuple(map(awaited, operands))
         return function(*operands, self.wait()) if swapped else function(self.wait(), *operands)
@@ -98,12 +100,12 @@ _UNARY = "neg pos abs invert index"
 # Python looks operators up in the class, so ``__getattr__`` never sees them.
 for _name in _BINARY.split():
     _function = getattr(operator, f"__{_name}__")
-    setattr(LazyAwaitable, f"__{_name}__", _on_value(_function))
-    setattr(LazyAwaitable, f"__r{_name}__", _on_value(_function, swapped=True))
+    setattr(LazyAwaitable, f"__{_name}__", _delegate(_function))
+    setattr(LazyAwaitable, f"__r{_name}__", _delegate(_function, swapped=True))
 for _name in [*_UNARY.split(), "lt", "le", "eq", "ne", "gt", "ge"]:
-    setattr(LazyAwaitable, f"__{_name}__", _on_value(getattr(operator, f"__{_name}__")))
+    setattr(LazyAwaitable, f"__{_name}__", _delegate(getattr(operator, f"__{_name}__")))
 for _type in (bool, int, float, complex, round, divmod):
-    setattr(LazyAwaitable, f"__{_type.__name__}__", _on_value(_type))
+    setattr(LazyAwaitable, f"__{_type.__name__}__", _delegate(_type))
 setattr(LazyAwaitable, "__hash__", object.__hash__)  # noqa: B010  as if it were not compared by value
 
 

@@ -1,4 +1,4 @@
-"""Construction of a sharded module from an unsharded module, a plan, and the ranks."""
+"""Build the parts of a sharded module from an unsharded module, a plan, and the ranks."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from meshrec.comms.agreement import together, verify_same_plan
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.wire import FULL_WIRES, AcrossNodes, TableWires
-from meshrec.distributed.admission import admission_evictions_of, check_hashed
+from meshrec.distributed.admission import check_hashed, create_admission_evictions
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
@@ -51,34 +51,36 @@ from meshrec.tables.table import Rectangle, RowBlock, Span, start_rows
 
 
 class SourceTable(NamedTuple):
-    """A table in the unsharded module."""
+    """A table of the unsharded module."""
 
     table: RoutedTable
     config: BaseEmbeddingConfig
     weight: nn.Parameter
     storage: RowStorage
     spec: OptimizerSpec | None
+    """Attached fused optimizer; None: none."""
     state: dict[str, Any]
-    """Optimizer state gathered by ``meshrec.fuse``, by slot; empty if the module is not fused."""
+    """State of the optimizer made by ``meshrec.fuse``, by slot name; empty if the module is not fused."""
     rows: HashedTable | None = None
-    """Rows in a table with hashed keys; None for other tables."""
+    """The rows, if the table has hashed keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Sharder options.
+    """Options of a sharder and of the module that it shards.
 
     Args:
-        optimizer: default optimizer for tables without an optimizer.
-        optimizer_tables: tables that take the default optimizer; None: all.
-        update: time at which fused tables are updated.
+        optimizer: fused optimizer of tables without an attached optimizer; None: these have ordinary
+            gradients.
+        optimizer_tables: names of tables that may take ``optimizer``; None: all.
+        update: whether fused tables are updated in the backward pass or by ``fused_optimizer.step()``.
         seed: seed for stochastic rounding in fp16 and bf16 tables.
         wire: wire formats by table.
-        across_nodes: payload between nodes, partial sums or rows.
-        sequence: whether the module returns a row per ID.
+        across_nodes: what nodes exchange: partial sums (``"sums"``) or distinct rows (``"rows"``).
+        sequence: whether the module returns a row per ID instead of a pooled row per bag.
         weighted: whether IDs have per-sample weights.
-        bounds_check: handling for IDs outside the table.
-        output_dtype: dtype for the returned embeddings; None: fp32.
+        bounds_check: handling of IDs outside the table.
+        output_dtype: dtype of the returned embeddings; None: fp32.
     """
 
     optimizer: OptimizerSpec | None = None
@@ -95,7 +97,10 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """Sharded module specification. All fields except ``device`` are equal on all ranks."""
+    """Everything that determines a sharded module, except weights.
+
+    Only ``device`` may differ between ranks.
+    """
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
@@ -110,51 +115,53 @@ class Blueprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Existing weights and optimizer state."""
+    """Weights and optimizer state of a sharded module on this rank."""
 
     split: list[LocalShards]
-    """Split tables, by rank played in this process."""
+    """Split tables, an entry per rank whose tables this process has: all with ``env.devices``, else one."""
     local: LocalShards
     """Data-parallel tables."""
     steps: Sequence[int]
-    """Updates so far, by table number."""
+    """Number of updates so far, by table number."""
     trained: Sequence[bool]
     """Whether a table is trained (not frozen), by table number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleParts(Blueprint):
-    """Sharded module parts, together with their specification."""
+    """Everything a sharded module consists of, ready to run."""
 
     tables: ShardedTables
     shards: dict[str, TableModule]
+    """Module with this rank's shards, by table name."""
     names: list[str]
     """Output name by use: the feature, or feature@table if several tables read the feature."""
     dims: list[int]
+    """Number of output columns by use."""
     fused: dict[int, FusedTable]
-    """Tables with a fused rule, by number."""
+    """Tables with a fused optimizer, by table number."""
 
     def fused_optimizer(self, prefix: str) -> FusedOptimizer:
-        """Create the fused optimizer with fully qualified parameter names."""
+        """Create the optimizer of all fused tables, with parameter names that start with ``prefix``."""
         return FusedOptimizer(self.named_fused(prefix), self.deferred())
 
     def named_fused(self, prefix: str) -> dict[str, FusedTable]:
-        """Return the fused tables by weight name in the module."""
+        """Return the fused tables by parameter name, ``PREFIX.TABLE.weight``."""
         tables = self.routing.tables
         return {f"{prefix}.{tables[t].name}.weight": fused for t, fused in self.fused.items()}
 
     def deferred(self) -> Deferred | None:
-        """Return the hooks for a deferred update; None if the backward pass updates the tables."""
+        """Return the hooks of ``fused_optimizer.step()``; None if the backward pass updates the tables."""
         collected = self.tables.collected
         return None if collected is None else Deferred(self.tables.step, collected.signal)
 
     def steps(self) -> list[int]:
-        """Return the updates so far, by table number."""
+        """Return the number of updates so far, by table number."""
         return [int(self.fused[t].state["step"]) if t in self.fused else 0 for t in range(len(self.rules))]
 
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
-    """Return an unsharded module's tables, with weights (possibly on ``meta``), optimizers, and state."""
+    """List the tables of an unsharded module. Weights may be on ``meta``."""
     fused = module.fused_optimizer if module.is_fused else None
     state = {} if fused is None else fused.state
     hashed = module.hashed_tables()
@@ -182,12 +189,12 @@ def build(
     device: torch.device,
     options: BuildOptions,
 ) -> ModuleParts:
-    """Check the plan, then allocate and fill this rank's shards. Collective over all ranks.
+    """Check the plan, allocate this rank's shards, and fill them. Collective over all ranks.
 
-    On CPUs, the process retains freed memory from then on, see ``keep_freed_memory``.
+    On CPUs, the process no longer returns freed memory to the system, see ``keep_freed_memory``.
 
     Args:
-        sources: tables in the unsharded module.
+        sources: tables of the unsharded module.
         plan: the module's plan, equal on all ranks.
         env: the ranks.
         device: device for this rank's shards.
@@ -197,14 +204,14 @@ def build(
         The module's parts.
 
     Raises:
-        ValueError: the plan does not fit the module or differs between ranks. Raised on every rank before any
-            allocation. Allocation errors also reach every rank.
+        ValueError: the plan does not fit the module, or differs between ranks. Raised on every rank, before
+            any allocation. If an allocation fails, every rank raises as well.
     """
-    # First, because the checks below must pass or fail alike on all ranks.
+    # First, because the checks below pass or fail alike on all ranks only if the plans are equal.
     verify_same_plan(ShardingPlan({"": plan}), env.world.group)
     sizes = {s.table.name: TableSize(s.table.num_rows, s.table.dim) for s in sources}
     verify_module_plan(plan, sizes, world_size=env.shard.size)
-    # Rank 0's seed, so the initial rows do not depend on the sharding.
+    # Rank 0's seed on all ranks, so that initial rows do not depend on the sharding.
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
     with together(env.world, "allocation"):
         _check_untrained(sources, options)
@@ -212,7 +219,7 @@ def build(
         rules = _rules(sources, options)
         _check_external_rows(sources, rules)
         storages = [source.storage for source in sources]
-        routing = compiled([source.table for source in sources], plan, rules, storages, env)
+        routing = compile_routing([source.table for source in sources], plan, rules, storages, env)
         check_hashed(routing, storages, env, options.across_nodes)
         if env.devices:
             _check_inference(sources, rules)
@@ -222,8 +229,8 @@ def build(
         ]
         local = _allocate(routing.local.rectangles, sources, rules, device, seed)
     # Replicas must start from the same bits.
-    _make_equal(split[0], env.replicate)
-    _make_equal(local, env.world)
+    _broadcast_weights(split[0], env.replicate)
+    _broadcast_weights(local, env.world)
     blueprint = Blueprint(
         plan=plan,
         routing=routing,
@@ -240,13 +247,13 @@ def build(
         trained=[source.weight.requires_grad for source in sources],
     )
     parts = assemble(blueprint, contents)
-    # Admission counts rows over all ranks, so it waits until every rank has loaded.
+    # Collective: counts rows over all ranks, so every rank must have filled its shards.
     parts.tables.recount()
     return parts
 
 
 def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
-    """Create a module's parts from existing weights and state.
+    """Create the parts of a sharded module around weights and state that exist already.
 
     Args:
         blueprint: the specification.
@@ -256,7 +263,9 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
     shards: dict[str, TableModule] = {}
     fused: dict[int, FusedTable] = {}
     owners = routing.holders
-    admissions = admission_evictions_of(routing, blueprint.storages, env, contents.split[0], contents.local)
+    admissions = create_admission_evictions(
+        routing, blueprint.storages, env, contents.split[0], contents.local
+    )
     for t, (table, rule) in enumerate(zip(routing.tables, blueprint.rules, strict=True)):
         storage, size = blueprint.storages[t], (table.num_rows, table.dim)
         if env.devices and not routing.replicated[t]:
@@ -316,7 +325,10 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
 def _kernels(
     routing: Routing, rules: Sequence[UpdateRule | None], storages: Sequence[RowStorage]
 ) -> dict[str, EmbeddingComputeKernel]:
-    """Return the kernel that updates a table at run time, whatever the plan says."""
+    """Return the compute kernel in use, by table name.
+
+    It depends on the optimizer and storage, not on the plan.
+    """
     kernels = {}
     for table, rule, storage in zip(routing.tables, rules, storages, strict=True):
         kernel = EmbeddingComputeKernel.DENSE if rule is None else EmbeddingComputeKernel.FUSED
@@ -325,6 +337,7 @@ def _kernels(
 
 
 def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable:
+    """Return the entry of a table in its fused optimizer, after ``step`` updates."""
     label, dim = f"table {module.name!r}", module.dim
     full_states = functools.partial(_full_states, module, rule.spec.state_slots())
     if module.is_growable:
@@ -336,7 +349,7 @@ def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable
 
 
 def _empty(table: RoutedTable, storage: RowStorage, device: torch.device, *, trained: bool) -> nn.Parameter:
-    """Return an empty parameter for a rank without any shard from this table."""
+    """Return an empty parameter, for a rank that has no shard of the table."""
     rows = storage.allocate(0, storage.columns(table.dim), device)
     if storage.rows_in_parameter:
         return nn.Parameter(rows, trained)
@@ -347,14 +360,16 @@ def _full_states(module: TableModule, slots: Sequence[StateSlot]) -> dict[str, T
     return {slot.name: module.full_state(slot) for slot in slots}
 
 
-def compiled(
+def compile_routing(
     tables: Sequence[RoutedTable],
     plan: EmbeddingModuleShardingPlan,
     rules: Sequence[UpdateRule | None],
     storages: Sequence[RowStorage],
     env: ShardingEnv,
 ) -> Routing:
-    """Compile a verified plan, with cuts that fit the optimizers and the eviction policies.
+    """Compile a verified plan into routes and lookups; see `compile_plan`.
+
+    Finds the tables whose optimizer or eviction policy needs whole rows.
 
     Args:
         tables: whole tables.
@@ -363,7 +378,7 @@ def compiled(
         storages: row storage by table number.
         env: the ranks.
     """
-    # Row-wise optimizers and some eviction scores reduce over all columns in a row.
+    # Row-wise optimizers and some eviction scores reduce over all columns of a row.
     whole_rows = [
         t
         for t, (rule, storage) in enumerate(zip(rules, storages, strict=True))
@@ -373,7 +388,7 @@ def compiled(
 
 
 def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:
-    """Raise ValueError if the plan cuts a quantised table's columns within a byte."""
+    """Raise ValueError if a shard of a quantized table starts within a byte, as int4 packs two columns."""
     for name, storage in storages.items():
         for shard in plan[name].shards:
             first, _ = shard.columns
@@ -385,7 +400,7 @@ def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleSharding
 
 
 def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> None:
-    """Raise ValueError for a quantised table with an optimizer."""
+    """Raise ValueError if a quantized table has an optimizer, as it cannot be trained."""
     given = options.optimizer_tables
     for source in sources:
         name = source.table.name
@@ -399,7 +414,10 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
 
 
 def _check_external_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raise ValueError if rows live outside the parameter and gradients would go to the parameter."""
+    """Raise ValueError for trained tables with rows outside of their parameter, unless backward updates them.
+
+    Hashed and cached tables are such tables: an ordinary gradient cannot be stored in their empty parameter.
+    """
     for source, rule in zip(sources, rules, strict=True):
         if source.storage.rows_in_parameter or not source.weight.requires_grad:
             continue
@@ -413,7 +431,7 @@ def _check_external_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateR
 
 
 def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raise ValueError for a trained table."""
+    """Raise ValueError for a trained table: tables over several devices of one process are for inference."""
     for source, rule in zip(sources, rules, strict=True):
         if rule is not None or source.weight.requires_grad:
             raise ValueError(
@@ -424,7 +442,7 @@ def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule 
 
 
 def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[UpdateRule | None]:
-    """Return the update rule by table number; None: ordinary gradients."""
+    """Return the update rule by table number; None for tables without a fused optimizer."""
     given = options.optimizer_tables
     default = [options.optimizer if given is None or s.table.name in given else None for s in sources]
     specs = [other if s.spec is None else s.spec for s, other in zip(sources, default, strict=True)]
@@ -438,7 +456,15 @@ def _allocate(
     device: torch.device,
     seed: int,
 ) -> LocalShards:
-    """Allocate rectangles and fill them with weights and optimizer state."""
+    """Allocate memory for rectangles, and fill it with weights and optimizer state.
+
+    Args:
+        rectangles: rectangles of this rank.
+        sources: tables of the unsharded module.
+        rules: update rule by table number.
+        device: device of the memory.
+        seed: seed for initial rows of tables on ``meta``.
+    """
     held = allocate(
         rectangles,
         [source.table.name for source in sources],
@@ -450,17 +476,24 @@ def _allocate(
     for shard in held.held:
         for table in shard.tables:
             source, rule = sources[table.rectangle.table], rules[table.rectangle.table]
-            first = functools.partial(_first_blocks, table.rectangle, source, rule, seed)
+            first = functools.partial(_initial_blocks, table.rectangle, source, rule, seed)
             start_rows(table, first, lazily=source.weight.is_meta)
     return held
 
 
-def _first_blocks(
+def _initial_blocks(
     rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield the rows and state that fill part of a rectangle.
+    """Yield the initial rows of a key interval of a rectangle, with optimizer state.
 
-    They come from the unsharded module, or are drawn if its weights are on ``meta``.
+    Rows come from the unsharded module. If its weights are on ``meta``, they are drawn at random.
+
+    Args:
+        rectangle: rectangle to fill.
+        source: the table.
+        rule: update rule; None: no fused optimizer.
+        seed: seed for random rows.
+        keys: key interval [first, end).
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
@@ -488,7 +521,7 @@ def _first_blocks(
             tensors |= {name: source.state[name] for name in rule.slot_names if name in source.state}
         yield block(r0, r1, tensors, slice(r0, r1))
         return
-    # Drawn by table block, so every sharding starts from the same values.
+    # Rows are drawn in blocks of the whole table, so every sharding starts from the same values.
     drawn = initial_rows(
         (r0, r1),
         table=source.config.seed_name or source.table.name,
@@ -502,8 +535,8 @@ def _first_blocks(
         yield block(first, first + len(rows), tensors, slice(None))
 
 
-def _make_equal(held: LocalShards, axis: Axis) -> None:
-    """Broadcast the first replica's weights to the other replicas."""
+def _broadcast_weights(held: LocalShards, axis: Axis) -> None:
+    """Broadcast the weights of the axis's first rank, so that all replicas start from the same bits."""
     for shard in held.held:
         # Only fixed tables have rows in the parameter.
         if shard.is_fixed:
@@ -511,6 +544,7 @@ def _make_equal(held: LocalShards, axis: Axis) -> None:
 
 
 def _names(routing: Routing) -> list[str]:
+    """Return the output name by use: the feature, or feature@table if several tables read the feature."""
     features = [use.feature for use in routing.uses]
     return [
         use.feature if features.count(use.feature) == 1 else f"{use.feature}@{routing.tables[use.table].name}"

@@ -31,59 +31,65 @@ Embeddings = TypeVar("Embeddings")
 
 
 class _ShardedCollection(nn.Module, Generic[Embeddings]):
-    """Common base: tables, plan, optimizer, and lookup.
+    """Base class of sharded collections.
 
-    ``holder`` names the attribute with the table parameters.
+    Args:
+        built: parts of the sharded module.
+        holder: name of the attribute with the table modules, such as ``embedding_bags``.
     """
 
     def __init__(self, built: ModuleParts, holder: str) -> None:
         super().__init__()
         self._holder = holder
         setattr(self, holder, module_dict_of(built.shards))
-        self._take_over(built)
+        self._set_parts(built)
         self._names, self._dims = built.names, built.dims
         output = built.options.output_dtype
         self._dtype = None if output is None else output.dtype
         self.ahead: Callable[[KeyedJaggedTensor], Any] | None = None
-        """A pipeline's hook that ``forward`` calls first. It returns the result if a lookup for this very
-        object is under way, else None. The pipeline sets and clears it.
+        """Hook of a pipeline, called first in ``forward``. It returns the result of a lookup started for
+        this very input object, or None. The pipeline sets it for the forward pass, and clears it afterward.
         """
         self.fused_optimizer: FusedOptimizer = built.fused_optimizer(prefix=holder)
-        # A load changes rows that a pipeline may have looked up ahead.
+        # Loading a state dict changes rows that a pipeline may have looked up already.
         self.register_load_state_dict_post_hook(_count_change)  # type: ignore[no-untyped-call]
 
-    def _take_over(self, built: ModuleParts) -> None:
+    def _set_parts(self, built: ModuleParts) -> None:
         self.plan, self.built = built.plan, built
         self.tables: ShardedTables = built.tables
-        """This rank's work for the module. ``rebuild`` replaces it."""
+        """Lookup and update of the tables on this rank. ``rebuild`` replaces it."""
         self.has_ordinary_gradients = None in built.rules
-        """Whether some table lacks a fused optimizer, so autograd returns the gradient."""
+        """Whether some table has no fused optimizer, so that the backward pass returns its gradient."""
 
     def rebuild(self, built: ModuleParts) -> None:
-        """Continue with the same tables under another plan, see ``reshard.moved``. Call this between steps
-        only.
+        """Replace the tables by the same tables under another plan. Call this method between steps only.
+
+        Args:
+            built: result of ``reshard.reshard_tables`` for this module.
         """
         setattr(self, self._holder, module_dict_of(built.shards))
-        self._take_over(built)
+        self._set_parts(built)
         # The optimizer object stays: the user and LR schedulers hold references to it.
         self.fused_optimizer.rebind(built.named_fused(prefix=self._holder), built.deferred())
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Embeddings]:
-        """Return the unsharded module's result, awaited at first use."""
-        # Take the pipeline's lookup if it is in flight for this object.
+        """Look up embeddings, equal to those of the unsharded module.
+
+        The result waits for them at first use.
+        """
         if self.ahead is not None and (result := self.ahead(features)) is not None:
             return result  # type: ignore[no-any-return]
         batch = self.tables.route(features)
         return self.awaited(batch, self.tables.look_up(batch))
 
     def awaited(self, batch: LookupBatch, link: Tensor) -> LazyAwaitable[Embeddings]:
-        """Return a batch's embeddings, awaited at first use.
+        """Return the embeddings of a batch that has been looked up. The result waits for them at first use.
 
         Args:
             batch: the batch.
-            link: the result from ``ShardedTables.look_up``.
+            link: the result of ``ShardedTables.look_up``.
         """
-        # Bind the current tables: ``rebuild`` may replace ``self.tables`` before the first use.
+        # Bind the current tables, because ``rebuild`` may replace ``self.tables`` before the first use.
         return LazyAwaitable(partial(self._finished, self.tables, batch, link))
 
     @property
@@ -108,7 +114,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
 
 
 def _count_change(module: nn.Module, _: object) -> None:
-    """Invalidate rows that were looked up before a load."""
+    """Count a change of all tables, so that pipelines do not use rows looked up before a load."""
     assert isinstance(module, _ShardedCollection)
     module.tables.num_changes += 1
 
@@ -129,7 +135,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection[KeyedTensor]):
         self._offsets = list(accumulate(built.dims, initial=0))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Return the whole tables' configs."""
+        """Return the configs of the unsharded tables."""
         return self._configs
 
     def is_weighted(self) -> bool:

@@ -1,14 +1,14 @@
-"""Error feedback: add a bag's rounding error to the next gradient for that bag.
+"""Error feedback: add the rounding error of a bag's gradient to the next gradient of the same bag.
 
-A gradient row has no identity, but the bag has: a hash over the bag's IDs. The sender keeps a residual
-per bag and use, so the accumulated gradients sent for a bag differ from the true sum by at most one residual
-(Seide et al., "1-bit stochastic gradient descent", 2014).
+Two bags are the same if they have the same IDs; a hash of the IDs names the bag. The sender stores a residual
+(the rounding error) per bag and wire column, so the sum of all gradients sent for a bag differs from the true
+sum by at most one residual (Seide et al., "1-bit stochastic gradient descent", 2014).
 
-If a bag occurs several times in a batch, the first row takes the residual, and the errors from all rows are
-summed. Memory is bounded at ``CAPACITY`` bags per column. Beyond that limit, the least recently seen bags
-lose their residuals, as if rounded without feedback, and a single log line reports this. Checkpoints contain
-the residuals per rank (``checkpoint/residuals.py``), so a run resumed under the same plan rounds as the
-original run.
+If a bag occurs several times in a batch, the residual is added to the first of its rows, and the errors of
+all rows are summed. At most ``CAPACITY`` bags per column have residuals. Beyond that limit, the least
+recently seen bags lose theirs, as if rounded without feedback, and a log line reports this once. Checkpoints
+contain the residuals of every rank (``checkpoint/residuals.py``), so a run that resumes under the same plan
+rounds like the original run.
 """
 
 import logging
@@ -22,7 +22,7 @@ from meshrec.comms.encoding import Block
 from meshrec.distributed.lookup_batch import SourceIds
 
 Names = Callable[[int, int], Tensor]
-"""Returns a bag name per row, int64 [N], from the block number and the use."""
+"""Function from (block number, use) to the names (hashes) of the bags of a column's rows, int64 [N]."""
 
 # N: rows in a column, K: bags with a residual, D: values in a column
 
@@ -32,72 +32,76 @@ CAPACITY = 1 << 16
 
 
 class _Residuals(NamedTuple):
-    """Residuals for a single column, by bag."""
+    """Residuals of a wire column, by bag."""
 
     bags: Tensor
-    """int64 [K], ascending."""
+    """Bag names, int64 [K], ascending."""
     residuals: Tensor
     """fp32 [K, D]."""
     seen: Tensor
-    """int64 [K]: number of the last message with this bag."""
+    """Number of the last message with the bag, int64 [K]."""
 
 
 class _ColumnRows(NamedTuple):
-    """Rows from a single column in a message."""
+    """Which bags the rows of a wire column belong to, in a message."""
 
     column: tuple[int, int]
     """(block number, column number)."""
     bags: Tensor
-    """int64 [U]: distinct bags, ascending."""
+    """Names of the distinct bags, int64 [U], ascending."""
     which: Tensor
-    """int64 [N]: index into ``bags``, by row."""
+    """Index into ``bags`` of every row, int64 [N]."""
 
 
 class ErrorFeedback:
-    """Residuals for a module, on the rank that sends the gradients."""
+    """Residuals of a module, on the rank that sends gradients.
+
+    For every message, call ``add_residuals``, encode the result, and call ``store_errors``.
+    """
 
     def __init__(self) -> None:
         # By (block, column). Lives for the whole run; checkpoints save it.
         self._residuals: dict[tuple[int, int], _Residuals] = {}
+        # Number of messages so far, the clock of ``_Residuals.seen``.
         self._messages = 0
-        # Set by ``corrected``, consumed by ``keep`` for the same message.
+        # Set by ``add_residuals``, consumed by ``store_errors`` for the same message.
         self._rows: list[_ColumnRows] = []
         self._has_warned = False
         self._blocks: Sequence[Block] = ()
 
-    def corrected(self, values: Tensor, blocks: Sequence[Block], names: Names) -> Tensor:
-        """Return the rows with their bags' residuals added.
+    def add_residuals(self, values: Tensor, blocks: Sequence[Block], names: Names) -> Tensor:
+        """Return a copy of the rows, with the residuals of their bags added.
 
         Args:
             values: rows, fp32, flat, block by block.
             blocks: block shapes.
-            names: returns the bag names.
+            names: returns the bag names of a column's rows.
         """
         self._messages += 1
         self._rows, self._blocks = [], blocks
-        # The caller's gradient must not change: autograd may use it elsewhere.
+        # A copy, because autograd may use the caller's gradient elsewhere.
         values = values.clone()
-        for number, (block, part) in enumerate(self._parts(values)):
+        for number, (block, part) in enumerate(self._split_blocks(values)):
             at = 0
             for c, (use, width) in enumerate(zip(block.columns.uses, block.columns.widths, strict=True)):
                 if block.columns.formats[c].feedback:
                     rows = _ColumnRows((number, c), *torch.unique(names(number, use), return_inverse=True))
-                    self._add(rows, part[:, at : at + width])
+                    self._add_to_rows(rows, part[:, at : at + width])
                     self._rows.append(rows)
                 at += width
         return values
 
-    def keep(self, values: Tensor, decoded: Tensor) -> None:
-        """Store the rounding error, ``values`` minus ``decoded``, as the new residual.
+    def store_errors(self, values: Tensor, decoded: Tensor) -> None:
+        """Store the rounding errors, ``values - decoded``, as the new residuals of the message's bags.
 
         Args:
-            values: the result from ``corrected``.
-            decoded: the values that arrive at the receiver.
+            values: the result of ``add_residuals``.
+            decoded: the values after encoding and decoding, as they arrive at the receiver.
         """
         lost = values - decoded
-        # A non-finite value arrives as such and must not come back in later steps.
+        # Infinity and NaN arrive unchanged; as residuals they would spoil all later gradients.
         lost = torch.where(lost.isfinite(), lost, 0.0)
-        parts = list(self._parts(lost))
+        parts = list(self._split_blocks(lost))
         for rows in self._rows:
             number, c = rows.column
             block, part = parts[number]
@@ -108,7 +112,10 @@ class ErrorFeedback:
         self._rows, self._blocks = [], ()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the residuals by name for ``load``. ``seen`` counts messages backward from now."""
+        """Return the residuals for ``load``, as tensors named "block.column.field".
+
+        ``seen`` is relative to now: 0 for bags of the last message, negative for earlier ones.
+        """
         return {
             f"{block}.{column}.{field}": tensor
             for (block, column), state in self._residuals.items()
@@ -117,7 +124,7 @@ class ErrorFeedback:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all residuals with a result from ``state``."""
+        """Replace all residuals by those of a ``state()``."""
         columns: dict[tuple[int, int], dict[str, Tensor]] = {}
         for name, tensor in state.items():
             block, column, field = name.split(".")
@@ -125,8 +132,8 @@ class ErrorFeedback:
         self._residuals = {column: _Residuals(**fields) for column, fields in columns.items()}
         self._messages = 0
 
-    def _parts(self, values: Tensor) -> list[tuple[Block, Tensor]]:
-        """Return (block, rows [num_rows, width]) pairs."""
+    def _split_blocks(self, values: Tensor) -> list[tuple[Block, Tensor]]:
+        """Split flat values into (block, rows [num_rows, width]) pairs, as views."""
         parts, start = [], 0
         for block in self._blocks:
             end = start + block.num_rows * block.columns.width
@@ -134,7 +141,8 @@ class ErrorFeedback:
             start = end
         return parts
 
-    def _add(self, rows: _ColumnRows, values: Tensor) -> None:
+    def _add_to_rows(self, rows: _ColumnRows, values: Tensor) -> None:
+        """Add the stored residuals to the first row of every bag of a column, in place."""
         previous = self._residuals.get(rows.column)
         if previous is None or not len(previous.bags) or not len(rows.which):
             return
@@ -146,6 +154,7 @@ class ErrorFeedback:
         values[first[is_seen]] += previous.residuals[positions[is_seen]]
 
     def _merge(self, rows: _ColumnRows, sums: Tensor) -> None:
+        """Set the residuals of the message's bags to ``sums``; drop the oldest bags beyond the capacity."""
         seen = torch.full_like(rows.bags, self._messages)
         previous = self._residuals.get(rows.column)
         if previous is not None:
@@ -171,7 +180,7 @@ class ErrorFeedback:
 
 
 def bag_names(source: SourceIds, use: int) -> Tensor:
-    """Return a hash over the IDs in every bag that a use reads, int64 [B]."""
+    """Return a hash of the IDs, in any order, of every bag that a use reads, int64 [B]."""
     bounds, key = source.bag_bounds(), source.keys[use]
     offsets = source.offsets[bounds[key] : bounds[key + 1] + 1].long()
     if not len(offsets):
@@ -180,6 +189,7 @@ def bag_names(source: SourceIds, use: int) -> Tensor:
     # splitmix64 finalizer. The masks turn the arithmetic shift into a logical shift.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    # A sum does not depend on the order within the bag. Prefix sums wrap around, which is harmless.
+    # The sum over a bag does not depend on the order of IDs. int64 prefix sums may wrap around; differences
+    # are exact.
     sums = torch.nn.functional.pad((x ^ ((x >> 31) & 0x1FFFFFFFF)).cumsum(0), (1, 0))
     return sums[offsets[1:] - offsets[0]] - sums[offsets[:-1] - offsets[0]]

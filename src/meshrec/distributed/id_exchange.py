@@ -1,9 +1,9 @@
 """Exchange of sorted IDs between nodes, packed if that is faster.
 
-A node's distinct IDs ascend, so gaps need fewer bits than IDs (see ``ops/dist/ids_naive.py``). Packing costs
-time at both ends and saves network bytes. The first batch is therefore sent both ways, the ranks compare the
-seconds, and a single log line reports the choice, which holds for the whole run. Results are equal either
-way.
+A node's distinct IDs are sorted, so differences of neighboring IDs need fewer bits than IDs (see
+``ops/dist/ids_naive.py``). Packing takes time at both ends, and saves network bytes. The IDs of the first
+batch are sent both plain and packed, and the faster of both is used for the whole run; a log line reports it.
+Results are equal.
 """
 
 import logging
@@ -23,20 +23,22 @@ from meshrec.ops import operators
 # M: nodes, B: bands on a node
 
 _logger = logging.getLogger("meshrec")
-# The median ignores a slow first exchange.
+# Measured exchanges of either kind. The median of three ignores a slow first exchange.
 _TRIALS = 3
 
 
 class SortedIdExchange:
-    """Exchange that sends runs of ascending IDs to the nodes that own the rows.
+    """Sends runs of ascending IDs to the nodes that own the rows.
+
+    A run has the distinct IDs of a band (a row interval of a table).
 
     Args:
-        node: ranks with this local rank, a single rank per node.
-        num_bands: runs sent to a node, by node.
+        node: the ranks with this rank's local rank, one per node.
+        num_bands: number of bands on every node, which is the number of runs sent there.
         wide: whether IDs need 64 bits.
 
     Attributes:
-        packs: whether IDs travel packed; None before the first batch.
+        packs: whether IDs are packed; None before the first batch.
     """
 
     def __init__(self, node: Axis, num_bands: Sequence[int], *, wide: bool) -> None:
@@ -47,19 +49,19 @@ class SortedIdExchange:
         """Send the runs to their nodes and return the runs that arrive. Collective.
 
         Args:
-            ids: IDs from all runs, int64 [N], node by node.
-            sent: IDs per run, [M, runs for that node].
+            ids: the IDs of all runs, int64 [N], node by node.
+            sent: ``sent[node][run]`` is the number of IDs in a run.
 
         Returns:
-            Arriving IDs, node by node, and IDs per run, [M, local runs].
+            The arriving IDs, node by node, and the number of IDs in every run, by source node and run.
         """
         ids = ids.to(torch.int64 if self._wide else torch.int32)
         if not ids.is_cpu and self.packs is None:
             self._choose(False, "IDs on a GPU are not packed")
         began = time.perf_counter()
-        packed, byte_counts = self._packed(ids, sent) if self.packs is not False else (ids, [])
+        packed, byte_counts = self._pack(ids, sent) if self.packs is not False else (ids, [])
         packing = time.perf_counter() - began
-        counts, received_bytes = self._sizes(sent, byte_counts, ids.device)
+        counts, received_bytes = self._exchange_sizes(sent, byte_counts, ids.device)
         plain = Splits(
             list(map(sum, sent)),
             list(map(sum, counts)),
@@ -77,29 +79,34 @@ class SortedIdExchange:
 
         if self.packs is None:
             seconds = torch.tensor([_median(send_plain), packing + _median(send_packed)], dtype=torch.float64)
-            # All ranks on the axis must decide alike, or their collectives would not match.
+            # All ranks on the axis must choose alike, or their collectives would not match.
             all_reduce(seconds, self._node, "seconds of ids between nodes")
             plain_ms, packed_ms = (1e3 * seconds / self._node.size).tolist()
             size = packed.numel() / max(len(ids), 1)
             self._choose(
-                pays(plain_ms, packed_ms),
+                is_faster(plain_ms, packed_ms),
                 f"packing them takes {size:.2f} bytes each in place of {ids.element_size()}, and "
                 f"{packed_ms:.2f} ms in place of {plain_ms:.2f} ms",
             )
         return send_packed() if self.packs else send_plain(), counts
 
-    def _packed(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """Return the packed runs and the bytes per node."""
+    def _pack(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """Pack the runs, and return the message and the number of its bytes for every node."""
         runs = [n for lengths in sent for n in lengths]
         packed, sizes = operators.pack_ids(ids, runs)
         ends = [0, *sizes.cumsum(0).tolist()]
         bounds = [ends[first] for first in accumulate(self._num_bands, initial=0)]
         return packed, [end - start for start, end in pairwise(bounds)]
 
-    def _sizes(
+    def _exchange_sizes(
         self, sent: Sequence[Sequence[int]], byte_counts: Sequence[int], device: torch.device
     ) -> tuple[list[list[int]], list[int]]:
-        """Exchange run lengths, and packed message sizes if there are any."""
+        """Exchange the lengths of runs, and the sizes of packed messages (empty if not packed).
+
+        Returns:
+            Lengths of arriving runs by source node and run, and bytes of arriving packed messages by source
+            node.
+        """
         extra = len(byte_counts) > 0
         messages = [[*lengths, *byte_counts[m : m + 1]] for m, lengths in enumerate(sent)]
         message = torch.tensor([n for lengths in messages for n in lengths], dtype=torch.int64, device=device)
@@ -115,12 +122,13 @@ class SortedIdExchange:
             _logger.info("IDs between nodes travel %s: %s.", "packed" if packs else "as they are", why)
 
 
-def pays(plain: float, packed: float) -> bool:
+def is_faster(plain: float, packed: float) -> bool:
     """Return whether the ``packed`` time beats the ``plain`` time, both in ms."""
     return packed < plain
 
 
 def _median(send: Callable[[], Tensor]) -> float:
+    """Return the median time in seconds of three calls."""
     seconds = []
     for _ in range(_TRIALS):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Input exchange: send IDs to the ranks that own the rows, sizes first, then a packed message per rank.
+"""Input exchange: send IDs to the ranks that own their rows: first the sizes, then a packed message per rank.
 
-Errors in a rank's input travel with the sizes. Every rank raises the same error, and no rank waits for a
-message that will not come.
+The size message also says whether a rank's input is invalid. Every rank then raises the same error, and no
+rank waits for an ID message that is not sent.
 
 [Note: why sizes are read once per forward pass]
 
@@ -46,7 +46,8 @@ from meshrec.sparse import KeyedJaggedTensor
 
 # U: uses, Q: routes, R: ranks, K: keys, N: IDs
 
-_HEADER = 4  # columns: status, words, ids, bags per route (-1: they differ)
+# Columns of a header: status bits, int32 words in the message, IDs, bags per route (-1: routes differ).
+_HEADER = 4
 _STATUS, _WORDS = 0, 1
 _words_of, _elements_of = operator.itemgetter(_WORDS), operator.itemgetter(_HEADER)
 # Status bits. ``send_ids`` combines them over all ranks with OR.
@@ -54,16 +55,18 @@ _BAD_INPUT, _TRAINS, _WANTS_WEIGHT_GRADS = 1, 2, 4
 
 
 class InputDist:
-    """ID routing for a module: ``send_sizes``, ``send_ids``, and ``unpack`` on the receiving rank.
+    """Sends a module's IDs to the ranks that own their rows, and unpacks arriving IDs.
+
+    The order of calls is ``send_sizes``, ``send_ids``, and ``unpack`` once the IDs have arrived.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
         device: device for the IDs.
-        weighted: whether the caller gives per-sample weights.
-        sequence: whether rows are not pooled.
-        bounds_check: handling for IDs outside the table. With WARN and OFF, they count as row 0, so a remote
-            rank's memory is never read out of bounds.
+        weighted: whether IDs have per-sample weights.
+        sequence: whether the module returns a row per ID instead of a pooled row per bag.
+        bounds_check: handling of IDs outside the table. With WARN and OFF they are replaced by row 0, so no
+            rank reads memory out of bounds.
     """
 
     def __init__(
@@ -85,11 +88,11 @@ class InputDist:
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
         self._readers = [routing.tables[use.table].name for use in routing.uses]
-        # The last batch's keys and positions: most runs repeat the same keys in every step.
+        # Keys of the last batch, and the key number of every use. Most runs have the same keys in every step.
         self._keys: tuple[Sequence[str], list[int]] | None = None
         seeds = {u: routing.tables[use.table].mix_seed for u, use in enumerate(routing.uses)}
         self._seeds = {u: seed for u, seed in seeds.items() if seed is not None}
-        # Each table mixes IDs with a different seed, so a feature in several tables needs a copy per table.
+        # Hashed tables mix IDs with different seeds, so a feature read by several tables is copied for each.
         self._shared_uses = [use for use in self._seeds if self._features.count(self._features[use]) > 1]
         # First world rank in this replica group.
         self._first = env.replicate.rank * env.shard.size
@@ -106,16 +109,18 @@ class InputDist:
         return int(self._num_clamped)
 
     def send_sizes(self, features: KeyedJaggedTensor, *, trains: bool) -> LookupBatch:
-        """Route the IDs and start the size exchange. Invalid input raises in ``send_ids``, on every rank.
+        """Route the IDs of a batch, and start the size exchange.
+
+        An input error is stored in the batch; ``send_ids`` raises it on every rank.
 
         Args:
             features: the input batch.
-            trains: whether this rank has tables to train and grad mode is on.
+            trains: whether grad mode is on and this rank has tables to train.
         """
         batch = LookupBatch()
         batch.sample_weights, batch.arguments, batch.error = None, (), None
         try:
-            batch.source, batch.sample_weights, batch.arguments = self._checked(features)
+            batch.source, batch.sample_weights, batch.arguments = self._prepare(features)
             payload, header, counts, num_bad = operators.route_ids(*batch.arguments)
             if self._sequence:
                 elements = torch.zeros_like(header[:, 0])
@@ -129,7 +134,7 @@ class InputDist:
                 self._env.shard.size + 1, _HEADER + self._sequence, dtype=torch.int64, device=self.device
             )
             payload, counts, num_bad = header.new_empty(0, dtype=torch.int32), header[:0, 0], header[:0, 0]
-        # On a GPU, the op reports bad input in the status, without a wait.
+        # The op on a GPU sets the bit for bad input in the header itself, because raising would need a wait.
         header.select(1, _STATUS).bitwise_or_(status)
         batch.routed = payload, header, counts, num_bad
         rows = header[:-1].reshape(-1) if self._env.replicate.size == 1 else self._world_rows(header)
@@ -137,7 +142,7 @@ class InputDist:
         return batch
 
     def send_ids(self, batch: LookupBatch) -> None:
-        """Wait for the sizes and start the ID exchange.
+        """Wait for the sizes, and start the ID exchange.
 
         Raises:
             ValueError: some rank's input was invalid; raised on every rank.
@@ -154,7 +159,7 @@ class InputDist:
         status = 0
         for rank_header in received:
             status |= rank_header[_STATUS]
-        # Before any state changes: all ranks stop here together.
+        # Raise before any state changes. All ranks see the same status, so all stop here.
         if status & _BAD_INPUT:
             self._raise(batch, requested[0][_STATUS])
         if self._bounds_check is BoundsCheckMode.WARN:
@@ -162,7 +167,7 @@ class InputDist:
         batch.needs_weight_grads = bool(status & _WANTS_WEIGHT_GRADS)
         batch.trains = batch.needs_weight_grads or bool(status & _TRAINS)
         if self._env.replicate.size > 1:
-            # IDs stay inside the replica group; the status needed all ranks.
+            # The status was needed from all ranks, but IDs are exchanged only inside the replica group.
             peers = slice(self._first, self._first + self._env.shard.size)
             rows, received = rows[peers], received[peers]
         header, local_header = (
@@ -182,12 +187,12 @@ class InputDist:
         batch.arguments, batch.routed = (), None
 
     def unpack(self, message: PackedIds, blocks: list[int], num_routes: int) -> LookupIds:
-        """Unpack a message, with the blocks in the given order.
+        """Unpack the messages of several ranks. A block is the message of one rank.
 
         Args:
-            message: messages from all source ranks.
-            blocks: block numbers in the order to unpack.
-            num_routes: routes per block.
+            message: the messages of all source ranks.
+            blocks: source ranks in the order in which their blocks are wanted.
+            num_routes: number of routes in every block.
 
         Returns:
             The IDs to look up, block by block.
@@ -207,21 +212,21 @@ class InputDist:
             elements,
         )
 
-    def _checked(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor | None, tuple[Any, ...]]:
-        """Check the input and prepare ``route_ids``.
+    def _prepare(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor | None, tuple[Any, ...]]:
+        """Check the input, and prepare the arguments of the op ``route_ids``.
 
         Returns:
-            The source IDs, the weights if they require a gradient, and the ``route_ids`` arguments.
+            The source IDs, the weights if they require a gradient (else None), and the arguments.
         """
-        if not isinstance(features, KeyedJaggedTensor):  # spares every step the call
+        if not isinstance(features, KeyedJaggedTensor):  # checked here to save the call in every step
             check_features(features)
         keys = features.keys()
         if self._keys is None or self._keys[0] != keys:
             self._keys = list(keys), positions_of(keys, self._features, self._readers)
         positions = self._keys[1]
-        # A pooled result is a single [B, D] matrix, so bags must be aligned by sample.
+        # A pooled result is a single [B, D] matrix, so every key needs a bag per sample.
         if not self._sequence and features.variable_stride_per_key():
-            features = _expanded(features)
+            features = _expand_bags(features)
         if self._shared_uses:
             features, positions = with_copied_keys(features, positions, self._shared_uses)
             keys = features.keys()
@@ -248,7 +253,7 @@ class InputDist:
             self._routing.names,
         )
         batches = list(map(strides.__getitem__, positions))
-        # The backward pass reads these tensors again and rejects a batch written in between.
+        # The backward pass reads these tensors again, and raises if they were written to in between.
         versions = versions_of((values, offsets) if weights is None else (values, offsets, weights))
         source = SourceIds(
             values, offsets, segments, num_keys, positions, torch.empty(0), batches, weights, versions
@@ -259,34 +264,40 @@ class InputDist:
         return source, weights_with_grad, arguments
 
     def _world_rows(self, header: Tensor) -> Tensor:
-        """Return header rows for all ranks in the world. Other replica groups get the status only."""
+        """Return the size message to all ranks; ranks of other replica groups get only the status."""
         rows = header.new_zeros(self._env.world.size, header.shape[1])
         rows[:, _STATUS] = header[0, _STATUS]
         rows[self._first : self._first + self._env.shard.size] = header[:-1]
         return rows.view(-1)
 
     def _raise(self, batch: LookupBatch, status: int) -> None:
+        """Raise the input errors of all ranks on every rank.
+
+        Args:
+            batch: the batch.
+            status: this rank's status bits.
+        """
         error, batch.error = batch.error, None
         if error is None and status & _BAD_INPUT:
-            error = _explanation(batch.arguments)
+            error = _find_error(batch.arguments)
         try:
             raise_as_one(error, self._env.world, "input errors")
         finally:
             del error  # a cycle through the traceback and this frame would keep the batch alive
 
 
-def _explanation(arguments: tuple[Any, ...]) -> Exception | None:
-    """Return the error behind an invalid-input status from the op."""
+def _find_error(arguments: tuple[Any, ...]) -> Exception | None:
+    """Return the error in this rank's input, or None. The op on a GPU only reports that there is an error."""
     try:
-        # The CPU reference op repeats the work and raises with the offending ID.
+        # The reference op on the CPU repeats the work, and raises with the offending ID.
         naive.route_ids(*arguments)
     except Exception as error:
         return translate_error(error)
     return None
 
 
-def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Expand deduplicated bags to a bag per sample and key, as a single result matrix needs.
+def _expand_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Expand deduplicated bags: copy bags by inverse indices, so that every key has a bag per sample.
 
     Raises:
         ValueError: the inverse indices, which map samples to bags, are missing.

@@ -1,7 +1,7 @@
-"""Shard axis played by a single process, with a device per rank and no communication.
+"""Inference with tables over several devices of one process, which plays all ranks of the shard axis.
 
-Only the first rank has a batch. The ID exchange is a scatter from the first rank, and the row exchange is a
-gather to the first rank.
+Every device has the tables of one rank. Only the first rank has a batch. Instead of collectives, the process
+copies the IDs from the first device to the others, and the rows back.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.lookup_batch import LookupBatch, LookupIds, PackedIds
 
 
-def as_played(batch: LookupBatch) -> list[PackedIds]:
-    """Return the message to every rank on the axis.
+def split_message(batch: LookupBatch) -> list[PackedIds]:
+    """Split a batch's message into the messages to the ranks.
 
     Raises:
         ValueError: a backward pass is requested, but tables over several devices are for inference.
@@ -31,8 +31,8 @@ def as_played(batch: LookupBatch) -> list[PackedIds]:
     ]
 
 
-def moved_to(part: LookupTables, ids: LookupIds) -> LookupIds:
-    """Move IDs to the device that holds the tables."""
+def copy_ids(part: LookupTables, ids: LookupIds) -> LookupIds:
+    """Copy IDs to the device of the tables that they are looked up in."""
     if part.is_empty:
         return ids
     device = part.held.parameters[0].device
@@ -40,16 +40,16 @@ def moved_to(part: LookupTables, ids: LookupIds) -> LookupIds:
     return ids._replace(values=ids.values.to(device), offsets=ids.offsets.to(device), weights=weights)
 
 
-def gathered(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
-    """Look up on all ranks after the first and gather the rows on the first rank's device.
+def look_up_other_ranks(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
+    """Look up the rows of all ranks except the first, and copy them to the first rank's device.
 
     Args:
-        rows: the first rank's rows.
+        rows: rows that the first rank has looked up.
         played: tables by rank.
         ids: IDs by rank.
 
     Returns:
-        Rows from all ranks, flat, in rank order.
+        Rows of all ranks, flat, in rank order.
     """
     gathered_rows = [rows.view(-1)]
     for part, rank_ids in zip(played[1:], ids[1:], strict=True):

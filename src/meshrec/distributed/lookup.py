@@ -21,12 +21,15 @@ from meshrec.tables.updates import LookedUp, TableGradient
 # K: routes on this rank, L: lookups, T: rectangles
 
 
-# ``Lookups._make`` without a Python call in every lookup.
+# Does what ``Lookups._make`` does, but without a Python call, because it runs in every lookup.
 _as_lookups: Callable[[Iterable[Any]], tbe.Lookups] = functools.partial(tuple.__new__, tbe.Lookups)
 
 
 class FetchedRows:
-    """Rows fetched for a single batch, instead of table memory; see ``LookupTables``."""
+    """Rows fetched from other nodes for a single batch.
+
+    Takes the place of ``LocalShards`` in `LookupTables`.
+    """
 
     def __init__(self) -> None:
         self.weights: Sequence[Tensor] = []
@@ -37,15 +40,15 @@ class FetchedRows:
 
 
 class LookupTables:
-    """Rectangles looked up together on a rank: local shards from split tables, or data-parallel tables.
+    """Rectangles that a single kernel call looks up: either shards of split tables, or data-parallel tables.
 
     Args:
         routing: the compiled plan.
         work: routes and lookups on this rank.
-        held: table memory.
-        sequence: whether rows are not pooled.
+        held: memory of the rectangles.
+        sequence: whether the result has a row per ID instead of a pooled row per bag.
         out_dtype: output dtype.
-        routes: route numbers of a partial ``work`` in the full IDs; None: all routes.
+        routes: if ``work`` has only some routes of a message, their numbers in it; None: ``work`` has all.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class LookupTables:
     ) -> None:
         self._routing = routing
         self.routes = list(range(len(work.routes))) if routes is None else list(routes)
-        """Routes in ``work``, numbered as in the full IDs."""
+        """The routes of ``work``, numbered as in the messages."""
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.sequence = work, sequence
         self.held = cast(LocalShards, held)  # FetchedRows has all attributes that lookups need
@@ -94,16 +97,16 @@ class LookupTables:
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """Memory by rectangle."""
+        """Rows of every rectangle, as the kernels read them."""
         return self.held.weights
 
     def table_of(self, route: Route) -> int:
-        """Return the table whose IDs a route carries."""
+        """Return the number of the table that a route's IDs are looked up in."""
         return self._routing.uses[route.use].table
 
     def without(self, tables: frozenset[int]) -> "LookupTables":
-        """Return the same lookups minus some tables, cached by table set."""
-        # The set depends on batch sizes, so a few variants recur.
+        """Return the lookups without those in some tables. The result is cached."""
+        # The set of tables depends on batch sizes, and the same few sets recur.
         if tables not in self._parts:
             routes = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
             number = {route: number for number, route in enumerate(routes)}
@@ -132,15 +135,20 @@ class LookupTables:
         return ids._replace(values=values, pins=pins)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
-        """Return output elements per route, the last dimension in both arguments."""
+        """Return the number of output elements by route.
+
+        Args:
+            bags: number of bags by route, int64 [..., K].
+            num_ids: number of IDs by route, int64 [..., K].
+        """
         return (num_ids if self.sequence else bags) * self._route_widths
 
     def part_of_grad(self, part: "LookupTables", grad: Tensor, ids: LookupIds) -> Tensor:
-        """Extract the output gradient for the lookups in ``part``, flat.
+        """Extract the elements of an output gradient that belong to the lookups of ``part``, flat.
 
         Args:
-            part: a result from ``without``.
-            grad: the whole output's gradient.
+            part: a result of ``without``.
+            grad: gradient of this object's output.
             ids: the IDs looked up.
         """
         routes = set(part.routes)
@@ -155,11 +163,14 @@ class LookupTables:
         return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in selected])
 
     def is_flat(self, ids: LookupIds) -> bool:
-        """Return whether outputs lie piece by piece, because row counts differ between lookups."""
+        """Return whether the output is flat, because lookups have different numbers of rows.
+
+        Otherwise it is a matrix [total bags, columns].
+        """
         return self.sequence or ids.ragged
 
     def block_sizes(self, ids: LookupIds) -> list[int]:
-        """Return output elements per block, that is, per rank that sent IDs."""
+        """Return the number of output elements for every block, that is, for every rank that sent IDs."""
         if self.is_empty:
             return [0] * len(ids.batches)
         if self.sequence:
@@ -171,11 +182,19 @@ class LookupTables:
         return sizes
 
     def lookups(self, ids: LookupIds) -> tbe.Lookups:
-        """Return the kernel arguments for these IDs. The kernel's tables are the rectangles."""
+        """Return the arguments of the lookup kernel for these IDs. The kernel's tables are the rectangles."""
         return _as_lookups((*ids[:4], *self._layout, self.is_flat(ids), self._widths))
 
     def forward(self, ids: LookupIds, num_elements: int) -> Tensor:
-        """Look up the rows for all blocks: [total bags, columns], or flat [num_elements]."""
+        """Look up the rows of all blocks.
+
+        Args:
+            ids: IDs to look up; slots for tables with an index.
+            num_elements: sum of ``block_sizes(ids)``.
+
+        Returns:
+            [total bags, columns], or flat [num_elements] if ``is_flat(ids)``.
+        """
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
         flat = self.sequence or ids.ragged
@@ -187,22 +206,22 @@ class LookupTables:
             options = LookupOptions(size, self._out_dtype, False, self._names)
             return self._look_up(weights, lookups, options)
 
-    def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Return a gradient as fp32 in the output's shape."""
+    def output_shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
+        """Convert an output gradient of any shape to fp32 in the shape of `forward`'s result."""
         grad = grad.float()
         if self.is_flat(ids) or self.is_empty:
             return grad.reshape(-1)
         return grad.view(-1, self._dim)
 
     def gradient(self, grad: Tensor, ids: LookupIds) -> TableGradient:
-        """Return the tables' gradient from an output gradient in any shape."""
-        return TableGradient(LookedUp(self.shaped(grad, ids), self.lookups(ids)), {}, ids.pins)
+        """Return the gradient of all tables, from an output gradient of any shape."""
+        return TableGradient(LookedUp(self.output_shaped(grad, ids), self.lookups(ids)), {}, ids.pins)
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
-        """Return touched rows and their gradients by rectangle.
+        """Return the looked-up rows of some rectangles, and the gradients of these rows.
 
         Args:
-            grad: output gradient in the output's shape, fp32.
+            grad: output gradient, from ``output_shaped``.
             ids: the IDs looked up.
             rectangles: rectangle numbers.
         """
@@ -212,10 +231,10 @@ class LookupTables:
         return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Return the per-sample weight gradient, fp32 [N], from an output gradient in any shape."""
+        """Return the gradient of per-sample weights, fp32 [N], from an output gradient of any shape."""
         if self.is_empty:
             return grad.new_zeros(ids.values.numel(), dtype=torch.float32)
-        return tbe.sample_weight_grad(self.shaped(grad, ids), self.weights, self.lookups(ids))
+        return tbe.sample_weight_grad(self.output_shaped(grad, ids), self.weights, self.lookups(ids))
 
     def _heights(self, rectangles: list[int]) -> list[int]:
         selected = [self.work.rectangles[i] for i in rectangles]

@@ -1,4 +1,4 @@
-"""A batch on its path through a sharded module's lookup stages."""
+"""State of a batch on its way through the lookup stages of a sharded module."""
 
 import enum
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from meshrec.comms.collectives import InFlight
 
 
 class Stage(enum.IntEnum):
-    """Last completed stage, see [Note: the stages of a batch] in sharded_tables.py."""
+    """Last completed stage of a batch; see [Note: the stages of a batch] in sharded_tables.py."""
 
     ROUTED = enum.auto()
     """IDs are packed, and sizes are in flight."""
@@ -27,28 +27,30 @@ class Stage(enum.IntEnum):
 
 
 class SourceIds(NamedTuple):
-    """The caller's IDs, and how many were sent."""
+    """The IDs that the caller gave on this rank, and how many of them went to every route."""
 
     values: Tensor
+    """IDs [N], key by key."""
     offsets: Tensor
+    """Start of every bag in ``values``, and N."""
     segments: Tensor | None
-    """int64 [K + 1] if batch sizes differ between keys."""
+    """First bag of every key, and the number of bags, int64 [K + 1]; None if keys have equally many bags."""
     num_keys: int
     keys: list[int]
     """Key number by use, [U]."""
     counts: Tensor
-    """int64 [Q]: IDs sent per route, over all ranks and including local routes. On the CPU once
-    ``InputDist.send_ids`` has read the sizes.
+    """IDs sent to every route, int64 [Q]: routes of all ranks, then of the data-parallel tables. On the
+    CPU once ``InputDist.send_ids`` has read the sizes.
     """
     batches: list[int]
-    """Bags by use, [U]."""
+    """Number of bags by use, [U]."""
     weights: Tensor | None = None
     """Per-sample weights, fp32 [N]."""
     versions: Sequence[int] = ()
-    """``values``, ``offsets`` and ``weights`` versions at the time of sending."""
+    """torch's version counters of ``values``, ``offsets`` and ``weights`` when the IDs were sent."""
 
     def bag_bounds(self) -> list[int]:
-        """Return the first bag by key, and the total number of bags, [K + 1]."""
+        """Return the number of every key's first bag, and the total number of bags, [K + 1]."""
         if self.segments is not None:
             bounds: list[int] = self.segments.tolist()
             return bounds
@@ -57,50 +59,55 @@ class SourceIds(NamedTuple):
 
 
 class PackedIds(NamedTuple):
-    """IDs packed by ``route_ids``: a message in int32 words per header row."""
+    """Messages with IDs, packed by the op ``route_ids``."""
 
     words: Tensor
+    """All messages, one after the other, int32."""
     header: Tensor
-    """int64 [n, 4] on the CPU."""
+    """A row per message, int64 [n, 4] on the CPU: status, words, IDs, bags per route."""
     elements: tuple[int, ...] = ()
-    """Row elements requested by message, [n]; empty if rows are pooled."""
+    """Number of row elements that every message requests, [n]; empty if rows are pooled."""
 
 
 class LookupIds(NamedTuple):
-    """IDs to look up on this rank, in block-major bags as the tbe ops read them."""
+    """IDs to look up on this rank: block by block (source rank), then route by route, then bag by bag."""
 
     values: Tensor
+    """IDs, or slots after ``resolve``."""
     offsets: Tensor
+    """Start of every bag in ``values``, and the number of IDs."""
     weights: Tensor | None
+    """Per-sample weights."""
     segments: Tensor
+    """First bag of every (block, route), and the number of bags."""
     batches: list[int]
     """Bags per route, by block; -1 if routes differ."""
     ragged: bool
-    """Whether routes differ in some block."""
+    """Whether routes have different numbers of bags in some block."""
     elements: tuple[int, ...] = ()
-    """Output elements by block; empty if rows are pooled."""
+    """Number of output elements by block; empty if rows are pooled."""
     pins: Sequence[object] = ()
-    """Pins on ``values`` if these are slots, see ``tables.index.Resolved``."""
+    """Pins that keep the slots in ``values`` from being reused, see ``tables.index.Resolved``."""
 
 
 class Fetch(NamedTuple):
-    """A batch's distinct IDs in flight to their owners, and the IDs other nodes request here."""
+    """Distinct IDs that this rank requests from other nodes, and IDs that nodes request from this rank."""
 
     slots: LookupIds
-    """The node's IDs, as indices into the distinct IDs of the band."""
+    """The IDs of this node, each replaced by its index among the distinct IDs of its band (row interval)."""
     distinct: list[Tensor]
     """Distinct IDs by band, int64 [U]."""
     owned: LookupIds
-    """IDs to look up here, by node."""
+    """IDs that nodes request from this rank, node by node."""
     counts: list[list[int]]
-    """IDs requested by node and local band, [M, B]."""
+    """Number of IDs in ``owned``, by requesting node and local band, [M, B]."""
 
 
 class LookupBatch:
-    """State for a single batch, from routing to update.
+    """State of a batch, from routing to the update.
 
-    Every stage sets the fields for later stages. Autograd's graph holds the batch until the backward pass, so
-    the batch must not hold the lookup's results: nothing would free such a cycle.
+    Every stage sets fields that later stages read. Autograd's graph holds the batch until the backward pass.
+    The batch must not hold lookup results, because they hold the graph: such a cycle would never be freed.
     """
 
     stage = Stage.ROUTED
@@ -109,9 +116,9 @@ class LookupBatch:
 
     # Set by ``route``, until the IDs are sent.
     arguments: tuple[Any, ...]
-    """``route_ids`` arguments, from which an error can be explained."""
+    """Arguments of the op ``route_ids``, kept to find the input error if the op reports one."""
     routed: tuple[Tensor, Tensor, Tensor, Tensor] | None
-    """The ``route_ids`` result, on the IDs' device. No rank has read it yet.
+    """Result of the op ``route_ids``, on the device of the IDs, before any value is read on the host:
 
     - messages to all ranks, then the local message; a GPU may leave unused words at the end;
     - header, int64 [R + 1, 4], or [R + 1, 5] with the elements requested by message;
@@ -143,13 +150,13 @@ class LookupBatch:
     keys before ``resolve`` and slots after.
     """
     keys: Tensor
-    """``ids[0].values`` before ``resolve``."""
+    """``ids[0].values`` before ``resolve``, from which stochastic rounding draws."""
     local_ids: LookupIds | None
     """IDs to look up in the data-parallel tables."""
     batches: list[int]
-    """Bags per route, by shard-axis rank."""
+    """Bags per route, by requesting rank of the shard axis."""
     block_sizes: list[int]
-    """Elements in this rank's output, by block."""
+    """Number of elements in this rank's output, by block."""
 
     # Set by ``resolve``.
     fetch: Fetch | None = None
@@ -157,8 +164,8 @@ class LookupBatch:
 
     # Set by ``look_up``, until the backward pass. A second lookup replaces these.
     has_rows = False
-    """Whether the rows in tables with an index are in memory."""
+    """Whether the rows of tables with files have arrived in memory."""
     fetched: Sequence[Tensor]
-    """The rows for ``fetch``."""
+    """The rows of ``fetch.distinct``."""
     foreign_writes: Sequence[int]
-    """External writes by table, counted at lookup time."""
+    """Number of writes by the user to every table, at lookup time."""

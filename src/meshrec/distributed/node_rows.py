@@ -1,23 +1,23 @@
-"""Exchange between nodes in which a distinct row crosses the network once.
+"""Exchange between nodes that sends every distinct row over the network once.
 
 [Note: two levels]
 
-With the axes ``node`` and ``local``, there are two ways across the network. A sharder's ``across_nodes``
-selects:
+On a mesh with the axes ``node`` and ``local``, the option ``across_nodes`` of a sharder selects what nodes
+exchange:
 
-- ``"sums"`` (``output_dist.py``): the owners pool bags, a node adds its partial sums, and a row per bag and
-  node crosses.
-- ``"rows"`` (here): a rank stands for the owners with its local rank on all nodes. The ranks on its node send
-  it their IDs. It removes duplicates, fetches every row once, and pools the node's bags. Gradients take the
-  reverse path: they are summed by row inside the node, and cross once per row.
+- ``"sums"`` (``output_dist.py``): owners pool bags, ranks of a node add their partial sums, and the network
+  carries a row per bag and node.
+- ``"rows"`` (this file): a rank with local rank i represents all owners with local rank i, on all nodes, for
+  the ranks of its node. These send it their IDs. It removes duplicates, fetches every distinct row once, and
+  pools the bags of its node. Gradients take the reverse path: they are summed by row inside the node, and
+  cross the network once per row.
 
-Bags cross in ``"sums"``, distinct IDs in ``"rows"``. So ``"rows"`` pays if the ranks on a node share IDs, as
-for hot IDs and for tables that are small relative to a node's batch. Inside a node everything is fp32; only
-network traffic is encoded.
+``"rows"`` sends less if the ranks of a node look up the same IDs, as for popular IDs and small tables. Inside
+a node, rows and gradients are fp32; only those that cross the network are encoded.
 
-To the ranks on a node, the inner exchange looks like a module whose tables all lie on this node. Its routing,
-return, and per-sample weights come from ``input_dist.py`` and ``output_dist.py``, with the routing from
-``inside_node``.
+The exchange inside a node works as if the node had all tables. Its routing, return, and per-sample weights
+come from ``input_dist.py`` and ``output_dist.py``, with the routing of ``inside_node``. A *band* is a row
+interval of a table.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,22 +47,24 @@ from meshrec.tables.updates import TableGradient
 
 # M: nodes, B: bands, U: distinct IDs in a band, Q: routes
 
-_MARKED = 512
-"""Maximum table rows per ID for deduplication by marking rows; beyond, IDs are sorted."""
+# Above this number of table rows per ID, deduplicate by sorting IDs; otherwise by marking table rows.
+_MAX_ROWS_PER_ID = 512
 
 
 class _Owner(NamedTuple):
-    """Rows that a rank owns for all nodes: bands, with the columns stored there."""
+    """What a rank with this rank's local rank owns: bands, and lookups that read their rows."""
 
     work: RankWork
     bands: list[int]
-    """Band band_index among the bands on all nodes."""
+    """Number of every band, counted over the owners on all nodes."""
     columns: list[tuple[Columns, Columns]]
-    """Columns on the wire in both directions, by lookup."""
+    """Wire columns of every lookup, for embeddings and for gradients."""
 
 
 def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEnv]:
-    """Return the routing and the ranks for the exchange inside a node.
+    """Return the routing and the ranks of the exchange inside a node.
+
+    Local rank i gets the rectangles of all ranks with local rank i.
 
     Raises:
         ValueError: the mesh has no nodes, or has replicas.
@@ -83,15 +85,15 @@ def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEn
 
 
 class NodeRows:
-    """Row exchange between nodes for a single module on a single rank.
+    """This rank's part of the row exchange between nodes, for one module.
 
     Args:
         routing: the plan, compiled for all ranks.
-        inside: routing inside the node.
+        inside: routing inside the node, from `inside_node`.
         env: the ranks.
         held: this rank's rectangles.
         wires: wire formats by table number.
-        clock: returns the number of table updates so far.
+        clock: returns the number of table updates so far, from which stochastic rounding draws.
     """
 
     def __init__(
@@ -137,13 +139,18 @@ class NodeRows:
     def _local_owner(self) -> _Owner:
         return self._owners[self._node.rank]
 
-    def ask(self, ids: LookupIds, *, train: bool) -> Fetch:
-        """Deduplicate a node's IDs and send them to their owners. Collective."""
+    def request_rows(self, ids: LookupIds, *, train: bool) -> Fetch:
+        """Remove duplicates from the IDs of this node, and request their rows from the owners. Collective.
+
+        Args:
+            ids: IDs from the ranks of this node.
+            train: whether owners may admit new IDs of hashed tables.
+        """
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         num_blocks = (len(starts) - 1) // max(len(self._work.routes), 1)
         bands = self._band_of_route.repeat(num_blocks).repeat_interleave(starts.diff()).to(ids.values.device)
         edges = self._edges.to(ids.values.device)
-        # Band offsets keep IDs from different bands apart in a single deduplication.
+        # Add an offset per band, so that IDs of different bands differ in the common deduplication.
         keys, inverse = _distinct(ids.values.long() + edges[bands], int(self._edges[-1]))
         bounds = torch.searchsorted(keys, edges)
         slots = (inverse - bounds[bands]).to(ids.values.dtype)
@@ -156,9 +163,15 @@ class NodeRows:
         return Fetch(ids._replace(values=slots), distinct, owned, counts)
 
     def look_up(self, fetch: Fetch) -> Sequence[Tensor]:
-        """Look up the rows requested by other nodes, and return the rows this rank stands for.
+        """Look up the rows that nodes requested from this rank, and return the rows that this rank requested.
 
-        Collective. Returns [U, columns] per rectangle in the inner work.
+        Collective.
+
+        Args:
+            fetch: result of ``request_rows``.
+
+        Returns:
+            For every rectangle of the routing inside the node, [U, columns]: the rows of its distinct IDs.
         """
         codec, encodes = self.codecs.forward, self.codecs.forward.encodes(self._node)
         with phase("lookup") if recorders else OFF:
@@ -168,7 +181,10 @@ class NodeRows:
             if encodes:
                 keys = self._keys(fetch) if codec.draws else None
                 rows = codec.encode(rows, [block for blocks in sent for block in blocks], keys=keys)
-            splits = Splits(_units(codec, sent, encodes=encodes), _units(codec, received, encodes=encodes))
+            splits = Splits(
+                _elements_per_node(codec, sent, encodes=encodes),
+                _elements_per_node(codec, received, encodes=encodes),
+            )
             message = all_to_all(rows.view(-1), splits, self._node, "embeddings between nodes").wait()
             flat = [block for blocks in received for block in blocks]
             if encodes:
@@ -180,12 +196,15 @@ class NodeRows:
             rows_by_rectangle[number] = part.view(block.num_rows, block.columns.width)
         return rows_by_rectangle
 
-    def send_home(self, fetch: Fetch, gradients: Sequence[RowGradients]) -> TableGradient:
-        """Return the gradient for this rank's rectangles, summed over all nodes. Collective.
+    def return_gradients(self, fetch: Fetch, gradients: Sequence[RowGradients]) -> TableGradient:
+        """Send gradients of fetched rows to their owners, and return the gradient of this rank's rectangles.
+
+        Collective.
 
         Args:
-            fetch: the batch's distinct IDs.
-            gradients: gradients for the rows from ``look_up``. All these rows are touched.
+            fetch: result of ``request_rows``.
+            gradients: for every rectangle of the routing inside the node, the gradients of all rows of
+                ``look_up``.
         """
         codec, encodes = self.codecs.backward, self.codecs.backward.encodes(self._node)
         received, sent = self._blocks(fetch, BACKWARD)
@@ -198,14 +217,22 @@ class NodeRows:
             grad = codec.encode(grad, flat, names=lambda block, _: fetch.distinct[bands[block]])
         else:
             grad = grad.to(codec.encoding.kernel_dtype)
-        splits = Splits(_units(codec, sent, encodes=encodes), _units(codec, received, encodes=encodes))
+        splits = Splits(
+            _elements_per_node(codec, sent, encodes=encodes),
+            _elements_per_node(codec, received, encodes=encodes),
+        )
         grad = all_to_all(grad, splits, self._node, "gradients between nodes").wait()
         if encodes:
             grad = codec.decode(grad, [block for blocks in received for block in blocks])
         return self._tables.gradient(grad, fetch.owned)
 
     def _as_ids(self, values: Tensor, counts: Sequence[Sequence[int]]) -> LookupIds:
-        """Return the IDs from all nodes as single-ID bags."""
+        """Return requested IDs as the input of a sequence lookup, with an ID per bag.
+
+        Args:
+            values: IDs, node by node and band by band.
+            counts: number of IDs by node and band.
+        """
         widths = [0] * len(self._local_owner.bands)
         for lookup in self._local_owner.work.lookups:
             widths[lookup.route] += lookup.width
@@ -220,7 +247,11 @@ class NodeRows:
         )
 
     def _blocks(self, fetch: Fetch, direction: int) -> tuple[list[list[Block]], list[list[Block]]]:
-        """Return the blocks this rank owns and the blocks it fetches, both by node."""
+        """Return the row blocks of a direction: those that this rank owns, and those that it fetches.
+
+        Returns:
+            Two lists with the blocks of every node.
+        """
         keys = [first_key(self._rank) if direction == BACKWARD else 0] * len(self._owners)
         owned = [
             [
@@ -239,7 +270,7 @@ class NodeRows:
         return owned, fetched
 
     def _rectangle_indices(self) -> list[int]:
-        """Return the rectangle number for every fetched block."""
+        """Return the number of every fetched block's rectangle in the routing inside the node."""
         return [
             first + x.rectangle
             for first, owner in zip(self._first_rectangle, self._owners, strict=False)
@@ -247,7 +278,10 @@ class NodeRows:
         ]
 
     def _keys(self, fetch: Fetch) -> Tensor:
-        """Return the whole-table ID for every row looked up here, so equal IDs are rounded alike."""
+        """Return the ID of every row looked up here.
+
+        Stochastic rounding draws from it, so equal IDs round alike.
+        """
         starts, owner = fetch.owned.segments.tolist(), self._local_owner
         parts = [
             fetch.owned.values[starts[first + x.route] : starts[first + x.route + 1]].long()
@@ -259,13 +293,23 @@ class NodeRows:
 
 
 def _band_of(routing: Routing, route: Route) -> tuple[int, int, int]:
+    """Return (table, first row, end row) of the rows that a route's IDs are in."""
     return routing.uses[route.use].table, route.r0, route.r1
 
 
 def _owner(
     routing: Routing, rank: int, band_index: dict[tuple[int, int, int], int], codecs: Codecs
 ) -> _Owner:
+    """Return the bands of a rank, with a route per band and a lookup per band and rectangle.
+
+    Args:
+        routing: the plan, compiled for all ranks.
+        rank: the rank.
+        band_index: number of every band (table, first row, end row).
+        codecs: encodings in both directions.
+    """
     rectangles = routing.work[rank].rectangles
+    # The exchange is by table, not by use, so any use stands for the table.
     first_use = {use.table: number for number, use in reversed(list(enumerate(routing.uses)))}
     bands = sorted({(x.table, x.r0, x.r1) for x in rectangles if x.table in first_use})
     lookups = [
@@ -283,18 +327,23 @@ def _owner(
     return _Owner(RankWork(rectangles, routes, tuple(lookups)), [band_index[band] for band in bands], columns)
 
 
-def _units(codec: Codec, blocks: Sequence[Sequence[Block]], *, encodes: bool) -> list[int]:
-    """Return the elements sent per node."""
+def _elements_per_node(codec: Codec, blocks: Sequence[Sequence[Block]], *, encodes: bool) -> list[int]:
+    """Return the number of elements in every node's message."""
     if not encodes:
         return [sum(block.num_rows * block.columns.width for block in group) for group in blocks]
     return [sum(block.num_rows * codec.encoding.units(block.columns) for block in group) for group in blocks]
 
 
 def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct keys, ascending, and every key's index among them."""
+    """Return the distinct keys, ascending, and the index of every key among them.
+
+    Args:
+        keys: keys [N] in [0, num_keys).
+        num_keys: number of possible keys.
+    """
     distinct: tuple[Tensor, Tensor]
-    # Marking is linear in table rows, sorting is linearithmic in IDs.
-    if num_keys > _MARKED * max(len(keys), 1):
+    # Marking takes time proportional to table rows, sorting to N log N.
+    if num_keys > _MAX_ROWS_PER_ID * max(len(keys), 1):
         distinct = torch.unique(keys, return_inverse=True)
     else:
         distinct = operators.distinct_ids(keys, num_keys)

@@ -1,18 +1,19 @@
-"""Output exchange: return rows to the requesting ranks, in table order. Gradients take the reverse path.
+"""Output exchange: return pooled rows to the requesting ranks. Gradients take the reverse path.
 
-A *hop* is an all-to-all followed by sums. A flat mesh needs a single hop. With the axes ``node`` and
-``local`` there are two: partial rows are first summed inside the node, so a single row per node crosses
-the network.
+A *hop* is an all-to-all followed by sums. A flat mesh needs a single hop. A mesh with the axes ``node`` and
+``local`` needs two: partial rows are first summed inside the node, so that the network carries a single row
+per bag and node.
 
-Messages are encoded by wire formats (comms/wire.py), row by row. A row is a lookup's columns for a single bag
-or ID. A rank with ten tables sends ten rows per bag, with separate scales if the format has scales, and the
-planner can compute the cost per rectangle.
+Messages are encoded by wire formats (comms/wire.py), row by row. A row has the columns of one lookup for one
+bag or ID. A rank with ten tables sends ten rows per bag, with separate scales if the format has scales. The
+planner can therefore compute the cost of every rectangle on its own.
 
 [Note: what rounding may depend on]
 
-A row is rounded independently, even a row that stays on its rank. Noise is drawn from the step, the table,
-the row position in the table, and the ID or the requesting rank's bag. Partial sums are added in row order
-(``pieces.py``). So results depend on a plan's rectangles, but not on which rank holds them.
+Rounding of a row does not depend on other rows, nor on whether the row leaves its rank. Stochastic rounding
+draws from the step, the table, the row's position in the table, and the ID or the requesting rank's bag.
+Partial sums are added in row order (``pieces.py``). Results therefore depend on the rectangles of a plan, but
+not on which ranks have them.
 """
 
 from collections.abc import Sequence
@@ -32,9 +33,9 @@ from meshrec.distributed.pieces import (
     as_tensor,
     first_rows,
     local_spans,
+    part_order,
     pieces_of,
     rank_spans,
-    row_order,
 )
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.wire_codec import Codec, first_key
@@ -45,33 +46,36 @@ from meshrec.ops import operators
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """Columns that arrive from the ranks on an axis, and their positions in the result."""
+    """An all-to-all that brings rows from the ranks of an axis, and the sum of these rows."""
 
     axis: Axis
     codecs: "Codecs"
     columns: list[Columns]
-    """Columns sent for a single bag, by source rank."""
+    """Columns of a row, by source rank."""
     grad_columns: list[Columns]
-    """Columns sent back for a single bag, by source rank."""
+    """Columns of a gradient row that is sent back, by source rank."""
     dims: list[int]
-    """Number of columns, by source rank."""
+    """Number of columns of a row, by source rank."""
     units: list[int]
-    """Encoded elements sent for a single bag, by source rank."""
+    """Number of encoded elements of a row, by source rank."""
     grad_units: list[int]
-    """Like ``units``, for the gradients sent back."""
+    """Number of encoded elements of a gradient row, by source rank."""
     pieces: Tensor
+    """Which source columns become which result columns, int64 [P, 6]; see `Piece`."""
     out_dim: int
+    """Number of result columns."""
     num_kinds: int
-    """Number of different gradients sent back; 1 if all ranks get the same gradient."""
+    """Number of different gradient messages: 1 if all ranks get the same, else the number of ranks."""
     grad_pieces: Tensor
-    """Like ``pieces``, for the gradients; for a single rank if all ranks get the same gradient."""
+    """Like ``pieces``, for gradients; only for the first rank if all ranks get the same message."""
     local_dim: int
+    """Number of result columns that are not sent, from data-parallel tables."""
     encodes: bool
-    """Whether embeddings are encoded after their kernel and decoded before the next kernel."""
+    """Whether embeddings are encoded in a separate pass. If not, the lookup kernel writes the wire format."""
     encodes_grads: bool
     """Like ``encodes``, for gradients."""
     coded: tuple[list[int], list[int], list[int]] | None
-    """Arguments for the kernel that sums encoded rows; None if these formats have no such kernel."""
+    """Arguments of the kernel that sums encoded rows; None: the format has no such kernel."""
 
     @classmethod
     def of(
@@ -84,15 +88,15 @@ class Hop:
         codecs: "Codecs",
         parts: "TableParts | None" = None,
     ) -> "Hop":
-        """Create a hop.
+        """Create a hop from the layout of its rows.
 
         Args:
             axis: the ranks.
-            sources: result columns by source rank.
-            local: columns that are not sent.
-            out_dim: result columns.
+            sources: for every source rank, the spans of result columns that its row fills.
+            local: spans that are not sent.
+            out_dim: number of result columns.
             codecs: encodings in both directions.
-            parts: table parts behind the columns; None if tables are whole.
+            parts: which parts of tables the spans come from; None: spans have sums over whole tables.
         """
         kinds = {tuple(span._replace(source=0) for span in spans) for spans in sources}
         # Row-wise sharding gives every rank the same columns, so a single gradient message serves all.
@@ -112,10 +116,10 @@ class Hop:
             dims=[source_columns.width for source_columns in columns],
             units=list(map(codecs.forward.encoding.units, columns)),
             grad_units=list(map(codecs.backward.encoding.units, grad_columns)),
-            pieces=_pieces(sources, local, parts.order),
+            pieces=_piece_tensor(sources, local, parts.order),
             out_dim=out_dim,
             num_kinds=num_kinds,
-            grad_pieces=_pieces(sources[:num_kinds], local),
+            grad_pieces=_piece_tensor(sources[:num_kinds], local),
             local_dim=sum(span.width for span in local),
             encodes=codecs.forward.encodes(axis),
             encodes_grads=codecs.backward.encodes(axis),
@@ -123,13 +127,14 @@ class Hop:
         )
 
     def send(self, rows: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
-        """Start sending ``rows_sent[p]`` rows with this rank's columns to every rank p on the axis.
+        """Start to send rows to all ranks of the axis.
 
         Args:
-            rows: consecutive rows, flat or [total rows, columns], in the format's ``kernel_dtype``.
-            rows_sent: rows by receiving rank.
-            num_rows: rows that arrive from every rank.
-            name: collective name.
+            rows: rows for all ranks, rank by rank, flat or [total rows, columns], in the format's
+                ``kernel_dtype``.
+            rows_sent: number of rows by receiving rank.
+            num_rows: number of rows that arrive from every rank.
+            name: name of the collective in errors.
         """
         rank = self.axis.rank
         if self.encodes:
@@ -140,18 +145,18 @@ class Hop:
         return all_to_all(rows.view(-1), splits, self.axis, name)
 
     def gather(self, in_flight: InFlight, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
-        """Sum the arriving rows in piece order.
+        """Wait for the rows of all ranks, and sum their columns to result rows.
 
         Args:
-            in_flight: the result from ``send``.
-            local: columns that were not sent; None if there are none.
-            rows: result rows.
-            bags: bag sizes for MEAN tables whose sums are divided here; None if none are.
+            in_flight: result of ``send``.
+            local: columns that were not sent, [rows, local_dim]; None if there are none.
+            rows: number of result rows.
+            bags: bags whose sizes divide the sums of row-split MEAN tables; None: no division in this hop.
 
         Returns:
-            The rows, [rows, out_dim].
+            Result rows, [rows, out_dim].
         """
-        arguments = local, self.pieces, self.dims, rows, self.out_dim, *bags_of(bags)
+        arguments = local, self.pieces, self.dims, rows, self.out_dim, *bag_arguments(bags)
         if self.coded is not None:
             coded, of_coded = self.coded, operators.gather_coded
             return in_flight.use(lambda received, *link: of_coded(received, *arguments, *coded, *link))
@@ -162,22 +167,23 @@ class Hop:
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the gradient message, and the local columns' gradient: the inverse of ``gather``.
+        """Compute the backward pass of ``gather``: split a gradient into messages and local columns.
 
         Args:
-            grad: the result's gradient, [rows, out_dim].
-            bags: bag sizes, to divide the gradients of MEAN tables; None if none are divided here.
+            grad: gradient of the result rows, [rows, out_dim].
+            bags: as for ``gather``.
             scale: factor for the gradient.
 
         Returns:
-            The flat message to the ranks, and the local columns' gradient.
+            The messages to all ranks, flat (a single one if all are equal), and the gradient of the local
+            columns.
         """
         sent, local = operators.scatter_pooled(
             grad,
             self.grad_pieces,
             self.dims[: self.num_kinds],
             self.local_dim,
-            *bags_of(bags),
+            *bag_arguments(bags),
             scale,
             self.codecs.backward.encoding.kernel_dtype,
         )
@@ -192,14 +198,14 @@ class Hop:
         *,
         names: Names | None = None,
     ) -> InFlight:
-        """Start sending the result from ``scatter``.
+        """Start to send gradient messages to the ranks that sent rows.
 
         Args:
-            sent: the message.
+            sent: messages from ``scatter``.
             rows_sent: as for ``send``.
             num_rows: as for ``send``.
-            name: collective name.
-            names: returns bag names for error feedback.
+            name: name of the collective in errors.
+            names: returns bag names for error feedback; None: no feedback.
         """
         if self.encodes_grads:
             key = first_key(self.axis.rank)
@@ -210,7 +216,7 @@ class Hop:
         return all_to_all(sent, splits, self.axis, name, same=self.num_kinds < len(self.dims))
 
     def gradient(self, in_flight: InFlight, rows_sent: Sequence[int]) -> Tensor:
-        """Return gradients for the rows from ``send``, in the same order, fp32, flat."""
+        """Wait for the gradients of the rows that ``send`` sent, and return them, fp32, flat."""
         message = in_flight.wait()
         if self.encodes_grads:
             block = Block(sum(rows_sent), self.grad_columns[self.axis.rank])
@@ -219,33 +225,34 @@ class Hop:
 
 
 class Codecs(NamedTuple):
-    """Encodings in both directions."""
+    """Encodings of embeddings (forward) and gradients (backward)."""
 
     forward: Codec
     backward: Codec
 
 
 class TableParts(NamedTuple):
-    """Table parts behind the columns, by source."""
+    """Parts of tables that source ranks have. All fields are indexed by source, then by part."""
 
     spans: Sequence[Sequence[Span]]
-    """Result columns filled by each part."""
+    """Result columns that the part fills."""
     first_rows: Sequence[Sequence[int]]
+    """First table row of the part."""
     order: Sequence[Sequence[int]]
-    """Order in which a table's parts are added."""
+    """Position of the part in the order in which a table's parts are added."""
 
     @classmethod
     def of(cls, routing: Routing, ranks: Sequence[int]) -> "TableParts":
-        """Return the parts for some ranks as sources."""
+        """Return the parts of the given shard-axis ranks."""
         return cls(
             [rank_spans(routing, rank) for rank in ranks],
             [first_rows(routing, rank) for rank in ranks],
-            [row_order(routing, rank) for rank in ranks],
+            [part_order(routing, rank) for rank in ranks],
         )
 
 
 def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
-    """Return the single hop that brings results from all ranks.
+    """Create the hop of a flat mesh, which brings rows from all ranks.
 
     Args:
         routing: the compiled plan.
@@ -259,7 +266,7 @@ def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
 
 
 def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, Hop]:
-    """Return the hop inside a node and the hop between nodes.
+    """Create the hop inside a node, and the hop between nodes.
 
     Args:
         routing: the compiled plan.
@@ -286,7 +293,7 @@ def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, 
 
 
 class PooledOutput:
-    """Exchange for a row per bag. Partial rows are summed, and columns are put in table order."""
+    """Output exchange of a module that pools bags."""
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
@@ -299,19 +306,24 @@ class PooledOutput:
             self.blocks = list(range(env.shard.size))
 
     def send_rows(self, out: Tensor, batch: LookupBatch) -> InFlight:
-        """Send the lookup's rows on the first hop. ``out`` is [total bags, dim] in the kernel dtype."""
+        """Start the first hop.
+
+        Args:
+            out: looked-up rows [total bags, columns], in the kernel dtype.
+            batch: the batch.
+        """
         return self._hops[0].send(out, *self._rows(batch)[0], "embeddings")
 
     def receive_rows(self, in_flight: InFlight, local: Tensor | None, batch: LookupBatch) -> Tensor:
-        """Wait for the rows, pass them over the second hop if there is one, and return the result.
+        """Wait for the rows, run the second hop if there is one, and return the pooled embeddings.
 
         Args:
-            in_flight: the result of ``send_rows``.
-            local: columns from the data-parallel tables, [B, columns]; None if there are none.
+            in_flight: result of ``send_rows``.
+            local: columns of data-parallel tables, [B, columns]; None if there are none.
             batch: the batch.
 
         Returns:
-            fp32 [B, D].
+            Embeddings, fp32 [B, D].
         """
         source = batch.source
         if len(self._hops) == 2:
@@ -324,15 +336,15 @@ class PooledOutput:
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
     def send_gradient(self, grad: Tensor, batch: LookupBatch, scale: float) -> tuple[InFlight, Tensor]:
-        """Send the result's gradient, times ``scale``.
+        """Start to send the gradient of the embeddings to the ranks that own the rows.
 
         Args:
-            grad: gradient for the result of ``receive_rows``, [B, D].
+            grad: gradient of the result of ``receive_rows``, [B, D].
             batch: the batch.
             scale: factor for the gradient.
 
         Returns:
-            The collective in flight, and the local columns' gradient.
+            The collective in flight, and the gradient of the data-parallel columns.
         """
         source, rows = batch.source, self._rows(batch)
         sent, local = self._hops[-1].scatter(grad, source, scale)
@@ -354,11 +366,11 @@ class PooledOutput:
         return hop.send_back(sent, *rows[0], "gradients of embeddings", names=names_of), local
 
     def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
-        """Return gradients for the rows from ``send_rows``, fp32, flat."""
+        """Wait for the gradients of the rows that ``send_rows`` sent, and return them, fp32, flat."""
         return self._hops[0].gradient(in_flight, batch.batches)
 
     def _rows(self, batch: LookupBatch) -> list[tuple[list[int], int]]:
-        """Return, by hop, the rows sent by receiving rank, and the rows that arrive from every rank."""
+        """Return for every hop the rows sent, by receiving rank, and the rows that every rank sends here."""
         if len(self._hops) == 1:
             return [(batch.batches, batch.source.batches[0])]
         local = self._hops[0].axis
@@ -371,14 +383,17 @@ class PooledOutput:
 def return_weight_grads(
     by_rank: Sequence[Tensor], local: Tensor | None, source: SourceIds, routing: Routing, axis: Axis
 ) -> Tensor:
-    """Return the per-sample weight gradient, summed over all lookups of an ID, fp32 [N]. Collective.
+    """Exchange gradients of per-sample weights, and sum them over all lookups of an ID. Collective.
 
     Args:
-        by_rank: gradients by the rank that sent the IDs here, in message order.
-        local: gradients from the data-parallel tables; None if there are none.
+        by_rank: gradients of the weights that every rank sent here, in message order.
+        local: gradients from data-parallel tables; None if there are none.
         source: this rank's IDs.
         routing: the compiled plan.
         axis: the ranks.
+
+    Returns:
+        Gradient of this rank's per-sample weights, fp32 [N].
     """
     num_routes = [len(work.routes) for work in (*routing.work, routing.local)]
     *routes, _ = source.counts.split(num_routes)
@@ -397,25 +412,28 @@ def return_weight_grads(
     return gradient
 
 
-def _pieces(
+def _piece_tensor(
     sources: Sequence[Sequence[Span]], local: Sequence[Span], order: Sequence[Sequence[int]] = ()
 ) -> Tensor:
+    """Return the layout of source rows and local columns as the kernels read it; see `pieces_of`."""
     unsent = [span._replace(source=len(sources)) for span in local]
     return as_tensor(pieces_of([*sources, unsent], order))
 
 
-def bags_of(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
+def bag_arguments(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
+    """Return the op arguments that describe bags: offsets, segments, number of keys, key of every use."""
     if source is None:
         return None, None, 0, []
     return source.offsets, source.segments, source.num_keys, source.keys
 
 
 def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]:
-    """List the columns that a node's ranks hold together.
+    """Return the spans of result columns that the ranks of a node fill together.
 
-    They are cut at the boundaries of every lookup, so a summed row is also encoded by a single lookup's
-    columns.
+    Spans are cut wherever a lookup of any rank starts or ends.
     """
+    # The cuts let the second hop encode the summed columns of a lookup as a row of their own, as the first
+    # does.
     held = [span for rank in ranks for span in rank_spans(routing, rank)]
     columns = {
         (span.mean_use, column) for span in held for column in range(span.column, span.column + span.width)
@@ -433,6 +451,6 @@ def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]
 
 
 def _source_positions(spans: Sequence[Span]) -> dict[int, int]:
-    """Return the position in a source row for every result column."""
+    """Return the position in a source row of every result column."""
     columns = [column for span in spans for column in range(span.column, span.column + span.width)]
     return {column: position for position, column in enumerate(columns)}

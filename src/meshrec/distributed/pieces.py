@@ -1,8 +1,8 @@
-"""Column layout for pooled results: which source columns become which result columns.
+"""Column layout of pooled results: which source columns become which result columns.
 
-A *source* is a row that arrives from a rank, or is computed here for data-parallel tables. The first source
-with a result column writes it, and further sources are added. Parts of a table are added in row order, so the
-sum depends neither on which rank is faster, nor on which rank holds which rows.
+A *source* is a row that arrives from a rank, or a local row of data-parallel tables. If several sources have
+the same result column, as with row-wise sharding, their values are added. Parts of a table are added in row
+order, so sums depend neither on which rank is faster, nor on which rank has which rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,34 +15,37 @@ from meshrec.distributed.routing import Routing
 
 
 class Piece(NamedTuple):
-    """``width`` source columns that go to ``column`` in the result.
-
-    ``mean_use``: use whose bag lengths divide the columns; -1: none.
-    """
+    """Columns copied from a source row to the result, or added to it."""
 
     source: int
     source_column: int
+    """First column in the source row."""
     width: int
     column: int
+    """First column in the result."""
     add: bool = False
+    """Whether the columns are added to those of earlier pieces."""
     mean_use: int = -1
+    """Use whose bag lengths divide the columns; -1: no division."""
 
 
 class Span(NamedTuple):
-    """Source columns, before it is known which source writes them."""
+    """Result columns [column, column + width) that a source has values for."""
 
     source: int
     column: int
     width: int
     mean_use: int = -1
+    """Use whose bag lengths divide the columns; -1: no division."""
 
 
 def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] = ()) -> list[Piece]:
-    """Lay out each source's spans consecutively, and decide which columns are written and which are added.
+    """Return the pieces that sum source rows to result rows, in the order in which a kernel adds them.
 
     Args:
-        sources: spans by source.
-        order: for every span, the span's rank among the table parts; the default is source order.
+        sources: spans of every source, in the order of its columns.
+        order: for every span of every source, the position of its table part in the order of addition; empty:
+            sources are added in order.
     """
     pieces: list[Piece] = []
     written: set[int] = set()
@@ -53,10 +56,11 @@ def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] 
             rank = order[number][i] if number < len(order) else 0
             ordered.append((rank, number, source_column, span))
             source_column += span.width
-    # Part order comes first: the kernel adds pieces in list order, which fixes the bits.
+    # Sorted by part first, because the kernel adds pieces in list order, which determines the bits of the
+    # sum.
     for _, _, source_column, span in sorted(ordered, key=lambda entry: entry[:3]):
-        pieces += _split(span, source_column, written)
-    return _joined(pieces)
+        pieces += _split_span(span, source_column, written)
+    return _join_adjacent(pieces)
 
 
 def as_tensor(pieces: Sequence[Piece]) -> Tensor:
@@ -65,12 +69,12 @@ def as_tensor(pieces: Sequence[Piece]) -> Tensor:
 
 
 def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span]:
-    """Return the columns in a rank's lookups. Row-split MEAN tables are divided after the sum.
+    """Return the result columns of every lookup of a rank.
 
     Args:
         routing: the compiled plan.
-        rank: the shard-axis rank.
-        divide: whether to mark the late division at all.
+        rank: shard-axis rank.
+        divide: whether spans of row-split MEAN tables say that their sums must be divided by bag lengths.
     """
     return [
         Span(
@@ -84,13 +88,13 @@ def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span
 
 
 def first_rows(routing: Routing, rank: int) -> list[int]:
-    """Return the first table row read by each span in ``rank_spans``."""
+    """Return, for every span of ``rank_spans``, the first table row of the part that it comes from."""
     work = routing.work[rank]
     return [work.routes[lookup.route].r0 for lookup in work.lookups]
 
 
-def row_order(routing: Routing, rank: int) -> list[int]:
-    """Return each span's rank among the table parts, by row."""
+def part_order(routing: Routing, rank: int) -> list[int]:
+    """Return, for every span of ``rank_spans``, the position of its part among the table's parts, by row."""
     work = routing.work[rank]
     starts: dict[int, list[int]] = {}
     for rank_work in routing.work:
@@ -104,7 +108,7 @@ def row_order(routing: Routing, rank: int) -> list[int]:
 
 
 def local_spans(routing: Routing) -> list[Span]:
-    """Return the columns from data-parallel tables. Source 0 is this rank."""
+    """Return the result columns of data-parallel tables, with this rank as source 0."""
     return [
         Span(0, routing.columns[u], routing.dims[u])
         for u, use in enumerate(routing.uses)
@@ -113,12 +117,13 @@ def local_spans(routing: Routing) -> list[Span]:
 
 
 def divides_late(routing: Routing, use: int) -> bool:
-    """Return whether no rank sees a whole MEAN bag, so parts are summed before the division."""
+    """Return whether a use reads a row-split MEAN table, so that the division follows the sum of parts."""
     table = routing.uses[use].table
     return routing.tables[table].mean and routing.row_split[table]
 
 
-def _split(span: Span, source_column: int, written: set[int]) -> list[Piece]:
+def _split_span(span: Span, source_column: int, written: set[int]) -> list[Piece]:
+    """Split a span where columns change between written before (added) and new; ``written`` is updated."""
     pieces: list[Piece] = []
     for offset in range(span.width):
         column = span.column + offset
@@ -131,8 +136,8 @@ def _split(span: Span, source_column: int, written: set[int]) -> list[Piece]:
     return pieces
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Join pieces adjacent both in the source and in the result."""
+def _join_adjacent(pieces: list[Piece]) -> list[Piece]:
+    """Join consecutive pieces that are adjacent both in the source and in the result."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

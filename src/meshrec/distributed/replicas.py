@@ -1,13 +1,13 @@
-"""Gradients for replicated tables, made equal on all replicas.
+"""Gradients of replicated tables, summed over all replicas.
 
-For every table, the ranks select the exchange with fewer bytes:
+For every table, the ranks choose the exchange that sends fewer bytes:
 
-- the sum over whole gradients, for small tables;
-- the backward pass's input: packed IDs and the gradients for looked-up rows. For pooled tables this is a row
-  per bag, which takes fewer bytes than a gradient row per ID. The update then runs as if a single rank had
-  seen all IDs.
+- all-reduce of the dense gradient, for small tables;
+- all-gather of the inputs of the backward pass: packed IDs and output gradients. For pooled tables, an output
+  gradient has a row per bag, which takes fewer bytes than a gradient row per ID. Every replica then updates
+  as if it had looked up the IDs of all replicas.
 
-Whatever the mix, there is a single size exchange, a single sum, and a single exchange for IDs and gradients.
+Whatever the tables choose, there is one exchange of sizes, one all-reduce, and one all-gather.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,22 @@ from meshrec.tables.updates import TableGradient
 
 
 class ReplicaSizes(NamedTuple):
-    """Message sizes on every replica, in unpacking order.
-
-    ``headers`` is int64 [P, n, 4]. ``bags`` and ``num_ids`` count by route, int64 [P, n, Q].
-    """
+    """Sizes of the messages on every replica."""
 
     headers: Tensor
+    """Message headers (see `PackedIds`), int64 [P, n, 4]."""
     bags: Tensor
+    """Number of bags by route, int64 [P, n, Q]."""
     num_ids: Tensor
+    """Number of IDs by route, int64 [P, n, Q]."""
 
     def headers_of(self, routes: Sequence[int], words_per_id: int) -> Tensor:
-        """Return headers for messages reduced to some routes, int64 [P, n, 4], in unpacking order."""
+        """Return the headers, int64 [P, n, 4], that messages with only some routes would have.
+
+        Args:
+            routes: the routes.
+            words_per_id: int32 words per ID in a message.
+        """
         bags, num_ids = self.bags[:, :, routes], self.num_ids[:, :, routes].sum(2)
         # -1 marks routes with different bag counts, as in the headers from ``route_ids``.
         batch = torch.where((bags == bags[:, :, :1]).all(2), bags[:, :, 0], -1)
@@ -51,14 +56,14 @@ class ReplicaSizes(NamedTuple):
 
 
 class Replicas:
-    """Replicas of the tables looked up together on a rank.
+    """Sums the gradients of tables over the ranks that have the same rows.
 
     Args:
         tables: this rank's tables.
         axis: ranks with the same rows, at least two.
         input_dist: unpacks messages.
-        blocks: order in which a rank unpacks messages.
-        name: phase name.
+        blocks: order in which ``tables`` unpacks messages.
+        name: name of the phase in `record_phases`.
     """
 
     def __init__(
@@ -67,27 +72,27 @@ class Replicas:
         self._tables, self._axis, self._input, self._blocks = tables, axis, input_dist, blocks
         self._phase = name
 
-    def sum_of_all(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
-        """Return the gradient over all replicas. Collective over the axis.
+    def sum_gradients(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
+        """Return the gradient of all replicas' lookups. Collective over the axis.
 
         Args:
-            message: the packed IDs.
-            ids: the unpacked IDs.
-            grad: gradient for the rows looked up here.
+            message: the packed IDs that this replica looked up.
+            ids: the same IDs, unpacked.
+            grad: gradient of this replica's lookup output.
         """
         with phase(self._phase) if recorders else OFF:
             sizes = gather_sizes(message.header, ids, self._axis)
-            whole = self._moved_whole(sizes)
-            rows = self._summed(whole, ids, grad)
-            # All tables were summed whole, so no IDs need to travel.
+            whole = self._tables_to_sum(sizes)
+            rows = self._sum_tables(whole, ids, grad)
+            # The all-reduce had all tables, so no IDs need to be gathered.
             if rows and len(rows) == len(self._tables.work.rectangles):
                 return TableGradient(None, rows)
-            return self._gathered(whole, message, ids, grad, sizes)._replace(rows=rows)
+            return self._gather_lookups(whole, message, ids, grad, sizes)._replace(rows=rows)
 
-    def _moved_whole(self, sizes: ReplicaSizes) -> frozenset[int]:
-        """Return the tables for which a sum moves fewer bytes. They are equal on all replicas.
+    def _tables_to_sum(self, sizes: ReplicaSizes) -> frozenset[int]:
+        """Return the tables for which an all-reduce sends fewer bytes; equal on all replicas.
 
-        Tables with an index are excluded: a row may have different slots on different replicas.
+        Tables with an index are excluded, because a row may have different slots on different replicas.
         """
         work, num_ranks = self._tables.work, self._axis.size
         elements = (
@@ -111,21 +116,29 @@ class Replicas:
             table for table in gathered if summed[table] < gathered[table] and table not in indexed
         )
 
-    def _summed(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
-        """Return the summed gradients by rectangle for these tables."""
+    def _sum_tables(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
+        """All-reduce the gradients of the tables ``whole``, and return them by rectangle number."""
         rectangles = self._tables.work.rectangles
         selected = [i for i, rectangle in enumerate(rectangles) if rectangle.table in whole]
         if not selected:
             return {}
-        gradients = self._tables.sparse_grads(self._tables.shaped(grad, ids), ids, selected)
+        gradients = self._tables.sparse_grads(self._tables.output_shaped(grad, ids), ids, selected)
         weights = self._tables.weights
         shapes = [(weights[i].shape[0], weights[i].shape[1]) for i in selected]
         return dict(zip(selected, reduce_gradients(gradients, shapes, self._axis), strict=True))
 
-    def _gathered(
+    def _gather_lookups(
         self, whole: frozenset[int], message: PackedIds, ids: LookupIds, grad: Tensor, sizes: ReplicaSizes
     ) -> TableGradient:
-        """Return the gradient from all replicas' lookups in the remaining tables."""
+        """All-gather IDs and output gradients, and return the gradient of tables that are not in ``whole``.
+
+        Args:
+            whole: tables whose gradients have been all-reduced.
+            message: the packed IDs that this replica looked up.
+            ids: the same IDs, unpacked.
+            grad: gradient of this replica's lookup output.
+            sizes: message sizes of all replicas.
+        """
         tables, headers, blocks = self._tables, sizes.headers, self._blocks
         if whole:
             tables = self._tables.without(whole)
@@ -140,12 +153,12 @@ class Replicas:
         message, grad = gather_gradients(message, grad, headers, num_grads, self._axis)
         every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
         all_ids = self._input.unpack(message, every, len(tables.work.routes))
-        # Keys travel: slots differ between ranks.
+        # Messages have keys, because slots differ between ranks. Resolve them to this rank's slots.
         return tables.gradient(grad, tables.resolve(all_ids, train=True))
 
 
 def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
-    """Gather the message sizes from every rank in the axis. Collective.
+    """Gather the sizes of the messages of all ranks of the axis. Collective.
 
     Args:
         header: this rank's headers, int64 [n, 4].
@@ -153,7 +166,7 @@ def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
         axis: the replicas.
     """
     num_messages = header.shape[0]
-    # The ID counts are data on the device; a single copy brings them to the host.
+    # ID counts are on the device. This is the only copy to the host.
     starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
     counts = torch.cat([header.reshape(-1), ids.segments.diff(), starts.diff()]).to(ids.values.device)
     rows = all_gather(counts, axis, "sizes of gradients").wait().cpu()
@@ -169,14 +182,17 @@ def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
 def gather_gradients(
     message: PackedIds, grad: Tensor, headers: Tensor, num_grads: Sequence[int], axis: Axis
 ) -> tuple[PackedIds, Tensor]:
-    """Gather all ranks' messages in rank order, and their flat gradients in the same order.
+    """Gather the messages and flat gradients of all ranks. Collective.
 
     Args:
         message: this rank's messages.
         grad: this rank's gradients, fp32, flat.
-        headers: message headers on all ranks, int64 [P, n, 4].
-        num_grads: gradient elements by rank.
+        headers: message headers of all ranks, int64 [P, n, 4].
+        num_grads: number of gradient elements by rank.
         axis: the ranks.
+
+    Returns:
+        Messages and gradients, rank by rank.
     """
     words = headers[:, :, 1].sum(1).tolist()
     lengths = [count + grads for count, grads in zip(words, num_grads, strict=True)]
@@ -194,12 +210,12 @@ def gather_gradients(
 
 
 def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> PackedIds:
-    """Pack messages with a subset of the routes in ``ids``.
+    """Pack the IDs of some routes into messages.
 
     Args:
-        ids: the unpacked messages.
-        routes: routes to retain.
-        header: int64 [n, 4], see ``ReplicaSizes.headers_of``.
+        ids: unpacked messages with all routes.
+        routes: routes to pack.
+        header: headers of the new messages, int64 [n, 4], from ``ReplicaSizes.headers_of``.
     """
     num_messages = header.shape[0]
     num_routes = (ids.segments.numel() - 1) // num_messages
@@ -229,8 +245,9 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Packed
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
-    """Return the bytes a rank sends to sum whole gradients for tables with these shapes."""
-    # A ring all-reduce of fp32 values. The additional column marks touched rows.
+    """Return the bytes that a rank sends to all-reduce dense gradients of the given (rows, columns)."""
+    # A ring all-reduce of fp32 values sends 2 (n - 1) / n of the elements. The additional column marks
+    # touched rows.
     elements = sum(rows * (dim + 1) for rows, dim in shapes)
     return 2 * (num_ranks - 1) * 4 * elements // num_ranks
 
@@ -238,22 +255,22 @@ def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
 def reduce_gradients(
     local_gradients: Sequence[RowGradients], shapes: Sequence[tuple[int, int]], axis: Axis
 ) -> list[RowGradients]:
-    """Sum all ranks' gradients as whole tables.
+    """All-reduce the dense gradients of tables. Collective.
 
     Args:
-        local_gradients: this rank's row gradients by table.
+        local_gradients: touched rows of this rank and their gradients, by table.
         shapes: (rows, columns) by table.
         axis: the ranks.
 
     Returns:
-        The touched rows and their summed gradients, by table.
+        Rows touched on any rank and their summed gradients, by table.
     """
     sizes = [rows * (dim + 1) for rows, dim in shapes]
     flat = torch.zeros(sum(sizes), device=local_gradients[0].grads.device)
     tables = [part.view(rows, dim + 1) for part, (rows, dim) in zip(flat.split(sizes), shapes, strict=True)]
     for table, part in zip(tables, local_gradients, strict=True):
         table[part.rows, :-1] = part.grads
-        # A zero gradient also counts as touched: the optimizer may still change the row.
+        # A row with gradient 0 is also touched, because the optimizer may still change it (momentum, decay).
         table[part.rows, -1] = 1
     all_reduce(flat, axis, "gradients of replicas")
     rows = [table[:, -1].nonzero()[:, 0] for table in tables]

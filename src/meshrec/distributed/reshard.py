@@ -1,8 +1,8 @@
-"""Move tables and optimizer state from one plan to another, rank to rank, without a disk.
+"""Move tables and optimizer state from an old plan to a new plan, from rank to rank, without a disk.
 
-All ranks derive the same transfer list from the two plans. A transfer is a rectangle that an old owner has
-and a new owner needs. The old owner streams the rows, and the new owner loads them. Rows travel in rounds
-with bounded size, a single all-to-all per round; before a round, the ranks exchange block headers. The old
+All ranks derive the same list of transfers from both plans. A transfer is a rectangle that an old owner has
+and a new owner needs. The old owner streams the rows in blocks, and the new owner loads them. Blocks are sent
+in rounds of bounded size: the ranks exchange block headers, then blocks in a single all-to-all. The old
 tables do not change, so they remain valid if anything fails.
 """
 
@@ -19,7 +19,7 @@ from meshrec.comms.agreement import together
 from meshrec.comms.collectives import Splits, all_to_all, gather_objects
 from meshrec.comms.failures import announced_on_failure
 from meshrec.comms.mesh import Axis, ShardingEnv
-from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts, compiled
+from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts, compile_routing
 from meshrec.distributed.routing import Routing
 from meshrec.ops.index import unique
 from meshrec.ops.operators import OutOfMemoryError
@@ -31,22 +31,23 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Table
 
 # Maximum bytes in a block.
 _TRANSFER_BYTES = 1 << 22
-# Bytes a rank sends in a round, which bounds the buffers.
+# Bytes that a rank sends in a round, up to a block more. They bound the buffers.
 _ROUND_BYTES = 1 << 26
-# Parts start at multiples of this, so their bytes can be viewed as any dtype.
+# Parts of a block start at multiples of 8 bytes, so their bytes can be viewed as any dtype.
 _ALIGNMENT = 8
 
 
 class RankRectangle(NamedTuple):
-    """A rectangle on a rank. ``number`` is the index among that table's rectangles on the rank."""
+    """A rectangle of a table on a rank."""
 
     rank: int
     number: int
+    """Index among the rectangles of the same table on the rank."""
     rectangle: Rectangle
 
 
 class Transfer(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) that move from one rectangle to another."""
+    """Rows [r0, r1) and columns [c0, c1) that are copied from an old rectangle to a new one."""
 
     source: RankRectangle
     target: RankRectangle
@@ -57,16 +58,16 @@ class Transfer(NamedTuple):
 
 
 class _BlockHeader(NamedTuple):
-    """Description that precedes a row block, for the receiving rank."""
+    """Describes a row block to the receiving rank."""
 
     target: int
     """Receiving rank."""
     module: int
     table: int
     number: int
-    """Index of the target rectangle among the table's rectangles on that rank."""
+    """Index of the new rectangle among the table's rectangles on that rank."""
     first: int | None
-    """First key if keys are consecutive; None if keys travel with the rows."""
+    """First key if keys are consecutive; None if the block contains the keys."""
     num_rows: int
     columns: tuple[int, int]
     parts: tuple[str, ...]
@@ -74,17 +75,22 @@ class _BlockHeader(NamedTuple):
 
 
 @announced_on_failure
-def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv) -> dict[str, ModuleParts]:
-    """Return the same tables under another (verified) plan. ``built`` does not change. Collective.
+def reshard_tables(
+    built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv
+) -> dict[str, ModuleParts]:
+    """Copy all tables and their optimizer state to a new plan. Collective.
 
     Args:
-        built: module parts by path.
-        plan: the new plan.
+        built: parts of the sharded modules by module path; unchanged.
+        plan: the new plan, verified.
         env: the ranks.
 
+    Returns:
+        Parts under the new plan by module path.
+
     Raises:
-        ValueError: tables have ordinary gradients, quantised tables are cut within a byte, or a table's
-            optimizer does not allow the plan. Raised on every rank.
+        ValueError: a trained table has no fused optimizer, the plan cuts a quantized table within a byte, or
+            the optimizer of a table does not allow the plan. Raised on every rank.
         OutOfMemoryError: a rank has too little memory; raised on every rank.
         RuntimeError: a rank cannot write a table's file; raised on every rank.
     """
@@ -93,27 +99,27 @@ def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv
         check_cuts(dict(zip(names, module.storages, strict=True)), plan.plan[path])
     trained = _trained(built, env)
     _check_fused(built, trained)
-    # Both plans' tables exist at the same time from here to the end.
-    allocated: dict[str, _New] = {}
+    # From here to the end, memory holds the tables of both plans.
+    allocated: dict[str, _NewTables] = {}
     with together(env.world, "allocation"):
         try:
             for path, module in built.items():
-                allocated[path] = _allocated(path, module, plan.plan[path], trained)
+                allocated[path] = _allocate_new(path, module, plan.plan[path], trained)
         except (RuntimeError, MemoryError) as failure:
             raise OutOfMemoryError(
                 f"there is no memory for the tables under the new plan: {failure}. The old plan stays."
             ) from failure
-    # The plan may still be refused here, on all ranks, before anything moves.
-    new = {path: allocated[path].assembled(module) for path, module in built.items()}
+    # assemble_module may reject the plan, on all ranks, so it runs before anything is sent.
+    new = {path: allocated[path].assemble_module(module) for path, module in built.items()}
     with torch.no_grad():
-        _Move(list(built.values()), list(allocated.values()), env.shard).run()
+        _TableTransport(list(built.values()), list(allocated.values()), env.shard).run()
         for module in new.values():
             module.tables.recount()
     return new
 
 
-class _New(NamedTuple):
-    """Memory for a module's tables under the new plan."""
+class _NewTables(NamedTuple):
+    """Allocated, empty tables of a module under the new plan."""
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
@@ -122,13 +128,13 @@ class _New(NamedTuple):
     local: LocalShards
 
     def tables(self, number: int) -> Sequence[Table]:
-        """Return a table's rectangles on this rank."""
+        """Return the rectangles of a table, given by number, on this rank."""
         held = self.local if self.routing.replicated[number] else self.split
         here = held.of_table(number)
         return [] if here is None else here.tables
 
-    def assembled(self, old: ModuleParts) -> ModuleParts:
-        """Create the module's parts."""
+    def assemble_module(self, old: ModuleParts) -> ModuleParts:
+        """Create the parts of the module, with options and optimizer steps of the old parts."""
         blueprint = Blueprint(
             plan=self.plan,
             routing=self.routing,
@@ -143,7 +149,10 @@ class _New(NamedTuple):
 
 
 def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
-    """Return the unfrozen tables as (module, name), from the ranks that hold a part. Collective."""
+    """Return (module path, name) of all tables that require gradients on a rank that has a shard.
+
+    Collective.
+    """
     local = {
         (path, name)
         for path, module in built.items()
@@ -154,6 +163,7 @@ def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[st
 
 
 def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]) -> None:
+    """Raise ValueError for a trained table without a fused optimizer, whose optimizer has old parameters."""
     for path, module in built.items():
         for table, rule in zip(module.routing.tables, module.rules, strict=True):
             if rule is None and (path, table.name) in trained:
@@ -164,24 +174,33 @@ def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]
                 )
 
 
-def _allocated(
+def _allocate_new(
     path: str, built: ModuleParts, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
-) -> _New:
-    routing = compiled(built.routing.tables, plan, built.rules, built.storages, built.env)
+) -> _NewTables:
+    """Allocate this rank's tables of a module under the new plan.
+
+    Args:
+        path: module path.
+        built: old parts.
+        plan: new plan of the module.
+        trained: (module path, table name) of tables that require gradients.
+    """
+    routing = compile_routing(built.routing.tables, plan, built.rules, built.storages, built.env)
     split = routing.work[built.env.shard.rank].rectangles
     flags = [(path, table.name) in trained for table in routing.tables]
     local = routing.local.rectangles
-    return _New(plan, routing, flags, _empty(split, built, flags), _empty(local, built, flags))
+    return _NewTables(plan, routing, flags, _empty(split, built, flags), _empty(local, built, flags))
 
 
 def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> LocalShards:
+    """Allocate rectangles without filling them. ``trained`` is by table number."""
     specs = [None if rule is None else rule.spec for rule in built.rules]
     names = [table.name for table in built.routing.tables]
     return allocate(rectangles, names, built.storages, specs, trained, device=built.device)
 
 
 def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
-    """Return a table's rectangles with their ranks; None if every rank holds the whole table."""
+    """Return the rectangles of a table on all ranks; None if every rank has the whole table."""
     if routing.replicated[table]:
         return None
     owners = []
@@ -191,14 +210,14 @@ def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
     return owners
 
 
-def transfers_of(
+def plan_transfers(
     old: list[RankRectangle] | None, new: list[RankRectangle] | None, axis: Axis
 ) -> Iterator[Transfer]:
-    """Yield the transfers, in the same order on all ranks.
+    """Yield the transfers that fill the new rectangles of a table, in the same order on all ranks.
 
     Args:
-        old: rectangles under the old plan; None: every rank holds the whole table.
-        new: rectangles under the new plan; None as for ``old``.
+        old: rectangles under the old plan; None: every rank has the whole table.
+        new: rectangles under the new plan; None: every rank has the whole table.
         axis: the ranks.
     """
     if old is None and new is None:
@@ -206,10 +225,10 @@ def transfers_of(
     ranks = range(axis.size)
     if new is None:
         assert old is not None
-        whole = _hull(old)
+        whole = _whole_table(old)
         new = [RankRectangle(rank, 0, whole) for rank in ranks]
     for target in new:
-        sources = old if old is not None else [RankRectangle(target.rank, 0, _hull(new))]
+        sources = old if old is not None else [RankRectangle(target.rank, 0, _whole_table(new))]
         for source in sources:
             a, b = source.rectangle, target.rectangle
             r0, r1 = max(a.r0, b.r0), min(a.r1, b.r1)
@@ -218,8 +237,8 @@ def transfers_of(
                 yield Transfer(source, target, r0, r1, c0, c1)
 
 
-def _hull(held: Sequence[RankRectangle]) -> Rectangle:
-    """Return the whole table's rectangle, which the rectangles cover."""
+def _whole_table(held: Sequence[RankRectangle]) -> Rectangle:
+    """Return the rectangle of the whole table, which ``held`` covers."""
     return Rectangle(
         held[0].rectangle.table,
         min(part.rectangle.r0 for part in held),
@@ -229,11 +248,12 @@ def _hull(held: Sequence[RankRectangle]) -> Rectangle:
     )
 
 
-def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-    """Yield transfers that bring every target row once, from the target's own rank if possible.
+def _transfers_by_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
+    """Select the transfers that also carry values per row: together they bring every row of a target once.
 
-    Per-row values are equal in all columns, and waiting-ID counts must not arrive twice. Sources in a single
-    column have every row once; the column with the fewest travelling rows is selected.
+    Values per row, such as row-wise optimizer state, are equal in all column shards, and the counts of
+    waiting IDs must not arrive twice. All sources that contain a given column have every row once. For every
+    target, the column is chosen whose sources send the fewest rows between ranks.
     """
     for _, group in groupby(transfers, attrgetter("target")):
         of_target = list(group)
@@ -242,22 +262,30 @@ def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
 
 
 def _num_travelling(transfers: Sequence[Transfer]) -> int:
+    """Return the number of rows sent to another rank."""
     return sum(
         transfer.r1 - transfer.r0 for transfer in transfers if transfer.source.rank != transfer.target.rank
     )
 
 
-class _Move:
-    """Transport from the old tables to the new tables."""
+class _TableTransport:
+    """Copies the content of old tables to new tables.
 
-    def __init__(self, old: Sequence[ModuleParts], new: Sequence[_New], axis: Axis) -> None:
+    Args:
+        old: old parts of all modules.
+        new: new tables of all modules.
+        axis: the ranks.
+    """
+
+    def __init__(self, old: Sequence[ModuleParts], new: Sequence[_NewTables], axis: Axis) -> None:
         self._old, self._new, self._axis = old, new, axis
+        # Every new hashed table with the keys that it will have, by ``id``. Filled and cleared by run().
         self._keys: dict[int, tuple[HashedTable, list[Tensor]]] = {}
-        """Keys that every new hashed table will have, by table identity."""
 
     def run(self) -> None:
-        """Move keys, then rows."""
-        # Rows arrive in a rank-dependent order, but slots must not depend on it: see ``tables.index.Index``.
+        """Send all rows to their new owners. Collective."""
+        # Keys first: rows arrive in an order that depends on the rank, but slots must not
+        # (``tables.index.Index``).
         self._move(self._outgoing_keys())
         with together(self._axis, "resharding"):
             for table, keys in self._keys.values():
@@ -266,7 +294,7 @@ class _Move:
         self._move(self._outgoing())
 
     def _move(self, outgoing: Iterator[tuple[_BlockHeader, RowBlock]]) -> None:
-        """Send and receive in rounds, until no rank has anything left to send."""
+        """Send blocks in rounds, until no rank has a block left. Collective."""
         while True:
             sent: list[tuple[_BlockHeader, RowBlock]] = []
             size = 0
@@ -281,7 +309,7 @@ class _Move:
             self._exchange(sent, headers)
 
     def _outgoing(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield the blocks that other ranks need from this rank. Local blocks are loaded along the way."""
+        """Yield the row blocks that this rank sends. Blocks that stay on this rank are loaded at once."""
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
@@ -290,8 +318,8 @@ class _Move:
                     for source, target in zip(shards.tables, targets, strict=True):
                         target.load(source.stream())  # the table is whole everywhere, before and after
                     continue
-                transfers = list(transfers_of(before, after, self._axis))
-                with_per_row = set(_per_row(transfers))
+                transfers = list(plan_transfers(before, after, self._axis))
+                with_per_row = set(_transfers_by_row(transfers))
                 for transfer in transfers:
                     if transfer.source.rank != self._axis.rank:
                         continue
@@ -305,14 +333,14 @@ class _Move:
                         yield _header(m, t, transfer.target, block), block
 
     def _outgoing_keys(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield the future hashed-table keys on other ranks."""
+        """Yield blocks that announce to other ranks the keys of their new hashed tables."""
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
                 before, after = _holders(old.routing, t), _holders(new.routing, t)
                 if not old.storages[t].is_growable or (before is None and after is None):
                     continue
-                for transfer in _per_row(list(transfers_of(before, after, self._axis))):
+                for transfer in _transfers_by_row(list(plan_transfers(before, after, self._axis))):
                     if transfer.source.rank != self._axis.rank:
                         continue
                     source = shards.tables[transfer.source.number]
@@ -321,12 +349,12 @@ class _Move:
                     for some in keys.split(_TRANSFER_BYTES // keys.itemsize):
                         block = RowBlock(some, columns, {})
                         if transfer.target.rank == self._axis.rank:
-                            self._take(targets[transfer.target.number], block)
+                            self._load_block(targets[transfer.target.number], block)
                         else:
                             yield _header(m, t, transfer.target, block), block
 
-    def _take(self, table: Table, block: RowBlock) -> None:
-        """Load an arriving block. A block without parts announces keys."""
+    def _load_block(self, table: Table, block: RowBlock) -> None:
+        """Load a block of rows, or store the keys if the block announces keys, which has no parts."""
         if block.parts:
             table.load([block])
         else:
@@ -337,7 +365,12 @@ class _Move:
     def _exchange(
         self, sent: Sequence[tuple[_BlockHeader, RowBlock]], headers: Sequence[Sequence[_BlockHeader]]
     ) -> None:
-        """Exchange a round's blocks, ordered by target rank, and load the arriving blocks."""
+        """Send the blocks of a round, and load the arriving ones. Collective.
+
+        Args:
+            sent: blocks from this rank.
+            headers: headers of all blocks of the round, by sending rank.
+        """
         rank, ranks = self._axis.rank, range(self._axis.size)
         # all_to_all splits the buffer by target rank; the receiver walks headers in the same order.
         by_target = sorted(sent, key=lambda item: item[0].target)
@@ -350,30 +383,30 @@ class _Move:
         start = 0
         for header, block in by_target:
             room, start = buffer[start:], start + self._num_bytes(header)
-            for name, part in self._laid_out(header, room).items():
+            for name, part in self._part_views(header, room).items():
                 part.copy_(block.keys if name is None else block.parts[name])  # type: ignore[arg-type]
         buffer = all_to_all(buffer, splits, self._axis, "resharding").wait()
         with together(self._axis, "resharding"):
             self._load(arriving, buffer)
 
     def _load(self, arriving: Sequence[_BlockHeader], buffer: Tensor) -> None:
-        """Load a round's blocks, which are consecutive in a buffer."""
+        """Load the blocks that are consecutive in a received buffer."""
         start = 0
         for header in arriving:
             room, start = buffer[start:], start + self._num_bytes(header)
-            parts = self._laid_out(header, room)
+            parts = self._part_views(header, room)
             keys = (
                 parts.pop(None)
                 if header.first is None
                 else range(header.first, header.first + header.num_rows)
             )
             block = RowBlock(keys, header.columns, {name: part for name, part in parts.items() if name})
-            self._take(self._new[header.module].tables(header.table)[header.number], block)
+            self._load_block(self._new[header.module].tables(header.table)[header.number], block)
 
     def _sizes(self, header: _BlockHeader) -> Iterator[tuple[str | None, torch.dtype, tuple[int, ...]]]:
-        """Yield name, dtype and shape for every tensor in a block.
+        """Yield (name, dtype, shape) of every tensor in a block.
 
-        Non-consecutive keys come first, without a name.
+        Keys that are not consecutive come first, with the name None.
         """
         module, n = self._old[header.module], header.num_rows
         storage, rule = module.storages[header.table], module.rules[header.table]
@@ -388,8 +421,8 @@ class _Move:
     def _num_bytes(self, header: _BlockHeader) -> int:
         return sum(_aligned(prod(shape) * dtype.itemsize) for _, dtype, shape in self._sizes(header))
 
-    def _laid_out(self, header: _BlockHeader, room: Tensor) -> dict[str | None, Tensor]:
-        """Return views into a buffer that starts with the block, by part name."""
+    def _part_views(self, header: _BlockHeader, room: Tensor) -> dict[str | None, Tensor]:
+        """Return the tensors of a block by name, as views of a buffer that starts with the block."""
         views: dict[str | None, Tensor] = {}
         start = 0
         for name, dtype, shape in self._sizes(header):
@@ -400,14 +433,19 @@ class _Move:
 
 
 def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[RowBlock]:
-    """Yield a transfer's rows in blocks with bounded size."""
+    """Yield the rows of a transfer in blocks of bounded size.
+
+    Args:
+        table: old rectangle.
+        transfer: rows and columns.
+        with_per_row: whether blocks also carry values per row.
+    """
     columns, keys = (transfer.c0, transfer.c1), (transfer.r0, transfer.r1)
     for block in table.stream(columns, keys=keys):
         parts = {name: part for name, part in block.parts.items() if with_per_row or part.dim() > 1}
         if not parts:
-            continue  # counts of waiting IDs, which another rectangle with the same rows sends
+            continue  # a block of waiting IDs has only values per row, which another transfer sends
         num_rows = len(block.keys)
-        # Bound the blocks, so a round exceeds the byte limit by at most a block.
         step = max(1, _TRANSFER_BYTES * num_rows // max(1, sum(part.nbytes for part in parts.values())))
         for first in range(0, num_rows, step):
             rows = slice(first, first + step)
@@ -429,4 +467,5 @@ def _header(module: int, table: int, target: RankRectangle, block: RowBlock) -> 
 
 
 def _aligned(num_bytes: int) -> int:
+    """Round up to a multiple of the alignment."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

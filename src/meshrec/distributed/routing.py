@@ -1,22 +1,23 @@
-"""Plan compilation: ID routes, lookups on every rank, and result columns.
+"""Plan compilation: which IDs go to which rank, what the rank looks up, and where results belong.
 
 [Note: how a plan becomes routes]
 
-A *use* is a feature read in a table, the output's unit. A *rectangle* is part of a table on a rank. A
-*route* is the part of a use that a single rank gets: the IDs in a row interval. A *lookup* is a route read
-in a rectangle.
+- A *use* is a (table, feature) pair: the feature is looked up in the table and gives output columns.
+- A *rectangle* is a row range and column range of a table on a rank.
+- A *route* is a use and a row interval on a rank: the use's IDs in the interval are sent to the rank.
+- A *lookup* is a route and a rectangle: the rank looks up the route's IDs in the rectangle.
 
-1. ``compile_plan`` turns each table's shards into rectangles by rank. Neighbors on the same rank are joined;
-   if an optimizer needs sums over whole rows, rectangles are cut at common rows.
-2. ``rank_work`` derives, per rank, a route for every use and row interval on the rank, and a lookup for every
-   rectangle with exactly these rows.
-3. ``Routing.router`` numbers the routes on all ranks and lists, for every interval between two row cuts in a
-   use, the routes that take its IDs. The kernel ``route_ids`` reads it. Data-parallel tables count as an
-   additional rank, whose message stays here.
-4. ``pieces.py`` lays out every rank's lookup columns in the result, and ``output_dist.py`` builds the hops
-   from them.
+1. ``compile_plan`` turns the shards of every table into rectangles by rank. Neighbors on the same rank are
+   joined. If an optimizer needs sums over whole rows, rectangles are cut at common rows.
+2. ``rank_work`` derives, for every rank, a route for every use and row interval on the rank, and a lookup for
+   every rectangle with exactly these rows.
+3. ``Routing.router`` numbers the routes of all ranks. For every interval between two row cuts of a use, it
+   lists the routes that take the interval's IDs. The kernel ``route_ids`` reads it. Data-parallel tables
+   count as an additional rank, whose message is not sent.
+4. ``pieces.py`` maps the columns of every rank's lookups to result columns, and ``output_dist.py`` builds the
+   hops from them.
 
-Every rank compiles the same plan into the same numbers, so ranks need not describe their messages.
+Every rank compiles the same plan into the same numbers, so messages need no description.
 """
 
 from bisect import bisect_left
@@ -40,13 +41,13 @@ from meshrec.tables.table import Rectangle, Span
 
 # U: uses, Q: routes, L: lookups, R: ranks
 
-# Local IDs travel as int32 unless a route has at least this many rows.
+# IDs relative to a route's first row are sent as int32, unless some route has at least this many rows.
 _INT32_ROWS = 1 << 31
 _LAST_KEY = (1 << 63) - 1
 
 
 class RoutedTable(NamedTuple):
-    """A whole table and the features that read it."""
+    """An unsharded table and the features that are looked up in it."""
 
     name: str
     num_rows: int
@@ -54,29 +55,29 @@ class RoutedTable(NamedTuple):
     features: tuple[str, ...]
     mean: bool = False
     mix_seed: int | None = None
-    """Seed for the mix from IDs to keys; None: keys are IDs. See [Note: the keys of hashed tables] in
+    """Seed of the hash from IDs to keys; None: keys are IDs. See [Note: the keys of hashed tables] in
     ``tables/hashed/keys.py``.
     """
 
     @property
     def keys(self) -> Span:
-        """Interval with all keys."""
+        """Interval [first, end) that contains all keys."""
         return (0, self.num_rows) if self.mix_seed is None else ALL_KEYS
 
     def key_at(self, row: int) -> int:
-        """Return the first key in a plan row."""
+        """Return the first key that belongs to a row of the plan."""
         return row if self.mix_seed is None else key_at(row, self.num_rows)
 
 
 class Use(NamedTuple):
-    """A feature read in a table. It fills ``dim`` output columns."""
+    """A feature that is looked up in a table, which gives ``dim`` output columns."""
 
     table: int
     feature: str
 
 
 class Route(NamedTuple):
-    """IDs from a single use with rows in [r0, r1)."""
+    """The IDs of a use with keys in [r0, r1), which go to a rank together."""
 
     use: int
     r0: int
@@ -84,17 +85,24 @@ class Route(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """A route (as an index on the rank) read in a local rectangle."""
+    """Lookup of a route's IDs in a rectangle of the same rank."""
 
     route: int
+    """Index among the rank's routes."""
     rectangle: int
+    """Index among the rank's rectangles."""
     use: int
     c0: int
+    """First column of the rectangle in the table."""
     width: int
+    """Number of columns."""
 
 
 class RankWork(NamedTuple):
-    """Rectangles and lookups on a rank. The output row holds the lookup columns in this order."""
+    """Rectangles of a rank, and what it looks up.
+
+    The columns of an output row are in the order of lookups.
+    """
 
     rectangles: tuple[Rectangle, ...]
     routes: tuple[Route, ...]
@@ -113,25 +121,25 @@ class Routing:
     tables: tuple[RoutedTable, ...]
     uses: tuple[Use, ...]
     work: tuple[RankWork, ...]
-    """Work by shard-axis rank, [R]."""
+    """Rectangles and lookups by shard-axis rank, [R]."""
     local: RankWork
-    """Work that every rank does for itself: the data-parallel tables."""
+    """Rectangles and lookups of data-parallel tables, which every rank has."""
     replicated: tuple[bool, ...]
-    """Whether every rank holds the table whole (data-parallel), by table."""
+    """Whether the table is data-parallel, by table number."""
 
     @cached_property
     def dims(self) -> list[int]:
-        """Columns by use, [U]."""
+        """Number of output columns by use, [U]."""
         return [self.tables[use.table].dim for use in self.uses]
 
     @cached_property
     def columns(self) -> list[int]:
-        """First output column by use, followed by the output width, [U + 1]."""
+        """First output column by use, and the total number of columns, [U + 1]."""
         return list(accumulate(self.dims, initial=0))
 
     @property
     def holders(self) -> list[list[list[Rectangle]]]:
-        """Rectangles by table and rank. Data-parallel tables have none."""
+        """Rectangles by table number and rank; empty for data-parallel tables."""
         owned: list[list[list[Rectangle]]] = [[[] for _ in self.work] for _ in self.tables]
         for rank, work in enumerate(self.work):
             for rectangle in work.rectangles:
@@ -140,7 +148,7 @@ class Routing:
 
     @cached_property
     def row_split(self) -> list[bool]:
-        """Whether a table's rows lie in several rectangles, so partial results are summed, by table."""
+        """Whether the table is split by rows, so that pooled results are partial sums, by table number."""
         split = [False] * len(self.tables)
         for work in self.work:
             for rectangle in work.rectangles:
@@ -149,7 +157,7 @@ class Routing:
         return split
 
     def intervals(self, table: int) -> list[Span]:
-        """Return the key intervals not cut by any rectangle."""
+        """Return the key intervals between the row edges of a table's rectangles, ascending."""
         edges = set(self.tables[table].keys)
         for work in self.work:
             edges.update(*((x.r0, x.r1) for x in work.rectangles if x.table == table))
@@ -157,7 +165,7 @@ class Routing:
 
     @cached_property
     def wide(self) -> bool:
-        """Whether local IDs need 64 bits."""
+        """Whether IDs relative to a route's first row need 64 bits."""
         return any(q.r1 - q.r0 >= _INT32_ROWS for work in self._all_work for q in work.routes)
 
     @property
@@ -166,10 +174,9 @@ class Routing:
 
     @cached_property
     def router(self) -> list[Tensor]:
-        """Tensors for ``route_ids``: cut_begin, cuts, interval_begin, interval_routes, routes
-        (ops/dist/naive.py).
+        """Arguments of the op ``route_ids``: cut_begin, cuts, interval_begin, interval_routes, routes.
 
-        The data-parallel tables belong to an additional rank, number R, whose message stays here.
+        ``ops/dist/naive.py`` describes them. Data-parallel tables belong to an additional rank, number R.
         """
         routes = [(rank, *route) for rank, work in enumerate(self._all_work) for route in work.routes]
         of_use: list[list[tuple[int, int, int]]] = [[] for _ in self.uses]
@@ -184,16 +191,16 @@ class Routing:
             for first in use_cuts[:-1]:
                 interval_routes += [number for number, r0, r1 in use_routes if r0 <= first < r1]
                 interval_start.append(len(interval_routes))
-        # The end of all keys, 2^63, does not fit int64.
+        # The end of the keys of hashed tables, 2^63, does not fit int64.
         cuts = [min(cut, _LAST_KEY) for cut in cuts]
         columns = [cut_start, cuts, interval_start, interval_routes, [x for q in routes for x in q[:3]]]
         return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
     @cached_property
     def route_elements(self) -> tuple[list[int], list[int]]:
-        """Rank by route, and columns read per ID by route, [Q] for both.
+        """Rank of every route, and number of columns looked up per ID of every route; [Q] both.
 
-        As in ``router``, the data-parallel tables belong to an additional rank.
+        As in ``router``, data-parallel tables belong to an additional rank.
         """
         ranks = [rank for rank, work in enumerate(self._all_work) for _ in work.routes]
         widths = []
@@ -206,8 +213,9 @@ class Routing:
 
     @cached_property
     def first_columns(self) -> tuple[Tensor, Tensor]:
-        """Routes and their uses, two int64 tensors. Together these routes take every ID in a use exactly
-        once.
+        """Numbers of the routes with a lookup of column 0, and their uses, as two int64 tensors.
+
+        Together, these routes get every ID of a use exactly once, also if columns are split.
         """
         routes, uses, first = [], [], 0
         for work in self._all_work:
@@ -219,7 +227,7 @@ class Routing:
 
     @cached_property
     def names(self) -> Tensor:
-        """The line "table, tab, feature" by use, as uint8, for kernel error messages."""
+        """Text with a line "TABLE <tab> FEATURE" per use, as uint8 tensor, for error messages of kernels."""
         text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
@@ -231,14 +239,14 @@ def compile_plan(
     num_ranks: int,
     whole_rows: Collection[int] = (),
 ) -> Routing:
-    """Compile a verified plan. Uses are in table order, then in feature order.
+    """Compile a verified plan; see [Note: how a plan becomes routes].
 
     Args:
-        tables: whole tables.
+        tables: unsharded tables. Uses are in the order of tables, then of their features.
         plan: the module's plan.
-        num_ranks: shard-axis size.
-        whole_rows: tables whose updates need sums over whole rows. Two rectangles of such a table share all
-            rows or none.
+        num_ranks: size of the shard axis.
+        whole_rows: numbers of tables whose updates need sums over whole rows. Any two rectangles of such a
+            table get the same rows or disjoint rows.
     """
     uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
     rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]
@@ -246,7 +254,7 @@ def compile_plan(
     for t, table in enumerate(tables):
         if plan[table.name].sharding_type is ShardingType.DATA_PARALLEL:
             local.append(Rectangle(t, *table.keys, 0, table.dim))
-        for rank, cuts in _by_rank(plan[table.name], t, in_bands=t in whole_rows).items():
+        for rank, cuts in _rectangles_by_rank(plan[table.name], t, in_bands=t in whole_rows).items():
             rectangles[rank] += [x._replace(r0=table.key_at(x.r0), r1=table.key_at(x.r1)) for x in cuts]
     return Routing(
         tables=tuple(tables),
@@ -257,25 +265,36 @@ def compile_plan(
     )
 
 
-def _by_rank(sharding: ParameterSharding, table: int, *, in_bands: bool) -> dict[int, list[Rectangle]]:
-    """Return a table's rectangles by rank, merged where possible."""
+def _rectangles_by_rank(
+    sharding: ParameterSharding, table: int, *, in_bands: bool
+) -> dict[int, list[Rectangle]]:
+    """Return the rectangles of a table by rank, with neighbors joined.
+
+    Args:
+        sharding: the table's sharding.
+        table: table number.
+        in_bands: whether any two rectangles must have the same rows or disjoint rows.
+    """
     by_rank: dict[int, list[Rectangle]] = {}
     for shard in sharding.shards:
         by_rank.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))
     if in_bands or len(by_rank) == 1:
-        return _in_bands(by_rank)
-    return {rank: _merged(rectangles) for rank, rectangles in by_rank.items()}
+        return _cut_at_common_rows(by_rank)
+    return {rank: _merge_rectangles(rectangles) for rank, rectangles in by_rank.items()}
 
 
-def _in_bands(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
-    """Cut a table's rectangles at common rows, but only where column owners change."""
+def _cut_at_common_rows(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
+    """Cut the rectangles of a table so that any two have the same rows or disjoint rows.
+
+    Cuts only where the ranks of some columns change.
+    """
     edges = sorted({edge for rectangles in by_rank.values() for x in rectangles for edge in (x.r0, x.r1)})
     columns: list[list[tuple[int, int, int]]] = [[] for _ in edges[1:]]
     for rank, rectangles in by_rank.items():
         for x in rectangles:
             for band in range(bisect_left(edges, x.r0), bisect_left(edges, x.r1)):
                 columns[band].append((x.c0, x.c1, rank))
-    owners = [_joined_columns(sorted(band_columns)) for band_columns in columns]
+    owners = [_join_columns(sorted(band_columns)) for band_columns in columns]
     cut_by_rank: dict[int, list[Rectangle]] = {rank: [] for rank in by_rank}
     for same, bands in groupby(zip(pairwise(edges), owners, strict=True), key=itemgetter(1)):
         rows = [edge for band, _ in bands for edge in band]
@@ -284,8 +303,8 @@ def _in_bands(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rect
     return cut_by_rank
 
 
-def _joined_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return (first, end, rank) in order, with same-rank neighbors joined."""
+def _join_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Join neighboring column ranges (first, end, rank) of the same rank."""
     joined: list[tuple[int, int, int]] = []
     for c0, c1, rank in columns:
         if joined and joined[-1][1:] == (c0, rank):
@@ -295,8 +314,8 @@ def _joined_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int,
     return joined
 
 
-def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Join a table's neighboring rectangles on a rank: fewer rectangles with the same elements."""
+def _merge_rectangles(rectangles: list[Rectangle]) -> list[Rectangle]:
+    """Join neighboring rectangles of a table on the same rank."""
     by_columns: list[Rectangle] = []
     for rectangle in sorted(rectangles, key=lambda x: (x.r0, x.r1, x.c0)):
         last = by_columns[-1] if by_columns else None
@@ -304,7 +323,7 @@ def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
             by_columns[-1] = last._replace(c1=rectangle.c1)
         else:
             by_columns.append(rectangle)
-    # Columns first, then rows: a fully owned table thus becomes a single rectangle.
+    # Columns first, then rows, so that a table that is wholly on one rank becomes a single rectangle.
     by_rows: list[Rectangle] = []
     for rectangle in sorted(by_columns, key=lambda x: (x.c0, x.c1, x.r0)):
         last = by_rows[-1] if by_rows else None
@@ -316,7 +335,7 @@ def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
 
 
 def rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
-    """Return the routes and lookups for a rank with these rectangles."""
+    """Return the routes and lookups of a rank with these rectangles."""
     routes = sorted(
         {Route(u, x.r0, x.r1) for u, use in enumerate(uses) for x in rectangles if x.table == use.table}
     )

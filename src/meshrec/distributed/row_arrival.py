@@ -1,4 +1,4 @@
-"""Wait for rows in flight to memory, with a common outcome on all ranks."""
+"""Wait until a batch's rows have been read from files; if a rank fails, all ranks raise."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,16 +17,18 @@ _KINDS: tuple[type[Exception], ...] = (RowFileError, *KINDS)
 
 
 class RowArrival:
-    """Collective wait for a batch's rows before they are looked up.
+    """Waits for a batch's rows before they are looked up.
 
-    A file may fail on a single rank. The ranks therefore exchange status in a small collective per batch, and
-    all raise together. The same message holds a fingerprint per row band with columns on several ranks: these
-    ranks must have given equal slots to equal rows, because partial sums are matched by slot.
+    Reading a file may fail on a single rank. The ranks therefore exchange status in a small collective per
+    batch, and raise together. The message also has a fingerprint of slots for every row band whose columns
+    are on several ranks. These ranks must have the rows in equal slots, because partial sums of a row are
+    matched by slot.
 
     Args:
-        routing: the plan.
+        routing: the compiled plan.
         env: the ranks.
-        may_fail: whether some table in the module may fail, on any rank. If not, nothing is exchanged.
+        may_fail: whether some table of the module has rows in a file, on any rank. If not, nothing is
+            exchanged.
     """
 
     def __init__(self, routing: Routing, env: ShardingEnv, *, may_fail: bool) -> None:
@@ -37,13 +39,16 @@ class RowArrival:
         self._bands = {band: number for number, band in enumerate(b for b in sorted(bands) if bands[b] > 1)}
 
     def wait(self, pins: Sequence[object]) -> None:
-        """Wait for the pinned rows. Collective.
+        """Wait until the pinned rows are in memory. Collective.
+
+        Args:
+            pins: pins of a batch's slots, see ``tables.index.Resolved``.
 
         Raises:
-            RowFileError: rows cannot be read, or victims cannot be written; raised on every rank, like the
-                other errors.
-            ValueError: rows have no room in memory.
-            RuntimeError: ranks have different slots for the same rows.
+            RowFileError: rows cannot be read from a file, or evicted rows cannot be written. This and the
+                other errors are raised on every rank.
+            ValueError: the cache has no room for the rows.
+            RuntimeError: ranks have the same rows in different slots.
         """
         if not self.may_fail:
             return

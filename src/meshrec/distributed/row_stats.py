@@ -1,8 +1,8 @@
-"""Norms and means over whole rows, for tables with columns on several ranks.
+"""Norms and means over whole rows, for tables whose columns are on several ranks.
 
-Ranks with the same table rows get the same IDs. They touch the same rows in the same order, and their partial
-sums match without sending an ID. A single all-to-all with a few values per touched row is enough.
-PartialRowWiseLAMB needs two, because the second moment precedes the norm.
+Ranks with columns of the same rows get the same IDs, and touch the same rows in the same order. Their partial
+sums therefore match without sending IDs, and a single all-to-all with a few values per touched row is enough.
+PartialRowWiseLAMB needs two, because the norm of its direction depends on the second moment.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,19 @@ from meshrec.tables.updates import Touched
 
 
 class ColumnPeers:
-    """Ranks that hold other columns in the same rows, for the tables in a fused group.
+    """Sums values over the ranks that have other columns of the same rows.
 
-    ``tables``: the group's tables. They must be equal on every rank and compiled for whole rows (see
-    ``compile_plan``).
+    Args:
+        routing: the compiled plan.
+        axis: the shard axis.
+        tables: table numbers, equal on all ranks. They must have been compiled for whole rows (see
+            ``compile_plan``).
     """
 
     def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int]) -> None:
         self._axis = axis
+        # Row bands of which a rank has columns, by rank.
         self._bands: list[list[_Band]] = []
-        """Row bands with columns on a rank, by rank."""
         for work in routing.work:
             selected = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
             self._bands.append(sorted({_band(rectangle) for rectangle in selected}))
@@ -44,22 +47,22 @@ class ColumnPeers:
                     first = columns.setdefault(_band(x), {})
                     # A rank may hold several column shards in a band; its first column decides the order.
                     first[rank] = min(x.c0, first.get(rank, x.c0))
+        # Ranks that have columns of a band, in column order.
         self._in_order = {band: sorted(first, key=first.__getitem__) for band, first in columns.items()}
-        """Ranks with columns in a band, in column order."""
         rectangles = routing.work[axis.rank].rectangles
         self._local_bands = [_band(rectangle) for rectangle in rectangles if rectangle.table in tables]
 
-    def summed(self, partial: Sequence[Tensor]) -> list[Tensor]:
-        """Sum partial values over all columns.
+    def sum_columns(self, partial: Sequence[Tensor]) -> list[Tensor]:
+        """Sum values per row over all column shards. Collective.
 
-        Parts are added in column order, so all ranks get the same bits, whichever rank holds which
+        Partial values are added in column order, so all ranks get the same bits, whichever rank has which
         columns.
 
         Args:
-            partial: [U, S] for every local rectangle, in order.
+            partial: for every local rectangle, S values per touched row, [U, S].
 
         Returns:
-            The sums, [U, S] for every local rectangle.
+            For every local rectangle, the sums [U, S].
         """
         mine: dict[_Band, Tensor] = {}
         # Add this rank's own column shards of a band first.
@@ -85,23 +88,28 @@ class ColumnPeers:
         return [total[band] for band in self._local_bands]
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """Return mean squared gradients over whole rows, fp32 [total rows].
+        """Return the mean squared gradient of every touched row, over all columns. Collective.
 
         Args:
-            squares: sums over the columns in every local rectangle, in order.
-            counts: rows by rectangle.
-            row_dims: whole-row columns by rectangle.
+            squares: sums of squares over the local columns, fp32 [total rows], rectangle by rectangle.
+            counts: number of touched rows by rectangle.
+            row_dims: number of columns of a whole row by rectangle.
+
+        Returns:
+            Means in the order of ``squares``.
         """
         with phase("row_stats") if recorders else OFF:
-            sums = self.summed(squares.split(counts))
+            sums = self.sum_columns(squares.split(counts))
             means = [total / dim for total, dim in zip(sums, row_dims, strict=True)]
             return torch.cat([squares[:0], *means])  # there may be none
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """Return the ``row_stats`` for ``tbe_update`` by local rectangle, fp32 [U, 3].
+        """Return ``row_stats`` of the op ``tbe_update`` by local rectangle, fp32 [U, 3]. Collective.
+
+        The columns are the sums of `RowSum` over whole rows; those that the optimizer does not need are 0.
 
         Args:
-            touched: touched rows by local rectangle.
+            touched: touched rows and gradients by local rectangle.
             optimizer: optimizer code.
             hyper: hyperparameters by local rectangle.
         """
@@ -111,12 +119,12 @@ class ColumnPeers:
     def _row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
         formula = formula_of(optimizer)
         whole = [rows.grad.new_zeros(rows.grad.shape[0], len(RowSum)) for rows in touched]
-        for sums in _rounds(formula):
+        for sums in _exchange_rounds(formula):
             partial = [
                 torch.stack([_local_sum(which, formula, rows, h, sums_so_far) for which in sums], 1)
                 for rows, h, sums_so_far in zip(touched, hyper, whole, strict=True)
             ]
-            for sums_so_far, total in zip(whole, self.summed(partial), strict=True):
+            for sums_so_far, total in zip(whole, self.sum_columns(partial), strict=True):
                 sums_so_far[:, sums] = total
         return whole
 
@@ -124,7 +132,7 @@ class ColumnPeers:
 def column_peers(
     routing: Routing, axis: Axis, rule: UpdateRule, tables: Sequence[int]
 ) -> tuple[frozenset[int], ColumnPeers | None]:
-    """Return the tables whose update needs columns on other ranks, and the peers that hold them.
+    """Return the tables whose updates need sums over other ranks' columns, and an object for these sums.
 
     Args:
         routing: the compiled plan.
@@ -133,7 +141,7 @@ def column_peers(
         tables: tables under this rule.
 
     Returns:
-        The tables, equal on all ranks, and the peers; an empty set and None if no table needs peers.
+        Table numbers, equal on all ranks, and the object; an empty set and None if no table needs it.
     """
     if axis.size == 1 or not formula_of(rule.code).row_sums:
         return frozenset(), None
@@ -158,13 +166,15 @@ def _band(rectangle: Rectangle) -> _Band:
 
 
 def _squares(x_UD: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # half the time of squares and their sum
+    """Return the sum of squares of every row, [U]."""
+    norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # takes half the time of squaring and summing
     return norms.square_()
 
 
-def _rounds(formula: Formula) -> list[list[int]]:
-    """Return the sums to exchange by round. A direction based on the mean squared gradient needs a second
-    round.
+def _exchange_rounds(formula: Formula) -> list[list[int]]:
+    """Return which sums (`RowSum`) the ranks exchange in the first and, if needed, in a second round.
+
+    If the direction depends on the gradient's sum, its own sum is exchanged in a second round.
     """
     first = sorted(formula.row_sums)
     if {RowSum.GRADIENT, RowSum.DIRECTION} <= formula.row_sums:
@@ -173,12 +183,21 @@ def _rounds(formula: Formula) -> list[list[int]]:
 
 
 def _local_sum(which: int, formula: Formula, touched: Touched, h: Hyper, sums_so_far: Tensor) -> Tensor:
-    """Return the sum over this rectangle's columns, [U]."""
+    """Return a sum over the columns of a rectangle, [U].
+
+    Args:
+        which: the `RowSum`.
+        formula: formula of the optimizer.
+        touched: touched rows of the rectangle.
+        h: hyperparameters.
+        sums_so_far: sums over whole rows from the first round.
+    """
     rows = Rows(touched.weight, touched.grad, touched.slots, sums_so_far)
     if which == RowSum.WEIGHT:
         return _squares(rows.weight)
     if which == RowSum.GRADIENT:
         return _squares(formula.gradient(rows, h))
     assert formula.direction is not None
-    # The direction changes the state in place, but only the update may do that.
+    # Computing the direction changes state in place. Clone it, because only the update may change the real
+    # state.
     return _squares(formula.direction(rows._replace(slots=[slot.clone() for slot in rows.slots]), h))

@@ -1,4 +1,4 @@
-"""Exchange for a row per ID; see ``output_dist.py`` for pooled rows. Gradients take the reverse path."""
+"""Output exchange of modules that return a row per ID. See ``output_dist.py`` for modules that pool."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from meshrec.comms.collectives import InFlight, Splits, all_to_all
 from meshrec.comms.encoding import Block, Columns
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.distributed.lookup_batch import LookupBatch
-from meshrec.distributed.output_dist import Codecs, bags_of
+from meshrec.distributed.output_dist import Codecs, bag_arguments
 from meshrec.distributed.pieces import first_rows, rank_spans
 from meshrec.distributed.routing import Route, Routing
 from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec, first_key
@@ -18,7 +18,13 @@ from meshrec.ops import operators
 
 
 class SequenceOutput:
-    """Exchange for a row per ID, in the caller's ID order."""
+    """Output exchange of a module that returns a row per ID, in the order of the caller's IDs.
+
+    Args:
+        routing: the compiled plan.
+        env: the ranks.
+        codecs: encodings in both directions.
+    """
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
         self._routing, self._axis = routing, env.shard
@@ -60,7 +66,7 @@ class SequenceOutput:
         ]
 
     def send_rows(self, out: Tensor, batch: LookupBatch) -> InFlight:
-        """Send the lookup's rows. ``out`` is flat, block by block."""
+        """Start to send looked-up rows, flat and block by block, to the ranks that requested them."""
         direction = self._directions[0]
         if direction.encodes:
             blocks = self._local_blocks(batch, FORWARD)
@@ -70,12 +76,16 @@ class SequenceOutput:
         return all_to_all(out, self._splits(direction, batch), self._axis, "embeddings")
 
     def receive_rows(self, in_flight: InFlight, local: Tensor | None, batch: LookupBatch) -> Tensor:
-        """Return rows by use, flat fp32 [ids, dim], with the data-parallel rows (``local``) last.
+        """Wait for the rows, and return them in the order of the caller's IDs.
 
         Args:
-            in_flight: the result from ``send_rows``.
-            local: data-parallel rows, flat; None if there are none.
+            in_flight: result of ``send_rows``.
+            local: rows of data-parallel tables, flat; None if there are none.
             batch: the batch.
+
+        Returns:
+            Rows, fp32, flat, use by use in the order of ``uses_in_order``: split tables, then data-parallel
+            tables.
         """
         received, direction = in_flight.wait(), self._directions[0]
         if direction.encodes:
@@ -84,19 +94,19 @@ class SequenceOutput:
         return rows if local is None else torch.cat([rows, local])
 
     def send_gradient(self, grad: Tensor, batch: LookupBatch, scale: float) -> tuple[InFlight, Tensor]:
-        """Send the result's gradient, times ``scale``.
+        """Start to send the gradient of the rows to the ranks that own them.
 
         Args:
-            grad: gradient for the result of ``receive_rows``, flat.
+            grad: gradient of the result of ``receive_rows``, flat.
             batch: the batch.
             scale: factor for the gradient.
 
         Returns:
-            The collective in flight, and the local rows' gradient.
+            The collective in flight, and the gradient of the data-parallel rows.
         """
         direction = self._directions[1]
         splits = self._splits(direction, batch)
-        split = sum(splits.received)  # every element in a split row came from a single rank
+        split = sum(splits.received)  # without encoding, an element of a row is an element of the messages
         if not direction.codec.encoding.is_cast:
             split = int((batch.source.counts[: self._route_widths.numel()] * self._route_widths).sum())
         sent = operators.scatter_sequence(
@@ -110,17 +120,18 @@ class SequenceOutput:
         return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
 
     def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
-        """Return gradients for the rows from ``send_rows``, fp32, flat."""
+        """Wait for the gradients of the rows that ``send_rows`` sent, and return them, fp32, flat."""
         message, direction = in_flight.wait(), self._directions[1]
         if direction.encodes:
             message = direction.codec.decode(message, self._local_blocks(batch, BACKWARD))
         return message.float()
 
     def _ids(self, batch: LookupBatch) -> tuple[object, ...]:
+        """Return the op arguments that describe the batch's IDs and the routes that they took."""
         source = batch.source
         return (
             source.values,
-            *bags_of(source),
+            *bag_arguments(source),
             self._routing.router,
             self._lookups,
             source.counts,
@@ -128,6 +139,7 @@ class SequenceOutput:
         )
 
     def _splits(self, direction: "_Direction", batch: LookupBatch) -> Splits:
+        """Return the elements that this rank sends and receives when rows are returned."""
         counts = batch.source.counts[: self._route_ranks.numel()]
         received: list[int] = (
             torch.zeros(self._axis.size, dtype=torch.int64)
@@ -142,23 +154,23 @@ class SequenceOutput:
         return Splits(sent, received)
 
     def _local_counts(self, batch: LookupBatch) -> Tensor:
-        """Return the requested IDs by rank and local route, int64 [R, Q]."""
+        """Return the number of IDs that ranks requested, by rank and local route, int64 [R, Q]."""
         ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         return starts.diff().view(len(ids.batches), self._directions[0].local_units.numel())
 
     def _local_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
-        """Return the row blocks looked up here: rank by rank, lookup by lookup."""
+        """Describe the rows that this rank looks up for all ranks: rank by rank, lookup by lookup."""
         counts_RQ = self._local_counts(batch).tolist()
         return [Block(counts[q], pair[direction]) for counts in counts_RQ for q, *pair in self._local]
 
     def _all_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
-        """Return the row blocks that all ranks look up for this rank, in the same order."""
+        """Describe the rows that all ranks look up for this rank: rank by rank, lookup by lookup."""
         counts, key = batch.source.counts.tolist(), first_key(self._axis.rank)
         return [Block(counts[q], pair[direction], key) for q, *pair in self._all]
 
     def _keys(self, batch: LookupBatch) -> Tensor:
-        """Return the whole-table ID for every row in ``_local_blocks``, so equal IDs are rounded alike."""
+        """Return the ID of every row in ``_local_blocks``, from which stochastic rounding draws."""
         ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
         num_routes = len(self._local_routes)
@@ -170,31 +182,31 @@ class SequenceOutput:
         return torch.cat(parts) if parts else batch.keys.new_empty(0, dtype=torch.int64)
 
     def _ids_of(self, block: int, batch: LookupBatch) -> Tensor:
-        """Return the IDs whose rows are in block number ``block`` of ``_all_blocks``."""
+        """Return the IDs of the rows in block ``block`` of ``_all_blocks``."""
         use, r0, r1 = self._all_routes[self._all[block][0]]
         source = batch.source
         bounds, key = source.bag_bounds(), source.keys[use]
         first, end = source.offsets[[bounds[key], bounds[key + 1]]].tolist()
         ids = source.values[first:end].long()
         num_rows = self._routing.tables[self._routing.uses[use].table].num_rows
-        ids = torch.where((ids >= 0) & (ids < num_rows), ids, 0)  # as they are clamped
+        ids = torch.where((ids >= 0) & (ids < num_rows), ids, 0)  # as routing replaces invalid IDs
         return ids[(ids >= r0) & (ids < r1)]
 
 
 class _Direction(NamedTuple):
-    """A single direction in the sequence exchange."""
+    """Encoding of embeddings, or of gradients."""
 
     codec: Codec
     encodes: bool
-    """Whether rows are encoded after their kernel and decoded before the next kernel."""
+    """Whether rows are encoded in a separate pass. If not, kernels read and write the wire format."""
     local_units: Tensor
-    """Encoded elements per ID, by local route."""
+    """Number of encoded elements per ID, by route of this rank."""
     all_units: Tensor
-    """Like ``local_units``, for the routes on all ranks."""
+    """Number of encoded elements per ID, by route of all ranks."""
 
 
 def _single_columns(codecs: Codecs, routing: Routing, rank: int) -> list[tuple[Columns, Columns]]:
-    """Return the columns in both directions, by lookup."""
+    """Return the wire columns of a rank's lookups, for embeddings and for gradients."""
     spans, rows = rank_spans(routing, rank, divide=False), first_rows(routing, rank)
     return [
         (codecs.forward.columns([span], [row]), codecs.backward.columns([span], [row]))
@@ -205,6 +217,14 @@ def _single_columns(codecs: Codecs, routing: Routing, rank: int) -> list[tuple[C
 def _units_per_route(
     codec: Codec, direction: int, lookups: Sequence[tuple[int, Columns, Columns]], num_routes: int
 ) -> Tensor:
+    """Return the number of encoded elements per ID, by route, int64 [num_routes].
+
+    Args:
+        codec: the encoding.
+        direction: ``FORWARD`` or ``BACKWARD``.
+        lookups: (route, forward columns, backward columns) of every lookup.
+        num_routes: number of routes.
+    """
     units = torch.zeros(num_routes, dtype=torch.int64)
     for route, *pair in lookups:
         units[route] += codec.encoding.units(pair[direction])

@@ -1,8 +1,9 @@
-"""Sharded tables on this rank, and a batch's stages: route, look up, return, backward.
+"""Sharded tables of a module on this rank, and the stages of a batch: route, look up, return, backward.
 
 [Note: the stages of a batch]
 
-Every stage starts the communication for the next stage, so a pipeline can do other work in between::
+Every stage starts the communication that the next stage waits for, so a pipeline can do other work in
+between::
 
     batch = tables.route(features)           # route IDs; sizes are in flight
     tables.advance(batch, Stage.EXCHANGED)   # wait for sizes; IDs are in flight
@@ -11,13 +12,13 @@ Every stage starts the communication for the next stage, so a pipeline can do ot
     link = tables.look_up(batch)             # look up; embeddings are in flight
     embeddings = tables.finish(batch, link)  # wait for embeddings
 
-``advance`` runs all stages up to the given stage, and ``look_up`` the remaining stages, so a plain forward
-pass calls only ``route``, ``look_up`` and ``finish``. `LookupBatch` carries the batch through them.
-``look_up`` may run again after the tables have changed; the slots are already in the batch. The backward pass
-runs ``send_grad``, then ``receive_grad``, which updates the tables.
+``advance`` runs all stages up to the given one, and ``look_up`` runs those that remain. A plain forward pass
+therefore calls only ``route``, ``look_up`` and ``finish``. `LookupBatch` has the state of the batch.
+``look_up`` may run again after tables have changed, because the batch keeps its slots. The backward pass runs
+``send_grad``, then ``receive_grad``, which updates the tables.
 
-Ranks do not agree on errors in these stages, except in the size exchange: [Note: a rank that fails alone] in
-comms/failures.py.
+An input error is raised on all ranks by ``advance`` to ``EXCHANGED``. For other errors in these stages, see
+[Note: a rank that fails alone] in comms/failures.py.
 """
 
 import functools
@@ -33,7 +34,7 @@ from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.comms.wire import FULL_PRECISION, TableWires
 from meshrec.distributed.input_dist import InputDist
-from meshrec.distributed.local_axis import as_played, gathered, moved_to
+from meshrec.distributed.local_axis import copy_ids, look_up_other_ranks, split_message
 from meshrec.distributed.lookup import FetchedRows, LookupTables
 from meshrec.distributed.lookup_batch import LookupBatch, PackedIds, Stage
 from meshrec.distributed.node_rows import NodeRows
@@ -56,44 +57,44 @@ from meshrec.tables.updates import TableGradient, TableUpdates, WriteCounter
 
 
 class GradientSignal:
-    """Collective flag for gradients collected for the optimizer step: present or absent, finite or not.
+    """Says, equally on all ranks, whether gradients are collected for ``step``, and whether they are finite.
 
-    All ranks agree, including ranks without tables. ``signal`` is a parameter for the optimizer's groups.
-    Only ``signal.grad`` matters: None before the first backward pass and after ``zero_grad``; otherwise 0, or
-    infinity if some rank has a non-finite gradient. A GradScaler or a gradient norm thus decides alike on all
-    ranks.
+    ``signal`` is a parameter in the optimizer's groups, and its gradient has the answer: None before the
+    first backward pass and after ``zero_grad``; otherwise 0, or infinity if some rank has a non-finite
+    gradient. A GradScaler or gradient clipping that reads it decides alike on all ranks, also on ranks
+    without tables.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.signal = nn.Parameter(torch.zeros(1, device=device))
 
     def agree(self, finite: bool, axis: Axis) -> None:
-        """Set the signal from the flags on all ranks in the axis. Collective."""
+        """Set the signal's gradient to 0 if ``finite`` is True on all ranks, else to infinity. Collective."""
         signal = torch.full_like(self.signal, 0.0 if finite else torch.inf).detach()
         all_reduce(signal, axis, "finite gradients")
         self.signal.grad = signal
 
 
 class ShardedTables:
-    """All work on a rank for a single module.
+    """Tables of a sharded module on this rank: exchanges IDs and rows, looks up, and updates.
 
     Attributes:
-        routing: ID routing for the module: the plan's routing, or the routing inside a node.
+        routing: routes of the ID exchange: those of the plan, or those inside a node with ``inside``.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        held: rectangles by rank played in this process (a single rank, or with ``env.devices`` all ranks on
-            the shard axis), ordered as ``routing.work[rank].rectangles``.
-        local: the whole data-parallel tables.
-        fused: tables with a fused rule, by number. Other tables get ordinary gradients.
-        input_dist: ID routing.
-        sequence: whether rows are not pooled.
-        wire: wire formats for rows and gradients, by table.
-        admission_evictions: a pair, for the split and the data-parallel tables.
-        inside: routing and ranks inside a node, if rows cross the network instead of sums. ``input_dist``
-            must use the same.
-        may_fail: whether rows in some table may fail to arrive, on any rank.
+        held: shards of split tables, an entry per rank whose tables this process has (one, or with
+            ``env.devices`` all ranks of the shard axis); ordered as ``routing.work[rank].rectangles``.
+        local: data-parallel tables.
+        fused: tables with a fused optimizer, by table number. Other tables get ordinary gradients.
+        input_dist: ID exchange.
+        sequence: whether the module returns a row per ID instead of a pooled row per bag.
+        wire: wire formats of embeddings and gradients, by table.
+        admission_evictions: admission and eviction of the split and of the data-parallel tables.
+        inside: routing and ranks inside a node, if nodes exchange rows instead of sums; ``input_dist`` must
+            use the same. None: nodes exchange sums.
+        may_fail: whether some table has rows in a file, on any rank, so that reading them may fail.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ShardedTables:
         may_fail: bool = False,
     ) -> None:
         self._env = env
-        # Every step walks these, so the list is made once.
+        # A list, because every step iterates over it.
         self._fused = list(fused.values())
         wires = [wire.of(table.name) for table in routing.tables]
         split, here, ranks = held[0], routing, env
@@ -124,7 +125,7 @@ class ShardedTables:
             wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
         codecs = Codecs(*(Codec(here, wires, direction, self._step) for direction in (FORWARD, BACKWARD)))
         self.feedback = (codecs if self._nodes is None else self._nodes.codecs).backward.feedback
-        """Residuals for this rank's gradients; None without error feedback."""
+        """Error feedback for gradients that this rank sends; None if no wire format has it."""
         out_dtype = codecs.forward.encoding.kernel_dtype
         works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
         self._played = [
@@ -135,10 +136,13 @@ class ShardedTables:
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
         has_index = any(part.held.indexes for part in self._played)
         self.needs_resolve = bool(has_index or local.indexes or self._nodes)
-        """Whether some table finds slots through an index. Otherwise batches skip ``resolve``."""
+        """Whether some table has an index from keys to slots.
+
+        Otherwise, batches skip the stage ``RESOLVED``.
+        """
         self._row_arrival, self.rows_arrive = RowArrival(routing, env, may_fail=may_fail), may_fail
-        """Whether rows may be in flight to memory after ``resolve``, so an early call pays."""
-        # The first ``route`` checks for optimizers that torch has attached in the meantime.
+        """Whether rows may be read from files after the stage ``RESOLVED``, so that it should run early."""
+        # Whether ``route`` has checked for optimizers that torch attached to tables after sharding.
         self._is_checked = False
         self._writes = WriteCounter(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
@@ -154,22 +158,23 @@ class ShardedTables:
             )
             for shards, replicated in ((split, False), (local, True))
         ]
-        # Order matters: ``receive_grad`` returns gradients in this order.
+        # ``receive_grad`` returns gradients in this order.
         self._parameters = [*split.parameters, *local.parameters]
         is_deferred = any(table.rule.deferred for table in fused.values())
         self.collected = GradientSignal(input_dist.device) if is_deferred else None
-        """State of the gradients collected for ``step``; None without deferred updates."""
+        """Whether gradients are collected for ``step``; None if the backward pass updates all tables."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
-        """Called with every backward pass's changes: split tables, then data-parallel tables."""
+        """Called in every backward pass with the gradients of the split and of the data-parallel tables."""
         self.num_changes = 0
-        """Updates and other changes to all rows so far, equal on all ranks."""
+        """Number of updates and state dict loads so far, equal on all ranks."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(here, ranks, codecs)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
-        """Sequence uses, in result order."""
-        # A process that plays all ranks has a message per rank, and gets none from elsewhere.
+        """Order of uses in the result, if the module returns a row per ID; else empty."""
+        # With ``env.devices``, every rank that this process plays gets a single message, from the first rank.
         self._blocks = [0] if env.devices else self._output.blocks
-        # Ranks with the same rows as this rank; None if there are none.
+        # Sum gradients over ranks with the same rows, for split and data-parallel tables; None: no such
+        # ranks.
         self._replicas = self._data_parallel = None
         if env.replicate.size > 1:
             blocks = self._output.blocks
@@ -179,13 +184,13 @@ class ShardedTables:
         self._axis, self.routing = ranks.shard, here
 
     def recount(self) -> None:
-        """Count hashed-table rows on all ranks, after a load or a move. Collective."""
+        """Count the rows of hashed tables over all ranks, after rows were loaded. Collective."""
         for admission_eviction in self.admission_evictions:
             admission_eviction.recount()
 
     @property
     def admission_evictions(self) -> list[AdmissionEviction]:
-        """Admission and eviction for the tables with hashed keys."""
+        """Admission and eviction of hashed tables; empty without hashed tables."""
         return [
             updates.admission_eviction for updates in self._updates if updates.admission_eviction is not None
         ]
@@ -197,10 +202,12 @@ class ShardedTables:
 
     @announced_on_failure
     def route(self, features: KeyedJaggedTensor) -> LookupBatch:
-        """Route the IDs and start the size exchange. Invalid input raises in the next stage, on every rank.
+        """Start a batch: route the IDs, and start the size exchange. Collective.
+
+        Invalid input does not raise here, but in the next stage, on every rank.
 
         Raises:
-            ValueError: torch has attached another optimizer to a table in addition to the fused optimizer.
+            ValueError: torch has attached an optimizer to a table that has a fused optimizer.
         """
         if not self._is_checked:
             for table in self._fused:
@@ -215,10 +222,10 @@ class ShardedTables:
 
     @announced_on_failure
     def advance(self, batch: LookupBatch, stage: Stage) -> LookupBatch:
-        """Run a batch's stages up to ``stage``, except completed stages. Collective.
+        """Run all stages of a batch up to ``stage`` that have not run yet. Collective.
 
         Args:
-            batch: a batch for these tables, from ``route``.
+            batch: a batch from ``route``.
             stage: the last stage to run, at most ``RESOLVED``.
 
         Returns:
@@ -245,23 +252,23 @@ class ShardedTables:
             batch.stage = Stage.RESOLVED
 
     def _arrive(self, batch: LookupBatch) -> None:
-        """Wait for the IDs and unpack them."""
+        """Wait for the IDs, and unpack them."""
         assert batch.in_flight is not None
         batch.message, batch.in_flight = PackedIds(batch.in_flight.wait(), *batch.message[1:]), None
-        messages = as_played(batch) if self._env.devices else [batch.message]
+        messages = split_message(batch) if self._env.devices else [batch.message]
         batch.ids = []
         for part, message in zip(self._played, messages, strict=True):
             unpacked = self._input.unpack(message, self._blocks, len(part.work.routes))
-            batch.ids.append(moved_to(part, unpacked) if batch.ids else unpacked)
+            batch.ids.append(copy_ids(part, unpacked) if batch.ids else unpacked)
         batch.local_ids = None
         if not self.local.is_empty:
             batch.local_ids = self._input.unpack(batch.local_message, [0], len(self.local.work.routes))
-        # ``_resolve`` replaces ``ids``, but the wire's stochastic rounding needs the keys.
+        # Keep the keys for stochastic rounding, because ``_resolve`` replaces them in ``ids``.
         batch.keys, batch.batches = batch.ids[0].values, messages[0].header[:, 3].tolist()
         batch.block_sizes = self.split.block_sizes(batch.ids[0])
 
     def _resolve(self, batch: LookupBatch) -> None:
-        """Find the slots for keys in tables with an index."""
+        """Replace keys by slots in tables with an index, or request rows from other nodes."""
         with phase("lookup") if recorders else OFF:
             if self._nodes is None:
                 batch.ids = [
@@ -272,47 +279,52 @@ class ShardedTables:
                 batch.local_ids = self.local.resolve(batch.local_ids, train=batch.trains)
         if self._nodes is not None:
             with phase("ids") if recorders else OFF:
-                batch.fetch = self._nodes.ask(batch.ids[0], train=batch.trains)
+                batch.fetch = self._nodes.request_rows(batch.ids[0], train=batch.trains)
             batch.ids = [batch.fetch.slots]
 
     @announced_on_failure
     def look_up(self, batch: LookupBatch) -> Tensor:
-        """Run the remaining stages, look up the IDs, and start sending the results back. Collective.
+        """Run the remaining stages, look up the rows, and start to send them to other ranks. Collective.
 
         Returns:
-            The link between the lookup and ``finish`` in autograd's graph: the data-parallel rows.
+            The rows of data-parallel tables. Pass them to ``finish``; they connect both calls in autograd's
+            graph.
 
         Raises:
-            RowFileError: rows in a table's file could not arrive; raised on every rank.
-            ValueError: rows have no room in the cache, or some rank's input was invalid; raised on every
+            RowFileError: rows could not be read from a file; raised on every rank.
+            ValueError: the cache has no room for the rows, or some rank's input was invalid; raised on every
                 rank.
         """
         self._advance(batch, Stage.RESOLVED)
-        # A second lookup finds the rows in memory: the batch's pins keep them there.
+        # A second lookup need not wait, because the batch's pins keep the rows in memory.
         if self.rows_arrive and not batch.has_rows:
             with phase("lookup") if recorders else OFF:
                 local = batch.local_ids.pins if batch.local_ids is not None else ()
                 self._row_arrival.wait([*batch.ids[0].pins, *local])
             batch.has_rows = True
-        # The anchor gives every rank a backward pass if any rank has one, because ranks exchange gradients.
+        # The anchor requires a gradient on all ranks if some rank trains, because the backward pass is
+        # collective.
         anchor = torch.empty(0, requires_grad=batch.trains)
         link: Tensor = _send(self, batch, anchor, batch.sample_weights, *self._parameters)
         batch.stage = Stage.LOOKED_UP
         return link
 
     def finish(self, batch: LookupBatch, link: Tensor) -> Tensor:
-        """Wait for the embeddings: [B, D] for pooled tables, else flat rows per ID.
+        """Wait for the embeddings, and return them: [B, D] if pooled, else rows per ID, flat.
 
         Args:
             batch: the batch.
-            link: the result from ``look_up``.
+            link: result of ``look_up``.
         """
         embeddings: Tensor = _receive(self, batch, link)
         return embeddings
 
     def send(self, batch: LookupBatch) -> Tensor:
-        """Run the forward pass up to the exchange; return the data-parallel rows, fp32, flat."""
-        # Snapshot the counts before reading rows, so no write in between goes unnoticed.
+        """Look up rows, start to send them, and return the rows of data-parallel tables, fp32, flat.
+
+        Runs in the forward pass of `_Send`.
+        """
+        # Counted before rows are read, so that ``send_grad`` notices any later write.
         batch.foreign_writes = self._writes.foreign() if batch.trains else ()
         if self._nodes is not None:
             assert batch.fetch is not None
@@ -320,7 +332,7 @@ class ShardedTables:
         with phase("lookup") if recorders else OFF:
             rows = self.split.forward(batch.ids[0], sum(batch.block_sizes))
             if len(self._played) > 1:
-                rows = gathered(rows, self._played, batch.ids)
+                rows = look_up_other_ranks(rows, self._played, batch.ids)
         with phase("output") if recorders else OFF:
             batch.in_flight = self._output.send_rows(rows, batch)
         # Data-parallel tables are looked up while the embeddings travel.
@@ -332,7 +344,12 @@ class ShardedTables:
 
     @announced_on_failure
     def receive(self, batch: LookupBatch, local: Tensor) -> Tensor:
-        """Run the forward pass from the exchange on; return [B, D], or flat rows per ID."""
+        """Wait for the rows, and return the embeddings. Runs in the forward pass of `_Receive`.
+
+        Args:
+            batch: the batch.
+            local: rows of data-parallel tables, from ``send``.
+        """
         assert batch.in_flight is not None
         in_flight, batch.in_flight = batch.in_flight, None
         with phase("output") if recorders else OFF:
@@ -340,16 +357,22 @@ class ShardedTables:
 
     @announced_on_failure
     def send_grad(self, batch: LookupBatch, grad: Tensor) -> Tensor:
-        """Run the backward pass up to the exchange; return the data-parallel rows' gradient.
+        """Start to send gradients to the rows' owners, and return the gradient of the data-parallel rows.
+
+        Runs in the backward pass of `_Receive`.
+
+        Args:
+            batch: the batch.
+            grad: gradient of the embeddings.
 
         Raises:
-            ValueError: the batch, or a table, was written to since the forward pass.
+            ValueError: the user has written to the batch or to a table since the forward pass.
         """
         source = batch.source
         check_unchanged(BATCH_TENSORS, (source.values, source.offsets, source.weights), source.versions)
         if self.needs_resolve:
             check_pinned(batch.ids[0].pins)
-        # Own updates by other batches are fine; writes by the user invalidate the gradient.
+        # Updates by other batches are allowed, but writes by the user make the gradient wrong.
         self._writes.check(batch.foreign_writes)
         # Gradients are averaged over ranks here and nowhere else.
         scale = 1.0 / self._env.world.size
@@ -362,25 +385,26 @@ class ShardedTables:
     def receive_grad(
         self, batch: LookupBatch, local_grad: Tensor
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run the backward pass from the exchange on: update tables in place, or return their gradients.
+        """Wait for the gradients, and update the tables in place, or return their gradients.
+
+        Runs in the backward pass of `_Send`.
 
         Args:
             batch: the batch.
-            local_grad: the result from ``send_grad``.
+            local_grad: result of ``send_grad``.
 
         Returns:
-            The caller's per-sample weight gradient, if some rank needs it, and the gradient by parameter;
-            None for
-                fused parameters.
+            The gradient of the caller's per-sample weights, if some rank needs it, and the gradient of every
+                parameter; None for fused tables.
         """
         assert batch.in_flight is not None
         local = None
         if batch.local_ids is not None:
-            # Local tables first: their exchange overlaps with the gradients in flight.
+            # Data-parallel tables first, so that their exchange overlaps with the gradients in flight.
             if self._data_parallel is None:
                 local = self.local.gradient(local_grad, batch.local_ids)
             else:
-                local = self._data_parallel.sum_of_all(batch.local_message, batch.local_ids, local_grad)
+                local = self._data_parallel.sum_gradients(batch.local_message, batch.local_ids, local_grad)
         with phase("gradient") if recorders else OFF:
             split_grad = self._output.receive_gradient(batch.in_flight, batch)
             batch.in_flight, sample_grad = None, None
@@ -390,14 +414,14 @@ class ShardedTables:
             if batch.needs_weight_grads:
                 sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
         if self._nodes is not None:
-            split = self._gradient_at_home(batch, split_grad)
+            split = self._gradient_from_nodes(batch, split_grad)
         elif self._replicas is None:
             split = self.split.gradient(split_grad, batch.ids[0])
         else:
-            split = self._replicas.sum_of_all(batch.message, batch.ids[0], split_grad)
+            split = self._replicas.sum_gradients(batch.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
         if self.rows_arrive and (self._env.replicate.size > 1 or local is not None):
-            # Rows for other replicas' IDs, which this rank did not look up.
+            # The gradients may touch rows that only other replicas looked up, which are not in memory yet.
             self._row_arrival.wait([pin for gradient in gradients for pin in gradient.pins])
         with phase("update") if recorders else OFF:
             self._collect(gradients)
@@ -414,7 +438,7 @@ class ShardedTables:
         return sample_grad, grads + [None] * (len(self._parameters) - len(grads))
 
     def _release(self, batch: LookupBatch, gradients: Sequence[TableGradient]) -> None:
-        """Release a batch's slots after the update: for local IDs and for other replicas' IDs."""
+        """Release the pins of a batch's slots after its update, so that the slots may be evicted."""
         for ids in [*batch.ids, batch.local_ids]:
             if ids is not None:
                 release_pins(ids.pins)
@@ -423,12 +447,17 @@ class ShardedTables:
 
     @announced_on_failure
     def step(self) -> None:
-        """Apply the gradients collected by backward passes, if there are any. Collective."""
+        """Update the deferred tables with the gradients that backward passes have collected. Collective."""
         if self.collected is not None and self.collected.signal.grad is not None:
             self._apply([updates.collected() for updates in self._updates], deferred=True)
 
     def _apply(self, gradients: Sequence[TableGradient], *, deferred: bool) -> None:
-        """Apply the updates for all deferred rules, or for all other rules: every update or none."""
+        """Update all tables with deferred rules, or all other tables. After an error, no table is updated.
+
+        Args:
+            gradients: gradients of the split and of the data-parallel tables.
+            deferred: whether to update the tables with deferred rules.
+        """
         pairs = list(zip(self._updates, gradients, strict=False))
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
         # Tables change from here on. All communication that can fail has completed.
@@ -436,20 +465,21 @@ class ShardedTables:
         for (updates, gradient), update in zip(pairs, prepared, strict=True):
             updates.apply(update, gradient)
 
-    def _gradient_at_home(self, batch: LookupBatch, grad: Tensor) -> TableGradient:
-        """Return the gradient for this rank's rectangles from the fetched rows' gradient."""
+    def _gradient_from_nodes(self, batch: LookupBatch, grad: Tensor) -> TableGradient:
+        """Return the gradient of this rank's rectangles, from that of rows fetched from other nodes."""
         assert self._nodes is not None
         assert batch.fetch is not None
         with phase("gradient") if recorders else OFF:
             ids, every = batch.fetch.slots, list(range(len(self.split.work.rectangles)))
-            by_row = self.split.sparse_grads(self.split.shaped(grad, ids), ids, every)
-            return self._nodes.send_home(batch.fetch, by_row)
+            by_row = self.split.sparse_grads(self.split.output_shaped(grad, ids), ids, every)
+            return self._nodes.return_gradients(batch.fetch, by_row)
 
     def _step(self) -> int:
         """Return the number of table updates so far; 0 if no table has a fused optimizer."""
         return max((int(table.state["step"]) for table in self._fused), default=0)
 
     def _collect(self, gradients: Sequence[TableGradient]) -> None:
+        """Store the gradients of deferred tables for ``step``, and set the signal. Collective."""
         if self.collected is None:
             return
         finite = True
@@ -458,7 +488,10 @@ class ShardedTables:
         self.collected.agree(finite, self._env.world)
 
     def _sample_weight_grad(self, batch: LookupBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
-        """Return the per-sample weight gradient for this rank's own loss, fp32 [N], not averaged."""
+        """Return the gradient of this rank's loss with respect to its per-sample weights, fp32 [N].
+
+        Collective.
+        """
         header = batch.message.header
         split_grads = self.split.sample_weight_grad(split_grad, batch.ids[0])
         local = None
@@ -469,12 +502,12 @@ class ShardedTables:
         for rank, block in zip(self._output.blocks, blocks, strict=True):
             by_rank[rank] = block
         grads = return_weight_grads(by_rank, local, batch.source, self.routing, self._axis)
-        # Undo the scale in ``send_grad``: these gradients stay on the rank.
+        # Undo the average over ranks of ``send_grad``, because the weights belong to this rank's loss alone.
         return grads.mul_(self._env.world.size)
 
 
 class _Send(torch.autograd.Function):
-    """Lookup and exchange start; in the backward pass, exchange end and update."""
+    """Forward: look up, and start the exchange. Backward: end the gradient exchange, and update."""
 
     @staticmethod
     def forward(
@@ -505,9 +538,10 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Exchange end; in the backward pass, exchange start.
+    """Forward: end the exchange. Backward: start the gradient exchange.
 
-    Values travel inside the stages. For autograd, only ``local`` connects the two functions.
+    Rows and gradients are passed in the `LookupBatch`. In autograd's graph, only ``local`` connects both
+    functions.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Sharders, which turn unsharded modules into sharded modules."""
+"""Sharders, which replace unsharded modules by sharded modules."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ FusedParams = OptimizerSpec | Mapping[str, Any] | None
 
 
 class _Sharder:
-    """Common base for both sharders."""
+    """Base class of sharders; see `EmbeddingBagCollectionSharder` for the arguments."""
 
     module_type: type[TableCollection]
 
@@ -39,23 +39,24 @@ class _Sharder:
         if across_nodes not in ("sums", "rows"):
             raise ValueError(f"across_nodes must be 'sums' or 'rows', got {across_nodes!r}.")
         self.across_nodes = across_nodes
-        self.optimizer = _spec(fused_params)
+        self.optimizer = _optimizer_spec(fused_params)
         self.tables = None if tables is None else frozenset(tables)
         self.precision = precision or CommsPrecision()
         self.wires = self.precision.wires
-        self.update = _checked(update)
+        self.update = _check_update(update)
 
     def by_path(
         self, tables: Mapping[str, Sequence[str]], model: Mapping[str, Sequence[str]]
     ) -> dict[str, Self]:
-        """Return a copy of this sharder per module, with only that module's table options.
+        """Return a copy of this sharder for every module, whose options name only tables of the module.
 
         Args:
-            tables: table names in the modules to shard, by module path.
-            model: table names in all embedding modules of the model, which ``precision`` may name.
+            tables: table names of the modules to shard, by module path.
+            model: table names of all embedding modules of the model, by module path. ``precision`` may name
+                any.
 
         Raises:
-            ValueError: an option names no table, or a name shared by several modules.
+            ValueError: an option names a table that does not exist, or that several modules have.
         """
         optimized = None
         if self.tables is not None and tables:
@@ -75,7 +76,7 @@ class _Sharder:
         env: ShardingEnv | None,
         device: torch.device | None,
     ) -> ModuleParts:
-        """Create a sharded module's parts. Collective.
+        """Create the parts of a sharded module. Collective.
 
         Args:
             module: the unsharded module.
@@ -84,7 +85,7 @@ class _Sharder:
             device: device for this rank's tables; None: the process group's device.
 
         Raises:
-            TypeError: the module has another type.
+            TypeError: the sharder does not shard modules of this type.
         """
         if not isinstance(module, self.module_type):
             raise TypeError(
@@ -113,24 +114,23 @@ class _Sharder:
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """Sharder for EmbeddingBagCollection, which creates a ShardedEmbeddingBagCollection.
+    """Creates a ShardedEmbeddingBagCollection from an EmbeddingBagCollection.
 
     Args:
-        fused_params: default optimizer for tables without an optimizer (``apply_optimizer_in_backward``): a
-            spec, or a mapping with ``"optimizer"`` (a spec, or a class together with arguments, such as
-            ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: these tables get ordinary gradients. A
-            GradScaler for them must be torch's ShardedGradScaler, because an overflow shows only on the ranks
-            that hold the table.
+        fused_params: fused optimizer of tables that have none attached (``apply_optimizer_in_backward``): a
+            spec, or a mapping such as ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``. None: these tables get
+            ordinary gradients. Then use torch's ShardedGradScaler instead of GradScaler, because an overflow
+            shows only on the ranks that have the table.
         precision: wire formats for embeddings and gradients, for all tables or by table, named as in
             ``tables``.
-        update: ``"in_backward"``: the backward pass updates tables with an optimizer. ``"on_step"``: it
-            collects their gradients for ``fused_optimizer.step()``. None: as the module was fused, or in the
-            backward pass if it was not.
-        tables: names of the tables that take ``fused_params`` (default: all). In a model whose modules share
-            a name, use ``path.name``.
-        across_nodes: payload between nodes on a mesh with the axis ``node``: ``"sums"``, a row per bag and
-            node, or ``"rows"``, every distinct row on a node once, which is less if the ranks on a node share
-            IDs.
+        update: ``"in_backward"``: the backward pass updates fused tables. ``"on_step"``: it collects their
+            gradients for ``fused_optimizer.step()``. None: as ``meshrec.fuse`` set it, or else in the
+            backward pass.
+        tables: names of the tables that use ``fused_params``; None: all. If several modules have a table of
+            the name, write ``path.name``.
+        across_nodes: what nodes exchange on a mesh with the axis ``node``: ``"sums"`` (a row per bag and
+            node), or ``"rows"`` (every distinct row once, which is less if the ranks of a node look up the
+            same IDs).
     """
 
     module_type = EmbeddingBagCollection
@@ -185,6 +185,11 @@ class EmbeddingCollectionSharder(_Sharder):
 
 
 def _env_and_device(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
+    """Fill in the default ranks and device, and check that the device suits the process group.
+
+    Raises:
+        ValueError: the device does not suit the ranks.
+    """
     env = default_env() if env is None else env
     needed = env.devices[0] if env.devices else group_device(env.world.group)
     if device is None:
@@ -202,13 +207,15 @@ def _env_and_device(env: ShardingEnv | None, device: torch.device | None) -> tup
     return env, torch.device(device)
 
 
-def _checked(update: UpdateMode | None) -> UpdateMode | None:
+def _check_update(update: UpdateMode | None) -> UpdateMode | None:
+    """Return ``update``, or raise ValueError if it is not an allowed value."""
     if update not in ("in_backward", "on_step", None):
         raise ValueError(f"update must be 'in_backward', 'on_step' or None, got {update!r}.")
     return update
 
 
-def _spec(fused_params: FusedParams) -> OptimizerSpec | None:
+def _optimizer_spec(fused_params: FusedParams) -> OptimizerSpec | None:
+    """Convert ``fused_params`` to an optimizer spec; None for None."""
     if fused_params is None or isinstance(fused_params, OptimizerSpec):
         return fused_params
     arguments = dict(fused_params)

@@ -1,10 +1,10 @@
-"""DTensor for a split table, from which this rank holds some rectangles.
+"""DTensor of a table whose rectangles are on several ranks.
 
-DTensor placements describe even chunks in a single dimension, but here a rank may hold any rectangles. So
-everything that depends on placements is overridden: how the whole is assembled (``full_tensor``,
+DTensor placements can only describe even chunks in one dimension, but a rank may have any rectangles.
+Everything that depends on placements is therefore overridden: assembly of the full tensor (``full_tensor``,
 ``redistribute``), and the three methods by which torch.distributed.checkpoint (DCP) requests local pieces.
-The placement is ``Replicate``: torch's tools then give and request whole tensors, and every rank takes its
-rectangles.
+The placement is ``Replicate``, so that torch's tools pass and request full tensors, from which every rank
+takes its rectangles.
 """
 
 from bisect import bisect_left, bisect_right
@@ -29,9 +29,9 @@ _aten = torch.ops.aten
 
 
 class LocalRectangles(Tensor):
-    """A table's local rectangles, in the whole table's shape.
+    """A tensor with the shape of a table that stores only this rank's rectangles.
 
-    It supports copies from whole tensors and copies of itself, but no other arithmetic.
+    It supports copying, casting and comparing, but no arithmetic.
     """
 
     _parts: list[Tensor]
@@ -41,13 +41,13 @@ class LocalRectangles(Tensor):
     def __new__(
         cls, parts: Sequence[Tensor], rectangles: Sequence[Rectangle], like: Tensor, size: Sequence[int]
     ) -> "LocalRectangles":
-        """Create the tensor from this rank's parts.
+        """Create the tensor from the values of this rank's rectangles.
 
         Args:
             parts: values by rectangle.
             rectangles: this rank's rectangles.
-            like: a tensor with the dtype and device; needed if a rank has no rectangle.
-            size: the whole table's size, or 1-D for state with a value per row.
+            like: tensor with the dtype and device, for ranks without a rectangle.
+            size: size of the table, [rows, columns], or [rows] for state with a value per row.
         """
         tensor: LocalRectangles = Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=like.dtype, device=like.device
@@ -59,24 +59,27 @@ class LocalRectangles(Tensor):
         super().__init__()
 
     def local_shards(self) -> list[Tensor]:
-        """Return the parts.
+        """Return the values by rectangle.
 
-        For per-row state, rectangles with the same rows have separate parts with equal values.
+        For state with a value per row, rectangles with the same rows have separate, equal values.
         """
         return self._parts
 
     def local_offsets(self) -> list[tuple[int, ...]]:
-        """Return the part offsets in the whole."""
+        """Return the offsets of every rectangle in the table: (row, column), or (row,)."""
         return [rectangle.origin[: self.dim()] for rectangle in self._rectangles]
 
     def copy_from(self, source: Tensor) -> None:
-        """Copy from a whole tensor, or from a tensor with the same rectangles; see ``parts_of``."""
+        """Copy values from a full tensor, or from a tensor with the same rectangles."""
         for part, values in zip(self._parts, self.parts_of(source), strict=True):
             if not is_same(part, values):
                 part.detach().copy_(values)
 
     def parts_of(self, source: Tensor) -> Sequence[Tensor]:
-        """Return the parts by rectangle from a whole tensor, or from a tensor with the same rectangles.
+        """Return the values of this rank's rectangles in ``source``.
+
+        Args:
+            source: full tensor, or a LocalRectangles with the same rectangles.
 
         Raises:
             ValueError: the shape or the rectangles differ.
@@ -96,8 +99,8 @@ class LocalRectangles(Tensor):
             return source._parts
         return [region(source, rectangle) for rectangle in self._rectangles]
 
-    def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LocalRectangles":
-        """Return the same rectangles with ``fn`` applied to the parts."""
+    def map_parts(self, fn: Callable[[Tensor], Tensor]) -> "LocalRectangles":
+        """Return the same rectangles with ``fn`` applied to the values of each."""
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return LocalRectangles([fn(part) for part in self._parts], self._rectangles, like, self.shape)
 
@@ -112,16 +115,16 @@ class LocalRectangles(Tensor):
         if func is _aten.copy_.default and isinstance(args[0], LocalRectangles):
             args[0].copy_from(args[1])
             return args[0]
-        if func in _MAPPED:
+        if func in _MAPPED_OPS:
             local, *options = args
-            return local.mapped(lambda part: func(part, *options, **kwargs))
+            return local.map_parts(lambda part: func(part, *options, **kwargs))
         if func is _aten.equal.default and all(isinstance(arg, LocalRectangles) for arg in args[:2]):
             one, other = args[:2]
             return one._rectangles == other._rectangles and all(map(torch.equal, one._parts, other._parts))
-        raise _refusal(func)
+        raise _unsupported(func)
 
 
-_MAPPED = (
+_MAPPED_OPS = (
     _aten.detach.default,
     _aten.alias.default,
     _aten.clone.default,
@@ -132,10 +135,10 @@ _MAPPED = (
 
 
 class SplitTensor(DTensor):
-    """A table, or a table state, split by a plan over the ranks in ``mesh``.
+    """A table, or optimizer state of a table, that a plan splits over the ranks of a mesh.
 
-    ``full_tensor`` returns the whole on every rank. DCP saves it, and loads into it in place, whatever the
-    plan on the other side. ``copy_`` takes whole tensors. Other operations need plain tensors.
+    ``full_tensor`` returns the full tensor on every rank. DCP saves the tensor under one plan and loads it in
+    place under another. ``copy_`` copies from full tensors. Other operations are not supported.
     """
 
     _holders: Sequence[Sequence[Rectangle]]
@@ -144,14 +147,13 @@ class SplitTensor(DTensor):
     def of(local: LocalRectangles, holders: Sequence[Sequence[Rectangle]], mesh: DeviceMesh) -> "SplitTensor":
         """Create a split tensor.
 
-        Per-row state is cut at the same rows on all ranks, because DCP does not accept overlapping parts. If
-        the table is empty, the parts stay: DCP would drop a tensor without parts.
-
         Args:
             local: this rank's rectangles.
-            holders: rectangles by rank in the mesh.
+            holders: rectangles by rank of the mesh.
             mesh: the ranks, on a single axis.
         """
+        # State with a value per row is cut at the same rows on all ranks, because DCP rejects overlapping
+        # pieces. An empty table is not cut: no piece would remain, and DCP would drop the tensor.
         if local.dim() == 1 and len(local):
             local, holders = _cut_at_common_rows(local, holders)
         stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
@@ -162,20 +164,20 @@ class SplitTensor(DTensor):
 
     @property
     def local(self) -> LocalRectangles:
-        """Local rectangles."""
+        """This rank's rectangles."""
         local = self._local_tensor
         assert isinstance(local, LocalRectangles)
         return local
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return the local rectangles."""
+        """Return this rank's rectangles."""
         return self.local
 
     @torch.no_grad()
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return the whole, as a plain tensor, on every rank. Collective over the mesh.
+        """Return the full table as a plain tensor on every rank. Collective over the mesh.
 
-        A rank needs memory for the whole and for the largest rectangle.
+        A rank needs memory for the table and for its largest rectangle.
         """
         group = self.device_mesh.get_group()
         axis = Axis(size=group.size(), rank=group.rank(), group=group)
@@ -183,15 +185,15 @@ class SplitTensor(DTensor):
         local_parts = dict(zip(local._rectangles, local._parts, strict=True))
         whole = torch.empty(self.shape, dtype=self.dtype, device=group_device(group))
         seen: set[tuple[int, ...]] = set()
-        # All ranks walk all rectangles in the same order, because broadcasts must match.
+        # All ranks iterate over all rectangles in the same order, because broadcasts must match.
         for rank, rectangles in enumerate(self._holders):
             for rectangle in rectangles:
                 region_bounds = tuple(rectangle[1:] if self.dim() == 2 else rectangle[1:3])
                 if region_bounds in seen:
-                    continue  # columns in the same rows share per-row state
+                    continue  # state with a value per row is equal in all column shards
                 seen.add(region_bounds)
                 target = region(whole, rectangle)
-                # Broadcast needs contiguous memory, which column shards in the whole are not.
+                # Broadcast needs contiguous memory, but a column shard of the table is not contiguous.
                 buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
                 if rank == axis.rank:
                     buffer.copy_(local_parts[rectangle])
@@ -206,7 +208,7 @@ class SplitTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor:
-        """Return an ordinary DTensor with the whole, for ``Replicate`` placements. Collective.
+        """Return an ordinary, replicated DTensor with the full table. Collective.
 
         Raises:
             ValueError: other placements are given.
@@ -220,7 +222,10 @@ class SplitTensor(DTensor):
         return DTensor.from_local(whole, self.device_mesh, [Replicate()], run_check=False)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return, for DCP, the pieces this rank can write. For per-row state, a row appears once."""
+        """Return the pieces that this rank can write, for DCP.
+
+        Pieces with the same offsets are listed once.
+        """
         items: dict[tuple[int, ...], WriteItem] = {}
         for chunk, part in zip(self.__create_chunk_list__(), self.local._parts, strict=True):
             if isinstance(part, StreamedPart):
@@ -231,14 +236,17 @@ class SplitTensor(DTensor):
         return list(items.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return, for DCP, the pieces this rank must read: every part."""
+        """Return the pieces that this rank must read, for DCP: all rectangles."""
         return [
             ChunkStorageMetadata(torch.Size(offset), part.shape)
             for offset, part in zip(self.local.local_offsets(), self.local._parts, strict=True)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return, for DCP, a part's memory. The index number distinguishes parts with the same rows."""
+        """Return the memory of a piece, for DCP.
+
+        The index number distinguishes pieces with the same offsets.
+        """
         offsets, offset = self.local.local_offsets(), tuple(index.offset or ())
         number = index.index
         if number is None or number >= len(offsets) or offsets[number] != offset:
@@ -267,15 +275,17 @@ class SplitTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the rectangles. Before torch 2.12, C++ handles the listed operations for
-        DTensors.
+        """Run an operation on the rectangles.
+
+        The operations in `_SUPPORTED_FUNCTIONS` are handled here, because torch before 2.12 handles them in
+        C++ for DTensors, and would not call ``__torch_dispatch__``.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in _OF_RECTANGLES:
+            if func not in _SUPPORTED_FUNCTIONS:
                 return func(*args, **kwargs or {})
             if func is Tensor.copy_ and not isinstance(args[0], SplitTensor):
-                raise _refusal(func)
-            return _wrapped(func(*map(_plain, args), **kwargs or {}), args[0])
+                raise _unsupported(func)
+            return _wrap_result(func(*map(_to_plain, args), **kwargs or {}), args[0])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -283,11 +293,13 @@ class SplitTensor(DTensor):
     ) -> Any:
         first = args[0] if args else None
         if func is _aten.copy_.default and not isinstance(first, SplitTensor):
-            raise _refusal(func)
-        return _wrapped(LocalRectangles.__torch_dispatch__(func, types, [*map(_plain, args)], kwargs), first)
+            raise _unsupported(func)
+        return _wrap_result(
+            LocalRectangles.__torch_dispatch__(func, types, [*map(_to_plain, args)], kwargs), first
+        )
 
 
-_OF_RECTANGLES = (
+_SUPPORTED_FUNCTIONS = (
     Tensor.copy_,
     *(Tensor.detach, torch.detach),
     *(Tensor.clone, torch.clone),
@@ -300,7 +312,7 @@ _OF_RECTANGLES = (
 def _cut_at_common_rows(
     local: LocalRectangles, holders: Sequence[Sequence[Rectangle]]
 ) -> tuple[LocalRectangles, list[list[Rectangle]]]:
-    """Cut per-row state and the rectangles wherever any rectangle starts or ends."""
+    """Cut state with a value per row, and all rectangles, at every row where a rectangle starts or ends."""
     edges = sorted({row for held in holders for rectangle in held for row in (rectangle.r0, rectangle.r1)})
 
     def bands(of: Rectangle) -> list[Rectangle]:
@@ -317,25 +329,32 @@ def _cut_at_common_rows(
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
-    """Return a rectangle in the whole's memory; for per-row state, the rows."""
+    """Return a view of a rectangle of a full tensor. A 1-D tensor has a value per row."""
     rows = whole[rectangle.r0 : rectangle.r1]
     return rows if whole.dim() == 1 else rows[:, rectangle.c0 : rectangle.c1]
 
 
-def _plain(arg: Any) -> Any:
+def _to_plain(arg: Any) -> Any:
+    """Convert an argument: split tensors to local rectangles, other DTensors to full tensors."""
     if isinstance(arg, SplitTensor):
         return arg.local
     return arg.full_tensor() if isinstance(arg, DTensor) else arg
 
 
-def _wrapped(result: Any, first: Any) -> Any:
-    """Wrap the result from an operation on the rectangles in ``first`` as a split tensor."""
+def _wrap_result(result: Any, first: Any) -> Any:
+    """Convert the result of an operation on local rectangles back to a split tensor.
+
+    Args:
+        result: result of the operation; plain results are unchanged.
+        first: first argument of the operation, which is returned by in-place operations.
+    """
     if not isinstance(result, LocalRectangles):
         return result
     return first if result is first.local else SplitTensor.of(result, first._holders, first.device_mesh)
 
 
-def _refusal(func: object) -> ValueError:
+def _unsupported(func: object) -> ValueError:
+    """Return the error of an operation that split tensors do not support."""
     return ValueError(
         f"{func} is not for a table that is split over ranks: a rank has only its rectangles. Take the whole "
         "with full_tensor(), on every rank."

@@ -1,4 +1,4 @@
-"""Table splits over ranks: split tensors for a ``TableModule``'s state dict."""
+"""State dict tensors of tables whose shards are on several ranks, for ``TableModule``."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -19,10 +19,10 @@ from meshrec.tables.table import Rectangle, Span
 
 
 class FixedSplit:
-    """Split for a table with a fixed number of rows.
+    """Makes split tensors of a table with a fixed number of rows.
 
     Args:
-        owners: rectangles by rank in ``mesh``.
+        owners: rectangles by rank of ``mesh``.
         mesh: the ranks.
     """
 
@@ -32,7 +32,10 @@ class FixedSplit:
         self._owners, self._mesh = [list(rectangles) for rectangles in owners], mesh
 
     def full_parts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return the whole table's row parts by name, without a copy."""
+        """Return the row parts (weights, quantization scales, ...) of the table by name, as split tensors.
+
+        The split tensors share memory with the local shards.
+        """
         column, device = module.storage.part_column, module.weight.device
         tensors = [table.tensors() for table in module.tables]
         size = (module.num_rows, column(module.dim))
@@ -48,18 +51,18 @@ class FixedSplit:
         }
 
     def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
-        """Return a table's optimizer state, fp32, without a copy."""
-        # Not detached: pickle deduplicates the same tensor object, but not two tensors that share memory.
+        """Return a slot of the optimizer state, fp32, as split tensor; it shares memory with the shards."""
+        # Not detached, because pickle stores a tensor object once, but two tensors that share memory twice.
         parts = [table.tensors()[slot.name] for table in module.tables]
         like = torch.empty(0, device=module.weight.device)
         return self._joined(module, parts, like, slot.shape(module.num_rows, module.dim), int)
 
     def any_rank(self, condition: bool) -> bool:
-        """Return the condition: fixed tables load without communication."""
+        """Return this rank's condition, because fixed tables load without communication."""
         return condition
 
     def rows_loaded(self) -> None:
-        """Do nothing: other ranks need not know."""
+        """Do nothing, because other ranks need not know that rows were loaded."""
 
     def _joined(
         self,
@@ -69,14 +72,14 @@ class FixedSplit:
         size: Sequence[int],
         position: Callable[[int], int],
     ) -> Tensor:
-        """Join this rank's parts into a split tensor.
+        """Create a split tensor from the tensors of this rank's rectangles.
 
         Args:
-            module: supplies this rank's rectangles.
+            module: has this rank's rectangles.
             parts: a tensor per rectangle.
-            like: supplies dtype and device if the rank holds nothing.
-            size: the whole's size.
-            position: maps a table column to a position in a part.
+            like: tensor with the dtype and device, for ranks without a rectangle.
+            size: size of the full tensor.
+            position: maps a table column to a column of the tensor, which differs for packed int4.
         """
         # Imported here, because torch's DTensor is slow to import.
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
@@ -89,16 +92,16 @@ class FixedSplit:
 
 
 class GrowableSplit:
-    """Split for a hashed table, whose state dict has rows in key order.
+    """Makes split tensors of a hashed table, with its current rows in key order.
 
-    ``weight`` and ``ids`` are split tensors with the table's current rows; see [Note: hashed tables in key
-    order]. ``full_parts`` is collective if IDs waiting for admission are counted; loading always is.
+    See [Note: hashed tables in key order]. ``full_parts`` is collective if IDs waiting for admission are
+    counted. Loading is always collective.
 
     Args:
         table: table number.
-        owners: rectangles by rank in ``mesh``.
+        owners: rectangles (key ranges) by rank of ``mesh``.
         mesh: the ranks; None if every rank has the whole table.
-        admission_eviction: supplies row counts by key interval, over all ranks.
+        admission_eviction: has the numbers of rows by key interval, over all ranks.
         axis: the ranks.
     """
 
@@ -116,7 +119,7 @@ class GrowableSplit:
         self.is_split = mesh is not None
 
     def full_parts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return the table's row parts by name, in key order, without a copy."""
+        """Return the row parts, IDs and counts of waiting IDs by name, in key order, as split tensors."""
         joined = self._key_ordered(module)
         parts = {part.name: joined(part.name, part.dtype, part.per_row) for part in module.storage.row_parts}
         parts[IDS] = joined(IDS, torch.int64, True)
@@ -125,11 +128,11 @@ class GrowableSplit:
         return parts
 
     def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
-        """Return a table's optimizer state in key order, without a copy."""
+        """Return a slot of the optimizer state in key order, as split tensor."""
         return self._key_ordered(module)(slot.name, torch.float32, slot.per_row)
 
     def any_rank(self, condition: bool) -> bool:
-        """Return whether a condition holds on some rank. Collective if the table is split."""
+        """Return whether a condition is True on some rank. Collective if the table is split."""
         flag = torch.tensor([int(condition)])
         if self.is_split:
             all_reduce(flag, self._axis, "loading a hashed table")
@@ -140,7 +143,7 @@ class GrowableSplit:
         self._admission_eviction.recount()
 
     def _key_ordered(self, module: TableModule) -> Callable[[str, torch.dtype, bool], Tensor]:
-        """Return a function that joins a row part over all ranks."""
+        """Return a function that creates the split tensor of a row part from (name, dtype, per_row)."""
         positions = self._positions(self._admission_eviction.live[self._table])
         tables = [table.key_ordered(positions(table.rectangle)[0]) for table in module.tables]
         tensors = [table.tensors() for table in tables]
@@ -148,7 +151,7 @@ class GrowableSplit:
             assert (table.rectangle.r0, table.rectangle.r1) == positions(r), "ranks have lost count"
 
         def joined(name: str, dtype: torch.dtype, per_row: bool) -> Tensor:
-            """Join a part over all ranks.
+            """Create the split tensor of a row part.
 
             Args:
                 name: part name.
@@ -161,13 +164,16 @@ class GrowableSplit:
         return joined
 
     def _admission_counts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return the waiting IDs' counts over all ranks. Collective if the table is split."""
+        """Return IDs that wait for admission and their counts, as split tensors.
+
+        Collective if the table is split.
+        """
         intervals = self._admission_eviction.intervals[self._table]
         sizes = torch.zeros(len(intervals), dtype=torch.int64)
         counts = [parts_of(table.admission_counts) for table in module.tables]
         for table, parts in zip(module.tables, counts, strict=True):
             r = table.rectangle
-            # Column shards count the same IDs, so only the shard with column 0 contributes.
+            # All column shards count the same IDs, so only the shard with column 0 is counted.
             if r.c0 == 0:
                 for number, span in enumerate(intervals):
                     if r.r0 <= span[0] and span[1] <= r.r1:
@@ -184,7 +190,11 @@ class GrowableSplit:
         }
 
     def _positions(self, counts: Sequence[int]) -> Callable[[Rectangle], Span]:
-        """Return a function from a rectangle to the first row position and the end."""
+        """Return a function from a rectangle to its interval of positions in key order.
+
+        Args:
+            counts: number of entries in every key interval, over all ranks.
+        """
         spans = self._admission_eviction.intervals[self._table]
         edges = [span[0] for span in spans] + [spans[-1][1]]
         position = dict(zip(edges, accumulate(counts, initial=0), strict=True))
@@ -199,6 +209,15 @@ class GrowableSplit:
         *,
         per_row: bool,
     ) -> Tensor:
+        """Create the split tensor of a row part.
+
+        Args:
+            module: has this rank's rectangles.
+            parts: a tensor per rectangle, in key order.
+            positions: function from a rectangle to its interval of positions in key order.
+            dtype: dtype of the part.
+            per_row: whether the part has a value per row.
+        """
         if self._mesh is None:
             return parts[0]
         # Imported here, because torch's DTensor is slow to import.
@@ -213,7 +232,7 @@ class GrowableSplit:
         end = positions(Rectangle(0, spans[0][0], spans[-1][1], 0, 0))[1]
         size = [end] if per_row else [end, column(module.dim)]
         owners = [in_key_order(rectangles) for rectangles in self._owners]
-        # DCP identifies pieces by their start, which empty pieces share with the next piece.
+        # Drop empty pieces, because DCP identifies pieces by offset, and the next piece has the same offset.
         local = [
             (part, r)
             for part, r in zip(parts, in_key_order(module.rectangles), strict=True)

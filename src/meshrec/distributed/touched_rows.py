@@ -1,4 +1,8 @@
-"""Record of updated rows on this rank: four bytes per row, and a store per looked-up ID."""
+"""Record of the rows that updates have changed on this rank, for delta checkpoints.
+
+It takes four bytes per row, and a write per looked-up ID. An update's *mark* is a number that never
+decreases.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -15,7 +19,7 @@ _NEVER = -1
 
 
 class _FixedMarks:
-    """Mark of the last update, by row of a table with fixed rows."""
+    """Mark of the last update of every row, for a table with a fixed number of rows."""
 
     def __init__(self, table: Table) -> None:
         r = table.rectangle
@@ -23,21 +27,22 @@ class _FixedMarks:
         self._marks = torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
 
     def mark(self, slots: Tensor, now: int) -> None:
-        """Mark the rows in an update."""
+        """Set the mark of the rows in ``slots`` to ``now``."""
         if self.table.index is not None:
-            # Slots may change owners later, so marks are by key.
+            # Marks are by key, because a slot of a cache later holds another row.
             slots = self.table.index.keys_of(slots) - self._first
         self._marks.index_fill_(0, slots, now)
 
     def touched(self, since: int) -> Tensor:
-        """Return the keys marked above ``since``, ascending."""
+        """Return the keys whose marks are greater than ``since``, ascending."""
         return (self._marks > since).nonzero()[:, 0] + self._first
 
 
 class _HashedMarks:
-    """Marks for a hashed table by slot, and marks for evicted keys.
+    """Mark of the last update of every slot of a hashed table, and marks of evicted keys.
 
-    A slot keeps its mark when another key gets it: that key comes alive in a later update, which marks it.
+    When a slot gets another key, the old mark does no harm: the update that gives the slot to the key marks
+    it.
     """
 
     def __init__(self, table: HashedTable) -> None:
@@ -47,31 +52,31 @@ class _HashedMarks:
         table.accounting.is_watched = True
 
     def mark(self, slots: Tensor, now: int) -> None:
-        """Mark the rows in an update."""
+        """Set the mark of the rows in ``slots``, and of keys evicted since the last call, to ``now``."""
         num_slots = len(self.table.memory[ALIVE])
         # The table has grown; new slots start without a mark.
         if len(self._marks) < num_slots:
             more = torch.full((num_slots - len(self._marks),), _NEVER, dtype=torch.int32)
             self._marks = torch.cat([self._marks, more])
         self._marks.index_fill_(0, slots, now)
-        self._drain(now)
+        self._take_evicted(now)
 
     def touched(self, since: int) -> Tensor:
-        """Return the live keys marked above ``since``, ascending."""
+        """Return the keys that have rows and whose marks are greater than ``since``, ascending."""
         alive = self.table.memory[ALIVE][: len(self._marks)]
         slots = ((self._marks > since)[: len(alive)] & alive).nonzero()[:, 0]
         return self.table.keys_of(slots).sort().values
 
     def evicted(self, since: int, now: int) -> Tensor:
-        """Return dead keys evicted after ``since``, ascending; forget earlier evictions."""
-        self._drain(now)
+        """Return keys evicted after mark ``since`` without a row now, ascending; forget earlier evictions."""
+        self._take_evicted(now)
         is_late = self._evicted_marks > since
         self._evicted, self._evicted_marks = self._evicted[is_late], self._evicted_marks[is_late]
         keys: Tensor = self._evicted.unique()
         return keys[~is_alive(self.table, keys)]
 
-    def _drain(self, now: int) -> None:
-        """Take the table's list of evicted keys, which no other reader needs."""
+    def _take_evicted(self, now: int) -> None:
+        """Take over the table's list of evicted keys with the mark ``now``, and empty the list."""
         evicted, self.table.accounting.evicted = self.table.accounting.evicted, []
         for keys in evicted:
             self._evicted = torch.cat([self._evicted, keys])
@@ -79,17 +84,17 @@ class _HashedMarks:
 
 
 class TouchedRows:
-    """Rows in a module's tables that updates touch from now on.
+    """Records which rows of a module's tables are updated, from its construction on.
 
     Args:
         tables: the module's tables.
-        fused: fused table numbers. Only these are watched.
-        now: returns the current mark.
+        fused: numbers of the tables to record, which have fused optimizers.
+        now: returns the mark of the current update.
     """
 
     def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
         self._fused, self._now = set(fused), now
-        # By part (split, data-parallel) and rectangle, in the order of ``tables.watch``.
+        # First index: split or data-parallel tables; second: rectangle. In the order of ``tables.watch``.
         self._marks: list[list[_FixedMarks | _HashedMarks]] = [
             [
                 _HashedMarks(table) if has_growable_rows(table) else _FixedMarks(table)
@@ -98,37 +103,39 @@ class TouchedRows:
             ]
             for part in (tables.split, tables.local)
         ]
-        # Only one watcher at a time: a new record replaces the previous one.
+        # ``watch`` holds one function, so a new record replaces the previous one.
         tables.watch = self._mark
 
     def touched(self, table: int, since: int) -> Iterator[tuple[Table, Tensor]]:
-        """Yield (local rectangle, keys marked above ``since``, ascending) for a table."""
+        """Yield every local rectangle of a table, with its keys updated after mark ``since``, ascending."""
         for marks in self._marks_of(table):
             yield marks.table, marks.touched(since)
 
     def evicted(self, table: int, since: int, now: int) -> Iterator[tuple[HashedTable, Tensor]]:
-        """Yield (local rectangle, evicted keys without a new row) for a hashed table.
+        """Yield every local rectangle of a hashed table, with its keys that were evicted and have no row now.
 
         Args:
             table: table number.
-            since: only evictions after this mark count. Earlier evictions are forgotten.
-            now: number of the last update.
+            since: return evictions after this mark, and forget earlier ones.
+            now: mark of the last update.
         """
         for marks in self._marks_of(table):
             if isinstance(marks, _HashedMarks):
                 yield marks.table, marks.evicted(since, now)
 
     def _marks_of(self, table: int) -> Iterator[_FixedMarks | _HashedMarks]:
+        """Yield the marks of every local rectangle of a table."""
         for part in self._marks:
             yield from (marks for marks in part if marks.table.rectangle.table == table)
 
     def _mark(self, gradients: Sequence[TableGradient]) -> None:
+        """Mark the rows that a backward pass updates; called as ``ShardedTables.watch``."""
         now = self._now()
         for part, gradient in zip(self._marks, gradients, strict=False):
             slots = [(i, rows.rows) for i, rows in gradient.rows.items()]
             if gradient.looked_up is not None:
                 lookups = gradient.looked_up.lookups
-                values = by_key(lookups)
+                values = ids_by_key(lookups)
                 slots += [
                     (i, values[key])
                     for key, i in zip(lookups.keys, lookups.tables, strict=True)
@@ -140,15 +147,18 @@ class TouchedRows:
 
 
 def is_alive(table: HashedTable, keys: Tensor) -> Tensor:
-    """Return whether each key has a row, bool [N]."""
+    """Return whether every key has a row now, bool [N]."""
     slots = table.slots.find(keys)
     is_present = slots >= 0
     is_present[is_present.clone()] = table.memory[ALIVE][slots[is_present]]
     return is_present
 
 
-def by_key(lookups: tbe.Lookups) -> list[Tensor]:
-    """Return the IDs by key (a route on this rank), over all blocks."""
+def ids_by_key(lookups: tbe.Lookups) -> list[Tensor]:
+    """Return the IDs of every route on this rank, from all source ranks.
+
+    The lookup kernel calls routes keys.
+    """
     assert lookups.segments is not None
     bounds = lookups.offsets[lookups.segments.to(lookups.offsets.device)].tolist()
     num_keys = lookups.num_keys

@@ -1,4 +1,4 @@
-"""Encoding for a single direction in a module: formats by table, rounding, and a watch on damaged values."""
+"""Encoding of a module's messages in one direction, with a warning for infinity and NaN."""
 
 import logging
 import operator
@@ -17,28 +17,29 @@ from meshrec.distributed.pieces import Span
 from meshrec.distributed.routing import Routing
 
 _logger = logging.getLogger("meshrec")
+# Every rank has 2**40 row keys of its own, so rows of different ranks draw different random numbers for
+# rounding.
 _RANK_KEYS = 1 << 40
-"""Row keys reserved per rank. Rows on different ranks draw different noise."""
+# Of the reports on a GPU, only one in 256 is read, because reading waits for the device.
 _READ_EVERY = 256
-"""Read the damaged-row count after this many GPU messages."""
 
 FORWARD, BACKWARD = 0, 1
 _PAYLOADS = ("embeddings", "gradients")
 
 
 def first_key(rank: int) -> int:
-    """Return the key for the first row that a rank requests."""
+    """Return the key of the first row that a rank requests; its other rows follow."""
     return rank * _RANK_KEYS
 
 
 class Codec:
-    """A single direction in a module: formats by table, and the sender's state.
+    """Encodes and decodes a module's embeddings (FORWARD) or gradients (BACKWARD).
 
     Args:
         routing: the compiled plan.
-        wires: formats by table number.
+        wires: wire formats by table number.
         direction: ``FORWARD`` or ``BACKWARD``.
-        clock: returns the number of table updates so far.
+        clock: returns the number of table updates so far, from which stochastic rounding draws.
     """
 
     def __init__(
@@ -47,22 +48,28 @@ class Codec:
         self._routing, self._direction, self._clock = routing, direction, clock
         self._formats: list[WireFormat] = [pair[direction] for pair in wires]
         split = list(compress(self._formats, map(operator.not_, routing.replicated)))
-        # Replicated tables send no rows. Their formats matter only if all tables are replicated.
+        # Data-parallel tables send no rows, but without any other table the encoding needs some format.
         self.encoding = RowEncoding.of(split or self._formats)
-        self._watch = _Watch(_PAYLOADS[direction])
+        self._watch = _NonFiniteWatch(_PAYLOADS[direction])
         self.feedback = ErrorFeedback() if any(wire_format.feedback for wire_format in split) else None
-        """This rank's residuals; None if no format has feedback."""
+        """Error feedback of this rank; None if no format has it."""
         self.draws = any(wire_format.stochastic for wire_format in split)
         """Whether some format uses stochastic rounding."""
 
     def encodes(self, axis: Axis) -> bool:
-        """Return whether rows are encoded in a separate pass before they travel."""
+        """Return whether messages on the axis are encoded in a separate pass.
+
+        If not, kernels write the format.
+        """
         return axis.group is not None and axis.size > 1 and not self.encoding.is_cast
 
     def columns(self, spans: Sequence[Span], first_rows: Sequence[int] | None = None) -> Columns:
-        """Return the wire columns for these result spans.
+        """Return the wire columns of a row with these spans.
 
-        ``first_rows``: first table row by span, if the rows are partial sums.
+        Args:
+            spans: result columns of every part of the row.
+            first_rows: first table row by span, if spans have partial sums; parts with different first rows
+                draw different random numbers for rounding. None: 0.
         """
         routing, starts = self._routing, self._routing.columns
         uses = [bisect_right(starts, span.column, hi=len(starts) - 1) - 1 for span in spans]
@@ -75,7 +82,7 @@ class Codec:
             widths=tuple(span.width for span in spans),
             formats=tuple(self._formats[routing.uses[use].table] for use in uses),
             seeds=tuple(
-                # Seeds from names, not numbers: they survive another table order.
+                # Seeds come from names instead of numbers, so they do not depend on the order of tables.
                 zlib.crc32(f"{name}, {_PAYLOADS[self._direction]}, {row}".encode())
                 for name, row in zip(names, rows, strict=True)
             ),
@@ -92,48 +99,51 @@ class Codec:
         keys: Tensor | None = None,
         names: Names | None = None,
     ) -> Tensor:
-        """Encode the rows in consecutive blocks.
+        """Encode rows.
 
         Args:
             values: rows, flat, block by block.
-            blocks: block shapes.
-            keys: row keys that replace the blocks' keys.
-            names: returns bag names for error feedback.
+            blocks: number of rows and columns of every block.
+            keys: key of every row, from which stochastic rounding draws; None: consecutive keys from every
+                block's ``first_key``.
+            names: returns bag names for error feedback; None: no feedback.
         """
         step = self._clock() if self.draws else 0
         feedback = self.feedback if names is not None else None
         if feedback is not None and names is not None:
-            values = feedback.corrected(values, blocks, names)
+            values = feedback.add_residuals(values, blocks, names)
         message, report = self.encoding.encode(values, blocks, step=step, keys=keys)
         if report is not None:
             self._watch.warn(report, blocks)
         if feedback is not None:
-            feedback.keep(values, self.encoding.decode(message, blocks))
+            feedback.store_errors(values, self.encoding.decode(message, blocks))
         return message
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode the rows in consecutive blocks."""
+        """Decode a message of consecutive blocks to rows, flat."""
         return self.encoding.decode(message, blocks)
 
 
-class _Watch:
-    """Warning for the first row with infinity or NaN, once per column.
+class _NonFiniteWatch:
+    """Logs a warning if messages contain infinity or NaN, once per wire column.
 
     Args:
-        content: the rows in the messages, embeddings or gradients.
+        content: what messages contain, "embeddings" or "gradients".
     """
 
     def __init__(self, content: str) -> None:
         self._content = content
-        # Columns with a warning.
+        # Names of the columns with a warning, for the whole run.
         self._warned: set[str] = set()
-        # GPU reports since the last one that was read.
+        # Number of GPU reports since the last one that was read.
         self._unread = 0
 
     def warn(self, report: Tensor, blocks: Sequence[Block]) -> None:
-        """Log a warning if a kernel's report counts rows with infinity or NaN, per wire column.
+        """Log a warning if the encoding kernel reports rows with infinity or NaN.
 
-        A GPU report is not read in every step, because the read waits.
+        Args:
+            report: number of (row, column) pairs with such values, and the first such element's index.
+            blocks: blocks of the message.
         """
         if not report.is_cpu:
             self._unread = (self._unread + 1) % _READ_EVERY
