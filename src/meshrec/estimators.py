@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from meshrec.cli.inspect import InspectOptions, look, recipe_text
+from meshrec.cli.inspect import InspectOptions, inspect_table, recipe_text
 from meshrec.cli.inspect_log import NextItemModel, recipe_of_log
 from meshrec.data.faults import needs
 from meshrec.data.frames import to_table
@@ -246,7 +246,7 @@ class _TableEstimator:
                 query=query,
                 out=folder / "recipe.py",
             )
-            data_profile, proposal = look(options)
+            data_profile, proposal = inspect_table(options)
             is_classifier = isinstance(self, Classifier)
             if is_classifier and data_profile.labels is not None and len(data_profile.labels.values) > 2:
                 proposal = propose(data_profile, label=self._target, time=self.time, task="classes")

@@ -26,10 +26,10 @@ def test_what_cannot(tmp_path):
 def test_ranks_whose_output_nobody_reads_are_no_failure(monkeypatch, error):
     monkeypatch.setattr(unread, "has_no_reader", lambda: True)
     with pytest.raises(BrokenPipeError):
-        unread.check_reader(error)
-    unread.check_reader("rank 0: KeyError: 'x'")
+        unread.raise_if_unread(error)
+    unread.raise_if_unread("rank 0: KeyError: 'x'")
     monkeypatch.setattr(unread, "has_no_reader", lambda: False)
-    unread.check_reader(error)
+    unread.raise_if_unread(error)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ def made(folder):
 
 def test_models_are_called_after_their_folder_or_as_asked(tmp_path):
     folder = made(tmp_path / "clicks")
-    assert serve.packages([str(folder), f"other={folder}"]) == {"clicks": folder, "other": folder}
+    assert serve.parse_packages([str(folder), f"other={folder}"]) == {"clicks": folder, "other": folder}
 
 
 def test_the_remedy_for_a_run_without_a_package_names_a_folder_that_is_free(tmp_path):
@@ -22,7 +22,7 @@ def test_the_remedy_for_a_run_without_a_package_names_a_folder_that_is_free(tmp_
     out = tmp_path / "clicks-package-package"
     remedy = f"Make one with `meshrec export {run} --out {out}`, then serve {out}"
     with pytest.raises(ValueError, match=remedy):
-        serve.packages([str(run)])
+        serve.parse_packages([str(run)])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_models_that_cannot_be_are_named(tmp_path, monkeypatch, arguments, messa
     made(tmp_path / "clicks")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        serve.packages(arguments)
+        serve.parse_packages(arguments)
 
 
 def test_options_reach_the_server(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
-from meshrec.cli.inspect import _tables
+from meshrec.cli.inspect import _read_tables
 from meshrec.data import DataError, Split
 from meshrec.data.csv_dialects import CsvFormat
 from meshrec.data.faults import Faults
@@ -49,7 +49,9 @@ def test_keys_of_folders_are_columns(tmp_path, suffix, way):
     }[way]
     read = read_columns(paths, ["row", "shop", "day"])
     assert dict(zip(read["row"].to_pylist(), read["shop"].to_pylist(), strict=True)) == SHOPS
-    looked_at = pa.concat_tables(_tables(paths if isinstance(paths, list) else [paths], None, CsvFormat()))
+    looked_at = pa.concat_tables(
+        _read_tables(paths if isinstance(paths, list) else [paths], None, CsvFormat())
+    )
     assert looked_at.select(["row", "shop", "day"]).equals(read)
     source = open_tables(paths, FEATURES, Faults("raise"))
     fitted = FEATURES.fit([table for block in range(5) for table in source.tables(block, 9)])

@@ -77,7 +77,7 @@ def test_recommendations_and_ranks_have_the_additions(kind, similarity):
     for sample, history in enumerate(HISTORIES):
         for item, value in plain(model.repeats.weight, history).items():
             scores_BI[sample, item] = (scores_BI[sample, item] - value) / model.repeats.weight[0]
-    plain_scores_BI = model.similarity.table(model.query_vectors(given), model.item_vectors())
+    plain_scores_BI = model.similarity.score_matrix(model.query_vectors(given), model.item_vectors())
     torch.testing.assert_close(scores_BI[:, 1:], plain_scores_BI, rtol=1e-3, atol=1e-3)
     losses, ranks, _ = model(DENSE, given).detach().T
     for sample, target in enumerate((5, 2, 7, 4)):

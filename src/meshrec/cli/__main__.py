@@ -11,7 +11,12 @@ from meshrec.lazy import without_gc
 
 
 class Command(NamedTuple):
-    """The module of a command, whose ``main(arguments)`` returns an exit code, and one line of help."""
+    """A subcommand of ``meshrec``.
+
+    Attributes:
+        module: module whose ``main(arguments)`` runs the command and returns the exit code.
+        summary: one line of help.
+    """
 
     module: str
     summary: str
@@ -70,10 +75,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    return _run(COMMANDS[name], remaining)
+    return _run_command(COMMANDS[name], remaining)
 
 
-def _run(command: Command, arguments: Sequence[str]) -> int:
+def _run_command(command: Command, arguments: Sequence[str]) -> int:
+    """Run a subcommand; print errors which the user can fix in one line, and let others raise."""
     try:
         with without_gc():
             module = importlib.import_module(command.module)
@@ -111,6 +117,7 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
 
 
 def _help() -> str:
+    """Return the help that lists all commands, without importing them."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Parsing of command-line arguments with ``tyro``, and checks of the output files that they name."""
+"""Parsing of command-line arguments with ``tyro``, and checks of output paths."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class UsageError(ValueError):
 
 
 @_REGISTRY.primitive_rule
-def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Read ``int | None`` as a number or the word ``none``."""
     inner_types = [argument for argument in get_args(info.type) if argument is not NoneType]
     if len(inner_types) != 1 or NoneType not in get_args(info.type):
@@ -46,7 +46,7 @@ def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
 
 @_REGISTRY.primitive_rule
-def _list(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _tuple_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Read ``tuple[int, ...]`` as one value or more: an option without any is a mistake."""
     match get_args(info.type):
         case (element, dots) if get_origin(info.type) is tuple and dots is Ellipsis:
@@ -58,28 +58,31 @@ def _list(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     return PrimitiveConstructorSpec(
         nargs="*",  # and not "+", which the default of an empty tuple would have to satisfy
         metavar=f"{inner.metavar} [{inner.metavar} ...]",
-        instance_from_str=lambda words: tuple(inner.instance_from_str([word]) for word in _some(words)),
+        instance_from_str=lambda words: tuple(
+            inner.instance_from_str([word]) for word in _require_words(words)
+        ),
         is_instance=lambda value: isinstance(value, tuple) and all(map(inner.is_instance, value)),
         str_from_instance=lambda value: [word for item in value for word in inner.str_from_instance(item)],
         choices=inner.choices,
     )
 
 
-def _some(words: list[str]) -> list[str]:
+def _require_words(words: list[str]) -> list[str]:
+    """Return the words; raise ValueError if there are none."""
     if not words:
         raise ValueError("it needs a value. Arguments without a name, such as RUN, come first.")
     return words
 
 
 @_REGISTRY.primitive_rule
-def _object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Make an option that refuses every value, for types that only Python can build: features and frames."""
+def _python_only_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Give types that only Python can build, features and frames, an option which refuses every value."""
     if info.type is not Any and not _is_frame(info.type) and not _is_features(info.type):
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="PYTHON",
-        instance_from_str=_only_python,
+        instance_from_str=_refuse_value,
         is_instance=lambda value: True,
         str_from_instance=lambda value: [type(value).__name__],
     )
@@ -95,19 +98,22 @@ def _is_frame(kind: Any) -> bool:
 
 
 def _is_features(kind: Any) -> bool:
+    """Return whether a type is `Features` or another dataclass with its own JSON format."""
     return dataclasses.is_dataclass(kind) and hasattr(kind, "from_json")
 
 
-def _only_python(words: Sequence[str]) -> Any:
+def _refuse_value(words: Sequence[str]) -> Any:
+    """Raise ValueError for an option whose value only Python can build."""
     raise ValueError(f"{words[0]!r}: an option cannot hold such a value. Set it in the recipe's file.")
 
 
 def _is_none(words: Sequence[str]) -> bool:
+    """Return whether the words are the single word ``none``."""
     return [word.lower() for word in words] == [_NONE]
 
 
 def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str | None = None) -> Any:
-    """Read ``arguments`` as a ``kind``: a dataclass, or a union of dataclasses as subcommands.
+    """Parse arguments to an instance of a dataclass, or of a union of dataclasses, which are subcommands.
 
     Args:
         kind: The dataclass or the union.
@@ -126,7 +132,9 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
 
 
 def parse_known(kind: Any, arguments: Sequence[str], *, program: str) -> tuple[Any, list[str]]:
-    """Read the options of ``kind``, and return them and the other arguments, among them requests for help.
+    """Parse the options of a dataclass; return the instance, and the arguments that it does not have.
+
+    ``--help`` is one of the latter.
 
     Args:
         kind: The dataclass.
@@ -138,7 +146,7 @@ def parse_known(kind: Any, arguments: Sequence[str], *, program: str) -> tuple[A
 
 
 def check_output(path: Path | None, *, force: bool, option: str = "--out") -> None:
-    """Raise ValueError if the file cannot be written. Commands call this before the work, not after it.
+    """Raise ValueError if a file cannot be written. Commands call this before the work, not after it.
 
     Args:
         path: the file.
@@ -156,7 +164,7 @@ def check_output(path: Path | None, *, force: bool, option: str = "--out") -> No
 
 
 def parse_subcommand(kind: Any, arguments: Sequence[str], *, command: str, name: str) -> Any:
-    """Read the arguments of a command with a single subcommand as a ``kind``.
+    """Parse the arguments of a command with a single subcommand, such as ``delta verify``.
 
     Args:
         kind: The dataclass of the subcommand.

@@ -85,6 +85,7 @@ def with_disk(profile: HardwareProfile, folder: Path, *, quick: bool) -> Hardwar
 
 
 def _print(profile: HardwareProfile, path: Path) -> None:
+    """Print the measured values, and where they come from, as a table."""
     grid = Grid("figure", "value", title=str(path))
     for name, value in profile.to_json().items():
         if name != "sources":

@@ -146,6 +146,7 @@ def run(
 
 
 def _verify(console: Console, path: Path) -> int:
+    """Verify all checkpoints in a folder, and in the refit inside a run; return 1 if one is damaged."""
     failed = 0
     final = finished_refit(RunFolder(path))
     paths = [*all_checkpoints(path), *([] if final is None else all_checkpoints(final.path))]
@@ -161,6 +162,7 @@ def _verify(console: Console, path: Path) -> int:
 
 
 def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the contents of a checkpoint as plain JSON types."""
     return {
         "path": str(path),
         "step": manifest.step,
@@ -180,6 +182,7 @@ def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _print(console: Console, path: Path, manifest: Manifest) -> None:
+    """Print the contents of a checkpoint as a table of tensors."""
     kinds = ", ".join(f"{name} ({value['kind']})" for name, value in manifest.values.items())
     console.print(
         f"{path}: step {manifest.step}, {size_text(manifest.num_bytes)} in {len(manifest.files)} files, "

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print(examination: Examination) -> None:
+    """Print a table with a row per check."""
     title = f"{examination.num_ranks} ranks"
     if not examination.has_met:
         title = f"rank {examination.rank} of {title}, which have not met: each prints its own findings"

@@ -56,18 +56,20 @@ def main(arguments: Sequence[str]) -> int:
         values = (
             values_of_rows(run, options.feature, len(vectors)) if table.ids is None else table.ids.numpy()
         )
-        _write(options.out.with_suffix(".parquet"), vectors, values)
+        _write_parquet(options.out.with_suffix(".parquet"), vectors, values)
     print(f"{options.out}: {len(vectors):,} vectors of {vectors.shape[1]} of feature {options.feature!r}")
     return 0
 
 
 def _write_usearch(out: Path, vectors: "np.typing.NDArray[np.float32]") -> None:
+    """Write a USearch index for the largest inner product; keys are row numbers."""
     index = needs("usearch.index", "index").Index(ndim=vectors.shape[1], metric="ip", dtype="f32")
     index.add(np.arange(len(vectors), dtype=np.uint64), vectors)
     index.save(str(out))
 
 
 def _write_faiss(out: Path, vectors: "np.typing.NDArray[np.float32]") -> None:
+    """Write an exact FAISS index for the largest inner product."""
     faiss = needs("faiss", "index")
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
@@ -77,7 +79,8 @@ def _write_faiss(out: Path, vectors: "np.typing.NDArray[np.float32]") -> None:
 _INDICES = {".usearch": _write_usearch, ".faiss": _write_faiss}
 
 
-def _write(out: Path, vectors: "np.typing.NDArray[np.float32]", values: Any) -> None:
+def _write_parquet(out: Path, vectors: "np.typing.NDArray[np.float32]", values: Any) -> None:
+    """Write the columns row, value and vector."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

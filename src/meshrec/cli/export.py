@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         if options.require_signature is not None:
             raise ValueError("--require-signature goes with a package, and a run has none. Leave it out.")
-        run = _run(options)
+        run = _find_run(options)
         folder = export_run(
             run,
             options.out,
@@ -110,8 +110,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(options: ExportOptions) -> RunFolder:
-    """Find the run, or the fit whose weights are in --quantised."""
+def _find_run(options: ExportOptions) -> RunFolder:
+    """Return the run to export: with --quantised, the first fit or refit whose weights were quantized."""
     if options.quantised is None:
         return options.folder()
     run = options.first_fit()
@@ -119,7 +119,8 @@ def _run(options: ExportOptions) -> RunFolder:
     return final if final is not None and quantised_run_name(options.quantised) == final.name else run
 
 
-_OF_PACKAGES = ("quantised", "shared", "vectors", "torchscript", "sign", "require_signature", "triton")
+_PACKAGE_OPTIONS = ("quantised", "shared", "vectors", "torchscript", "sign", "require_signature", "triton")
+"""Options that ``--format onnx`` excludes."""
 
 
 def _write_onnx(options: ExportOptions) -> int:
@@ -128,7 +129,7 @@ def _write_onnx(options: ExportOptions) -> int:
     Raises:
         ValueError: an option is for packages only, or ONNX cannot hold the model.
     """
-    if given := [f"--{name.replace('_', '-')}" for name in _OF_PACKAGES if getattr(options, name)]:
+    if given := [f"--{name.replace('_', '-')}" for name in _PACKAGE_OPTIONS if getattr(options, name)]:
         raise ValueError(f"{given[0]} is for packages, and --format is onnx. Leave one of them out.")
     run = options.folder()
     path = export_run(
@@ -148,7 +149,7 @@ def _write_onnx(options: ExportOptions) -> int:
 
 
 def _propose_refit(run: RunFolder) -> None:
-    """Print the command that fits on all rows, if the run held some back."""
+    """Print the command for a refit on all rows, if the run held some back and has no refit yet."""
     from meshrec.runs.refit import can_refit
     from meshrec.runs.worker import next_commands
 
@@ -181,7 +182,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
         items = read_items(options.items, predictor.raw.kinds if predictor.raw is not None else {})
         vectors = vectors_of_items(predictor, items)
     else:
-        run = _run(options)
+        run = _find_run(options)
         source = load_recipe(run).data
         dataset = data_of_run(source, run)
         if dataset.catalogue is not None and dataset.item is not None:

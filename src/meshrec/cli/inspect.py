@@ -14,7 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrec.cli.arguments import Words, check_output, parse
-from meshrec.cli.inspect_log import NextItemModel, call_of, in_a_line, inspect_log, seen_from, text_of
+from meshrec.cli.inspect_log import (
+    NextItemModel,
+    comment_safe,
+    constructor_source,
+    inspect_log,
+    literal_source,
+    path_from,
+)
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.log_columns import LogColumns
 from meshrec.reports.page import to_page
@@ -44,8 +51,10 @@ _MODELS = (
         12,
     ),
 )
-_OF_LOGS = ("user", "item", "item_features", "action", "actions", "rating", "min_rating", "model")
-_OF_CLICKS = ("--user", "--item", "--item-features")
+_LOG_OPTIONS = ("user", "item", "item_features", "action", "actions", "rating", "min_rating", "model")
+"""Options for logs only."""
+_CLICK_LOG_OPTIONS = ("--user", "--item", "--item-features")
+"""Options for logs which go together with ``--label``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     check_output(page, force=options.force, option="--page")
     from meshrec.data.propose import as_json
 
-    data_profile, proposal = look(options)
+    data_profile, proposal = inspect_table(options)
     options.out.write_text(recipe_text(options, proposal, data_profile.num_rows), encoding="utf-8")
     data = as_json(data_profile, proposal) | {
         "data": list(options.data),
@@ -141,23 +150,24 @@ def main(arguments: Sequence[str]) -> int:
     page.write_text(to_page("inspect.js", data), encoding="utf-8")
     _print(proposal, data_profile.num_rows)
     print(f"the page: {page}\nthe recipe, to read and to edit: {options.out}")
-    if not _loss(proposal.features.labels)[0] and not _has_lightgbm():
+    if not _loss_source(proposal.features.labels)[0] and not _has_lightgbm():
         print('for a better model: pip install "meshrec[lightgbm]", and inspect again: it adds boosted trees')
     print(f"to train it: meshrec train {quote(f'{options.out}:recipe')}")
     return 0
 
 
 def _has_lightgbm() -> bool:
+    """Return whether LightGBM is installed."""
     return importlib.util.find_spec("lightgbm") is not None
 
 
 def _log_columns(options: InspectOptions) -> LogColumns | None:
-    """Return the columns of a log; None for other tables with a label.
+    """Return the log columns that the options name; None if the data is not a log but a table with a label.
 
     Raises:
         ValueError: one of them is missing, or options do not go together.
     """
-    given = [f"--{name.replace('_', '-')}" for name in _OF_LOGS if getattr(options, name)]
+    given = [f"--{name.replace('_', '-')}" for name in _LOG_OPTIONS if getattr(options, name)]
     if options.label is not None and not given:
         return None
     if options.user is None or options.item is None or options.time is None:
@@ -169,7 +179,9 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
             f"--label {options.label} with {given[0]}: a log of clicks also has --user, --item and --time. "
             "Give all three, or --label alone."
         )
-    if options.label is not None and (unused := [option for option in given if option not in _OF_CLICKS]):
+    if options.label is not None and (
+        unused := [option for option in given if option not in _CLICK_LOG_OPTIONS]
+    ):
         raise ValueError(
             f"--label {options.label} with {unused[0]}: with a label, every row of the log counts, and DIN "
             "learns. Leave one of them out."
@@ -194,13 +206,13 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
     )
 
 
-def look(options: InspectOptions) -> "tuple[Profile, Proposal]":
-    """Return the profile of the data's columns, and the proposed features."""
+def inspect_table(options: InspectOptions) -> "tuple[Profile, Proposal]":
+    """Read a table, and return the profile of its columns and the features proposed for them."""
     from meshrec.data.profile import profile
     from meshrec.data.propose import propose
 
     assert options.label is not None
-    tables = _tables(options.data, options.rows, options.csv_format)
+    tables = _read_tables(options.data, options.rows, options.csv_format)
     if options.time is not None and options.time_format is not None:
         tables = (_with_times(table, options.time, options.time_format) for table in tables)
     data_profile = profile(tables, options.label)
@@ -230,9 +242,13 @@ def _with_times(table: "pa.Table", column: str, time_format: str) -> "pa.Table":
     return table.set_column(table.column_names.index(column), column, times)
 
 
-def _tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator["pa.Table"]:
-    """Read the tables of all files part by part; with ``rows``, only as many parts as make up about that many
-    rows.
+def _read_tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator["pa.Table"]:
+    """Yield the data in tables of up to `_ROWS` rows.
+
+    Args:
+        paths: files, folders or patterns.
+        rows: approximate number of rows to read, spread over the data; None: all.
+        form: format of CSV files.
     """
     import pyarrow as pa
 
@@ -300,8 +316,8 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     source = "Csv" if expand_tables(options.data)[1] else "Parquet"
     features = proposal.features
     kinds = sorted({type(feature).__name__ for feature in features.features} | {"Features", "Label"})
-    labels = ", ".join(map(call_of, features.labels)) + ("," if len(features.labels) == 1 else "")
-    loss, names = _loss(features.labels)
+    labels = ", ".join(map(constructor_source, features.labels)) + ("," if len(features.labels) == 1 else "")
+    loss, names = _loss_source(features.labels)
     model, tables, dense, epochs = _MODELS[not loss]
     trees = _TREES
     if num_rows >= _MANY_ROWS:
@@ -314,13 +330,13 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     patience = "chance_patience=6" if options.query is None else "patience=6"
     split = 'split_by="random"'
     form = options.csv_format
-    csv = "" if form == DETECTED else f"\n            csv={call_of(form)},"
+    csv = "" if form == DETECTED else f"\n            csv={constructor_source(form)},"
     if options.query is not None:
-        split = f'split_by="hash",\n            split_column={text_of(options.query)}'
+        split = f'split_by="hash",\n            split_column={literal_source(options.query)}'
     if options.time is not None:
-        split = f'split_by="time",\n            split_column={text_of(options.time)}'
+        split = f'split_by="time",\n            split_column={literal_source(options.time)}'
         if options.time_format is not None:
-            split += f",\n            split_time_format={text_of(options.time_format)}"
+            split += f",\n            split_time_format={literal_source(options.time_format)}"
     import_of_format = "from meshrec.data.csv_dialects import CsvFormat\n" if csv else ""
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", "WideDeepConfig", source, *names}
     imports = ", ".join(sorted(used, key=str.lower))
@@ -346,9 +362,9 @@ from meshrec.train import {imports}
 def recipe() -> Recipe:
     """Wide & deep on these columns."""
     return Recipe(
-        name={text_of(options.out.stem)},
+        name={literal_source(options.out.stem)},
         data={source}(
-            train={text_of(tuple(seen_from(options.out.parent, path) for path in options.data))},{csv}
+            train={literal_source(tuple(path_from(options.out.parent, path) for path in options.data))},{csv}
             {split},
             features=FEATURES,
         ),
@@ -364,28 +380,30 @@ def recipe() -> Recipe:
 
 
 def _column_lines(proposal: "Proposal") -> list[str]:
+    """Return the lines of the recipe with the features, each preceded by the reason as a comment."""
     lines = []
     for choice in proposal.choices:
         if not choice.features:
-            lines.append(f"        # {in_a_line(choice.column)}: {choice.role}: {choice.reason}")
+            lines.append(f"        # {comment_safe(choice.column)}: {choice.role}: {choice.reason}")
         for number, feature in enumerate(choice.features):
             lines += [] if number else [f"        # {choice.reason}"]
-            lines.append(f"        {call_of(feature)},")
+            lines.append(f"        {constructor_source(feature)},")
     return lines
 
 
-def _loss(labels: "Sequence[Label]") -> tuple[str, list[str]]:
+def _loss_source(labels: "Sequence[Label]") -> tuple[str, list[str]]:
     """Return the line of the recipe that sets the loss, and the name to import for it."""
     if labels[-1].kind == "query":
         return '\n        loss=Ranking(kind="listwise"),', ["Ranking"]
     if labels[0].kind == "class":
-        return f"\n        loss=Softmax(classes={text_of(labels[0].classes)}),", ["Softmax"]
+        return f"\n        loss=Softmax(classes={literal_source(labels[0].classes)}),", ["Softmax"]
     if labels[0].kind == "number":
         return "\n        loss=SquaredError(),", ["SquaredError"]
     return "", []
 
 
 def _print(proposal: "Proposal", num_rows: int) -> None:
+    """Print the proposed features as a table, and the warnings."""
     console = Console()
     table = Table(title=f"{num_rows:,} rows", title_justify="left")
     for name in ("column", "becomes", "because", "rows of its table"):

@@ -35,7 +35,7 @@ _MODELS: dict[str, tuple[str, str]] = {
 
 
 class _RecipeParts(NamedTuple):
-    """The parts of a recipe that depend on the model, as Python source."""
+    """Parts of a recipe that depend on the model, most as Python source."""
 
     task: str
     source: str
@@ -97,13 +97,14 @@ def recipe_of_log(
     from meshrec.data.propose_log import propose_log
 
     log = propose_log(data, columns, form)
-    parts = _of_next_items(log, model) if label is None else _of_clicks(log, label)
+    parts = _next_item_parts(log, model) if label is None else _click_parts(log, label)
     if form != DETECTED:
-        parts = parts._replace(options=(f"csv={call_of(form)}", *parts.options))
+        parts = parts._replace(options=(f"csv={constructor_source(form)}", *parts.options))
     return _recipe_text(data, log, parts, out), log, parts
 
 
-def _of_next_items(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
+def _next_item_parts(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
+    """Return the parts of a recipe that learns the next item."""
     name, call = _MODELS[model]
     options = [f"history={log.history}"]
     reasons = [*log.reasons]
@@ -129,11 +130,12 @@ def _of_next_items(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
     )
 
 
-def _of_clicks(log: "LogProposal", label: str) -> _RecipeParts:
+def _click_parts(log: "LogProposal", label: str) -> _RecipeParts:
+    """Return the parts of a recipe that learns clicks; ``label`` is the column of clicks."""
     return _RecipeParts(
         task="DIN: does the user click, given the clicks before?",
         source="ClickLog",
-        options=(f"label={text_of(label)}", f"history={min(log.history, _MAX_CLICKS)}"),
+        options=(f"label={literal_source(label)}", f"history={min(log.history, _MAX_CLICKS)}"),
         model="DINConfig()",
         loss="BinaryCrossEntropy",
         table_lr="2e-3",
@@ -146,10 +148,18 @@ def _of_clicks(log: "LogProposal", label: str) -> _RecipeParts:
 
 
 def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, out: Path) -> str:
+    """Return the recipe as Python source.
+
+    Args:
+        data: files, folders or patterns.
+        log: figures of the log.
+        parts: parts that depend on the model.
+        out: file of the recipe, at whose folder relative paths start.
+    """
     # About 150 updates per epoch, within these bounds.
     batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
     epochs = min(max(math.ceil(_STEPS * batch / max(parts.num_samples, 1)), 4), 100)
-    files = text_of(tuple(seen_from(out.parent, path) for path in data))
+    files = literal_source(tuple(path_from(out.parent, path) for path in data))
     remarks = "".join(f"# Look at this: {reason}.\n" for reason in parts.reasons)
     options = "".join(f"\n            {option}," for option in parts.options)
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", parts.source, parts.loss}
@@ -166,13 +176,13 @@ Train it: meshrec train {quote(f"{out}:recipe")} --baselines
 {softmax}from meshrec.optim import Adam
 from meshrec.train import {names}
 
-{remarks}COLUMNS = {call_of(parts.columns)}
+{remarks}COLUMNS = {constructor_source(parts.columns)}
 
 
 def recipe() -> Recipe:
     """{parts.task}"""
     return Recipe(
-        name={text_of(out.stem)},
+        name={literal_source(out.stem)},
         data={parts.source}(
             log={files},
             columns=COLUMNS,{options}
@@ -187,32 +197,32 @@ def recipe() -> Recipe:
 '''
 
 
-def seen_from(folder: Path, data: str) -> str:
-    """Write a relative path to data as the recipe in ``folder`` needs it."""
+def path_from(folder: Path, data: str) -> str:
+    """Return a path to data relative to ``folder``; addresses and absolute paths unchanged."""
     if is_address(data) or Path(data).is_absolute():
         return data
     return os.path.relpath(data, folder)
 
 
-def call_of(value: Any) -> str:
-    """Return the call that makes a dataclass, with the fields that differ from their defaults."""
+def constructor_source(value: Any) -> str:
+    """Return Python source that creates a dataclass, with the fields that differ from their defaults."""
     words = [
-        f"{field.name}={text_of(getattr(value, field.name))}"
+        f"{field.name}={literal_source(getattr(value, field.name))}"
         for field in fields(value)
         if getattr(value, field.name) != field.default
     ]
     return f"{type(value).__name__}({', '.join(words)})"
 
 
-def text_of(value: Any) -> str:
-    """Return a value as Python source, with double quotes, as formatters want them."""
+def literal_source(value: Any) -> str:
+    """Return Python source of a value, with double quotes as code formatters write them."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple):
-        return f"({', '.join(map(text_of, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(literal_source, value))}{',' if len(value) == 1 else ''})"
     return repr(value)
 
 
-def in_a_line(name: str) -> str:
-    """Return a column's name for a comment, escaped where a line break would end the comment."""
+def comment_safe(name: str) -> str:
+    """Return a column name for a comment in source code: escaped if it has line breaks."""
     return name if name.isprintable() else repr(name)

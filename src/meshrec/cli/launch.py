@@ -154,6 +154,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _slurm(options: SlurmOptions, more: Sequence[str]) -> int:
+    """Write and submit a Slurm script; ``more`` are options of `meshrec train`."""
     job = SlurmJob(
         recipe=options.recipe,
         arguments=more,
@@ -164,7 +165,7 @@ def _slurm(options: SlurmOptions, more: Sequence[str]) -> int:
         out=options.out,
         save_seconds=options.save_seconds,
         max_requeues=options.max_requeues,
-        sbatch={key: value if equals else None for key, equals, value in map(_parts, options.sbatch)},
+        sbatch={key: value if equals else None for key, equals, value in map(_split_option, options.sbatch)},
         environment=_variables(options.env),
     )
     text = script(job)
@@ -184,6 +185,7 @@ def _slurm(options: SlurmOptions, more: Sequence[str]) -> int:
 
 
 def _kubernetes(options: KubernetesOptions, more: Sequence[str]) -> int:
+    """Print the manifest of a training job; ``more`` are options of `meshrec train`."""
     names = ("recipe", "image", "replicas", "ranks_per_pod", "name", "claim", "cpus", "memory", "shm", "gpus")
     values = {name: getattr(options, name) for name in (*names, "restarts")}
     job = JobOptions(**values, arguments=more, environment=_variables(options.env))
@@ -192,11 +194,13 @@ def _kubernetes(options: KubernetesOptions, more: Sequence[str]) -> int:
 
 
 def _serve(options: ServeManifestOptions) -> int:
+    """Print the manifests of a server."""
     _print_yaml(*serving(ServeJob(**vars(options))))
     return 0
 
 
 def _store(options: StoreOptions) -> int:
+    """Run a store until Ctrl-C."""
     store = host_store(options.address, options.port)
     print(f"the store listens at {options.address}:{store.port}", flush=True)
     try:
@@ -211,11 +215,13 @@ def _print_yaml(*manifests: object) -> None:
     print(yaml.safe_dump_all(manifests, sort_keys=False), end="")
 
 
-def _parts(word: str) -> tuple[str, str, str]:
+def _split_option(word: str) -> tuple[str, str, str]:
+    """Split ``--NAME=VALUE`` or ``NAME`` into name, equals sign and value."""
     return word.removeprefix("--").partition("=")
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
+    """Parse words of the form ``NAME=VALUE``."""
     variables = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -226,7 +232,7 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
 
 
 class _Action(NamedTuple):
-    """An action of the command: its options, and the function that takes them."""
+    """A subcommand of ``meshrec launch``."""
 
     options: type
     run: Callable[..., int]

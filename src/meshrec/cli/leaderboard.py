@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrec.cli.arguments import check_output, parse
-from meshrec.cli.inspect import InspectOptions, look, recipe_text
+from meshrec.cli.inspect import InspectOptions, inspect_table, recipe_text
 from meshrec.durable import scratch_folder
 from meshrec.reports.page import to_page
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     # The recipe is written to a scratch folder, where relative paths would point elsewhere.
     paths = tuple(path if is_address(path) else str(Path(path).absolute()) for path in options.data)
     inspect_options = InspectOptions(data=paths, label=options.label, time=options.time)
-    profile, proposal = look(inspect_options)
+    profile, proposal = inspect_table(inspect_options)
     with scratch_folder("meshrec-leaderboard") as folder:
         path = folder / "recipe.py"
         text = recipe_text(replace(inspect_options, out=path), proposal, profile.num_rows)
@@ -80,6 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _table(standings: "Sequence[Standing]") -> Table:
+    """Return the leaderboard as a table; models in bold, baselines not."""
     table = Table(title="test AUC, best first", title_justify="left")
     for name in ("", "validation", "test", "95 %"):
         table.add_column(name, justify="right" if name else "left")

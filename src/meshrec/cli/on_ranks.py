@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshrec.cli.unread import check_reader
+from meshrec.cli.unread import raise_if_unread
 from meshrec.comms.launchers import launched
 from meshrec.comms.leaving import leave_process_group
 from meshrec.durable import scratch_folder
@@ -52,12 +52,13 @@ def on_ranks(
             environment={RUN_VARIABLE: str(folder)},
         )
     if ended.error is not None:
-        check_reader(ended.error)
+        raise_if_unread(ended.error)
         print(f"meshrec: {ended.error}", file=sys.stderr)
     return ended.code
 
 
 def _as_rank(work: Callable[[Ranks], None], device: str) -> int:
+    """Run ``work`` as one of several ranks, and write an error to this rank's file for the launcher."""
     ranks = join(device)
     try:
         work(ranks)

@@ -47,7 +47,7 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
     try:
         result = trainer(recipe, scaling, out=job.runs, run_config=run_config, **options).fit()
     except train.TrainingFailedError as error:
-        raise ValueError(f"the run on Ray failed: {_cause(error)}") from error
+        raise ValueError(f"the run on Ray failed: {_last_error_line(error)}") from error
     metrics = {name: value for name, value in (result.metrics or {}).items() if isinstance(value, float)}
     print(", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items())))
     return 0
@@ -83,7 +83,7 @@ class _WithoutCurrentFolder(list[str]):
         super().extend(path for path in paths if path != os.getcwd())
 
 
-def _cause(error: BaseException) -> str:
+def _last_error_line(error: BaseException) -> str:
     """Return the last line of a worker's error, or of the error itself."""
     failures = getattr(error, "worker_failures", None) or {}
     for failure in failures.values():

@@ -31,11 +31,11 @@ from meshrec.train.run_folder import CONFIG, PLAN, RunFolder, run_or_path
 from meshrec.train.yaml_recipes import SUFFIXES
 
 _RANKS = 8
-_OF_NEW_PLANS = (
+_NEW_PLAN_OPTIONS = (
     *("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib", "wire"),
     *("across_nodes", "packed_ids"),
 )
-"""Options of the machine and of the exchange, which a saved plan has already."""
+"""Options that a saved plan has already, so that they can be given only for new plans."""
 _MAX_WORK = 1e9
 
 
@@ -117,23 +117,23 @@ def run(options: PlanOptions) -> None:
     Raises:
         ValueError: The options, or the files that they name, cannot be used.
     """
-    _check_together(options)
+    _check_combinations(options)
     if options.diff is not None:
         old, new = map(_plan_of_run, options.diff)
         render_diff(diff(ShardingPlan.load(old), load_plan(new)))
         return
-    _check(options)
+    _check_values(options)
     if options.layouts:
-        _print_layouts(_source(options), options)
+        _print_layouts(_find_source(options), options)
         return
-    plan = _plan(_source(options), options)
+    plan = _make_plan(_find_source(options), options)
     if options.out is not None:
         save_plan(plan, options.out)
     if options.compare is not None:
         _print_comparison(plan, run_or_path(options.compare))
         return
     if options.what_if is not None:
-        render_what_if(what_if(plan, _ranks(options.what_if), _effort(options, _MAX_WORK)))
+        render_what_if(what_if(plan, _parse_what_if(options.what_if), _effort(options, _MAX_WORK)))
         return
     report = make_report(plan)
     if options.html is not None:
@@ -148,7 +148,7 @@ def run(options: PlanOptions) -> None:
             print(f"the {kind}: {path}")
 
 
-def _check_together(options: PlanOptions) -> None:
+def _check_combinations(options: PlanOptions) -> None:
     """Raise ValueError for an option that another option would ignore."""
     given = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
     tasks: list[str] = [name for name in ("diff", "layouts", "compare", "what_if") if name in given]
@@ -164,7 +164,8 @@ def _check_together(options: PlanOptions) -> None:
         )
 
 
-def _check(options: PlanOptions) -> None:
+def _check_values(options: PlanOptions) -> None:
+    """Raise ValueError for an option value out of range, or a file that cannot be written."""
     for name in ("ranks", "ranks_per_node", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -185,12 +186,13 @@ def _check(options: PlanOptions) -> None:
     check_output(options.html, force=options.force, option="--html")
 
 
-def _source(options: PlanOptions) -> Path:
+def _find_source(options: PlanOptions) -> Path:
+    """Return SOURCE; without it, the plan of the run that ``--compare`` names."""
     if options.source is not None:
         return _plan_of_run(options.source)
     if options.compare is None:
         raise ValueError("name a recipe, a task file or a saved plan, or use --diff OLD NEW.")
-    plan = _folder(run_or_path(options.compare)) / PLAN
+    plan = _run_folder_of(run_or_path(options.compare)) / PLAN
     if not plan.is_file():
         raise ValueError(f"--compare {options.compare}: there is no {plan}; name a run, or a SOURCE.")
     return plan
@@ -202,12 +204,13 @@ def _plan_of_run(path: Path) -> Path:
     return folder / PLAN if (folder / CONFIG).is_file() else path
 
 
-def _folder(compare: Path) -> Path:
+def _run_folder_of(compare: Path) -> Path:
     """Return the run's folder, which ``--compare`` names directly or by the phases.jsonl in it."""
     return compare if compare.is_dir() else compare.parent
 
 
-def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
+def _make_plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
+    """Load a saved plan, or plan a recipe or task file."""
     if not source.is_file() or source.suffix in (".py", *SUFFIXES):
         if source.suffix in (".py", *SUFFIXES) or str(source) in RECIPES or ":" in str(source):
             return _plan_of_recipe(resolve(str(source)), options)
@@ -217,7 +220,7 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         )
     # Tasks and plans are JSON; only plans have the planner's inputs.
     if "planner" in read_json(source, "a task file or a saved plan"):
-        for name in _OF_NEW_PLANS:
+        for name in _NEW_PLAN_OPTIONS:
             if getattr(options, name) not in (None, False):
                 raise ValueError(
                     f"{source} is a saved plan, which is explained as it is: leave "
@@ -236,7 +239,7 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         hardware=hardware,
         hbm_cap=memory,
         ddr_cap=memory,
-        **_between_nodes(options),
+        **_node_options(options),
     )
     tables = task.tables
     if options.wire == AUTO:
@@ -254,6 +257,7 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
 
 
 def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan:
+    """Plan a recipe's tables, with pooling factors measured on its data."""
     placement, training, ranks = recipe.placement, recipe.training, options.ranks or _RANKS
     if options.batch_size is not None:
         training = replace(training, batch_size=options.batch_size * ranks)
@@ -273,16 +277,18 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
         local_size=options.ranks_per_node or ranks,
         device=get_profile(hardware).device,
     )
-    topology = replace(topology, **_between_nodes(options))
+    topology = replace(topology, **_node_options(options))
     effort = _effort(options, DEFAULT_EFFORT.max_work)
     return make_plan(recipe, recipe.model.build(dataset), dataset, topology, effort=effort)
 
 
-def _between_nodes(options: PlanOptions) -> dict[str, Any]:
+def _node_options(options: PlanOptions) -> dict[str, Any]:
+    """Return the fields of `Topology` that describe the exchange between nodes."""
     return {"across_nodes": options.across_nodes or "sums", "packed_ids": options.packed_ids}
 
 
 def _print_layouts(source: Path, options: PlanOptions) -> None:
+    """Measure a recipe's dense part, and print the step time with each layout."""
     if source.is_file():
         raise ValueError(f"--layouts measures the model of a recipe; {source} is a file. Name a recipe.")
     recipe, ranks = resolve(str(source)), options.ranks or _RANKS
@@ -304,16 +310,19 @@ def _print_layouts(source: Path, options: PlanOptions) -> None:
 
 
 def _wire_bound(options: PlanOptions) -> WireBound:
+    """Return the limits on wire formats from the options; the default if none is given."""
     if (options.wire_auc_loss, options.wire_error) == (None, None):
         return WireBound()
     return WireBound(auc_loss=options.wire_auc_loss, error=options.wire_error)
 
 
 def _effort(options: PlanOptions, max_work: float) -> Effort:
+    """Return the search limits from the options; ``max_work`` is the default of ``--max-work``."""
     return Effort(options.time_limit, max_work if options.max_work is None else options.max_work, options.gap)
 
 
-def _ranks(text: str) -> list[int]:
+def _parse_what_if(text: str) -> list[int]:
+    """Parse ``ranks=16,32,64`` to the rank counts."""
     name, _, values = text.partition("=")
     try:
         ranks = [int(value) for value in values.split(",")]
@@ -325,7 +334,8 @@ def _ranks(text: str) -> list[int]:
 
 
 def _print_comparison(plan: PlannedShardingPlan, path: Path) -> None:
-    measured = (RunFolder(_folder(path)).read_json(CONFIG) or {}).get("ranks")
+    """Print predicted and measured times per phase; ``path`` is a run folder or a phases.jsonl."""
+    measured = (RunFolder(_run_folder_of(path)).read_json(CONFIG) or {}).get("ranks")
     planned = plan.required_inputs().topology.world_size
     if measured not in (None, planned):
         raise ValueError(

@@ -39,7 +39,7 @@ class QuantizeOptions(RunOptions):
 def main(arguments: Sequence[str]) -> int:
     options = parse(QuantizeOptions, arguments, program="meshrec quantize")
     run = options.folder()
-    budget = None if options.max_loss is None else _fraction(options.max_loss)
+    budget = None if options.max_loss is None else _parse_fraction(options.max_loss)
 
     def work(ranks: Ranks) -> None:
         quantised = quantize_run(
@@ -53,12 +53,13 @@ def main(arguments: Sequence[str]) -> int:
             last=options.last,
             measured=options.first_fit(),
         )
-        _tell(quantised, options.out)
+        _print_result(quantised, options.out)
 
     return on_ranks("quantize", arguments, work, nproc=1, device="cpu")
 
 
-def _tell(quantised: QuantisedRun, folder: Path) -> None:
+def _print_result(quantised: QuantisedRun, folder: Path) -> None:
+    """Print the bytes of each table, and the chosen precisions."""
     for name, size in table_bytes(quantised.model).items():
         data_type = "" if quantised.choice is None else f"  {quantised.choice.types[name]}"
         print(f"  {name:24} {size_text(size):>10}{data_type}")
@@ -68,7 +69,8 @@ def _tell(quantised: QuantisedRun, folder: Path) -> None:
     print(f"the quantised model: {folder}")
 
 
-def _fraction(text: str) -> float:
+def _parse_fraction(text: str) -> float:
+    """Parse a fraction such as ``0.0002`` or ``0.02%``."""
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The help of one recipe: its options by group, on one screen."""
+"""Short help of a command for one recipe: all options on one screen, the recipe's by group."""
 
 import ast
 import dataclasses
@@ -25,14 +25,14 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
         summary: One line about the command.
     """
     lines = [f"usage: {command} [OPTIONS]", summary, "", "options of the run:"]
-    for name, text in _explained(options):
+    for name, text in _option_summaries(options):
         lines.append(f"  {name:28}{textwrap.shorten(text, _WIDTH - 30, placeholder=' ...')}")
     lines += ["", "options of the recipe, with the values that it has:"]
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if not dataclasses.is_dataclass(value):
             continue
-        words = "  ".join(_words(field.name, value)) or "(it has no options)"
+        words = "  ".join(_option_words(field.name, value)) or "(it has no options)"
         lines += textwrap.wrap(
             words.replace(" ", "\0").replace("\0\0", "  "),  # an option stays next to its value
             _WIDTH,
@@ -44,8 +44,8 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
     return "\n".join([*lines, "", f"`{command} --help-all` explains every option."]).replace("\0", " ")
 
 
-def _explained(kind: Any) -> Iterator[tuple[str, str]]:
-    """Find each option of a dataclass, with the first clause of its docstring."""
+def _option_summaries(kind: Any) -> Iterator[tuple[str, str]]:
+    """Yield each option of a dataclass, with the first clause of its docstring."""
     (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(of_class, ast.ClassDef)
     for field, after in itertools.pairwise(of_class.body):
@@ -56,7 +56,8 @@ def _explained(kind: Any) -> Iterator[tuple[str, str]]:
         yield f"--{name.replace('_', '-')}{value}", re.split(r"[;:.] ", text)[0].rstrip(".")
 
 
-def _words(prefix: str, value: Any) -> Iterator[str]:
+def _option_words(prefix: str, value: Any) -> Iterator[str]:
+    """Yield ``--PREFIX.FIELD VALUE`` for each field of a dataclass."""
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         name = f"{prefix}.{field.name.replace('_', '-')}"
@@ -65,14 +66,15 @@ def _words(prefix: str, value: Any) -> Iterator[str]:
         elif isinstance(inner, bool):  # the flag that would change it
             yield f"--{prefix}.{'no-' if inner else ''}{field.name.replace('_', '-')}"
         else:
-            yield f"--{name} {_text(inner)}"
+            yield f"--{name} {_format_value(inner)}"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Return a value as it is written on the command line, or a note that only the recipe can hold it."""
     if isinstance(value, tuple | list) and any(map(dataclasses.is_dataclass, value)):
         return f"({len(value)} of {type(value[0]).__name__}: edit them in the recipe)"
     if isinstance(value, tuple | list):
-        return " ".join(map(_text, value)) or "none"
+        return " ".join(map(_format_value, value)) or "none"
     if value is None or isinstance(value, str | int | float):
         return "none" if value is None else str(value)
     return f"({type(value).__name__}: edit it in the recipe)"

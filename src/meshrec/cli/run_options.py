@@ -1,4 +1,4 @@
-"""Options that the commands which read a run have in common."""
+"""Options shared by the commands that read a run."""
 
 import os
 import sys
@@ -35,17 +35,20 @@ class RunOptions:
     """Folder of all run folders."""
 
     def folder(self) -> RunFolder:
-        """Find the run, or its fit on all rows, which is told on the standard error."""
+        """Find the run to read: the run itself, or its refit on all rows if it has one.
+
+        A refit is reported on standard error; --first, --last and --step select the first fit.
+        """
         run = self.first_fit()
         return run if self.first or self.last or self.step is not None else reported_fit(run)
 
     def first_fit(self) -> RunFolder:
-        """Find the run, whatever was fitted after it."""
+        """Find the run, without regard to a refit on all rows."""
         return find_run(self.run, self.runs, trust=self.trust)
 
 
 def reported_fit(run: RunFolder) -> RunFolder:
-    """Return the run's fit on all rows, which is told on the standard error, or the run if it has none."""
+    """Return the run's refit on all rows, with a note on standard error; the run if it has none."""
     final = finished_refit(run)
     if final is None:
         return run

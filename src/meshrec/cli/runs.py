@@ -67,14 +67,20 @@ _COMMANDS: Mapping[str, type[CompareOptions] | type[RemoveOptions]] = {
 
 
 class Figure(NamedTuple):
-    """A figure of a run. ``better`` is 1 if more is better, -1 if less is better, and 0 if neither."""
+    """A value to compare between runs.
+
+    Attributes:
+        name: name shown to users.
+        value: the value.
+        better: 1 if more is better, -1 if less is better, 0 if neither.
+    """
 
     name: str
     value: float
     better: int = 0
 
 
-_PLAIN = {
+_SUMMARY_FIGURES = {  # summary entries to compare, with `Figure.better`
     "step": 0,
     "samples": 0,
     "samples_per_second": 1,
@@ -108,7 +114,7 @@ def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
     console = wide_console(_PIPE_WIDTH)
     match options:
         case RunsOptions():
-            console.print(_list(_selected(options)))
+            console.print(_runs_table(_select_runs(options)))
         case CompareOptions():
             if len(options.names) < 2:
                 raise UsageError("runs compare: name two runs or more. `meshrec runs` lists them.")
@@ -149,10 +155,10 @@ def compare(runs: Sequence[RunFolder]) -> list[Table]:
     results.add_column("")
     for name in names:
         results.add_column(name, justify="right")
-    figures = [{figure.name: figure for figure in _figures(run)} for run in runs]
+    figures = [{figure.name: figure for figure in _run_figures(run)} for run in runs]
     for name in {name: None for of_run in figures for name in of_run}:
         row = [of_run.get(name) for of_run in figures]
-        results.add_row(name, *(_compared(row[0], figure) for figure in row))
+        results.add_row(name, *(_format_change(row[0], figure) for figure in row))
     options = Table(title="options that differ", title_justify="left", title_style="bold")
     for name in ("", *names):
         options.add_column(name)
@@ -160,15 +166,15 @@ def compare(runs: Sequence[RunFolder]) -> list[Table]:
     for name in {name: None for of_run in configs for name in of_run}:
         values = [of_run.get(name) for of_run in configs]
         if any(value != values[0] for value in values):
-            options.add_row(name, *map(_text, values))
+            options.add_row(name, *map(_format_option, values))
     return [results, options] if options.row_count else [results]
 
 
-def _compared(first: Figure | None, figure: Figure | None) -> str:
+def _format_change(first: Figure | None, figure: Figure | None) -> str:
     """Return a figure as text; for runs after the first, with the change and whether it is better."""
     if figure is None:
         return "-"
-    text = _number(figure.value)
+    text = _format_number(figure.value)
     if first is None or first is figure:
         return text
     change = figure.value - first.value
@@ -180,18 +186,20 @@ def _compared(first: Figure | None, figure: Figure | None) -> str:
 
 
 def _options(run: RunFolder) -> dict[str, Any]:
+    """Return the entries of a run's configuration to compare."""
     config = run.read_json(CONFIG) or {}
     return {name: config.get(name) for name in ("recipe", "ranks", "device", "data", "torch")}
 
 
-def _selected(options: RunsOptions) -> list[RunFolder]:
+def _select_runs(options: RunsOptions) -> list[RunFolder]:
+    """Return the runs that match --state and --recipe, sorted by --sort."""
     runs = all_runs(options.runs)
     if not runs:
         raise ValueError(f"there is no run in {options.runs.resolve()}; start one: meshrec train RECIPE.")
     selected = [
         run
         for run in runs
-        if options.state in (None, run.state().name) and options.recipe in (None, _recipe(run))
+        if options.state in (None, run.state().name) and options.recipe in (None, _recipe_name(run))
     ]
     if not selected:
         raise ValueError(
@@ -204,11 +212,12 @@ def _selected(options: RunsOptions) -> list[RunFolder]:
     )
 
 
-def _recipe(folder: RunFolder) -> str:
+def _recipe_name(folder: RunFolder) -> str:
+    """Return the name of a run's recipe; "?" if it is not recorded."""
     return str((folder.read_json(CONFIG) or {}).get("recipe", {}).get("name", "?"))
 
 
-def _of(*path: str, sign: int = 1) -> Callable[[RunFolder, Mapping[str, Any]], Any]:
+def _summary_key(*path: str, sign: int = 1) -> Callable[[RunFolder, Mapping[str, Any]], Any]:
     """Return a sort key: the value at a path in a run's summary. Runs without the value come first."""
 
     def key(_: RunFolder, summary: Mapping[str, Any]) -> float:
@@ -223,21 +232,22 @@ def _of(*path: str, sign: int = 1) -> Callable[[RunFolder, Mapping[str, Any]], A
 _KEYS: Mapping[str, Callable[[RunFolder, Mapping[str, Any]], Any]] = {
     "name": lambda folder, _: folder.path.name,
     "state": lambda folder, _: folder.state().name,
-    "steps": _of("step"),
-    "speed": _of("samples_per_second"),
-    "validation": lambda _, summary: _worth(summary.get("validation")),
-    "loss": _of("validation", "loss", sign=-1),
-    "test": lambda _, summary: _worth(summary.get("test")),
+    "steps": _summary_key("step"),
+    "speed": _summary_key("samples_per_second"),
+    "validation": lambda _, summary: _quality_key(summary.get("validation")),
+    "loss": _summary_key("validation", "loss", sign=-1),
+    "test": lambda _, summary: _quality_key(summary.get("test")),
 }
 
 
-def _worth(metrics: Mapping[str, float] | None) -> float:
+def _quality_key(metrics: Mapping[str, float] | None) -> float:
     """Return the sort key of metrics: runs without any come first."""
     worth = quality(dict(metrics or {}))
     return float("-inf") if worth is None else worth
 
 
-def _list(runs: Sequence[RunFolder]) -> Table:
+def _runs_table(runs: Sequence[RunFolder]) -> Table:
+    """Return a table with a row per run."""
     table = Table()
     numeric_columns = ("ranks", "steps", "samples/s", "validation", "test")
     for name in ("run", "recipe", "began", "ranks", "state", *numeric_columns[1:]):
@@ -251,19 +261,20 @@ def _list(runs: Sequence[RunFolder]) -> Table:
         validation, test = summary.get("validation") or {}, summary.get("test") or {}
         table.add_row(
             folder.path.name,
-            _recipe(folder),
+            _recipe_name(folder),
             str(config.get("began", "?"))[:16].replace("T", " "),
             str(config.get("ranks", "?")),
             state.name if state.error is None else f"{state.name}: {state.error}",
-            _number(summary.get("step") if state.step is None else state.step),
-            _number(summary.get("samples_per_second")),
+            _format_number(summary.get("step") if state.step is None else state.step),
+            _format_number(summary.get("samples_per_second")),
             leading_text(validation),
             leading_text(test),
         )
     return table
 
 
-def _figures(folder: RunFolder) -> list[Figure]:
+def _run_figures(folder: RunFolder) -> list[Figure]:
+    """Return a run's metrics, speed and phase times."""
     summary: dict[str, Any] = folder.read_json(SUMMARY) or {}
     figures = [
         Figure(f"{data} {name}", value, metric_of(name).better)
@@ -273,7 +284,7 @@ def _figures(folder: RunFolder) -> list[Figure]:
     ]
     figures += [
         Figure(name.replace("_", " "), summary[name], better)
-        for name, better in _PLAIN.items()
+        for name, better in _SUMMARY_FIGURES.items()
         if summary.get(name) is not None
     ]
     for rank in phase_times(folder):
@@ -284,7 +295,8 @@ def _figures(folder: RunFolder) -> list[Figure]:
     return figures
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
+    """Format a number with few decimals; "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -293,5 +305,6 @@ def _number(value: float | None) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def _text(value: Any) -> str:
+def _format_option(value: Any) -> str:
+    """Format an option value; "-" for None."""
     return "-" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""The output of a training run: a live bar in a terminal, lines elsewhere, and a summary at the end."""
+"""Console output of a training run: a progress bar in a terminal, lines elsewhere, a summary at the end."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -43,7 +43,7 @@ def make_screen(*, quiet: bool) -> Callable[[RunFolder], Observer]:
 
 
 class LineScreen:
-    """A screen that prints one line per event, for logs and pipes."""
+    """Observer that prints a line per event, for logs and pipes."""
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._folder, self._print = folder, console.print
@@ -57,8 +57,8 @@ class LineScreen:
                         self._print(f"  {line}", soft_wrap=True)
             case Logged(line):
                 self._print(
-                    f"step {line['step']:>6}  epoch {line['epoch']:.2f}  loss {_loss(line)}  "
-                    f"{_leading(line)}  {line['samples_per_second']:,.0f} samples/s"
+                    f"step {line['step']:>6}  epoch {line['epoch']:.2f}  loss {_format_loss(line)}  "
+                    f"{_leading_text(line)}  {line['samples_per_second']:,.0f} samples/s"
                 )
             case Evaluated(line, is_best):
                 self._print(validation_text(line, is_best))
@@ -73,7 +73,7 @@ class LineScreen:
 
 
 class LiveScreen:
-    """A screen with the plan, a progress bar (speed, loss, AUC, time left), and the summary."""
+    """Observer for terminals: prints the plan, a progress bar with speed and loss, and the summary."""
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._folder, self._console = folder, console
@@ -99,7 +99,7 @@ class LiveScreen:
                 self._progress.update(
                     self._task,
                     speed=f"[cyan]{line['samples_per_second']:,.0f} samples/s",
-                    quality=f"loss {_loss(line)}  {_leading(line)}",
+                    quality=f"loss {_format_loss(line)}  {_leading_text(line)}",
                 )
             case Advanced(what, done) if self._task is not None:
                 self._progress.update(
@@ -136,21 +136,21 @@ def headline(start: Started) -> str:
         f"({start.num_validation:,} for validation, {start.num_test:,} for the test), {where}, "
         f"{start.num_steps:,} {'step' if start.num_steps == 1 else 'steps'} of "
         f"{start.recipe.training.batch_size:,}{again}\n"
-        f"{_count(start.num_table_parameters)} parameters in tables, "
-        f"{_count(start.num_dense_parameters)} in the dense part"
+        f"{_format_count(start.num_table_parameters)} parameters in tables, "
+        f"{_format_count(start.num_dense_parameters)} in the dense part"
     )
 
 
 def plan_table(plan: PlannedShardingPlan) -> Table:
     """Return the plan as a table with one row per rank."""
     report = make_report(plan)
-    table = Table(title=f"the plan: {_types(report)}", title_justify="left", title_style="")
+    table = Table(title=f"the plan: {_format_types(report)}", title_justify="left", title_style="")
     for name in ("rank", "tables", "memory, MiB", "predicted, ms"):
         table.add_column(name, justify="left" if name == "tables" else "right")
     for rank in report.ranks[:_MAX_RANKS]:
         table.add_row(
             str(rank.rank),
-            _parts(report, rank.rank),
+            _tables_of_rank(report, rank.rank),
             f"{rank.num_bytes / _MIB:,.1f}",
             f"{1e3 * sum(rank.phases.values()):.2f}",
         )
@@ -160,20 +160,20 @@ def plan_table(plan: PlannedShardingPlan) -> Table:
 def plan_lines(report: PlanReport) -> list[str]:
     """Return the plan as lines of text, one per rank."""
     ranks = [
-        f"rank {rank.rank}: {_parts(report, rank.rank)} ({rank.num_bytes / _MIB:,.1f} MiB)"
+        f"rank {rank.rank}: {_tables_of_rank(report, rank.rank)} ({rank.num_bytes / _MIB:,.1f} MiB)"
         for rank in report.ranks[:_MAX_RANKS]
     ]
-    return [f"plan: {_types(report)}", *ranks]
+    return [f"plan: {_format_types(report)}", *ranks]
 
 
 def validation_text(line: Line, is_best: bool) -> str:
     """Return the result of an evaluation as one line."""
     best = "  [green](best so far)[/green]" if is_best else ""
-    more = "" if leading_metric(line) is None else f"  loss {_loss(line)}"
+    more = "" if leading_metric(line) is None else f"  loss {_format_loss(line)}"
     return f"{line['kind']} at step {line['step']:>6}: {leading_text(line)}{more}{best}"
 
 
-def _loss(line: Line) -> str:
+def _format_loss(line: Line) -> str:
     """Return the loss as text; "-" if all samples were skipped as damaged."""
     return f"{line['loss']:.4f}" if "loss" in line else "-"
 
@@ -188,9 +188,9 @@ def summary_table(summary: Line) -> Table:
         table.add_column(name, justify="left" if name in ("", "data") else "right")
     for data, key in (("validation", "baselines"), ("test", "baselines_test")):
         for name, quality in summary[key].items():
-            table.add_row(name, data, *_quality(quality, columns))
+            table.add_row(name, data, *_format_metrics(quality, columns))
         if summary[data]:
-            table.add_row(summary["recipe"], data, *_quality(summary[data], columns), style="bold")
+            table.add_row(summary["recipe"], data, *_format_metrics(summary[data], columns), style="bold")
         if data == "validation" and summary.get("best_possible_auc"):
             table.add_row("the best possible", data, f"{summary['best_possible_auc']:.4f}", "", "", "")
     return table
@@ -237,6 +237,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
 
 
 def _learned_next_items(folder: RunFolder) -> bool:
+    """Return whether the run's loss is `NextItem`."""
     recipe = (folder.read_json(CONFIG) or {}).get("recipe", {})
     return bool(recipe.get("loss", {}).get("type") == NextItem.__name__)
 
@@ -246,7 +247,8 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _types(report: PlanReport) -> str:
+def _format_types(report: PlanReport) -> str:
+    """Return the number of tables per sharding type, such as "3 row-wise, 1 table-wise"."""
     counts: dict[str, int] = {}
     for table in report.tables:
         kind = table.sharding_type.replace("_", "-")
@@ -254,7 +256,7 @@ def _types(report: PlanReport) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
 
-def _parts(report: PlanReport, rank: int) -> str:
+def _tables_of_rank(report: PlanReport, rank: int) -> str:
     """List the tables of a rank, with the share that it holds of each."""
     shares = []
     for table in report.tables:
@@ -267,27 +269,30 @@ def _parts(report: PlanReport, rank: int) -> str:
         part = sum(rows * columns for _, _, rows, columns, _ in held)
         share = part / (table.num_embeddings * table.embedding_dim)
         shares.append(
-            table.name if share == 1 else f"{table.name} ({share:.0%}, {_cut(table.sharding_type)})"
+            table.name if share == 1 else f"{table.name} ({share:.0%}, {_format_type(table.sharding_type)})"
         )
     return ", ".join(shares[:_MAX_NAMES]) + (
         f" and {len(shares) - _MAX_NAMES} more" if len(shares) > _MAX_NAMES else ""
     )
 
 
-def _cut(kind: str) -> str:
+def _format_type(kind: str) -> str:
+    """Return a sharding type for users, such as "row-wise"."""
     return kind.replace("_shard", "").replace("_", "-")
 
 
-def _quality(quality: Line, columns: Iterable[str]) -> list[str]:
+def _format_metrics(quality: Line, columns: Iterable[str]) -> list[str]:
+    """Return the metrics of a table row; "-" for missing ones."""
     return [f"{quality[name]:.4f}" if name in quality else "-" for name in columns]
 
 
-def _leading(line: Line) -> str:
+def _leading_text(line: Line) -> str:
     """Return the metric that selects the weights, such as "AUC 0.7906"; nothing if that is the loss."""
     return "" if leading_metric(line) is None else leading_text(line)
 
 
-def _count(number: Any) -> str:
+def _format_count(number: Any) -> str:
+    """Return a count with a unit, such as "1.5 M"."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{number / unit:.1f} {name}"

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     token = os.environ.get(TOKEN)
     if options.token_file is not None:
         token = options.token_file.read_text().strip()
-    models = packages(options.models)
+    models = parse_packages(options.models)
     server = ServerOptions(
         host=options.host,
         port=options.port,
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
         ),
         max_body=options.max_body,
         warm_up=options.warm_up,
-        deltas=followed(options.deltas, models),
+        deltas=parse_deltas(options.deltas, models),
         token=token,
         admin=options.admin,
         hosts=options.hosts,
@@ -135,8 +135,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def followed(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path]:
-    """Parse ``NAME=FOLDER`` into the folder of deltas of each model.
+def parse_deltas(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path]:
+    """Parse ``NAME=FOLDER`` arguments; return the delta folder by model name.
 
     Raises:
         ValueError: An argument has another form, or names a model that is not served.
@@ -151,8 +151,8 @@ def followed(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path
     return folders
 
 
-def packages(named: Sequence[str]) -> dict[str, Path]:
-    """Parse ``NAME=FOLDER`` or ``FOLDER`` into the folder of each model.
+def parse_packages(named: Sequence[str]) -> dict[str, Path]:
+    """Parse ``NAME=FOLDER`` or ``FOLDER`` arguments; return the package folder by model name.
 
     Raises:
         ValueError: A folder holds no package, a name is invalid or given twice, or no model is given.

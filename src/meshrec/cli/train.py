@@ -17,7 +17,7 @@ import tyro
 from meshrec.cli.arguments import HELP, UsageError, parse_known
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
-from meshrec.cli.unread import check_reader
+from meshrec.cli.unread import raise_if_unread
 from meshrec.comms.launchers import launched
 from meshrec.data.faults import needs
 from meshrec.data.locations import is_address
@@ -97,12 +97,12 @@ class TrainOptions:
 
 
 HELP_ALL = "--help-all"
-_GOES_ON_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+_RESTART_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: an elastic launcher starts the ranks again
 _SUMMARY = "Train this recipe; its run folder holds everything to look at."
 
 
 class _Command(NamedTuple):
-    """The parts of a command line that name what to train."""
+    """Recipe of a command line, and the run that it resumes, if any."""
 
     source: str
     """Full name of the recipe."""
@@ -119,6 +119,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(arguments: Sequence[str], locks: ExitStack) -> int:
+    """Run the command; locks on the run folder are entered into ``locks``."""
     began = os.environ.get(START_TIME_VARIABLE, str(time.time()))
     name, words = split_recipe(arguments)
     # Options of the recipe are unknown until it is resolved, which takes some of the command's options.
@@ -130,8 +131,8 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         print(recipe_help(f"meshrec train {command.source}", command.recipe, TrainOptions, summary=_SUMMARY))
         return 0
     options, recipe = parse(command.source, _with_folder(command), command.recipe, first.table_optimizer)
-    resumed, job = command.resumed, _job(command, options, recipe)
-    if resumed is not None and _is_over(resumed, job):
+    resumed, job = command.resumed, _make_job(command, options, recipe)
+    if resumed is not None and _is_complete(resumed, job):
         # Under another launcher, every rank comes here.
         if os.environ.get("RANK", "0") == "0":
             step = (resumed.read_json(SUMMARY) or {}).get("step")
@@ -155,11 +156,11 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if job.baselines:
         needs("scipy.optimize", "train")  # fail now, not at the end of the run
     device = choose_device(options.device)
-    folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs(options)))
+    folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs_folder(options)))
     # Without a launcher, a single rank starts sooner: no second process has to import torch.
     if nproc == 1 and options.max_restarts == 0:
         job = dataclasses.replace(job, folder=folder)
-        return _code(_train(job, quiet=options.quiet))
+        return _exit_code(_train_rank(job, quiet=options.quiet))
     for rank in range(nproc):
         folder.discard(folder.error(rank))
     ended = launch(
@@ -171,31 +172,32 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         rank_timeout=options.rank_timeout,
     )
     if ended.error is not None:
-        check_reader(ended.error)
-        return _tell_failure(folder, ended.error, ended.code)
+        raise_if_unread(ended.error)
+        return _report_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
 
 
 def _with_folder(command: _Command) -> list[str]:
-    """Return the words with ``--data DIR`` as the path of a recipe whose data is one folder."""
+    """Return the arguments, with ``--data DIR`` replaced by ``--data.path DIR`` if the data is one folder."""
     if not hasattr(command.recipe.data, "path"):
         return command.words
     return [re.sub("^--data(?==|$)", "--data.path", word) for word in command.words]
 
 
-def _job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
+def _make_job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
+    """Return the run options for the ranks."""
     resumed = command.resumed
     return Job(
         recipe=recipe,
         source=command.source,
         name=options.name if resumed is None else resumed.path.name,
-        runs=_runs(options),
+        runs=_runs_folder(options),
         device=options.device,
         resume=options.resume,
         changes=[] if resumed is None else changed_options(command.recipe, recipe),
         profile=options.profile,
-        baselines=options.baselines or bool(_config(resumed).get("baselines")),
-        final=options.final or _config(resumed).get("final"),
+        baselines=options.baselines or bool(_read_config(resumed).get("baselines")),
+        final=options.final or _read_config(resumed).get("final"),
         track=options.track,
         rank_timeout=options.rank_timeout,
         keep=not options.no_checkpoints,
@@ -204,10 +206,10 @@ def _job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
 
 
 def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
-    """Return the number of ranks to start: as asked, as before, or 1."""
+    """Return the number of ranks to start: --nproc, or that of the resumed run, or 1."""
     nproc = options.nproc
     if nproc is None:
-        nproc = int(_config(resumed).get("ranks", 1))
+        nproc = int(_read_config(resumed).get("ranks", 1))
     if nproc < 1:
         raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
     if options.rank_timeout <= 0:
@@ -215,11 +217,13 @@ def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
     return nproc
 
 
-def _config(run: RunFolder | None) -> dict[str, Any]:
+def _read_config(run: RunFolder | None) -> dict[str, Any]:
+    """Return the configuration of the resumed run; empty without one."""
     return {} if run is None else run.read_json(CONFIG) or {}
 
 
-def _runs(options: TrainOptions) -> Path:
+def _runs_folder(options: TrainOptions) -> Path:
+    """Return the folder of all runs: --out if it is a folder, else --runs."""
     if options.out is None or is_address(options.out):
         return options.runs
     if options.runs != RUNS:
@@ -229,8 +233,8 @@ def _runs(options: TrainOptions) -> Path:
     return Path(options.out)
 
 
-def _is_over(run: RunFolder, job: Job) -> bool:
-    """Return whether a run is finished, and no option lets it train longer.
+def _is_complete(run: RunFolder, job: Job) -> bool:
+    """Return whether a run is finished, and no option asks for more training.
 
     Ranks that our launcher started never stop here: the launcher has asked before it started them.
     """
@@ -276,31 +280,34 @@ def _find_recipe(name: str | None, options: TrainOptions, words: list[str], lock
 
 
 def _as_rank(job: Job, *, quiet: bool) -> int:
+    """Train as a rank that a launcher started; return the exit code."""
     ours = os.environ.get(RUN_VARIABLE)
     try:
-        summary = _train(job, quiet=quiet)
+        summary = _train_rank(job, quiet=quiet)
     except Exception:
         if ours and RunFolder(Path(ours)).error(int(os.environ["RANK"])).is_file():
             return 1  # our launcher reports it once, for all ranks
         raise
-    return 0 if ours else _code(summary)
+    return 0 if ours else _exit_code(summary)
 
 
-def _train(job: Job, *, quiet: bool) -> dict[str, Any]:
-    """Train as one rank. Only ranks import this: it takes longer than all that their launcher needs."""
+def _train_rank(job: Job, *, quiet: bool) -> dict[str, Any]:
+    """Train as one rank, and return the summary. Imports are here: the launcher does not need them."""
     with without_gc():
         from meshrec.cli.screen import make_screen
         from meshrec.runs.worker import run_rank
     return run_rank(job, make_screen(quiet=quiet))
 
 
-def _code(summary: dict[str, Any]) -> int:
+def _exit_code(summary: dict[str, Any]) -> int:
+    """Return the exit code for a run's summary."""
     if summary.get(RESTART_REQUESTED):
-        return _GOES_ON_CODE
+        return _RESTART_EXIT_CODE
     return 1 if summary["state"] == "failed" else 0
 
 
-def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
+def _report_failure(folder: RunFolder, error: str, code: int) -> int:
+    """Print an error and the command to continue, record the failure, and return ``code``."""
     from meshrec.runs.removing import remove_unstarted
     from meshrec.runs.worker import next_commands, record_failed_run
 
@@ -328,7 +335,7 @@ def parse(
     *,
     command: str = "train",
 ) -> tuple[Any, Recipe]:
-    """Read the command's options, and return them and the recipe with the values that they override.
+    """Parse the options of command and recipe; return the former, and the recipe with the latter applied.
 
     Args:
         source: Name of the recipe.

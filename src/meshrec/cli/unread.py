@@ -1,4 +1,4 @@
-"""The end of a command whose output nobody reads any more."""
+"""Detection of a closed output pipe, as after ``meshrec runs | head``."""
 
 import select
 
@@ -10,7 +10,7 @@ def has_no_reader() -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def check_reader(error: str) -> None:
+def raise_if_unread(error: str) -> None:
     """Raise BrokenPipeError if nobody reads the output, and the error of a rank is due to that.
 
     Args:
