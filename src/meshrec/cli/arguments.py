@@ -119,7 +119,7 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
         kind: The dataclass or the union.
         arguments: The words of the command line, without the command.
         program: The name of the command in its help.
-        description: The text above the options; if none, the docstring of ``kind``.
+        description: The text above the options; None: the docstring of ``kind``.
 
     Raises:
         SystemExit: An argument is wrong (2), or help was requested (0). tyro has printed which, and the

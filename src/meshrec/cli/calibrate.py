@@ -23,7 +23,7 @@ from meshrec.train.ranks import choose_device
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """Measure this machine in about a minute and save a profile for `meshrec plan --hardware FILE`.
+    """Measure this machine in about a minute, and save a hardware profile for `meshrec plan --hardware FILE`.
 
     Under torchrun it measures the process group as well: torchrun --nproc-per-node=2 -m meshrec calibrate
     """
@@ -31,15 +31,15 @@ class CalibrateOptions:
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = Path("hardware.json")
     """File to write the profile to."""
     force: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
     name: str = "calibrated"
     """Name of the profile."""
     ranks_per_node: int | None = None
-    """Number of ranks per node; if none, all ranks share one node."""
+    """Ranks per node; none: all ranks share a node."""
     device: str = "cpu"
     """Device to measure: cpu or cuda."""
     disk: Path | None = None
-    """Folder of a disk to measure, for tables in files (`meshrec.FileRows`)."""
+    """Folder on a disk to measure, for tables in files (`meshrec.FileRows`)."""
     quick: bool = False
     """Measure small tables for a few rounds: a rough profile in seconds."""
 

@@ -26,20 +26,20 @@ class _CheckpointOptions:
     """Options that select a checkpoint."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of checkpoints (the newest is used), or the name or folder of a run (the weights
-    that it reports are used).
+    """Checkpoint; folder of checkpoints, of which the newest is used; or name or folder of a run, whose
+    reported weights are used.
     """
     step: int | None = None
     """Use the checkpoint of this step instead."""
     last: bool = False
-    """Use a run's last checkpoint instead of its best one."""
+    """Use a run's last checkpoint instead of the best."""
     first: bool = False
-    """Use the first fit of a run that was fitted on all rows afterwards (--final all)."""
+    """Use the first fit of a run with a refit on all rows (--final all)."""
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
 
     def find(self) -> Path:
-        """Return the selected checkpoint. A run fitted on all rows reports the weights of that fit."""
+        """Return the selected checkpoint. A run with a refit on all rows reports the refit's weights."""
         path = run_or_path(self.path, self.runs)
         if (path / CONFIG).is_file() and not (self.first or self.last or self.step is not None):
             path = reported_fit(RunFolder(path)).path
@@ -59,42 +59,38 @@ class CheckpointVerifyOptions:
     """Read every byte of one checkpoint, or of all checkpoints in a folder, and compare the checksums."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of checkpoints, or the name or folder of a run."""
+    """Checkpoint, folder of checkpoints, or name or folder of a run."""
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointExportOptions(_CheckpointOptions):
-    """Write the weights of a checkpoint's model to one safetensors file. Shards are joined to whole
-    tensors.
-    """
+    """Write a checkpoint's model weights to a safetensors file. Shards are joined to whole tensors."""
 
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """File to write."""
     to: str = "safetensors"
-    """Format of the file; safetensors is the only one."""
+    """File format; only safetensors."""
     entry: str | None = None
-    """Entry of the saved state whose module is exported, such as model; needed if there are several
-    modules.
-    """
+    """Saved module to export, such as model; required if the checkpoint has several modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Make a checkpoint from a safetensors file or from a state_dict that torch.save wrote."""
+    """Create a checkpoint from a safetensors file, or from a state_dict written by torch.save."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """File to read. Code in it is never executed."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """Folder of the new checkpoint."""
+    """Folder for the new checkpoint."""
     entry: str = "model"
-    """Name of the entry of the saved state that holds the weights."""
+    """Name under which the checkpoint stores the weights."""
     rename: Annotated[
         tuple[tuple[str, str], ...], tyro.conf.arg(metavar="REGEX TEXT ...", help_behavior_hint="")
     ] = ()
-    """Pairs of a regular expression and its replacement in the names of tensors, such as "^module." "". For
-    each name, the first expression that matches is applied.
+    """Pairs of regular expression and replacement for tensor names, such as "^module." "". The first matching
+    expression is applied to a name.
     """
 
 

@@ -14,22 +14,21 @@ from meshrec.train.run_folder import CONFIG, DELTAS, RUNS, run_or_path
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Verify the checksums and the order of all deltas in a folder. Every byte is read.
+    """Verify checksums and order of all deltas in a folder. Every byte is read.
 
-    A delta holds the rows that training changed since the one before. Training writes deltas with
-    `meshrec train RECIPE --training.publish-every STEPS`, into the folder `deltas` of the run. Servers apply
+    A delta has the rows that training changed since the previous delta. Training writes deltas with
+    `meshrec train RECIPE --training.publish-every STEPS`, into the run's folder `deltas`. Servers apply
     them without a restart: `meshrec serve PACKAGE --deltas NAME=RUN`.
 
-    It prints how many deltas there are, and their steps and rows, or which one is damaged or missing (exit
-    code 1).
+    Prints the number of deltas, steps and rows, or the first damaged or missing delta (exit code 1).
 
     Example: meshrec delta verify movielens_dlrm-001
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run, or the folder of its deltas, such as runs/NAME/deltas."""
+    """Name or folder of a run, or folder with deltas, such as runs/NAME/deltas."""
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
 
 
 def main(arguments: Sequence[str]) -> int:

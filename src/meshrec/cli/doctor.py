@@ -24,21 +24,20 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Examine the hosts before training: a line per check, each with a remedy.
+    """Check the hosts before training: prints a line per check, with a remedy for failures.
 
-    Start it as you would start the training, with any launcher: torchrun ... -m meshrec doctor [RECIPE].
-
-    The exit code is 0 if training works, and 1 if it does not; with --strict also if it works badly.
+    Start it like the training, with any launcher: torchrun ... -m meshrec doctor [RECIPE].
+    Exit code 0: training works; 1: a check failed, or with --strict there are warnings.
     """
 
     recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
     """Recipe whose data is checked."""
     out: str = str(RUNS)
-    """Folder of runs that all hosts reach, or the address of an object store."""
+    """Run folder that all hosts reach, or object store address."""
     timeout: float = 60.0
-    """Seconds to wait for the other ranks."""
+    """Seconds to wait for other ranks."""
     strict: bool = False
-    """Exit with 1 also for warnings."""
+    """Exit with code 1 for warnings too."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,24 +15,22 @@ from meshrec.runs.vectors import load_table, values_of_rows
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(RunOptions):
-    """Write the vector of every row of a feature's table, together with the value that the row stands for.
+    """Write the embedding of every row in a feature's table, with the data value of the row.
 
-    .parquet has the columns row, value and vector. The value is null for rows that stand for no single value:
-    those of unseen and of missing values, and all rows of a hashed feature. In a table of raw IDs
-    (meshrec.Hashed), a row stands for its ID; the ID of a string is its 64-bit hash.
-
-    .usearch and .faiss are indexes for the largest inner product (pip install "meshrec[index]"). Their keys
-    are row numbers; a .parquet file of the same name is written too.
-
-    .npy holds the vectors alone, in the order of rows.
+    .parquet has the columns row, value and vector. The value is null for rows without a single value: rows
+    for unseen and missing values, and all rows of a feature with hashed buckets. In a table of raw IDs
+    (meshrec.Hashed), the value is the ID; the ID of a string is a 64-bit hash.
+    .usearch and .faiss are indexes for maximum inner product search (pip install "meshrec[index]"), with row
+    numbers as keys; a .parquet file with the same name is written too.
+    .npy has only the vectors, in row order.
     """
 
     feature: str
-    """Feature whose table is written."""
+    """Feature name."""
     out: Path
     """File to write: .parquet, .npy, .usearch or .faiss."""
     force: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
 
 
 def main(arguments: Sequence[str]) -> int:

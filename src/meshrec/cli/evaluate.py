@@ -19,15 +19,15 @@ class EvaluateOptions(RunOptions, RankOptions, DataOptions):
     """Compute a run's metrics on labelled data."""
 
     by: Words = ()
-    """Columns to slice the data by: metrics are also computed for the most frequent values of each."""
+    """Columns to slice the data by: also print metrics for their most frequent values."""
     group: str | None = None
-    """Column such as the user: the AUC is computed for each of its values and averaged (GAUC)."""
+    """Column such as the user, for GAUC: the AUC per value, averaged."""
     intervals: int = 0
     """Number of bootstrap samples for 95 % intervals, such as 200; 0: no intervals."""
     json: Path | None = None
-    """JSON file to write the metrics to."""
+    """JSON file for the metrics."""
     force: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,24 +11,24 @@ from meshrec.cli.run_options import RunOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions(RunOptions):
-    """Tell how much each column contributes to the predictions of rows, compared with the training data.
+    """Compute how much each column contributes to the predictions for rows, compared with background rows.
 
-    Contributions are Shapley values, in logits or in units of the number that the run learned. With the base,
-    which is the mean output of other rows, they add up to the output.
+    Contributions are Shapley values, in logits or in label units. Contributions and base, the mean output of
+    the background rows, add up to the output.
     """
 
     data: tuple[str, ...]
-    """Files, folders or patterns with the rows, in the format of the training data. Each row costs some
-    hundreds of predictions.
+    """Files, folders or patterns with the rows, in the format of the training data. A row takes some hundreds
+    of predictions.
     """
     background: Words = ()
-    """Files with the rows to compare with; if none, the run's training data."""
+    """Files with background rows; none: the run's training data."""
     orders: int = 32
-    """Number of random orders of the columns: four times as many halve the error."""
+    """Number of random column orders: four times as many halve the error."""
     out: Path | None = None
-    """File to write: .parquet or .csv; if none, the contributions are printed."""
+    """File to write: .parquet or .csv; none: print the contributions."""
     force: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
 
 
 def main(arguments: Sequence[str]) -> int:

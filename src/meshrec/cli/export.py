@@ -23,47 +23,47 @@ from meshrec.train.run_folder import CONFIG, RunFolder, finished_refit
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(RunOptions):
-    """Write a package: the model compiled for this machine, its weights in one memory-mapped file, and the
-    schema of a request.
+    """Write a package: the model compiled for this machine, weights in a memory-mapped file, and the request
+    schema.
 
-    Python reads it with meshrec.export.Predictor, and C++ without Python (csrc/runtime). A package from
-    another machine or another version of torch can be compiled again for this one.
+    Read it in Python with meshrec.export.Predictor, or in C++ without Python (csrc/runtime). A package from
+    another machine or torch version can be compiled again for this one.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run, whose reported weights are exported; or a package, to compile again."""
+    """Name or folder of a run, whose reported weights are exported; or a package to compile again."""
     out: Path
-    """Folder of the new package, or file with --format onnx; it must not exist yet."""
+    """Folder for the new package, or file with --format onnx; it must not exist."""
     format: Literal["package", "onnx"] = "package"
-    """onnx: write one ONNX file with the tables in it, which takes IDs and numbers, for models without
-    histories or hashed tables.
+    """onnx: an ONNX file that includes the tables and takes IDs and numbers, for models without histories or
+    hashed tables.
     """
     quantised: Path | None = None
-    """Checkpoint that `meshrec quantize` wrote for the run: export its weights instead."""
+    """Checkpoint written by `meshrec quantize` for this run: export its weights instead."""
     shared: Words = ()
-    """Features of the user, for ranking many items for one user: they are looked up once per request. "dense"
-    names all dense values.
+    """User features, for ranking many items for a user: they are looked up once per request. "dense" means
+    all dense values.
     """
     tower: Literal["query", "item"] | None = None
-    """Export one tower of a two-tower model; the package then returns vectors."""
+    """Export a tower of a two-tower model; the package then returns vectors."""
     vectors: Path | None = None
-    """File for the vectors of the items, .parquet or .npy; only with --tower item."""
+    """File for the item vectors, .parquet or .npy; only with --tower item."""
     force: bool = False
-    """Replace a file of --vectors that exists."""
+    """Replace an existing --vectors file."""
     items: Words = ()
-    """Parquet or CSV files of the items; if none, the catalogue of the run's data, or every row of the
+    """Parquet or CSV files with the items; none: the catalog in the run's data, or all table rows of the
     tower's only feature.
     """
     compile: bool = True
     """Compile the model; otherwise Python runs it, which is slower."""
     torchscript: bool = False
-    """Write a TorchScript file into the package, too. PyTorch has deprecated TorchScript."""
+    """Also write a TorchScript file into the package. PyTorch has deprecated TorchScript."""
     sign: Path | None = None
-    """PEM file of an ed25519 private key: sign the package, so that servers can require it."""
+    """PEM file with an ed25519 private key: sign the package, so that servers can require the signature."""
     require_signature: Path | None = None
-    """PEM file of the ed25519 public key that must have signed the package to compile again."""
+    """PEM file with the ed25519 public key that must have signed a package to compile again."""
     triton: Path | None = None
-    """Add the model to this folder, a model repository of NVIDIA's Triton server with or without others."""
+    """Model repository of NVIDIA's Triton server, new or existing, to which the model is added."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -59,62 +59,60 @@ _CLICK_LOG_OPTIONS = ("--user", "--item", "--item-features")
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Look at data, propose a feature for each column, and write a recipe for you to edit.
+    """Inspect data, propose a feature for every column, and write a recipe to edit.
 
     Then: meshrec train recipe.py:recipe
     """
 
     data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Parquet or CSV files, folders or patterns. Training, validation and test rows are all taken from
-    them.
-    """
+    """Parquet or CSV files, folders or patterns. They provide training, validation and test rows."""
     label: str | None = None
-    """Column to learn: two values of any type, numbers, or classes. With --user, --item and --time it says
-    whether the user clicked, and the clicks before become a history; if none, these three say whose next item
-    to learn.
+    """Column to learn: two values of any type, numbers, or classes. With --user, --item and --time, the
+    column that says whether the user clicked, learned with a history of earlier clicks. None: learn the next
+    item of a log.
     """
     time: str | None = None
-    """Column that orders the rows: the latest rows are held out, and columns whose values march with it are
-    left out. If none, rows are held out at random.
+    """Column that orders the rows: the latest rows are held out, and columns that grow with it are left out.
+    None: rows are held out at random.
     """
     time_format: str | None = None
-    """Format of times that are text, as strptime takes it, such as %d/%m/%Y; if none, ISO 8601."""
+    """Format of times stored as text, for strptime, such as %d/%m/%Y; none: ISO 8601."""
     user: str | None = None
-    """Column of the user, in a log of users and items."""
+    """User column of a log."""
     item: str | None = None
-    """Column of the item, in a log."""
+    """Item column of a log."""
     action: str | None = None
-    """Column of the kind of interaction, in a log."""
+    """Column of a log with the kind of interaction."""
     actions: Words = ()
-    """Kinds of interactions that count; if none, all of them."""
+    """Kinds of interaction to use; none: all."""
     item_features: Words = ()
-    """Columns with further values of items, in a log, such as brands: for --label and --model two_tower."""
+    """Further item columns of a log, such as the brand, for --label and --model two_tower."""
     rating: str | None = None
-    """Column of the rating, in a log."""
+    """Rating column of a log."""
     min_rating: float | None = None
-    """Least rating that counts; if none, all of them."""
+    """Minimum rating of rows to use; none: use all rows."""
     model: NextItemModel | None = None
-    """Model that learns the next item of a log; if none, hstu."""
+    """Model that learns the next item of a log; none: hstu."""
     task: Literal["binary", "number", "classes"] | None = None
-    """Kind of the label; if none, classes where it is text of three values or more, and otherwise binary."""
+    """Label type; none: classes for text with three or more values, else binary."""
     skip_unlabelled: bool = False
-    """Leave rows without a label out, and count them."""
+    """Skip and count rows without a label."""
     query: str | None = None
-    """Column of queries, sessions or users: learn to rank the rows of each by the label, best first."""
+    """Column with queries, sessions or users: learn to rank the rows of a query by the label, best first."""
     out: Path = Path("recipe.py")
     """Recipe to write."""
     page: Path | None = None
-    """Page to write; if none, the recipe's name with .html."""
+    """Page to write; none: the recipe's name with .html."""
     delimiter: str | None = None
-    """Character between the values of CSV files; if none, it is detected."""
+    """Delimiter of CSV files; none: detect it."""
     decimal_point: Literal[".", ","] | None = None
-    """Character before the decimals of numbers in CSV files; if none, it is detected."""
+    """Decimal point of numbers in CSV files; none: detect it."""
     encoding: str | None = None
-    """Character encoding of CSV files, such as latin-1; if none, UTF-8, or UTF-16 with its mark."""
+    """Character encoding of CSV files, such as latin-1; none: UTF-8, or UTF-16 with a byte order mark."""
     rows: int | None = None
-    """Look at this many rows only, spread over the data; if none, at all rows."""
+    """Inspect this many rows only, spread over the data; none: all rows."""
     force: bool = False
-    """Replace a recipe and a page that exist."""
+    """Replace an existing recipe and page."""
 
     @property
     def csv_format(self) -> CsvFormat:

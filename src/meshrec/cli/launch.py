@@ -1,6 +1,4 @@
-"""``meshrec launch``: start a run on Slurm, print manifests for Kubernetes, or keep the store of an elastic
-run.
-"""
+"""``meshrec launch``: start runs on Slurm, print Kubernetes manifests, host the store of an elastic run."""
 
 import shlex
 import sys
@@ -23,10 +21,10 @@ Recipe = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """Write a batch script for Slurm and submit it. Words after `--` are options of `meshrec train`.
+    """Write a Slurm batch script and submit it. Arguments after `--` are options of `meshrec train`.
 
-    Run it in the folder that the nodes share. The job saves a checkpoint when it is preempted or its time is
-    over, is queued again, and continues.
+    Run it in a folder shared by the nodes. When the job is preempted or reaches its time limit, it saves a
+    checkpoint, is queued again, and continues.
     """
 
     recipe: Recipe
@@ -34,67 +32,67 @@ class SlurmOptions:
     nodes: int = 1
     """Number of nodes."""
     ranks_per_node: int = 1
-    """Number of ranks on each node."""
+    """Number of ranks per node."""
     sbatch: Words = ()
-    """Further options of sbatch: --sbatch time=12:00:00 partition=long exclusive."""
+    """More sbatch options: --sbatch time=12:00:00 partition=long exclusive."""
     env: Words = ()
-    """Variables for the ranks: --env GLOO_SOCKET_IFNAME=ib0."""
+    """Environment variables for the ranks: --env GLOO_SOCKET_IFNAME=ib0."""
     name: str = "meshrec"
-    """Name of the job."""
+    """Job name."""
     out: str = "runs"
-    """Folder of runs that all nodes reach."""
+    """Folder for runs, reachable by all nodes."""
     python: str = sys.executable
-    """Interpreter on the nodes."""
+    """Python interpreter on the nodes."""
     save_seconds: int = 120
     """Seconds before the time limit at which the run saves and ends."""
     max_requeues: int = SlurmJob.max_requeues
-    """Number of times that the job is queued again after a failure."""
+    """Maximum number of requeues after a failure."""
     script: Path | None = None
-    """File to write the script to; if none, NAME.sbatch."""
+    """Script file; none: NAME.sbatch."""
     force: bool = False
-    """Replace a script that exists."""
+    """Replace an existing script."""
     dry_run: bool = False
     """Print the script instead of submitting it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
-    """Print the manifest of a training job for Kubernetes. Words after `--` are options of `meshrec train`.
+    """Print a Kubernetes manifest of a training job. Arguments after `--` are options of `meshrec train`.
 
     meshrec launch k8s RECIPE --image IMAGE --replicas 4 | kubectl apply -f -
     """
 
     recipe: Recipe
-    """Recipe to train, as the image knows it."""
+    """Recipe to train, as a name or path inside the image."""
     image: str
-    """Image of the container; the Dockerfile of the project builds one."""
+    """Container image; the project's Dockerfile builds one."""
     kind: Literal["jobset", "pytorchjob"] = "jobset"
-    """Kind of the job: of JobSet's controller, or of Kubeflow's training operator."""
+    """Job type: JobSet, or PyTorchJob of Kubeflow's training operator."""
     replicas: int = JobOptions.replicas
     """Number of pods."""
     ranks_per_pod: int = JobOptions.ranks_per_pod
-    """Number of ranks in each pod."""
+    """Number of ranks per pod."""
     name: str = JobOptions.name
-    """Name of the job. A job that is applied again under its name continues its run."""
+    """Job name. A job applied again with the same name continues its run."""
     claim: str = JobOptions.claim
-    """PersistentVolumeClaim for runs and checkpoints, which all pods can mount (ReadWriteMany)."""
+    """PersistentVolumeClaim for runs and checkpoints, mounted by all pods (ReadWriteMany)."""
     cpus: str = JobOptions.cpus
-    """Cores of a pod."""
+    """Cores per pod."""
     memory: str = JobOptions.memory
-    """Memory of a pod."""
+    """Memory per pod."""
     shm: str = JobOptions.shm
     """Size of /dev/shm, which counts towards the memory."""
     gpus: int = JobOptions.gpus
-    """GPUs of a pod."""
+    """GPUs per pod."""
     restarts: int = JobOptions.restarts
-    """Number of times that the job starts again after a failure."""
+    """Maximum number of restarts after a failure."""
     env: Words = ()
-    """Variables for the ranks: --env OMP_NUM_THREADS=4."""
+    """Environment variables for the ranks: --env OMP_NUM_THREADS=4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeManifestOptions:
-    """Print a Deployment, a Service and an autoscaler of `meshrec serve` for Kubernetes."""
+    """Print Kubernetes manifests for `meshrec serve`: Deployment, Service and autoscaler."""
 
     package: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PACKAGE")]
     """Package to serve, as a path in the volume with the models."""
@@ -122,14 +120,14 @@ class ServeManifestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """Keep the store in which the launchers of an elastic run meet, until it is interrupted.
+    """Host the rendezvous store of an elastic run, until interrupted.
 
-    Start it on a machine that does not train, so that any training host may fail, and torchrun on every host
-    with --rdzv-backend c10d --rdzv-endpoint ADDRESS:PORT --rdzv-conf is_host=0.
+    Start it on a machine that does not train, so that any training host may fail. Start torchrun on every
+    host with --rdzv-backend c10d --rdzv-endpoint ADDRESS:PORT --rdzv-conf is_host=0.
     """
 
     address: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ADDRESS")]
-    """Address to listen at. Whoever reaches it can run code in the launchers: take a private network."""
+    """Address to listen on. Whoever reaches it can run code in the launchers: use a private network."""
     port: int = 29400
     """Port to listen on."""
 

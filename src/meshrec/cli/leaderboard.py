@@ -1,4 +1,4 @@
-"""``meshrec leaderboard``: models side by side on your data."""
+"""``meshrec leaderboard``: compare models on your data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,30 +20,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderboardOptions:
-    """Train wide & deep, DLRM, DCN and DeepFM on your data, and logistic regression and LightGBM to compare.
+    """Train wide & deep, DLRM, DCN, DeepFM, logistic regression and LightGBM on your data, and compare them.
 
-    All of them read the features that `meshrec inspect` proposes, on one split. Validation rows choose the
-    weights, test rows are read once. LightGBM takes part where it is installed.
+    All models read the features proposed by `meshrec inspect`, on one split. Validation rows select the
+    weights, and test rows are read once. LightGBM is included if installed.
     """
 
     data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Parquet or CSV files, folders or patterns. Training, validation and test rows are all taken from
-    them.
-    """
+    """Parquet or CSV files, folders or patterns. They provide training, validation and test rows."""
     label: str
     """Column to learn: 0 and 1, or numbers."""
     time: str | None = None
-    """Column that orders the rows: the latest rows are held out. If none, rows are held out at random."""
+    """Column that orders the rows: the latest rows are held out. None: rows are held out at random."""
     models: tuple[str, ...] = ("wide_deep", "dlrm", "dcn", "deepfm")
     """Models to train."""
     epochs: int | None = None
-    """The largest number of passes over the training data; if none, as many as the proposed recipe has."""
+    """Maximum number of passes over the training data; none: as in the proposed recipe."""
     seed: int = 0
-    """Seed of the split, the first weights and the order of samples."""
+    """Seed for split, initial weights and sample order."""
     out: Path = Path("leaderboard.html")
     """Page to write."""
     force: bool = False
-    """Replace a page that exists."""
+    """Replace an existing page."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ def on_ranks(
         arguments: The arguments of the command.
         work: The function to run; it may call collectives.
         nproc: The number of ranks.
-        device: ``cpu`` or ``cuda``; if none, ``cuda`` where torch sees a GPU.
+        device: ``cpu`` or ``cuda``; None: ``cuda`` if torch sees a GPU.
 
     Raises:
         ValueError: ``nproc`` or ``device`` cannot be used. With a single rank, errors of ``work`` are raised

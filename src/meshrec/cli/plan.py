@@ -41,68 +41,65 @@ _MAX_WORK = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Plan the placement of embedding tables on a cluster, and prove how close the plan is to the best one.
+    """Plan the placement of embedding tables on a cluster, with a proven bound on the gap to the best plan.
 
-    SOURCE is a recipe (as for `meshrec train`), a task file (tables as JSON), or a plan that this command or
-    a training run saved.
+    SOURCE is a recipe (as for `meshrec train`), a task file (tables as JSON), or a plan saved by this command
+    or a training run.
     """
 
     source: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE]")] = None
-    """Recipe or task file to plan, or a saved plan or a run, by name or folder, to explain."""
+    """Recipe or task file to plan; or saved plan or run, by name or folder, to explain."""
     ranks: int | None = None
-    """Number of ranks; if none, 8."""
+    """Number of ranks; none: 8."""
     ranks_per_node: int | None = None
-    """Number of ranks per node; if none, 8 on GPUs, and all on CPUs and for recipes."""
+    """Ranks per node; none: 8 on GPUs; all ranks on CPUs and for recipes."""
     hardware: str | None = None
-    """Hardware profile: cpu, a100, h100, h200, or a file of `meshrec calibrate`; if none, the recipe's, or
-    h100.
+    """Hardware profile: cpu, a100, h100, h200, or a file from `meshrec calibrate`; none: the recipe's
+    profile, or h100.
     """
     batch_size: int | None = None
-    """Samples per rank; if none, the global batch of the task or recipe, divided by the number of ranks."""
+    """Samples per rank; none: the global batch of task or recipe, divided by the number of ranks."""
     memory_gib: float | None = None
-    """Memory per rank in GiB; if none, the profile's."""
+    """Memory per rank in GiB; none: from the hardware profile."""
     wire: str | None = None
-    """Format of embeddings and gradients on the network: fp32, fp16, bf16, int8, int4, two formats such as
-    int8/bf16, embeddings first, or auto; if none, the recipe's or the task file's, or fp32.
+    """Network format of embeddings and gradients: fp32, fp16, bf16, int8, int4, two formats such as
+    int8/bf16 (embeddings first), or auto; none: as in the recipe or task file, or fp32.
     """
     wire_auc_loss: float | None = None
-    """For --wire auto: AUC that the formats may cost, by MeshRec's measurements; if none, 0.0005, or no
-    limit with --wire-error.
+    """For --wire auto: maximum AUC loss of the formats, by MeshRec's measurements; none: 0.0005, or no limit
+    with --wire-error.
     """
     wire_error: float | None = None
-    """For --wire auto: largest error of a value over its row's largest value."""
+    """For --wire auto: maximum error of a value, relative to the largest value in the row."""
     across_nodes: AcrossNodes | None = None
-    """Exchange between nodes to price: sums of bags, or distinct rows; if none, sums."""
+    """What nodes exchange, for the cost model: sums of bags, or distinct rows; none: sums."""
     packed_ids: bool = False
-    """Price IDs between nodes as packed, if the log of a run with rows across nodes says so."""
+    """Assume packed IDs between nodes, if the log of a run with rows across nodes reports them."""
     time_limit: float = 30.0
-    """Seconds after which the search stops and returns its best plan."""
+    """Seconds after which the search stops and returns the best plan so far."""
     max_work: float | None = None
-    """Limit of the search in array elements that it touches: unlike seconds, it gives the same plan on any
-    machine. If none, 1e9; for a recipe, the limit of training.
+    """Search limit in array elements touched: unlike seconds, it gives the same plan on any machine. None:
+    1e9; for a recipe, as in training.
     """
     gap: float = 0.005
-    """Stop when the plan is proven to be within this fraction of the best one."""
+    """Stop when the plan is proven to be within this fraction of the best plan."""
     out: Path | None = None
-    """File to save the plan to."""
+    """File for the plan."""
     json: bool = False
     """Print the report as JSON."""
     html: Path | None = None
-    """File to write the report to, as one HTML page."""
+    """File for the report as an HTML page."""
     force: bool = False
-    """Replace files that exist."""
+    """Replace existing files."""
     what_if: str | None = None
-    """Compare with other numbers of ranks, such as ranks=16,32,64."""
+    """Compare with other rank counts, such as ranks=16,32,64."""
     diff: tuple[Path, Path] | None = None
-    """Two saved plans or runs: show what moves from the old to the new one."""
+    """Two saved plans or runs: show which shards move from the old to the new plan."""
     layouts: bool = False
-    """For a recipe: measure its dense part on this machine, and compare replicating, sharding and staging
-    it.
-    """
+    """For a recipe: measure the dense part on this machine, and compare replication, sharding and staging."""
     compare: Path | None = None
-    """Name, folder or phases.jsonl of a training run: compare its measured times with the times that SOURCE,
-    or
-    the run's own plan, predicts.
+    """Name, folder or phases.jsonl of a training run: compare measured times with the times predicted by
+    SOURCE, or by the run's own plan.
     """
 
 

@@ -15,16 +15,16 @@ from meshrec.train.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(RunOptions, RankOptions, DataOptions):
-    """Score data, which needs no labels: one row of scores per row of data, in the order of the data."""
+    """Score data, with or without labels: writes a row of scores per data row, in data order."""
 
     out: Path
-    """File to write the scores to: .parquet or .csv."""
+    """File for the scores: .parquet or .csv."""
     force: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
     keep: Words = ()
-    """Columns of the data to write with the scores; if none, those of the IDs."""
+    """Data columns to write next to the scores; none: the ID columns."""
     calibration: CalibrationKind | None = None
-    """Calibrate probabilities on the run's validation data: isotonic, for thousands of rows, or platt."""
+    """Calibrate probabilities on the run's validation data: isotonic (for thousands of rows) or platt."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""``meshrec quantize``: quantise the tables of a run's model."""
+"""``meshrec quantize``: quantize the tables of a run's model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ from meshrec.train.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(RunOptions):
-    """Quantise the tables of a run's model for inference, and write the model as a checkpoint.
+    """Quantize the tables of a run's model for inference, and write the model as a checkpoint.
 
-    With --max-loss, every table gets the precision with the fewest bytes that the budget allows, measured on
-    the run's validation data. If the run was fitted on all rows afterwards (--final all), the first fit is
-    measured, as the second has learned from that data, and the second gets the precisions.
+    With --max-loss, every table gets the smallest precision that the loss budget allows, measured on the
+    run's validation data. If the run has a refit on all rows (--final all), the budget is measured on the
+    first fit, because the refit has learned from the validation data; the refit is then quantized.
     """
 
     out: Path
-    """Folder of the new checkpoint; it must not exist yet."""
+    """Folder for the new checkpoint; it must not exist."""
     max_loss: str | None = None
-    """Largest allowed rise of the normalized entropy, with 95 % confidence: 0.02%, or 0.0002."""
+    """Maximum increase of the normalized entropy, with 95 % confidence: 0.02%, or 0.0002."""
     weights: Literal["INT8", "INT4", "INT2", "FP16", "BF16"] = "INT8"
     """Precision of all tables; ignored with --max-loss."""
     rounding: Rounding = "search"
-    """Choice of a row's range: minmax is FBGEMM's, search has a smaller error."""
+    """Choice of a row's value range: minmax as in FBGEMM; search has a smaller error."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,14 +14,14 @@ from meshrec.train.yaml_recipes import to_yaml
 
 @dataclass(frozen=True, kw_only=True)
 class ToYamlOptions:
-    """Write a recipe as YAML, without values that are defaults. `meshrec train FILE.yaml` trains it."""
+    """Write a recipe as YAML, without default values. Train it with `meshrec train FILE.yaml`."""
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
     """Recipe, as for meshrec train."""
     out: Path | None = None
-    """File to write; if none, the YAML is printed. Relative paths of a recipe's file become absolute."""
+    """File to write; none: print the YAML. Relative paths in a recipe file become absolute."""
     force: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
 
 
 def main(arguments: Sequence[str]) -> int:

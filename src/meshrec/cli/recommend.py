@@ -1,4 +1,4 @@
-"""``meshrec recommend``: write the best items for users, by a run of next items."""
+"""``meshrec recommend``: write the best items for users, from a next-item run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ from meshrec.train.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendOptions(RunOptions, RankOptions):
-    """Write the best items for users: a row with user, rank, item and score for each recommendation.
+    """Write the best items for users: a row per recommendation with user, rank, item and score.
 
-    The histories are those of the run's log, held-out items included, or of another log.
+    Histories come from the run's log, held-out items included, or from another log.
     """
 
     out: Path
     """File to write: .parquet or .csv."""
     users: Path | None = None
-    """Parquet or CSV file with a column of users, called as in the log; each counts once. If none, all users
-    of the log.
+    """Parquet or CSV file with a user column, named as in the log; duplicates count once. None: all users in
+    the log.
     """
     k: Annotated[int, tyro.conf.arg(aliases=("-k",))] = 10
-    """Number of items for each user."""
+    """Number of items per user."""
     data: Words = ()
-    """Another log that has the histories, with the columns of the run's log; if none, the run's log."""
+    """Another log with the histories, with the columns of the run's log; none: the run's log."""
     keep_seen: bool = False
-    """Recommend items that a user has had, too. They are left out by default, unless the recipe has
-    exclude_seen=False, as `meshrec inspect` proposes for logs of repeated items.
+    """Also recommend items from a user's history. Default: leave them out, unless the recipe has
+    exclude_seen=False, as `meshrec inspect` proposes for logs in which users repeat items.
     """
     new_only: bool = False
-    """Leave out items that a user has had, whatever the recipe has."""
+    """Leave out items from a user's history, regardless of the recipe."""
     force: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
 
 
 def main(arguments: Sequence[str]) -> int:

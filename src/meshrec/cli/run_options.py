@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of commands that read a run."""
+    """Options of commands that read a run."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run. The weights that it reports are used."""
+    """Name or folder of a run, whose reported weights are used."""
     step: int | None = None
     """Use the checkpoint of this step instead."""
     last: bool = False
-    """Use the run's last checkpoint instead of its best one."""
+    """Use the run's last checkpoint instead of the best."""
     first: bool = False
-    """Use the first fit, which did not learn from validation and test rows, of a run that was fitted on all
-    rows afterwards (--final all).
+    """Use the first fit, which did not learn from validation and test rows, of a run with a refit on all rows
+    (--final all).
     """
     trust: bool = False
-    """Execute the recipe's source in the run's folder even if another user trained the run."""
+    """Execute the recipe source in the run folder even if another user trained the run."""
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
 
     def folder(self) -> RunFolder:
         """Find the run to read: the run itself, or its refit on all rows if it has one.
@@ -64,22 +64,22 @@ def reported_fit(run: RunFolder) -> RunFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """The options of commands that run on several ranks."""
+    """Options of commands that run on several ranks."""
 
     nproc: int = 1
-    """Number of ranks on this machine; it may differ from the run's."""
+    """Number of ranks on this machine; may differ from the run's."""
     device: str | None = None
-    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
+    """Device: cpu or cuda; none: cuda if torch sees a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The options of commands that score data."""
+    """Options of commands that score data."""
 
     data: tuple[str, ...]
-    """Files, folders or patterns of data, in the format of the training data."""
+    """Data files, folders or patterns, in the format of the training data."""
     on_error: Literal["raise", "skip"] | None = None
-    """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
+    """Handling of damaged rows: raise an error, or skip and count them; none: as in the recipe."""
 
 
 def open_scorer(options: Any, run: RunFolder, ranks: "Ranks", *, labelled: bool) -> "Scorer":

@@ -20,19 +20,19 @@ _PIPE_WIDTH = 140
 
 @dataclass(frozen=True, kw_only=True)
 class RunsOptions:
-    """List the training runs.
+    """List training runs.
 
     `meshrec runs compare A B ...` compares runs, and `meshrec runs rm A ...` removes some.
     """
 
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
     state: Literal["running", "stopped", "failed", "finished"] | None = None
-    """List only the runs in this state."""
+    """List only runs in this state."""
     recipe: str | None = None
-    """List only the runs of this recipe."""
+    """List only runs of this recipe."""
     sort: Literal["began", "name", "state", "steps", "speed", "validation", "loss", "test"] = "began"
-    """Column to sort by; the best run comes last."""
+    """Column to sort by; the best run is last."""
 
 
 Names = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
@@ -40,24 +40,22 @@ Names = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Print the results of runs side by side, with their differences from the first run, and the options that
-    differ.
-    """
+    """Print results of runs side by side, with changes from the first run, and the options that differ."""
 
     names: Names
-    """Two runs or more, by name or folder."""
+    """Names or folders of two or more runs."""
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveOptions:
-    """Remove runs with all files that MeshRec wrote. A folder with other files stays, with them."""
+    """Remove all files that MeshRec wrote for runs. A folder with other files is kept, with these files."""
 
     names: Names
-    """The runs, by name or folder."""
+    """Names or folders of runs."""
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
 
 
 _COMMANDS: Mapping[str, type[CompareOptions] | type[RemoveOptions]] = {

@@ -19,78 +19,72 @@ TOKEN = "MESHREC_TOKEN"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Serve the scores of exported models over HTTP.
+    """Serve exported models over HTTP.
 
     POST /predict takes JSON samples, /v2 is the Open Inference Protocol, /metrics is for Prometheus, and GET
-    / lists all paths. SIGHUP reloads the packages; SIGTERM answers the requests that have arrived and exits.
+    / lists all paths. SIGHUP reloads the packages; SIGTERM answers received requests and exits.
     """
 
     models: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME=]PACKAGE ...")]
-    """Packages to serve. A model is named after its package's folder unless NAME is given."""
+    """Packages to serve. The default NAME is the name of the package folder."""
     host: str = ServerOptions.host
-    """Address to listen on. Beyond loopback, as with 0.0.0.0 for all addresses, a token is required."""
+    """Address to listen on. Beyond loopback, as with 0.0.0.0 (all addresses), a token is required."""
     port: int = ServerOptions.port
-    """Port to listen on; 0: a free one."""
+    """Port to listen on; 0: a free port."""
     workers: int = 1
-    """Number of processes; they share the memory of the weights."""
+    """Number of processes, which share the memory of the weights."""
     max_batch: int = Limits.max_batch
-    """Largest number of samples in a batch."""
+    """Maximum samples per batch."""
     max_wait_ms: float = Limits.max_wait_ms
-    """Milliseconds that a request may wait for others to join its batch while the model is idle."""
+    """Milliseconds a request may wait for others to join the batch while the model is idle."""
     max_queue: int = Limits.max_queue
-    """Largest number of waiting requests per model; further ones are answered with 503."""
+    """Maximum number of waiting requests per model; further requests get status 503."""
     max_body: int = ServerOptions.max_body
-    """Largest body of a request, in bytes."""
+    """Maximum request body size in bytes."""
     max_header: int = ConnectionLimits.max_header
-    """Largest headers of a request, in bytes."""
+    """Maximum size of request line and headers, in bytes."""
     max_unanswered: int = ConnectionLimits.max_unanswered
-    """Largest total size, in bytes, of the requests that are being read or wait for their answer."""
+    """Maximum total size of incomplete and waiting requests, in bytes."""
     max_connections: int = ConnectionLimits.max_connections
-    """Largest number of connections per worker."""
+    """Maximum number of connections per worker."""
     max_per_client: int = ConnectionLimits.max_per_client
-    """Largest number of connections from one address to a worker; behind a proxy, raise it to
+    """Maximum number of connections per client address and worker; behind a proxy, raise it to
     max_connections.
     """
     header_seconds: float = ConnectionLimits.header_seconds
-    """Seconds to wait for the headers of a request."""
+    """Maximum seconds until the headers of a request are complete."""
     body_seconds: float = ConnectionLimits.body_seconds
-    """Seconds to wait for the body of a request, and for a client to read its answer."""
+    """Maximum seconds until a request body is complete, or until a client reads the answer."""
     idle_seconds: float = ConnectionLimits.idle_seconds
-    """Seconds that a connection may stay open between two requests."""
+    """Maximum seconds between two requests on a connection."""
     warm_up: Path | None = None
-    """File of samples, one JSON object per line, to score before a model counts as ready; if none, made-up
-    samples.
-    """
+    """File of samples, a JSON object per line, scored before a model is ready; none: random samples."""
     deltas: Words = ()
-    """Runs whose deltas the models follow, as NAME=RUN or NAME=FOLDER; a run with --training.publish-every
-    writes them to RUN/deltas.
+    """Deltas that the models follow, as NAME=RUN or NAME=FOLDER; a run with --training.publish-every writes
+    them to RUN/deltas.
     """
     token_file: Path | None = None
-    """File with the bearer token that clients must send; the environment variable MESHREC_TOKEN may hold it
-    instead.
-    """
+    """File with the bearer token required from clients; none: environment variable MESHREC_TOKEN, if set."""
     admin: bool = True
-    """Let clients load, unload and roll back models over HTTP; SIGHUP works in any case."""
+    """Allow load, unload and rollback of models over HTTP; SIGHUP always works."""
     hosts: tuple[str, ...] = ()
-    """Without a token: further names of this server that requests to load and unload may address."""
+    """Without a token: additional Host names accepted in load, unload and rollback requests."""
     verify: bool = True
-    """Compare packages with their checksums before they are used."""
+    """Verify package checksums before use."""
     require_signature: Path | None = None
-    """PEM file of an ed25519 public key: serve only packages that were exported with --sign and its private
-    key.
-    """
+    """PEM file with an ed25519 public key: serve only packages exported with --sign and the private key."""
     copy_weights: bool = False
-    """Copy the weights into the memory of each worker instead of mapping them from the package."""
+    """Copy weights to every worker's memory, instead of mapping the package files."""
     keep_histories: int = ServerOptions.keep_histories
-    """Largest size, in bytes, of what each worker keeps of histories between requests to /recommend; a
-    request then encodes only the items that are new. 0: keep nothing.
+    """History cache size in bytes, per worker and model, for requests to /recommend: a request then encodes
+    only new items. 0: no cache.
     """
     tls_cert: Path | None = None
-    """PEM file of a certificate: serve HTTPS."""
+    """PEM file with a certificate; enables HTTPS."""
     tls_key: Path | None = None
-    """PEM file of the certificate's key."""
+    """PEM file with the certificate's key."""
     access_log: bool = False
-    """Log one line per request."""
+    """Log a line per request."""
 
 
 def main(arguments: Sequence[str]) -> int:

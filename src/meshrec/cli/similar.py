@@ -1,4 +1,4 @@
-"""``meshrec similar``: write the items that are most similar to some items, by a run of next items."""
+"""``meshrec similar``: write the most similar items for items, from a next-item run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from meshrec.cli.run_options import RunOptions
 
 @dataclass(frozen=True, kw_only=True)
 class SimilarOptions(RunOptions):
-    """Write the items whose vectors have the largest cosine with those of some items: a row with item, rank,
-    similar and score for each.
+    """Write the items with the largest vector cosine to given items: a row per pair with item, rank, similar
+    and score.
     """
 
     out: Path | None = None
-    """File to write: .parquet or .csv; if none, the rows are printed."""
+    """File to write: .parquet or .csv; none: print the rows."""
     items: Words = ()
-    """Items, as they are in the log; if none, all items of the log."""
+    """Item values from the log; none: all items in the log."""
     k: Annotated[int, tyro.conf.arg(aliases=("-k",))] = 10
-    """Number of similar items for each item."""
+    """Number of similar items per item."""
     force: bool = False
-    """Replace a file that exists."""
+    """Replace an existing file."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -37,7 +37,7 @@ from meshrec.train.trackers import find_trackers
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a recipe: plan, shard, train and evaluate. The run folder holds everything to look at.
+    """Train a recipe: plan, shard, train and evaluate. All results are in the run folder.
 
     RECIPE is a name, path/to/file.py:function or package.module:function; path/to/file.py with one recipe.
     `meshrec train RECIPE --help` lists its options.
@@ -48,50 +48,49 @@ class TrainOptions:
     """
 
     nproc: int | None = None
-    """Number of ranks on this machine; if none, 1, or as many as the resumed run had."""
+    """Number of ranks on this machine; none: 1, or as in the resumed run."""
     name: str | None = None
-    """Name of the run; if none, the recipe's name with the next free number."""
+    """Run name; none: the recipe's name with the next free number."""
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
     out: str | None = None
-    """Storage of the run that all hosts reach: a mounted folder, which replaces --runs, or the
-    address of an object store for the checkpoints, such as s3://bucket/runs.
+    """Run storage reachable by all hosts: a mounted folder, which replaces --runs, or an object store address
+    for the checkpoints, such as s3://bucket/runs.
     """
     no_checkpoints: bool = False
-    """Save no checkpoint, not even at the end: for tries on hosts that share no storage."""
+    """Save no checkpoints, not even at the end, for trials on hosts without shared storage."""
     device: str | None = None
-    """cpu or cuda; if none, cuda where torch sees a GPU."""
+    """cpu or cuda; none: cuda if torch sees a GPU."""
     resume: bool = False
-    """Continue a run from its last checkpoint; without --name, the recipe's newest run."""
+    """Continue a run from the last checkpoint; without --name, the recipe's newest run."""
     trust: bool = False
-    """Execute the recipe's source that the resumed run names, even if another user trained the run."""
+    """Execute the recipe source of the resumed run, even if another user trained the run."""
     quiet: bool = False
     """Print lines instead of a live display."""
     profile: bool = False
     """Trace a few steps for Perfetto (ui.perfetto.dev)."""
     table_optimizer: str | None = None
-    """Name of another optimizer for the tables, at the recipe's learning rate; set its options with
-    --tables.OPTION.
+    """Another optimizer for the tables, at the recipe's learning rate; set its options with --tables.OPTION.
     """
     baselines: bool = False
-    """Compare with baselines on the same data, and name the winner: global mean, item popularity, logistic
-    regression, and LightGBM where it is installed. A resumed run keeps it.
+    """Compare with baselines on the same data: global mean, item popularity, logistic regression, and
+    LightGBM if installed. A resumed run keeps this option.
     """
     final: Literal["all"] | None = None
-    """all: when the run has ended, fit again on all rows, validation and test rows too, with the number of
-    passes that validation has chosen. `meshrec export` takes the second fit; all figures are those of the
-    first. With --resume also for a finished run. A resumed run keeps it.
+    """all: after the run, refit on all rows, validation and test rows included, with the number of passes
+    that validation selected. `meshrec export` uses the refit; metrics are those of the first fit. With
+    --resume, also for a finished run. A resumed run keeps this option.
     """
     track: str = ""
-    """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
+    """More observers, separated by commas: mlflow, wandb, or your own FILE.py:FUNCTION."""
     max_restarts: int = 0
-    """Number of times that all ranks are restarted when one fails."""
+    """Maximum number of restarts of all ranks after a failure."""
     on: Literal["ray"] | None = None
-    """Train on a cluster of Ray instead of this machine; its address is in RAY_ADDRESS."""
+    """Train on a Ray cluster (at RAY_ADDRESS) instead of this machine."""
     num_workers: int = 1
-    """Number of Ray's workers, which are the ranks; only with --on ray."""
+    """Number of Ray workers, which are the ranks; only with --on ray."""
     min_workers: int | None = None
-    """Smallest number of Ray's workers to continue with while others are missing; if none, all."""
+    """Minimum number of Ray workers with which to continue if others fail; none: all."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds to wait for a rank that does not answer during training."""
 

@@ -18,31 +18,31 @@ from meshrec.train.tuning import read_space, train_seeds, tune, with_options
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """Search options of a recipe with Optuna, and measure how much the best one's metrics vary with the seed.
+    """Search recipe options with Optuna, and measure how the best trial's metrics vary with the seed.
 
-    Trials are stored in an SQLite file; the same command continues them.
-    Options of the recipe, such as --training.epochs 2, hold for all trials:
+    Trials are stored in an SQLite file; the same command continues the search.
+    Recipe options, such as --training.epochs 2, apply to all trials:
     `meshrec tune RECIPE --help` lists them.
     """
 
     trials: int = 20
-    """Number of trials of the study, earlier calls included; 0: none, for --seeds alone."""
+    """Number of trials, including trials of earlier calls; 0: none, only --seeds."""
     space: Words = ()
-    """Options to search, such as tables.lr=1e-4..1e-1:log model.embedding_dim=8,16,32; if none, both learning
-    rates, from a tenth to ten times the recipe's.
+    """Options to search, such as tables.lr=1e-4..1e-1:log model.embedding_dim=8,16,32; none: both learning
+    rates, from a tenth to ten times the recipe's values.
     """
     seeds: int | None = None
-    """Number of seeds to train the best options with afterwards, for the mean and standard deviation."""
+    """Number of seeds with which to train the best options afterwards, for mean and standard deviation."""
     seed: int = 0
-    """Seed of the search."""
+    """Seed for the search."""
     storage: Path | None = None
-    """SQLite file of the trials; if none, RECIPE-tune.db in the folder of runs."""
+    """SQLite file for the trials; none: RECIPE-tune.db in the folder with all runs."""
     nproc: int = 1
-    """Number of ranks on this machine that train each trial."""
+    """Number of ranks on this machine, which train all trials together."""
     device: str | None = None
-    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
+    """Device: cpu or cuda; none: cuda if torch sees a GPU."""
     runs: Path = RUNS
-    """Folder of all run folders."""
+    """Folder with all runs."""
 
 
 _SUMMARY = "Search options of this recipe; those given here hold for all trials."
