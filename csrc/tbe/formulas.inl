@@ -140,3 +140,18 @@ inline void step_row(Code<kFTRL>, float* __restrict w, const float* __restrict g
     w[d] = over > 0 ? -__builtin_copysignf(size, z) : 0.0f;
   }
 }
+
+inline void step_row(Code<kRowWiseRMSpropAR>, float* __restrict w, const float* __restrict g,
+                     float* __restrict sum, float* __restrict prev_iter, int64_t dim, const Step& step) {
+  const Hyper& h = step.hyper;
+  const float l2 = step.l2();
+  sum[0] = h.beta2 * sum[0] + h.fresh2 * mean_square(g, w, dim, step);
+  const float rate = h.lr / (__builtin_sqrtf(sum[0]) + h.eps);
+  const float now = float(h.step), gap = prev_iter[0] == 0 ? 1.0f : now - prev_iter[0];
+  prev_iter[0] = now;
+  const float shrinkage = 1.0f - h.lr * h.ar_alpha * gap;
+  const float keep = step.keep() * (shrinkage < h.min_shrinkage ? h.min_shrinkage
+                                    : shrinkage > 1.0f          ? 1.0f
+                                                                : shrinkage);
+  for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * (g[d] + l2 * w[d]);
+}

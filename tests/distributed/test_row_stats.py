@@ -6,7 +6,7 @@ from meshrec.distributed.routing import Lookup, RankWork, Route, RoutedTable, Ro
 from meshrec.distributed.row_stats import ColumnPeers, Touched
 from meshrec.ops.tbe.formulas import Hyper
 from meshrec.ops.tbe.naive_update import update_rows
-from meshrec.optim import LAMB, LARS, PartialRowWiseLAMB, RowWiseAdagrad
+from meshrec.optim import LAMB, LARS, PartialRowWiseLAMB, RowWiseAdagrad, RowWiseRMSpropAR
 from meshrec.tables.table import Rectangle
 
 
@@ -27,6 +27,7 @@ HALVES = Rectangle(0, 0, 4, 0, 2), Rectangle(0, 0, 4, 2, 4)
         LAMB(lr=0.1, weight_decay=0.1),
         PartialRowWiseLAMB(lr=0.1),
         LARS(lr=0.1, weight_decay=0.1),
+        RowWiseRMSpropAR(lr=0.1, ar_alpha=3.0, weight_decay=0.1),
     ],
     ids=lambda spec: type(spec).__name__,
 )

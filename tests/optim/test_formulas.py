@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from meshrec import fuse
-from meshrec.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, apply_optimizer_in_backward
+from meshrec.optim import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    RowWiseAdagrad,
+    RowWiseRMSpropAR,
+    apply_optimizer_in_backward,
+)
 
 from .models import (
     KINDS,
@@ -38,6 +46,11 @@ def row_step(spec, w, g, s, t):
     if name == "RowWiseAdagrad":
         s["sum"] = s.get("sum", spec.initial_accumulator_value) + (g**2).mean()
         return w - lr * g / (s["sum"] ** 0.5 + spec.eps)
+    if name == "RowWiseRMSpropAR":
+        s["v"] = spec.ema_beta * s.get("v", 0) + (1 - spec.ema_beta) * (g**2).mean()
+        gap, s["prev"] = t - s.get("prev", t - 1), t
+        shrinkage = max(spec.min_shrinkage, 1 - lr * spec.ar_alpha * gap)
+        return shrinkage * w - lr * g / (s["v"] ** 0.5 + spec.eps)
     if name == "FTRL":
         n = s.get("n", torch.zeros_like(w))
         s["n"] = n + g**2
@@ -91,7 +104,12 @@ class Reference:
 
 
 SPECS = [
-    kind(lr=0.1, weight_decay=decay, decoupled_weight_decay=decoupled)
+    kind(
+        lr=0.1,
+        weight_decay=decay,
+        decoupled_weight_decay=decoupled,
+        **({"ar_alpha": 3.0} if kind is RowWiseRMSpropAR else {}),
+    )
     for kind in KINDS
     for decay, decoupled in [(0.0, False), (0.3, False), (0.3, True)]
     if not (kind is FTRL and decoupled)

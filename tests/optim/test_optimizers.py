@@ -25,6 +25,7 @@ from .models import KINDS
         (optim.PartialRowWiseLAMB, {"exp_avg": (9, 4), "exp_avg_sq": (9,)}),
         (optim.LARS, {"momentum_buffer": (9, 4)}),
         (optim.FTRL, {"sum": (9, 4), "linear": (9, 4)}),
+        (optim.RowWiseRMSpropAR, {"sum": (9,), "prev_iter": (9,)}),
     ],
 )
 def test_names_and_shapes_of_state(spec, slots):
@@ -71,6 +72,9 @@ def test_hyper_puts_every_number_in_its_place():
         beta2=0.95,
         step=2,
     )
+    rmsprop = optim.RowWiseRMSpropAR(lr=1, ar_alpha=0.7, ema_beta=0.8, min_shrinkage=0.2, eps=1e-5)
+    found = Hyper.from_tensor(rmsprop.hyper(lr=0.5, step=2))
+    assert found == Hyper(lr=0.5, eps=1e-5, beta2=0.8, ar_alpha=0.7, min_shrinkage=0.2, step=2)
 
 
 def test_the_hyper_of_steps_is_what_each_step_would_make():
@@ -122,6 +126,8 @@ def test_adagrad_state_starts_at_its_initial_value():
             "FTRL.*decoupled_weight_decay",
         ),
         (optim.LARS, {"lr": 1, "trust_coefficient": 0}, "trust_coefficient.*above 0"),
+        (optim.RowWiseRMSpropAR, {"lr": 1, "ema_beta": 1}, r"ema_beta.*\[0.*1\).*1"),
+        (optim.RowWiseRMSpropAR, {"lr": 1, "min_shrinkage": 1.1}, r"min_shrinkage.*\[0.*1\].*1.1"),
     ],
 )
 def test_numbers_out_of_range(spec, kwargs, message):

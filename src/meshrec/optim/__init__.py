@@ -19,6 +19,7 @@ from meshrec.optim.optimizers import (
     PartialRowWiseAdam,
     PartialRowWiseLAMB,
     RowWiseAdagrad,
+    RowWiseRMSpropAR,
     StateSlot,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RowWiseAdagrad",
+    "RowWiseRMSpropAR",
     "StateSlot",
     "apply_optimizer_in_backward",
     "from_torch",

@@ -38,7 +38,9 @@ _ABOVE_0 = (math.ulp(0.0), math.inf, "a number above 0")
 _RANGES = {
     "betas": (0, 1, "two numbers in [0, 1)"),
     "decoupled_weight_decay": (0, 1, "True or False"),
+    "ema_beta": (0, 1, "a number in [0, 1)"),
     "eps": _ABOVE_0,
+    "min_shrinkage": (0, math.nextafter(1, 2), "a number in [0, 1]"),
     "momentum": (0, 1, "a number in [0, 1)"),
     "trust_coefficient": _ABOVE_0,
 }
@@ -134,6 +136,8 @@ class OptimizerSpec(ABC):
         values = {**vars(self)}
         if "betas" in values:
             values["beta1"], values["beta2"] = values["betas"]
+        if "ema_beta" in values:
+            values["beta2"] = values["ema_beta"]
         # The kernels skip decay for NO_DECAY, so a decay of 0 costs nothing.
         decay_mode = DECOUPLED_DECAY if self.decoupled_weight_decay else L2_DECAY
         values["decay_mode"] = decay_mode if self.weight_decay else NO_DECAY
@@ -283,6 +287,24 @@ class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
             raise ValueError(
                 "FTRL: decoupled_weight_decay must be False, got True: rows follow from their state. Use l2."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowWiseRMSpropAR(OptimizerSpec, kind=OptimizerKind.ROW_WISE_RMSPROP_AR):
+    """Row-wise RMSprop with adaptive regularization: rows shrink by the steps since their last update.
+
+    ``v = ema_beta * v + (1 - ema_beta) * mean(g^2); w = shrinkage * w - lr * g / (sqrt(v) + eps)``, where
+    ``shrinkage = max(min_shrinkage, 1 - lr * ar_alpha * (t - prev_iter))`` and ``prev_iter`` is the step of
+    the row's previous update. The first update of a row shrinks it by one step. ``v`` (``sum``) and
+    ``prev_iter`` are one value per row; step numbers are exact up to 2^24. FBGEMM 1.9 has the same optimizer
+    as ``ROWWISE_RMSPROP_AR``.
+    """
+
+    ar_alpha: float = 0.0
+    """Decay per step since the previous update, relative to ``lr``. 0 is plain RMSprop."""
+    ema_beta: float = 0.99
+    min_shrinkage: float = 0.1
+    eps: float = 1e-8
 
 
 SPECS: tuple[type[OptimizerSpec], ...] = tuple(OptimizerSpec.__subclasses__())

@@ -27,6 +27,10 @@ def test_fused_params_of_the_tutorials():
         ),
         ({"optimizer": EmbOptimType.LARS_SGD, "eta": 0.01}, optim.LARS(lr=0.01, trust_coefficient=0.01)),
         ({"optimizer": "PARTIAL_ROWWISE_LAMB"}, optim.PartialRowWiseLAMB(lr=0.01)),
+        (
+            {"optimizer": EmbOptimType.ROWWISE_RMSPROP_AR, "ar_alpha": 0.5, "ema_beta": 0.9},
+            optim.RowWiseRMSpropAR(lr=0.01, ar_alpha=0.5, ema_beta=0.9, min_shrinkage=0.1),
+        ),
         ({"optimizer": optim.SGD(lr=0.3)}, optim.SGD(lr=0.3)),
         ({"optimizer": torch.optim.SGD, "lr": 0.3}, optim.SGD(lr=0.3)),
         (

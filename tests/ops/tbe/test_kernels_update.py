@@ -15,6 +15,7 @@ LAMB = OptimizerKind.LAMB.code
 LARS = OptimizerKind.LARS.code
 PARTIAL_ROW_WISE_ADAM = OptimizerKind.PARTIAL_ROW_WISE_ADAM.code
 PARTIAL_ROW_WISE_LAMB = OptimizerKind.PARTIAL_ROW_WISE_LAMB.code
+RMSPROP_AR = OptimizerKind.ROW_WISE_RMSPROP_AR.code
 ROW_WISE_ADAGRAD = OptimizerKind.ROW_WISE_ADAGRAD.code
 SGD = OptimizerKind.SGD.code
 
@@ -39,6 +40,8 @@ def make_hyper(*, mode=0, step=3, seed=0, row_dim=0, lr=0.05):
         beta=0.3,
         l1=0.2,
         l2=0.1,
+        ar_alpha=3.0,
+        min_shrinkage=0.6,
         step=step,
         seed=seed,
         row_dim=row_dim,
@@ -219,6 +222,7 @@ STATS_USERS = [
     LAMB,
     PARTIAL_ROW_WISE_LAMB,
     LARS,
+    RMSPROP_AR,
 ]
 
 
@@ -268,7 +272,7 @@ def test_squares_of_rows_and_the_update_with_their_means(make_case, shape, dtype
     def means(squares):
         return squares / 52 + torch.arange(squares.numel()) % 3
 
-    for optimizer in (ROW_WISE_ADAGRAD, PARTIAL_ROW_WISE_ADAM):
+    for optimizer in (ROW_WISE_ADAGRAD, PARTIAL_ROW_WISE_ADAM, RMSPROP_AR):
         found = updated_by_runs(OPS, case, grad, optimizer, make_hyper(), means)
         expected = updated_by_runs(naive, case, grad, optimizer, make_hyper(), means)
         assert_same_weights(found[0], expected[0])
@@ -285,7 +289,7 @@ def test_threads_do_not_show_in_updates_by_runs(make_case, set_threads, weighted
     )
     case.values[: len(case.values) // 8] = 7
     grad, hyper = case.gradient(exact=False), make_hyper()
-    for optimizer in (ROW_WISE_ADAGRAD, PARTIAL_ROW_WISE_ADAM):
+    for optimizer in (ROW_WISE_ADAGRAD, PARTIAL_ROW_WISE_ADAM, RMSPROP_AR):
         expected = updated(OPS, case, grad, optimizer, hyper)
         for threads in (1, 2, 5):
             set_threads(threads)

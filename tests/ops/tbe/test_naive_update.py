@@ -13,11 +13,13 @@ LAMB = OptimizerKind.LAMB.code
 LARS = OptimizerKind.LARS.code
 PARTIAL_ROW_WISE_ADAM = OptimizerKind.PARTIAL_ROW_WISE_ADAM.code
 PARTIAL_ROW_WISE_LAMB = OptimizerKind.PARTIAL_ROW_WISE_LAMB.code
+RMSPROP_AR = OptimizerKind.ROW_WISE_RMSPROP_AR.code
 ROW_WISE_ADAGRAD = OptimizerKind.ROW_WISE_ADAGRAD.code
 SGD = OptimizerKind.SGD.code
 
 LR, EPS, DECAY, B1, B2, MOMENTUM, TRUST = 0.05, 1e-3, 0.1, 0.8, 0.95, 0.7, 0.02
 BETA, L1, L2_PROXIMAL = 0.3, 0.5, 0.2
+AR_ALPHA, MIN_SHRINKAGE = 9.0, 0.3
 NONE, L2, DECOUPLED = range(3)
 PER_ROW = "row"
 PER_ELEMENT = "element"
@@ -39,6 +41,8 @@ def make_hyper(*, mode=NONE, step=1, seed=0, decay=DECAY, lr=LR, row_dim=0):
         beta=BETA,
         l1=L1,
         l2=L2_PROXIMAL,
+        ar_alpha=AR_ALPHA,
+        min_shrinkage=MIN_SHRINKAGE,
         step=step,
         seed=seed,
         row_dim=row_dim,
@@ -83,6 +87,14 @@ def written_out(optimizer, w, g, slots, mode, t):
         for i in range(dim):
             w[i] = old[i] * (1 - LR * DECAY)
     mean_square = sum(x * x for x in g) / dim
+    if optimizer == RMSPROP_AR:
+        slots[0][0] = B2 * slots[0][0] + (1 - B2) * mean_square
+        gap = t - slots[1][0] if slots[1][0] else 1
+        slots[1][0] = float(t)
+        for i in range(dim):
+            w[i] *= max(MIN_SHRINKAGE, 1 - LR * AR_ALPHA * gap)
+            w[i] -= LR * g[i] / (math.sqrt(slots[0][0]) + EPS)
+        return
     r = [0.0] * dim
     for i in range(dim):
         if optimizer == SGD:
@@ -123,7 +135,7 @@ def test_formula_matches_a_written_out_loop(optimizer, mode):
     rows = torch.tensor([0, 1, 3, 4])
     expected = {int(row): weight[row].double().tolist() for row in rows}
     slots = {row: [s[row].double().view(-1).tolist() for s in state] for row in expected}
-    for step in range(1, 4):
+    for step in (1, 2, 5):
         gradient = torch.randn(4, 3, generator=generator)
         gradient[1] = 0
         update_rows(weight, state, rows, gradient, None, optimizer, make_hyper(mode=mode, step=step))

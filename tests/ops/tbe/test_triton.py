@@ -74,6 +74,8 @@ def hyper(mode, seed=0, row_dim=0):
         beta=0.3,
         l1=0.2,
         l2=0.1,
+        ar_alpha=1.5,
+        min_shrinkage=0.7,
         step=3,
         seed=seed,
         row_dim=row_dim,

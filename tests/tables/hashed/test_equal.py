@@ -19,6 +19,7 @@ from meshrec.tables import LRU
 
 NAMES = ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "PartialRowWiseAdam", "LAMB", "PartialRowWiseLAMB")
 SPECS = {name: getattr(optimizers, name)(lr=0.05) for name in (*NAMES, "LARS", "FTRL")}
+SPECS["RowWiseRMSpropAR"] = optimizers.RowWiseRMSpropAR(lr=0.05, ar_alpha=4.0)
 IDS = torch.tensor([-1, 0, 1, 2**63 - 1, -(2**63), 2**62, *range(100, 158)])
 TYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 

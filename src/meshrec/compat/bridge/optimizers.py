@@ -15,7 +15,17 @@ from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import OptimizerSpec
 
 # FBGEMM's defaults for omitted arguments.
-_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "momentum": 0.9, "eta": 0.001, "beta1": 0.9, "beta2": 0.999}
+_DEFAULTS = {
+    "learning_rate": 0.01,
+    "eps": 1e-8,
+    "momentum": 0.9,
+    "eta": 0.001,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "ar_alpha": 0.0,
+    "ema_beta": 0.99,
+    "min_shrinkage": 0.1,
+}
 _DECAY_IS_DECOUPLED = (specs.Adam, specs.PartialRowWiseAdam, specs.LAMB, specs.PartialRowWiseLAMB)
 # FBGEMM storage and caching options. They do not change results, so they are accepted.
 _WITHOUT_EFFECT = (
@@ -35,7 +45,7 @@ _WITHOUT_EFFECT = (
 
 
 # FBGEMM accepts these for every optimizer, and ignores them where the formula has no such term.
-_IGNORED_WHERE_UNUSED = ("eps", "momentum", "eta", "beta1", "beta2")
+_IGNORED_WHERE_UNUSED = tuple(name for name in _DEFAULTS if name != "learning_rate")
 _logger = logging.getLogger("meshrec")
 
 
@@ -64,6 +74,7 @@ class EmbOptimType(Enum, metaclass=_ListedNames):
     PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
     PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
     ROWWISE_ADAGRAD = "row_wise_adagrad"
+    ROWWISE_RMSPROP_AR = "row_wise_rmsprop_ar"
     NONE = "none"
 
     def __str__(self) -> str:
@@ -90,6 +101,7 @@ _SPECS: dict[str, type[OptimizerSpec]] = {
     "LARS_SGD": specs.LARS,
     "PARTIAL_ROWWISE_ADAM": specs.PartialRowWiseAdam,
     "PARTIAL_ROWWISE_LAMB": specs.PartialRowWiseLAMB,
+    "ROWWISE_RMSPROP_AR": specs.RowWiseRMSpropAR,
 }
 
 

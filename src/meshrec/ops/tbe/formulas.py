@@ -53,6 +53,8 @@ class Hyper(NamedTuple):
     beta: float = 0.0
     l1: float = 0.0
     l2: float = 0.0
+    ar_alpha: float = 0.0
+    min_shrinkage: float = 0.0
 
     @classmethod
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
@@ -223,6 +225,20 @@ def _ftrl(rows: Rows, h: Hyper) -> Tensor:
     return torch.where(over > 0, -z.sign() * over / ((h.beta + root) / h.lr + h.l2), 0.0)
 
 
+def _rowwise_rmsprop_ar(rows: Rows, h: Hyper) -> Tensor:
+    """Apply v = b2*v + (1-b2)*mean(g^2), one value per row; w = shrinkage * w - lr * g / (sqrt(v) + eps).
+
+    shrinkage = clamp(1 - lr * ar_alpha * (step - prev_iter), min_shrinkage, 1), and prev_iter = step. The
+    first update of a row, whose prev_iter is 0, counts as 1 step.
+    """
+    g, (v, prev_iter) = decayed_gradient(rows, h), rows.slots
+    v.mul_(h.beta2).add_(_mean_of_squares(rows, h, g), alpha=1 - h.beta2)
+    gap = torch.where(prev_iter == 0, 1.0, h.step - prev_iter)
+    prev_iter.fill_(h.step)
+    shrinkage = (1 - h.lr * h.ar_alpha * gap).clamp(h.min_shrinkage, 1)
+    return shrinkage[:, None] * _decayed_weight(rows, h) - (h.lr / (v.sqrt() + h.eps))[:, None] * g
+
+
 @unique
 class OptimizerKind(Enum):
     """Fused optimizers. The values are the names in plan files and recipes."""
@@ -237,6 +253,7 @@ class OptimizerKind(Enum):
     PARTIAL_ROW_WISE_LAMB = "partial_row_wise_lamb"
     LARS = "lars"
     FTRL = "ftrl"
+    ROW_WISE_RMSPROP_AR = "row_wise_rmsprop_ar"
 
     @property
     def code(self) -> int:
@@ -351,6 +368,13 @@ FORMULAS = (
         "FTRL",
         _ftrl,
         slots=(Slot("sum", initial="initial_accumulator_value"), Slot("linear")),
+    ),
+    Formula(
+        OptimizerKind.ROW_WISE_RMSPROP_AR,
+        "RowWiseRMSpropAR",
+        _rowwise_rmsprop_ar,
+        slots=(Slot("sum", per_row=True), Slot("prev_iter", per_row=True)),
+        row_sums=frozenset({RowSum.GRADIENT}),
     ),
 )
 """Formulas of all optimizers. The index of a formula is the optimizer code."""

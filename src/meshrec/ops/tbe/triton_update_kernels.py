@@ -24,6 +24,7 @@ _LAMB: tl.constexpr = tl.constexpr(OptimizerKind.LAMB.code)
 _PARTIAL_ROWWISE_LAMB: tl.constexpr = tl.constexpr(OptimizerKind.PARTIAL_ROW_WISE_LAMB.code)
 _LARS: tl.constexpr = tl.constexpr(OptimizerKind.LARS.code)
 _FTRL: tl.constexpr = tl.constexpr(OptimizerKind.FTRL.code)
+_ROWWISE_RMSPROP_AR: tl.constexpr = tl.constexpr(OptimizerKind.ROW_WISE_RMSPROP_AR.code)
 _GRADIENT_SUM: tl.constexpr = tl.constexpr(int(RowSum.GRADIENT))
 _WEIGHT_SUM: tl.constexpr = tl.constexpr(int(RowSum.WEIGHT))
 _DIRECTION_SUM: tl.constexpr = tl.constexpr(int(RowSum.DIRECTION))
@@ -48,6 +49,8 @@ _TRUST: tl.constexpr = _index_of("trust_coefficient")
 _BETA: tl.constexpr = _index_of("beta")
 _L1: tl.constexpr = _index_of("l1")
 _L2_PROXIMAL: tl.constexpr = _index_of("l2")
+_AR_ALPHA: tl.constexpr = _index_of("ar_alpha")
+_MIN_SHRINKAGE: tl.constexpr = _index_of("min_shrinkage")
 # Adam's bias corrections follow the fields: computed on the host in float64.
 _CORRECTION1: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE)
 _CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
@@ -194,6 +197,22 @@ def _ftrl(w, g, n_at, z_at, inside, hyper):
 
 
 @triton.jit
+def _rowwise_rmsprop_ar(
+    w, g, v_at, iter_at, first, stats, hyper, width, DECAY: tl.constexpr, STATS: tl.constexpr
+):
+    lr, beta2, step = _load_hyper(hyper, _LR), _load_hyper(hyper, _BETA2), _load_hyper(hyper, _STEP)
+    v = beta2 * tl.load(v_at, first, 0.0)
+    v += (1 - beta2) * _mean_square(g, stats, first, hyper, width, STATS)
+    tl.store(v_at, v, first)
+    prev_iter = tl.load(iter_at, first, 0.0)
+    tl.store(iter_at, tl.zeros_like(v) + step, first)
+    shrinkage = 1 - lr * _load_hyper(hyper, _AR_ALPHA) * tl.where(prev_iter == 0, 1.0, step - prev_iter)
+    shrinkage = tl.minimum(tl.maximum(shrinkage, _load_hyper(hyper, _MIN_SHRINKAGE)), 1.0)
+    scale = lr / (tl.sqrt(v) + _load_hyper(hyper, _EPS))
+    return shrinkage[:, None] * _decoupled_decay(w, hyper, DECAY) - scale[:, None] * g
+
+
+@triton.jit
 def _pointers(fields, first, TYPE: tl.constexpr, ALIGN: tl.constexpr):
     """Return the address of each run's table (or state slot), read from ``fields``, as a typed pointer."""
     return tl.multiple_of(tl.load(fields, first, 0).to(tl.pointer_type(TYPE)), [4 * ALIGN])
@@ -294,6 +313,8 @@ def update_runs(
         w = _lars(w, g, at0, inside, first, stats, hyper, DECAY, STATS)
     elif OPTIMIZER == _FTRL:
         w = _ftrl(w, g, at0, at1, inside, hyper)
+    elif OPTIMIZER == _ROWWISE_RMSPROP_AR:
+        w = _rowwise_rmsprop_ar(w, g, row0, row1, first, stats, hyper, width, DECAY, STATS)
     else:
         tl.static_assert(False, "an optimizer of formulas.py has no formula here")
 
