@@ -14,20 +14,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from meshrec.stages.programs import StageFlow
-from meshrec.stages.values import Exchange, Gradients
+from meshrec.stages.values import Exchange, Message
 
 _HEADER_BYTES = 2048
 """Header size. Holds shapes and dtypes of about twenty tensors; longer headers need a second message."""
-
-
-class Message(NamedTuple):
-    """Split value or gradients. ``source`` computed the value, ``destination`` uses it."""
-
-    kind: Literal["value", "gradient"]
-    name: str
-    k: int
-    source: int
-    destination: int
 
 
 class _Header(NamedTuple):
@@ -93,23 +83,6 @@ class RankExchange(Exchange):
                 work.wait()
         self._sends.clear()
 
-    @override
-    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
-        self._put(Message("value", name, k, source, destination), value)
-
-    @override
-    def get(self, name: str, k: int, source: int, destination: int) -> Any:
-        return self._get(Message("value", name, k, source, destination))
-
-    @override
-    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
-        self._put(Message("gradient", name, k, source, destination), gradients)
-
-    @override
-    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
-        gradients: Gradients = self._get(Message("gradient", name, k, source, destination))
-        return gradients
-
     def settle(self, messages: Iterable[tuple[Message, bool]]) -> None:
         """Send and receive the remaining scheduled messages after a failure.
 
@@ -120,14 +93,15 @@ class RankExchange(Exchange):
             if message in self._settled:
                 continue
             if is_sender:
-                self._put(message, None)
+                self.put(message, None)
             else:
                 try:
-                    self._get(message)
+                    self.get(message)
                 except ElsewhereError as error:
                     self.error = self.error or str(error)
 
-    def _put(self, message: Message, value: Any) -> None:
+    @override
+    def put(self, message: Message, value: Any) -> None:
         self._settled.add(message)
         # Gradients travel from the user of a value back to its source.
         peer = message.destination if message.kind == "value" else message.source
@@ -147,7 +121,8 @@ class RankExchange(Exchange):
             if tensor.numel():
                 self._send(tensor, peer, message)
 
-    def _get(self, message: Message) -> Any:
+    @override
+    def get(self, message: Message) -> Any:
         self._settled.add(message)
         peer = message.source if message.kind == "value" else message.destination
         header = self._receive_header(peer, message)

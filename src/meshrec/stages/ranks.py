@@ -1,12 +1,13 @@
 """Stages over ranks: the ``stage`` axis of a mesh, next to ``replicate`` and ``shard``."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.model_parallel import DistributedModelParallel, Sharder
@@ -16,8 +17,8 @@ from meshrec.stages.messages import RankExchange
 from meshrec.stages.programs import StageFlow, StageProgram, Staging, at_cuts, stage_programs
 from meshrec.stages.rank_step import Criterion, Lane, RankStep, SplitLosses, any_of
 from meshrec.stages.running import GENERATOR, Caller, Mode, StageRun
-from meshrec.stages.samples import num_samples, split, split_sizes
-from meshrec.stages.staged import take_apart
+from meshrec.stages.samples import batch_size, split, split_sizes
+from meshrec.stages.staged import NamedAsModel, take_apart
 from meshrec.stages.timeline import Timeline
 from meshrec.stages.tracing import PartProgram, trace
 from meshrec.stages.values import Inputs, StageValues
@@ -35,7 +36,7 @@ class StepResult(NamedTuple):
     output: Any
 
 
-class StagedOverRanks(nn.Module):
+class StagedOverRanks(NamedAsModel):
     """A model whose stages are on different ranks. Each stage may itself be sharded and replicated.
 
     Ranks of the ``stage`` axis with equal other coordinates form a lane. A lane shares a batch: every rank of
@@ -158,46 +159,19 @@ class StagedOverRanks(nn.Module):
         tables = {p for module in self.part.sharded_modules.values() for p in module.parameters()}
         return [{"params": [p for p in self.part.parameters() if p not in tables]}]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this stage's parameters under the model's names; see ``nn.Module``.
+    @property
+    @override
+    def _named_module(self) -> nn.Module:
+        return self.part
 
-        Args:
-            prefix: name prefix.
-            recurse: whether to include submodules.
-            remove_duplicate: whether to list shared parameters once.
-        """
-        return self.part.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Return this stage's buffers under the model's names; see ``nn.Module``.
-
-        Args:
-            prefix: name prefix.
-            recurse: whether to include submodules.
-            remove_duplicate: whether to list shared buffers once.
-        """
-        return self.part.named_buffers(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return this stage's state under the model's names. Together, the stages' states are the model's."""
-        return self.part.state_dict(*args, **kwargs)
-
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load this stage's part of a state dict, which may be the whole model's."""
         local = self.part.state_dict()
         return self.part.load_state_dict({k: v for k, v in state_dict.items() if k in local}, *args, **kwargs)
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], target: Any, *, train: bool) -> StepResult:
-        batch = num_samples([args, kwargs])
-        if batch is None:
-            raise ValueError(
-                "the batch has no tensor with samples in its first dimension. Pass at least one."
-            )
-        sizes = split_sizes(batch, self._split_size)
+        sizes = split_sizes(batch_size(args, kwargs), self._split_size)
         taken = take_apart(self._taking, args, kwargs)
         flow, draws = self._flow, train and self.training and self._draws is not False
         needed = {*flow.stage.split.takes, *flow.returned}
@@ -283,19 +257,15 @@ class _PartCaller(Caller):
     def __init__(self, part: DistributedModelParallel) -> None:
         self._part = part
 
+    @override
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run a program, and return the values."""
         wrapped = self._part._dmp_wrapped_module
         with wrapped.no_sync() if isinstance(wrapped, nn.parallel.DistributedDataParallel) else nullcontext():
             results: Sequence[Any] = self._part(which, *arguments)
         return results
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return no parameters: backward passes accumulate gradients directly."""
-        return []
-
+    @override
     def before_backward(self, *, last: bool) -> None:
-        """Enable the gradient exchange for the last split."""
         wrapped: Any = self._part._dmp_wrapped_module
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             if last:

@@ -19,7 +19,7 @@ from meshrec.stages.programs import StageFlow, StageProgram
 from meshrec.stages.randomness import SplitRandomness
 from meshrec.stages.samples import split
 from meshrec.stages.timeline import Kind, Timeline
-from meshrec.stages.values import Gradients, GradientSums, StageValues
+from meshrec.stages.values import Gradients, GradientSums, Message, StageValues
 
 GENERATOR = "random numbers"
 
@@ -89,7 +89,7 @@ class StageRun:
         self._saved: dict[int, _SavedSplit] = {}
         # Sums over splits, until deliver() adds them to the parameters' grad. Without parameters if backward
         # accumulates directly; then it only counts the splits.
-        self._sums = GradientSums([] if call.direct else [p for p in call.parameters() if p.requires_grad])
+        self._sums = GradientSums([p for p in call.parameters() if p.requires_grad])
 
     @property
     def stage(self) -> StageProgram:
@@ -191,14 +191,15 @@ class StageRun:
             index, generator, exchange = self.stage.index, torch.Generator(device), self.values.exchange
             generator.manual_seed(split_seed(self._mode.seed, k))
             if index > 0:
-                kind, state = exchange.get(GENERATOR, k, index - 1, index)
+                kind, state = exchange.get(Message("value", GENERATOR, k, index - 1, index))
                 if kind == device.type:  # generators of other device kinds have other states
                     generator.set_state(state)
             randomness = stack.enter_context(SplitRandomness(generator))
             yield
             self.drew |= randomness.drew
             if not self._flow.is_last:
-                exchange.put(GENERATOR, k, (device.type, generator.get_state()), index, index + 1)
+                message = Message("value", GENERATOR, k, index, index + 1)
+                exchange.put(message, (device.type, generator.get_state()))
 
     @contextmanager
     def _recorded(self, kind: Kind, k: int) -> Iterator[None]:
@@ -221,9 +222,9 @@ class Caller(ABC):
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run the program "whole" or "split", and return the values."""
 
-    @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters in the program "split", without tables."""
+        """Return the parameters in the program "split", without tables; none if ``direct``."""
+        return []
 
     @abstractmethod
     def before_backward(self, *, last: bool) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,18 @@ def num_samples(value: Any) -> int | None:
     if isinstance(value, KeyedTensor):
         return value.values().shape[1 - value.key_dim()]
     return next((count for part in _parts(value) if (count := num_samples(part)) is not None), None)
+
+
+def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the number of samples B in a model's arguments.
+
+    Raises:
+        ValueError: no argument has samples.
+    """
+    batch = num_samples([args, kwargs])
+    if batch is None:
+        raise ValueError("the batch has no tensor with samples in its first dimension. Pass at least one.")
+    return batch
 
 
 def split_sizes(batch: int, split_size: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +15,38 @@ from meshrec.stages.links import DeviceLink, StageLink
 from meshrec.stages.profiling import choose_for
 from meshrec.stages.programs import Staging, at_cuts, shared_parameters, stage_programs
 from meshrec.stages.running import Mode
-from meshrec.stages.samples import join_leaves, num_samples, split, split_sizes
+from meshrec.stages.samples import batch_size, join_leaves, split, split_sizes
 from meshrec.stages.threads import ThreadedBatch, Workers
 from meshrec.stages.timeline import Timeline
 from meshrec.stages.tracing import PartProgram, Traced, trace
 from meshrec.stages.values import Inputs
 
 
-class _Machine(NamedTuple):
-    """Devices, links and threads for the stages."""
+class NamedAsModel(nn.Module):
+    """A wrapper whose parameters, buffers and state have the wrapped module's names."""
 
-    devices: list[torch.device]
-    link: StageLink | None
-    num_workers: int
-    num_threads: int
+    @property
+    def _named_module(self) -> nn.Module:
+        raise NotImplementedError
+
+    @override
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._named_module.named_parameters(*args, **kwargs)
+
+    @override
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self._named_module.named_buffers(*args, **kwargs)
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return self._named_module.state_dict(*args, **kwargs)
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._named_module.load_state_dict(*args, **kwargs)
 
 
-class Staged(nn.Module):
+class Staged(NamedAsModel):
     """Model in stages: while a stage works on a split of the batch, other stages work on other splits.
 
     Use it like the model: ``loss = criterion(staged(x), y); loss.backward(); optimizer.step()``. Results and
@@ -91,14 +106,9 @@ class Staged(nn.Module):
             )
         self.module = model
         self._split_size: int | Literal["auto"] = split_size
-        stage_devices = [torch.device(d) for d in devices or ["cpu"] * self._num_stages]
-        differ = any(device != stage_devices[0] for device in stage_devices)
-        self._machine = _Machine(
-            stage_devices,
-            link or (DeviceLink() if differ else None),
-            num_workers or self._num_stages,
-            num_threads,
-        )
+        self._devices = [torch.device(d) for d in devices or ["cpu"] * self._num_stages]
+        self._link = link or (DeviceLink() if len(set(self._devices)) > 1 else None)
+        self._num_workers, self._num_threads = num_workers or self._num_stages, num_threads
         self._deferred = deferred_batch_norm
         # Threads, from the first batch on. Copies and pickles drop them.
         self._workers: Workers | None = None
@@ -122,9 +132,7 @@ class Staged(nn.Module):
             ValueError: the batch cannot be split by samples, or ``split_size`` does not fit.
             StageError: a stage failed; the message names stage and split.
         """
-        batch = num_samples([args, kwargs])
-        if batch is None:
-            raise ValueError("the batch has no tensor with samples in its first dimension: give one.")
+        batch = batch_size(args, kwargs)
         taken = take_apart(self._traced.taking, args, kwargs)
         sizes = split_sizes(batch, self._settled(batch, taken))
         assert self._staging is not None
@@ -143,41 +151,14 @@ class Staged(nn.Module):
         """Contents of each stage; empty until the cuts are chosen."""
         return [] if self._staging is None else [stage.name for stage in self._staging.stages]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the model's parameters under the model's names; see ``nn.Module``.
-
-        Args:
-            prefix: name prefix.
-            recurse: whether to include submodules.
-            remove_duplicate: whether to list shared parameters once.
-        """
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Return the model's buffers under the model's names; see ``nn.Module``.
-
-        Args:
-            prefix: name prefix.
-            recurse: whether to include submodules.
-            remove_duplicate: whether to list shared buffers once.
-        """
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's state dict."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the model, independent of cuts."""
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
+    @property
+    @override
+    def _named_module(self) -> nn.Module:
+        return self.module
 
     def _stage(self, stage_of: Sequence[int]) -> None:
         self._staging = stage_programs(self._traced, stage_of)
-        for stage, device in zip(self._staging.stages, self._machine.devices, strict=True):
+        for stage, device in zip(self._staging.stages, self._devices, strict=True):
             for program in (stage.whole, stage.split):
                 if program is not None and device.type != "cpu":
                     program.module.to(device)
@@ -199,7 +180,7 @@ class Staged(nn.Module):
                 num_stages=self._num_stages,
                 staging=self._staging,
                 split_size=self._split_size,
-                num_threads=self._machine.num_threads,
+                num_threads=self._num_threads,
             )
             if self._staging is None:
                 self._stage(self.choice.stage_of)
@@ -212,7 +193,7 @@ class Staged(nn.Module):
     def _batch(self, inputs: Inputs) -> ThreadedBatch:
         assert self._staging is not None
         if self._workers is None:
-            self._workers = Workers(self._machine.num_workers, self._machine.num_threads)
+            self._workers = Workers(self._num_workers, self._num_threads)
         draws = self.training and self._draws is not False
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else None
         mode = Mode.now(grad=torch.is_grad_enabled(), seed=self.seed)
@@ -221,8 +202,8 @@ class Staged(nn.Module):
             self._workers,
             inputs,
             mode=mode,
-            devices=self._machine.devices,
-            link=self._machine.link,
+            devices=self._devices,
+            link=self._link,
         )
 
     def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":

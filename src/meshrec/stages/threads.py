@@ -19,7 +19,7 @@ from meshrec.stages.links import StageLink
 from meshrec.stages.programs import StageFlow, StageProgram, Staging
 from meshrec.stages.running import GENERATOR, Caller, Mode, StageError, StageRun
 from meshrec.stages.timeline import Timeline
-from meshrec.stages.values import Exchange, Gradients, Inputs, StageValues, added
+from meshrec.stages.values import Exchange, Gradients, Inputs, Message, StageValues, added
 
 
 class Workers:
@@ -99,55 +99,28 @@ class ThreadExchange(Exchange):
         self, workers: Workers, devices: Sequence[torch.device], link: StageLink | None, timeline: Timeline
     ) -> None:
         self._workers, self._devices, self._link, self._timeline = workers, devices, link, timeline
-        # By value name, split, source, destination, and "value" or "gradient". Created by whichever of sender
-        # and receiver comes first.
-        self._futures: dict[tuple[str, int, int, int, str], Future[Callable[[], Any]]] = {}
+        # Created by whichever of sender and receiver comes first.
+        self._futures: dict[Message, Future[Callable[[], Any]]] = {}
         self._lock = threading.Lock()
         # Set by `stop`; from then on, every wait is cancelled.
         self._broken = False
 
     @override
-    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
-        future = self._future(name, k, source, destination, "value")
-        if name == GENERATOR:  # generator state is always on the host
+    def put(self, message: Message, value: Any) -> None:
+        future, link = self._future(message), self._link
+        # The generator state is always on the host.
+        if (
+            link is None
+            or message.name == GENERATOR
+            or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+        ):
             if not future.cancelled():
                 future.set_result(lambda: value)
             return
-        self._send(future, value, source, destination, k)
-
-    @override
-    def get(self, name: str, k: int, source: int, destination: int) -> Any:
-        return self._future(name, k, source, destination, "value").result()()
-
-    @override
-    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
-        self._send(self._future(name, k, source, destination, "gradient"), gradients, destination, source, k)
-
-    @override
-    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
-        gradients: Gradients = self._future(name, k, source, destination, "gradient").result()()
-        return gradients
-
-    def stop(self) -> None:
-        """Cancel all current and future waits."""
-        with self._lock:
-            self._broken = True
-            for future in self._futures.values():
-                future.cancel()
-
-    def _future(self, *key: Any) -> "Future[Callable[[], Any]]":
-        with self._lock:
-            future = self._futures.setdefault(key, Future())
-            if self._broken:
-                future.cancel()
-            return future
-
-    def _send(self, future: "Future[Any]", value: Any, source: int, destination: int, k: int) -> None:
-        link = self._link
-        if link is None or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-            if not future.cancelled():
-                future.set_result(lambda: value)
-            return
+        # Gradients travel from the user of a value back to its source.
+        source, destination = message.source, message.destination
+        if message.kind == "gradient":
+            source, destination = destination, source
         # The link carries detached data; the receiving stage restores requires_grad.
         flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)]
         plain = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
@@ -160,11 +133,29 @@ class ThreadExchange(Exchange):
             except BaseException as error:
                 future.set_exception(error)
                 return
-            self._timeline.add(source, "copy", k, start)
+            self._timeline.add(source, "copy", message.k, start)
             if not future.cancelled():
                 future.set_result(lambda: _flagged(arrive(), flags))
 
         self._workers.carrier(source, destination).submit(carry)
+
+    @override
+    def get(self, message: Message) -> Any:
+        return self._future(message).result()()
+
+    def stop(self) -> None:
+        """Cancel all current and future waits."""
+        with self._lock:
+            self._broken = True
+            for future in self._futures.values():
+                future.cancel()
+
+    def _future(self, message: Message) -> "Future[Callable[[], Any]]":
+        with self._lock:
+            future = self._futures.setdefault(message, Future())
+            if self._broken:
+                future.cancel()
+            return future
 
 
 class ProgramCaller(Caller):
@@ -173,19 +164,20 @@ class ProgramCaller(Caller):
     def __init__(self, stage: StageProgram) -> None:
         self._stage = stage
 
+    @override
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run a program, and return the values."""
         program = self._stage.whole if which == "whole" else self._stage.split
         assert program is not None
         results: Sequence[Any] = program.module(*arguments)
         return results
 
+    @override
     def parameters(self) -> list[nn.Parameter]:
-        """Return the split program's parameters."""
         return list(self._stage.split.module.parameters())
 
+    @override
     def before_backward(self, *, last: bool) -> None:
-        """Do nothing: `StageRun.deliver` adds the gradients."""
+        pass  # `StageRun.deliver` adds the gradients
 
 
 class ThreadedBatch:

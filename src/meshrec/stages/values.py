@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,54 +14,26 @@ Gradients = list[Tensor | None]
 """Gradient per leaf."""
 
 
+class Message(NamedTuple):
+    """Split value or its gradients. ``source`` computed the value, ``destination`` uses it."""
+
+    kind: Literal["value", "gradient"]
+    name: str
+    k: int
+    source: int
+    destination: int
+
+
 class Exchange(ABC):
     """Carries split values from the computing stage to the using stages, and gradients back."""
 
     @abstractmethod
-    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
-        """Send a value without waiting.
-
-        Args:
-            name: value name.
-            k: split index.
-            value: value.
-            source: stage which computed it.
-            destination: stage which uses it.
-        """
+    def put(self, message: Message, value: Any) -> None:
+        """Send a value, or a gradient per leaf, without waiting."""
 
     @abstractmethod
-    def get(self, name: str, k: int, source: int, destination: int) -> Any:
-        """Wait for a value sent by ``put``. Tensors require a gradient if they do at the sender.
-
-        Args:
-            name: value name.
-            k: split index.
-            source: stage which computed it.
-            destination: stage which uses it.
-        """
-
-    @abstractmethod
-    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
-        """Send a value's gradients back to the computing stage, without waiting.
-
-        Args:
-            name: value name.
-            k: split index.
-            gradients: a gradient per leaf.
-            source: stage which computed the value.
-            destination: stage which used it.
-        """
-
-    @abstractmethod
-    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
-        """Wait for gradients sent by ``put_gradients``.
-
-        Args:
-            name: value name.
-            k: split index.
-            source: stage which computed the value.
-            destination: stage which used it.
-        """
+    def get(self, message: Message) -> Any:
+        """Wait for a message. Tensors in a value require a gradient if they do at the sender."""
 
 
 class Inputs(NamedTuple):
@@ -102,7 +74,7 @@ class StageValues:
             return self._pieces[name][k]
         if name in self.inputs.splits:
             return self.inputs.splits[name][k]
-        return self.exchange.get(name, k, self._flow.makers[name], self._flow.stage.index)
+        return self.exchange.get(Message("value", name, k, self._flow.makers[name], self._flow.stage.index))
 
     def publish(self, name: str, k: int, value: Any) -> None:
         """Send a computed value to the stages which read it.
@@ -115,7 +87,7 @@ class StageValues:
         if name in self._returned:
             self.results[name, k] = value
         for user in self._flow.users.get(name, ()):
-            self.exchange.put(name, k, value, self._flow.stage.index, user)
+            self.exchange.put(Message("value", name, k, self._flow.stage.index, user), value)
 
     def publish_pieces(self, pieces: dict[str, list[Any]]) -> None:
         """Store the splits of whole-batch lookups, and send them to their readers."""
@@ -138,8 +110,8 @@ class StageValues:
         elif name in self.inputs.splits:
             self.input_gradients[name, k] = gradients
         else:
-            flow = self._flow
-            self.exchange.put_gradients(name, k, gradients, flow.makers[name], flow.stage.index)
+            message = Message("gradient", name, k, self._flow.makers[name], self._flow.stage.index)
+            self.exchange.put(message, gradients)
 
     def arrived(self, k: int, result_gradients: Mapping[str, Gradients]) -> dict[str, Gradients | None]:
         """Return gradients per value computed for split ``k``, summed over all stages which read it."""
@@ -170,7 +142,7 @@ class StageValues:
     def _with_users(self, name: str, k: int, total: Gradients | None) -> Gradients | None:
         index = self._flow.stage.index
         for user in self._flow.users.get(name, ()):
-            total = added(total, self.exchange.get_gradients(name, k, index, user))
+            total = added(total, self.exchange.get(Message("gradient", name, k, index, user)))
         return total
 
 
