@@ -270,8 +270,7 @@ class Repository:
         Raises:
             RequestError: unknown model or version (status 404), or not ready (503).
         """
-        if name not in self.folders:
-            raise RequestError(f"there is no model {name!r}; models: {sorted(self.folders)}.", 404)
+        self._check_known(name)
         served = self._served.get(name)
         if served is None:
             if self._reasons[name] == _UNLOADED:
@@ -323,8 +322,7 @@ class Repository:
         Raises:
             RequestError: unknown model, or the package cannot be served.
         """
-        if name not in self.folders:
-            raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
+        self._check_known(name)
         async with self._changing:
             try:
                 predictor = await self._open(name)
@@ -361,8 +359,7 @@ class Repository:
         Raises:
             RequestError: unknown model.
         """
-        if name not in self.folders:
-            raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
+        self._check_known(name)
         async with self._changing:
             self._replace(name, None)
 
@@ -431,6 +428,10 @@ class Repository:
                 _log.error("model %r is unloaded: %s", name, error)
                 del self._tasks[name][0]  # this task
                 self._replace(name, None, str(error))
+
+    def _check_known(self, name: str) -> None:
+        if name not in self.folders:
+            raise RequestError(f"there is no model {name!r}; models: {sorted(self.folders)}.", 404)
 
     def _cancel(self, name: str) -> None:
         """Stop watching the weights file and following the deltas of a model."""
