@@ -13,7 +13,7 @@ from meshrec.planner.search import Effort
 from meshrec.planner.solver import CollectiveSet, _Candidate, solve
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
-EFFORT = Effort(time_limit=60.0, max_work=3e7, gap=0.0)
+EFFORT = Effort(time_limit=600.0, max_work=3e7, gap=0.0)
 
 
 def options(problem: Problem, kind: int) -> list[tuple[np.ndarray, np.ndarray]]:
