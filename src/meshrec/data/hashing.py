@@ -28,7 +28,11 @@ def mix(values: UInt64s, seed: int = 0) -> UInt64s:
 
 def codes_of(column: Any) -> tuple[npt.NDArray[np.int64], Any]:
     """Return codes from 0 in order of first appearance, and the values by code, for an Arrow column."""
-    encoded = column.combine_chunks().dictionary_encode()
+    column = column.combine_chunks()
+    if hasattr(column, "dictionary_decode"):
+        # A dictionary of the writer has another order, and values that no row has.
+        column = column.dictionary_decode()
+    encoded = column.dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary
 
 

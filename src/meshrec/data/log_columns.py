@@ -64,7 +64,11 @@ class LogColumns:
         fitted = {} if features is None else features.fitted_kinds()
         return {name: "numeric" for name in (self.time, self.rating) if name is not None} | dict(fitted)
 
+    def required(self) -> list[str]:
+        """Return the columns in which every row has a value, without duplicates."""
+        return list(dict.fromkeys([self.user, self.item, self.time]))
+
     def names(self) -> list[str]:
         """Return the columns to read, without duplicates."""
         optional = [name for name in (self.action, self.rating) if name is not None]
-        return list(dict.fromkeys([self.user, self.item, self.time, *optional, *self.item_features]))
+        return list(dict.fromkeys([*self.required(), *optional, *self.item_features]))

@@ -1,7 +1,7 @@
 """Interaction logs from tables with users, items and times."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from meshrec.data.in_memory import Ranges
 from meshrec.data.interactions import HISTORY, SEEN, TIMES, Interactions
 from meshrec.data.log_columns import ITEM, USER, LogColumns
 from meshrec.data.nearest import missing_column
-from meshrec.data.samples import Ints
+from meshrec.data.samples import Bools, Ints
 
 _logger = logging.getLogger("meshrec")
 
@@ -35,13 +35,18 @@ class LogTable(NamedTuple):
     """Files or table it was read from, which may have further columns."""
 
 
-def counted_rows(log: LogTable, faults: Faults) -> LogTable:
-    """Return the valid rows of a log: with user, item and time, and with sufficient counts.
+def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.Table:
+    """Return the rows with user, item and time that fulfil the conditions on actions and ratings.
 
-    The result has a column "row" with the row number in the log.
+    The result has a column "row" with the row number in the log. String times with a format are parsed.
+
+    Args:
+        log: a log, or a block of its rows.
+        check: called with the mask of valid rows so far, which it modifies, with the mask of rows that have a
+            value, and with the column name.
 
     Raises:
-        DataError: a column is missing, a row lacks a value, or no row remains.
+        DataError: a column is missing, or a string is not a time.
     """
     name, table, columns, source = log
     names = table.column_names
@@ -49,17 +54,18 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
         if column not in names:
             raise missing_column(name, column, names if source is None else column_names(source))
     valid = np.ones(table.num_rows, np.bool_)
-    for column in dict.fromkeys([columns.user, columns.item, columns.time]):
+    for column in columns.required():
         missing = is_missing(table[column].combine_chunks())
         if missing is not None:
-            faults.check(valid, ~missing, f"{name}: column {column!r} has no value in row {{row}}", file=name)
+            check(valid, ~missing, column)
     if columns.action is not None and columns.actions:
         is_used = pc.is_in(table[columns.action].cast(pa.string()), value_set=pa.array(columns.actions))
         valid &= is_used.to_numpy()
     if columns.rating is not None and columns.min_rating is not None:
         valid &= pc.fill_null(pc.greater_equal(table[columns.rating], columns.min_rating), False).to_numpy()
-    for column in dict.fromkeys([columns.user, columns.item, *columns.item_features]):
-        table = table.set_column(names.index(column), column, one_number(whole(table[column])))
+    table = table.append_column("row", pa.array(np.arange(table.num_rows)))
+    if not valid.all():
+        table = table.filter(pa.array(valid))
     if columns.time_format is not None and kind_of(table[columns.time].type) == "text":
         try:
             times = parsed_times(whole(table[columns.time]), columns.time_format)
@@ -68,7 +74,26 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
                 f"{name}: column {columns.time!r}: {error}. Change time_format, or the data"
             ) from error
         table = table.set_column(names.index(columns.time), columns.time, times)
-    table = table.append_column("row", pa.array(np.arange(table.num_rows))).filter(pa.array(valid))
+    return table
+
+
+def counted_rows(log: LogTable, faults: Faults) -> LogTable:
+    """Return the valid rows of a log: with user, item and time, and with sufficient counts.
+
+    The result has a column "row" with the row number in the log.
+
+    Raises:
+        DataError: a column is missing, a row lacks a value, or no row remains.
+    """
+    name, columns = log.name, log.columns
+
+    def check(valid: Bools, good: Bools, column: str) -> None:
+        faults.check(valid, good, f"{name}: column {column!r} has no value in row {{row}}", file=name)
+
+    table = valid_rows(log, check)
+    for column in dict.fromkeys([columns.user, columns.item, *columns.item_features]):
+        index = table.column_names.index(column)
+        table = table.set_column(index, column, one_number(whole(table[column])))
     # Count users and items on the same rows, so that the result does not depend on their order.
     frequent = np.ones(table.num_rows, np.bool_)
     for column, min_count in ((columns.user, columns.min_user_count), (columns.item, columns.min_item_count)):
@@ -76,17 +101,27 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
         if min_count > 1:
             frequent &= np.bincount(codes)[codes] >= min_count
     table = table.filter(pa.array(frequent))
-    if not table.num_rows:
-        raise DataError(f"{name}: no row is left. Look at the conditions on actions, ratings and counts.")
+    check_any_rows(name, table.num_rows)
     return LogTable(name, table, columns)
+
+
+def check_any_rows(name: str, num_rows: int) -> None:
+    """Raise DataError if no row of a log is left."""
+    if not num_rows:
+        raise DataError(f"{name}: no row is left. Look at the conditions on actions, ratings and counts.")
+
+
+def log_features(columns: LogColumns, *, users: bool) -> Features:
+    """Return the unfitted vocabularies of a log; ``users``: whether users are a feature."""
+    names = {ITEM: columns.item} | ({USER: columns.user} if users else {})
+    names |= {name: name for name in columns.item_features}
+    features = tuple(Vocabulary(name=name, column=column) for name, column in names.items())
+    return Features(labels=(), features=features)
 
 
 def fit_log(log: LogTable, *, users: bool) -> Features:
     """Fit the vocabularies of a log on the valid rows; ``users``: whether users are a feature."""
-    names = {ITEM: log.columns.item} | ({USER: log.columns.user} if users else {})
-    names |= {name: name for name in log.columns.item_features}
-    features = tuple(Vocabulary(name=name, column=column) for name, column in names.items())
-    return Features(labels=(), features=features).fit([log.table])
+    return log_features(log.columns, users=users).fit([log.table])
 
 
 class LoggedUsers(NamedTuple):
@@ -116,17 +151,11 @@ def interactions(
     """
     name, table, columns, _ = log
     item = vocabulary_of(features, ITEM)
-    for feature in features.ids:
-        wrong = feature.kind_error({feature.source: kind_of(table[feature.source].type)})
-        if wrong is not None:
-            raise DataError(f"{name}: {wrong}.")
+    check_kinds(name, features, table.schema)
     users, values = codes_of(table[columns.user])
     in_vocabulary = item.lookup_values(table[columns.item].combine_chunks()) >= 0
     users, table = users[in_vocabulary], table.filter(pa.array(in_vocabulary))
-    if not in_vocabulary.all():
-        missing = rows_text(int((~in_vocabulary).sum()))
-        advice = "" if in_vocabulary.any() else ". No row is left: compare the columns"
-        _logger.warning("%s: left out %s of items that training did not meet%s", name, missing, advice)
+    warn_of_unknown(name, int((~in_vocabulary).sum()), len(users))
     ids = item_ids(item, table[columns.item].combine_chunks(), hashed)
     times = microseconds_of(table[columns.time].combine_chunks(), columns.time_unit)
     ties = np.arange(len(users))
@@ -135,23 +164,71 @@ def interactions(
         ties = np.random.default_rng(seed).permutation(ties)
     # The last key is the primary one: users, then times, then ties.
     order = np.lexsort((ties, times, users))
-    catalogue = np.sort(item_ids(item, item.vocabulary, hashed))
-    described = {}
+    sample = None
     if columns.item_features:
         # An item's values come from its first row.
-        sample = table.take(pa.array(np.unique(ids, return_index=True)[1]))
-        sampled_ids = np.unique(ids)
-        for column in columns.item_features:
-            described[column] = _catalog_values(
-                vocabulary_of(features, column), sample, sampled_ids, catalogue
-            )
-    user = vocabulary_of(features, USER) if USER in [feature.name for feature in features.ids] else None
-    log_interactions = Interactions(
-        name=name,
+        sampled_ids, first_rows = np.unique(ids, return_index=True)
+        sample = ItemSample(sampled_ids, table.take(pa.array(first_rows)))
+    arrays = SortedRows(
         offsets=np.concatenate([[0], np.cumsum(np.bincount(users, minlength=len(values)))]),
         items=ids[order],
         times=times[order] // 1_000_000,
         rows=table["row"].to_numpy()[order],
+    )
+    return logged_users(name, features, arrays, values, num_rows=num_rows, hashed=hashed, sample=sample)
+
+
+class SortedRows(NamedTuple):
+    """Rows of a log sorted by user and time, as in `Interactions`; int32 or int64, possibly mapped files."""
+
+    offsets: Ints
+    items: Ints
+    times: Ints
+    rows: Ints
+
+
+class ItemSample(NamedTuple):
+    """A row for each item with interactions: item IDs, ascending, and the rows of the log."""
+
+    ids: Ints
+    table: pa.Table
+
+
+def logged_users(
+    name: str,
+    features: Features,
+    arrays: SortedRows,
+    values: pa.Array,
+    *,
+    num_rows: int,
+    hashed: Key | None,
+    sample: ItemSample | None,
+) -> LoggedUsers:
+    """Return sorted rows with the features and the catalogue of a log.
+
+    Args:
+        name: display name.
+        features: fitted features.
+        arrays: sorted rows.
+        values: user values by number.
+        num_rows: rows in the whole log.
+        hashed: hashed key feature, or None: IDs are rows.
+        sample: source of item features; None: the log has none.
+    """
+    item = vocabulary_of(features, ITEM)
+    catalogue = np.sort(item_ids(item, item.vocabulary, hashed))
+    described = {}
+    if sample is not None:
+        for feature in features.ids:
+            if isinstance(feature, Vocabulary) and feature.name not in (ITEM, USER):
+                described[feature.name] = _catalog_values(feature, sample, catalogue)
+    user = vocabulary_of(features, USER) if USER in [feature.name for feature in features.ids] else None
+    log_interactions = Interactions(
+        name=name,
+        offsets=arrays.offsets,
+        items=arrays.items,
+        times=arrays.times,
+        rows=arrays.rows,
         num_rows=num_rows,
         item=(item if hashed is None else hashed).feature(),
         catalogue=catalogue,
@@ -160,6 +237,22 @@ def interactions(
         described=described,
     )
     return LoggedUsers(log_interactions, values)
+
+
+def check_kinds(name: str, features: Features, schema: pa.Schema) -> None:
+    """Raise DataError unless a log's columns have the kinds of fitted features."""
+    for feature in features.ids:
+        wrong = feature.kind_error({feature.source: kind_of(schema.field(feature.source).type)})
+        if wrong is not None:
+            raise DataError(f"{name}: {wrong}.")
+
+
+def warn_of_unknown(name: str, num_omitted: int, num_left: int) -> None:
+    """Log how many rows were left out, because their items are not in the vocabulary."""
+    if num_omitted:
+        advice = "" if num_left else ". No row is left: compare the columns"
+        message = "%s: left out %s of items that training did not meet%s"
+        _logger.warning(message, name, rows_text(num_omitted), advice)
 
 
 def requests_of_histories(
@@ -207,20 +300,11 @@ def item_ids(item: Vocabulary, values: Any, hashed: Key | None) -> Ints:
     return item.rows_of(values) if hashed is None else hashed.rows_of(values)
 
 
-def _catalog_values(
-    feature: Vocabulary, sample: pa.Table, sampled: Ints, catalogue: Ints
-) -> tuple[Feature, Ranges]:
-    """Return an item feature with values for every catalog item.
-
-    Args:
-        feature: item feature.
-        sample: a row per sampled item.
-        sampled: item IDs of ``sample``, ascending.
-        catalogue: all item IDs, ascending.
-    """
-    values = feature.values(sample)
+def _catalog_values(feature: Vocabulary, sample: ItemSample, catalogue: Ints) -> tuple[Feature, Ranges]:
+    """Return an item feature with values for every item of the catalogue (IDs, ascending)."""
+    values = feature.values(sample.table)
     lengths, starts = (np.zeros(len(catalogue), np.int64) for _ in range(2))
-    positions = np.searchsorted(catalogue, sampled)
+    positions = np.searchsorted(catalogue, sample.ids)
     lengths[positions], starts[positions] = np.diff(values.offsets), values.offsets[:-1]
     average = float(lengths.mean())
     return replace(feature.feature(), average_length=average), Ranges(

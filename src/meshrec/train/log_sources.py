@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
     from meshrec.data.faults import Faults
     from meshrec.data.features import Features, Key
+    from meshrec.data.log_parts import LogFiles
     from meshrec.data.logs import LoggedUsers, LogTable
     from meshrec.data.next_item_data import HeldOut
 
@@ -146,6 +147,53 @@ class Log(LogSource, DataSource):
     """Log files."""
     csv: CsvFormat = DETECTED
     """CSV format; settings not given are detected."""
+    histories: Path | None = None
+    """Folder for the sorted log, built once and memory-mapped; if none, the log is sorted in memory."""
+    histories_gib: float = 1.0
+    """Memory to build histories in a folder, in GiB, besides a few arrays per user and item."""
+
+    @override
+    def fit(self) -> "Features":
+        from meshrec.data.histories import fit_histories
+
+        if self.histories is None:
+            return LogSource.fit(self)
+        return fit_histories(
+            self._files(), self.histories, self._faults(), users=not self.windows, memory=self._memory
+        )
+
+    @override
+    def interactions(self, features: "Features", data: Any = None) -> "LoggedUsers":
+        from meshrec.data.histories import open_histories
+
+        if self.histories is None:
+            return LogSource.interactions(self, features, data)
+        return open_histories(
+            self._files(data, features),
+            self.histories,
+            self._faults(),
+            features,
+            hashed=self.key,
+            seed=self.seed,
+            memory=self._memory,
+        )
+
+    @property
+    def _memory(self) -> int:
+        return int(self.histories_gib * (1 << 30))
+
+    def _files(self, data: Any = None, features: "Features | None" = None) -> "LogFiles":
+        from meshrec.data.log_parts import LogFiles
+
+        paths = self.log if data is None else data
+        name = str(paths if isinstance(paths, str | Path) else paths[0])
+        return LogFiles(
+            name=Path(name).name,
+            paths=paths,
+            columns=self.columns,
+            kinds=self.columns.kinds(features),
+            form=self.csv,
+        )
 
     @override
     def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
