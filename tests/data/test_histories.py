@@ -1,5 +1,6 @@
 import datetime
 import decimal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,20 @@ def test_a_second_build_reads_nothing_again_and_new_files_add_parts(tmp_path):
     after = files_in(source.histories)
     assert len(after) == 3
     assert before.items() <= after.items()
+
+
+def test_ranks_share_a_folder_and_read_the_same_batches(tmp_path):
+    rng = np.random.default_rng(6)
+    source = Log(log=(str(written(tmp_path, [plain_log(rng, 60)])),), histories=tmp_path / "built", history=3)
+    expected = replace(source, histories=None).load()
+    with ThreadPoolExecutor(4) as ranks:
+        datasets = list(ranks.map(lambda _: source.load(), range(4)))
+    for dataset in datasets:
+        for part in ("train", "validation", "test"):
+            batches = [[*getattr(each, part).batches(8)] for each in (dataset, expected)]
+            for actual, other in zip(*batches, strict=True):
+                assert actual.sparse.values().tolist() == other.sparse.values().tolist()
+                assert actual.sparse.lengths().tolist() == other.sparse.lengths().tolist()
 
 
 def test_changed_files_and_options_replace_what_depends_on_them(tmp_path):
