@@ -516,12 +516,15 @@ class _Sorter:
         """Return the rows of a bucket by user, time and tie, and the offsets of the bucket's users."""
         records = np.fromfile(bucket.path, self._record_type())
         keys = [records["tie"]] if "tie" in (self._record_type().names or ()) else []
-        records = _taken(records, _sorted_order([*keys, records["time"], records["user"]]))
+        # Most logs have whole seconds, which take fewer bits to sort.
+        seconds, fraction = np.divmod(records["time"], 1_000_000)
+        order = _sorted_order([*keys, fraction, seconds, records["user"]])
+        records = _taken(records, order)
         counts = np.bincount(records["user"] - bucket.start, minlength=bucket.stop - bucket.start)
         return SortedRows(
             offsets=np.concatenate([[0], np.cumsum(counts)]),
             items=records["item"],
-            times=records["time"] // 1_000_000,
+            times=seconds[order],
             rows=records["row"],
         )
 
