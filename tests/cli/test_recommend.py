@@ -71,6 +71,21 @@ def test_the_unedited_recipe_comes_near_the_best(log, runs):
     assert set(summary["baselines_test"]) == {"item popularity", "item-kNN", "last-item Markov chain"}
 
 
+def test_large_logs_are_sorted_into_a_folder_with_the_same_results(log, tmp_path, monkeypatch):
+    results = []
+    for name, share in (("memory", 1), ("disk", 0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setattr("meshrec.cli.inspect_log._MAX_SHARE", share)
+        assert inspect([str(log[2]), *COLUMNS, "--out", str(folder / "recipe.py")]) == 0
+        options = ["--runs", str(folder), "--name", "r", "--quiet", "--training.epochs", "1"]
+        assert train([f"{folder}/recipe.py:recipe", *options]) == 0
+        assert (folder / "histories").exists() == (name == "disk")
+        summary = RunFolder(folder / "r").read_json("summary.json")
+        results.append((summary["test"]["recall@10"], recommended(folder).to_pydict()))
+    assert results[0] == results[1]
+
+
 def test_every_user_gets_items_that_are_new_to_them(log, runs):
     found = recommended(runs, "-k", "7")
     assert found.column_names == ["visitor", "rank", "item", "score"]

@@ -23,6 +23,8 @@ NextItemModel = Literal["hstu", "sasrec", "gru4rec", "bert4rec", "two_tower"]
 _STEPS = 3000
 """Training steps that a small log gets; larger logs get at least four epochs."""
 _MAX_CLICKS = 50
+_BYTES_PER_ROW, _MAX_SHARE = 150, 0.25
+"""Memory of a log that is sorted in memory, and the share of memory above which a folder is proposed."""
 _DOT_PRODUCTS = "softmax=SampledSoftmax(num_negatives=1024)"
 _COSINES = 'softmax=SampledSoftmax(num_negatives=1024, similarity="cosine", temperature=0.05)'
 _MODELS: dict[str, tuple[str, str]] = {
@@ -97,14 +99,16 @@ def recipe_of_log(
     from meshrec.data.propose_log import propose_log
 
     log = propose_log(data, columns, form)
-    parts = _next_item_parts(log, model) if label is None else _click_parts(log, label)
+    parts = _next_item_parts(log, model, out.parent) if label is None else _click_parts(log, label)
     if form != DETECTED:
         parts = parts._replace(options=(f"csv={constructor_source(form)}", *parts.options))
     return _recipe_text(data, log, parts, out), log, parts
 
 
-def _next_item_parts(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
-    """Return the parts of a recipe that learns the next item."""
+def _next_item_parts(log: "LogProposal", model: NextItemModel, folder: Path) -> _RecipeParts:
+    """Return the parts of a recipe in ``folder`` that learns the next item."""
+    from meshrec.ops.mapping import memory_limit
+
     name, call = _MODELS[model]
     options = [f"history={log.history}"]
     reasons = [*log.reasons]
@@ -114,6 +118,10 @@ def _next_item_parts(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
         reasons.append("the model learns when items repeat (SampledSoftmax.repeats)")
     if model == "two_tower":
         options.append("windows=False")
+    if log.num_rows * _BYTES_PER_ROW > _MAX_SHARE * memory_limit():
+        histories = folder.resolve() / "histories"
+        options.append(f"histories=Path({literal_source(str(histories))})")
+        reasons.append(f"the log would take much of the memory: it is sorted once, into {histories}")
     num_samples = log.num_rows if model == "two_tower" else log.num_windows
     table_lr, schedule = ("2e-3", "") if model == "two_tower" else ("6e-3", "warmup_steps=50, ")
     return _RecipeParts(
@@ -165,6 +173,7 @@ def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, o
     used = {"DenseOptimizer", "Recipe", "Schedule", "Training", parts.source, parts.loss}
     names = ", ".join(sorted({*used, parts.model.partition("(")[0]}, key=str.lower))
     softmax = "from meshrec.models import SampledSoftmax\n" if "SampledSoftmax" in parts.model else ""
+    path = "from pathlib import Path\n\n" if "histories=Path" in options else ""
     csv = "from meshrec.data.csv_dialects import CsvFormat\n" if "csv=CsvFormat" in options else ""
     rows = f"{log.num_rows:,} rows"
     return f'''"""Recipe that `meshrec inspect` proposed for {rows}: change what you know better.
@@ -172,7 +181,7 @@ def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, o
 Train it: meshrec train {quote(f"{out}:recipe")} --baselines
 """
 
-{csv}from meshrec.data.log_columns import LogColumns
+{path}{csv}from meshrec.data.log_columns import LogColumns
 {softmax}from meshrec.optim import Adam
 from meshrec.train import {names}
 
