@@ -421,6 +421,6 @@ class Progress:
         now = time.monotonic()
         if now - self._last > _SECONDS_BETWEEN_LINES:
             self._last = now
-            seconds = (now - self._start) * (self._num_rows - self._done) / self._done
+            seconds = (now - self._start) * (self._num_rows - self._done) / max(self._done, 1)
             message = "%s: %.1f of %.1f million rows, about %.0f s left"
             _logger.info(message, self._step, self._done / 1e6, self._num_rows / 1e6, seconds)
