@@ -59,7 +59,7 @@ class ItemFrequency(nn.Module):
         # k occurrences in this batch divide the time since the item's last batch into k intervals.
         interval = (self.num_samples - self.last_seen[items]).double() / counts
         num_seen = self.num_seen[items] + 1
-        # 1 / n gives the plain mean until n reaches 1 / rate.
+        # 1 / n gives the plain mean until n reaches 1 / rate; from then on the mean forgets.
         weight = (1.0 / num_seen).clamp(min=self._rate)
         self.distance[items] = torch.lerp(self.distance[items], interval, weight.double())
         self.last_seen[items] = self.num_samples

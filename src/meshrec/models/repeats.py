@@ -99,6 +99,7 @@ class RepeatScores(nn.Module):
             quality: evaluates the model with the values set in ``chosen``; higher is better.
         """
         for number, choices in enumerate(_CANDIDATES):
+            # Neighbors of the current value only: every candidate costs an evaluation.
             at = choices.index(float(self.chosen[number]))
             qualities: dict[int, float] = {}
             while True:

@@ -75,7 +75,7 @@ def fit_curve(
     both, ones = np.concatenate([logits, logits]), np.repeat([1, 0], len(logits))
     parts = np.concatenate([weights * labels, weights * (1 - labels)])
     has_weight = parts > 0
-    # Practically unregularized: the curve has only two parameters.
+    # Practically unregularized: the curve has only two parameters, and shrinking them would bias it.
     regression = needs("sklearn.linear_model", "estimators").LogisticRegression(C=1e10)
     regression.fit(both[has_weight, None], ones[has_weight], sample_weight=parts[has_weight])
     return Curve(kind, regression.coef_[0].tolist(), regression.intercept_.tolist())

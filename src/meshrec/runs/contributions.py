@@ -117,6 +117,7 @@ def _row_contributions(
     """
     names = row.column_names
     both = pa.concat_tables([row, background_rows.select(names)], promote_options="permissive")
+    # In `both`, index 0 is the explained row, and the background rows start at 1.
     # Position p in an order holds the column that changes from the background value to the row's at step p.
     orders = np.array([draws.permutation(len(names)) for _ in range(num)])
     drawn = 1 + draws.integers(0, len(background_rows), num)

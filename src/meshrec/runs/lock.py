@@ -129,6 +129,7 @@ def _open_locked(path: Path) -> int | None:
     replaced meanwhile; in this case, try again with the new file.
     """
     while True:
+        # O_NOFOLLOW: a symbolic link could make this process lock and later remove another file.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -116,6 +116,7 @@ def load_recommender(
     requested = logged.values if users is None else _read_users(users, column, logged.values).unique()
     positions = pc.index_in(requested, value_set=logged.values.cast(requested.type))
     user_indices = positions.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    # Index -1, an unknown user, reads the last user's history; the first condition excludes it.
     has_history = (user_indices >= 0) & (logged.log.stops > logged.log.firsts)[user_indices]
     user_ids = None if source.windows else vocabulary_of(features, USER).lookup_values(requested)
     model, step = load_model(run, ranks, recipe, source.dataset(features), step=step, last=last)

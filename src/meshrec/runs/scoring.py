@@ -237,6 +237,7 @@ class _UnseenValues:
     def warn(self, ranks: Ranks) -> None:
         """Warn about features with at least half of their values unseen in training. Collective."""
         counts = ranks.sum(self._counts) if self._counts else []
+        # IDs start with 0 (missing), then `num_unseen` IDs for values unseen in training.
         for number, feature in enumerate(self._features):
             num, unseen = counts[2 * number : 2 * number + 2]
             if ranks.is_first and num and unseen / num >= _UNSEEN_WARNING_SHARE:

@@ -131,6 +131,7 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
         return resolve(f"{origin / main}:{function}")
     copy = folder.path / COPY
     files = _read_files(copy, entry, check=doubt is None)
+    # Without a seal, the digests come from the same source as the files, so they prove nothing.
     if files is None:
         raise ValueError(
             f"{copy} was changed after the run was trained, and {origin / main} has changed as well. "

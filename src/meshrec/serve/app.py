@@ -148,6 +148,7 @@ class Routes:
     async def _rollback(self, http: HttpRequest) -> Response:
         self._check_admin(http)
         text = http.path_params["delta"]
+        # Decimal ASCII digits only: int() would accept other scripts, signs and underscores.
         if not text.isascii() or not text.isdecimal() or len(text) > 18:
             raise RequestError(f"the delta must be a number such as 15, got {text[:40]!r}.")
         await _check_parameters(http)
@@ -204,8 +205,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an ASGI request."""
         if scope["type"] != "http":
-            return
+            return  # the server disables WebSockets and lifespan events
         reply = self._closing(send) if self.is_stopping else send
+        # Load balancers probe health without credentials.
         if self._token is not None and not scope["path"].startswith("/v2/health/"):
             scheme, _, shown = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # Constant time, so that response times do not reveal the token.

@@ -157,6 +157,7 @@ class Batcher:
         if request.num_samples <= self._limits.max_batch:
             return await self._enqueue(request, deadline)
         piece, start = RequestSplitter(request), 0
+        # One piece after the other, so that requests of other clients are scored in between.
         scored: list[VersionedScores] = []
         while start < request.num_samples:
             stop = start + self._piece_size()
@@ -233,6 +234,7 @@ class Batcher:
         batch = self._take(now)
         if not batch:
             return
+        # At least 1, because 0 means idle: a batch of empty requests has no samples.
         self._num_running = sum(work.request.num_samples for work in batch) or 1
         running = asyncio.get_running_loop().run_in_executor(self._pool, self._scores, batch)
         running.add_done_callback(lambda future: self._finish(batch, now, future))
@@ -276,6 +278,7 @@ class Batcher:
         except Exception as error:
             if len(batch) == 1:
                 return [error]
+            # One bad request must not fail the others in its batch.
             return [result for work in batch for result in self._scores([work])]
         return results
 
@@ -298,6 +301,7 @@ class Batcher:
         self._finished = now
         pace = (now - since) / self._num_running
         self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)
+        # Scoring alone, without queueing: sizes batches and pieces.
         computing = (now - began) / self._num_running
         if self._computing_per_sample:
             computing = min(computing, 2 * self._computing_per_sample)  # damp outliers

@@ -272,6 +272,7 @@ class Connection(HttpToolsProtocol):
         self._registry.count(status)
         self._unset_keepalive_if_required()
         unfinished = self._reading == BODY and not self.cycle.response_complete
+        # Drop the request whose body will never be complete: earlier ones are still answered.
         while self.pipeline and unfinished and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else self._active  # type: ignore[assignment]
@@ -285,6 +286,7 @@ class Connection(HttpToolsProtocol):
         self._refused_at = time.monotonic()
         started = unfinished and self.cycle.response_started
         if unfinished:
+            # Wakes the handler, which waits for the body and then sees a disconnected client.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._release()
@@ -298,6 +300,7 @@ class Connection(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.flow.resume_reading()
+        # Half-close, so that the client reads the answer before it sees an error; TLS has no half-close.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
@@ -367,7 +370,8 @@ class Connection(HttpToolsProtocol):
         self._num_unstructured += len(name) + len(value)
         if self._num_fields > _MAX_HEADERS:
             self._reason = 431, f"the request has more than {_MAX_HEADERS} headers. Send fewer."
-            raise ValueError(self._reason[1])
+            raise ValueError(self._reason[1])  # stops the parser; `data_received` refuses with `_reason`
+        # Whitespace around a value is not part of it (RFC 9110, 5.5).
         super().on_header(name, value.strip(b" \t"))
 
     @override

@@ -153,6 +153,7 @@ class Deltas:
                 yield lambda table=table, ids=ids[part], rows=rows[part]: table.index_copy_(0, ids, rows)  # type: ignore[misc]
 
         def finish() -> None:
+            # In one call: no batch sees some of these tensors before and others after the delta.
             for name, tensor in delta.whole.items():
                 self._weights[name].copy_(tensor)
             self._last = record
@@ -163,7 +164,7 @@ class Deltas:
         """Return the record of the delta to apply next; None if there is none yet."""
         stamp = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
         if stamp == self._checked_mtime:
-            return None  # reading the folder is slow with many deltas
+            return None  # listing a folder of many deltas is slow, and followers poll
         last, step = self._last_published, self._about["step"]
         if self._last is not None:
             last, step = self._last.published, self._last.step

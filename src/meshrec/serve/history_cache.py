@@ -80,6 +80,7 @@ class HistoryCache:
         """Return the longest cached prefix of a history, or None."""
         values, width = values_NF.tobytes(), values_NF[:1].nbytes
         for num_items in range(len(values_NF), 0, -1):
+            # Building a key copies up to the whole history: test the cheap count first.
             if (values[:width], num_items) in self._lengths:
                 rows = self._entries.get(values[: num_items * width])
                 if rows is not None:
@@ -97,6 +98,7 @@ class HistoryCache:
         """
         values, width = values_NF.tobytes(), values_NF[:1].nbytes
         if prefix is not None:
+            # The longer entry serves every request that the prefix would, as histories only grow.
             self._drop(values[: prefix.num_items * width], width)
         self._drop(values, width)
         if _size(values, rows) > self._max_bytes:
@@ -166,6 +168,7 @@ class IncrementalScores:
         rows_by_history = [advanced.cache.rows] if is_single else advanced.cache.rows.split(lengths_B, dim=1)
         for history, beginning, rows in zip(histories, prefixes, rows_by_history, strict=True):
             if len(history):
+                # Cloned, because a slice would keep the tensor of the whole batch in memory.
                 self._cache.put(history, rows if is_single else rows.clone(), beginning)
         hits = sum(history is not None for history in prefixes)
         misses = sum(len(history) > 0 for history in histories) - hits

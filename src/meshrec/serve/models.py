@@ -425,8 +425,9 @@ class Repository:
         error = await served.wait_for_damage()
         async with self._changing:
             if self._served.get(name) is served:
+                # Otherwise another version has replaced the damaged one meanwhile.
                 _log.error("model %r is unloaded: %s", name, error)
-                del self._tasks[name][0]  # this task
+                del self._tasks[name][0]  # this task, which `_replace` would cancel
                 self._replace(name, None, str(error))
 
     def _check_known(self, name: str) -> None:
@@ -458,6 +459,7 @@ class Repository:
             self._served[name] = served
         self._reasons[name] = reason if served is None else ""
         if old is not None:
+            # In the background: requests that the old version has admitted are still answered.
             leaving = asyncio.create_task(old.batcher.drain())
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
@@ -466,6 +468,7 @@ class Repository:
         """Score the warm-up samples, so that first requests do not wait for compilation or page faults."""
         for request in self._opening.warm_up.requests(served.signature):
             served.score(request)
+        # Warm-up histories must not occupy the cache.
         served.clear_history_cache()
         served.enable_cache_metrics()
 

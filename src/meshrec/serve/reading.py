@@ -45,7 +45,8 @@ class BodyReader:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read")
-        # Numbers by which parent and child refer to signatures, so that each is sent once.
+        # Numbers by which parent and child refer to signatures, so that each is sent once. Weak: a signature
+        # is dropped with its model version.
         self._indices: weakref.WeakKeyDictionary[Signature, int] = weakref.WeakKeyDictionary()
         self._num_signatures = 0
         # Signatures which the child has; mirrors its eviction order. Reset when the child restarts.

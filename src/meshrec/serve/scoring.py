@@ -218,6 +218,6 @@ def _deadline(headers: Headers, began: float) -> float:
         milliseconds = float(text)
     except ValueError:
         milliseconds = math.nan
-    if not milliseconds > 0:
+    if not milliseconds > 0:  # also true for NaN
         raise RequestError(f"the header {TIMEOUT} must be milliseconds above 0, got {text[:40]!r}.")
     return began + milliseconds / 1e3

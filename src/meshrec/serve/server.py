@@ -85,10 +85,10 @@ class Server:
             lifespan="off",
             ws="none",
             loop="asyncio",
-            log_config=None,
+            log_config=None,  # the command has configured logging
             access_log=options.access_log,
             server_header=False,
-            proxy_headers=False,
+            proxy_headers=False,  # a client could forge X-Forwarded-For to evade the limits per client
             ssl_certfile=options.tls_cert,
             ssl_keyfile=options.tls_key,
             timeout_keep_alive=math.ceil(options.connections.idle_seconds),

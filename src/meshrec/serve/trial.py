@@ -192,7 +192,7 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
     report = b""
     code = 1
     try:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is expected, and needs no core dump
         signal.alarm(int(seconds) + 10)  # even if the parent dies
         os.environ["TMPDIR"] = folder  # torch extracts programs here; the parent removes the folder
         torch.set_num_threads(1)
@@ -205,7 +205,7 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
     finally:
         with contextlib.suppress(OSError):
             os.write(to, report[:_MAX_BYTES])
-        os._exit(code)
+        os._exit(code)  # without the exit handlers inherited from the parent
 
 
 def _try_package(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -> bytes:

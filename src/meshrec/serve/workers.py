@@ -285,6 +285,7 @@ def _run_worker(
     from meshrec.serve.server import Server
 
     parent = os.getppid()
+    # Workers share the cores: a thread per core in each would make them wait for each other.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
     try:
         server = Server(

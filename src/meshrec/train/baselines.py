@@ -86,7 +86,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
         return samples if number is None else replace(samples, labels=samples.labels[:, number])
 
     train = read(dataset.train)
-    mean = weighted_mean(train.labels, weights_of(train)).clamp(1e-6, 1 - 1e-6)
+    mean = weighted_mean(train.labels, weights_of(train)).clamp(1e-6, 1 - 1e-6)  # keeps the logit finite
 
     def quality(logits: Callable[[Batch], Tensor]) -> dict[str, dict[str, float]]:
         return {

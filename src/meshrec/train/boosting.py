@@ -31,8 +31,8 @@ _OPTIONS = {
     "colsample_bytree": 0.5,
     "reg_lambda": 10.0,
     "deterministic": True,
-    "force_row_wise": True,
-    "use_missing": False,
+    "force_row_wise": True,  # otherwise LightGBM times both layouts, and results depend on the load
+    "use_missing": False,  # inputs are never missing, and `BoostedTrees` has no branch for them
     "verbosity": -1,
 }
 

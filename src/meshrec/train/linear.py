@@ -222,6 +222,7 @@ def _fit(
     of_samples = np.ones(len(labels)) if weights is None else weights
     penalized = np.full(data.shape[1], penalty)
     penalized[-1] = 0.0  # the bias
+    # p (1 - p) is 1/4 at zero, where the fit starts.
     curvature = transposed.multiply(transposed) @ (0.25 * of_samples) + penalized
     scale = 1.0 / np.sqrt(np.maximum(curvature, 1e-12))
     num, calls = len(labels), itertools.count()

@@ -82,6 +82,7 @@ class Steps:
         """
         step = lines.progress.step
         self._rates.set(step)
+        # A step may have several batches: gradients are accumulated to the global batch size.
         with self.phases.recording(step):
             outputs = self.step(batches, -(-num_samples // self._batch_size), num_samples)
         lines.add(outputs)

@@ -165,6 +165,7 @@ class PairedTest:
         if self.step is not None:
             deviations = _mean_in_standard_errors((self._losses - losses).double(), weights)
         if self.step is None or deviations >= _BEYOND_CHANCE:
+            # Cloned: `float` returns the caller's tensor if it has this type already.
             self.step, self._losses, self._deviations = step, losses.float().clone(), []
         else:
             self._deviations.append(deviations)
