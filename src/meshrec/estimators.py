@@ -127,7 +127,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             recipe=recipe, source="recipe.yaml", name=_RUN, runs=folder, device=self.device, final=self.final
         )
         with _preserved_random_state():
-            self.summary_ = run_rank(job, lambda _: _Progress() if self.verbose else _silent)
+            self.summary_ = run_rank(job, lambda _: _ProgressLine() if self.verbose else _silent)
 
     def _evaluate_run(self, data: Any) -> dict[str, float]:
         """Return the run's metrics on labelled data; warn if the model was fitted on all rows of its data."""
@@ -303,7 +303,7 @@ class _TableEstimator:
         logits = Scored.concat(list(gather_scores(scorer, join(choose_device(self.device))))).logits_B
         # Only Classifier sets curve_, with `calibration`.
         if getattr(self, "curve_", None) is not None:
-            logits = Curve(*self.curve_).calibrated(logits)
+            logits = Curve(*self.curve_).calibrate_logits(logits)
         scores: npt.NDArray[np.float32] = scorer.recipe.loss.scores(logits).float().numpy()
         return scores
 
@@ -667,7 +667,7 @@ class Recommender(_Estimator):
         return folder
 
 
-class _Progress:
+class _ProgressLine:
     """Progress on a single standard error line, which terminals and notebooks overwrite."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from meshrec.cli import evaluate
 from meshrec.cli.train import main as train
-from meshrec.runs.judging import _encode_by_frequency, _slices
+from meshrec.runs.judging import _encode_by_frequency, _slice_metrics
 from meshrec.train import RunFolder
 from meshrec.train.evaluation import Scored
 from tests.train.clicks import clicks, write_clicks
@@ -85,7 +85,7 @@ def test_values_that_are_called_like_the_others_are_judged_by_themselves():
     values, numbers = _encode_by_frequency(pa.chunked_array([rows]), np.arange(len(rows)))
     assert sorted(values[:3]) == ["None", "None (null)", "others"]
     scored = Scored(None, torch.zeros(len(rows)), torch.ones(len(rows)))
-    slices = _slices(scored, values, numbers)
+    slices = _slice_metrics(scored, values, numbers)
     assert sum(each["samples"] for each in slices.values()) == len(rows)
     assert slices["others (the rest)"]["samples"] == len(rows) - 6 - 17
 

@@ -26,7 +26,7 @@ def test_isotonic_probabilities_are_those_of_scikit_learn(samples):
     expected = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(logits, labels)
     tried = np.linspace(-5, 5, 101)
     np.testing.assert_allclose(curve(tried), expected.predict(tried), atol=1e-12)
-    outputs = torch.sigmoid(curve.calibrated(torch.from_numpy(tried)))
+    outputs = torch.sigmoid(curve.calibrate_logits(torch.from_numpy(tried)))
     np.testing.assert_allclose(outputs.numpy(), expected.predict(tried), atol=1e-12)
 
 

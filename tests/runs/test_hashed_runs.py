@@ -16,7 +16,7 @@ from meshrec.export import Predictor
 from meshrec.runs.export import export_run
 from meshrec.runs.report import report_data
 from meshrec.runs.scoring import load_trained_model
-from meshrec.serve.fresh import Codes, Deltas, apply_deltas
+from meshrec.serve.fresh import Deltas, Quantization, apply_deltas
 from meshrec.serve.requests import Request, RequestError, checked
 from meshrec.serve.trial import signature_of
 from meshrec.train import RunFolder
@@ -127,7 +127,7 @@ def test_quantised_servers_follow_the_run(run, tmp_path):
         quantize_run(run, join("cpu"), tmp_path / f"{name}-small", rounding="search", **which)
         packages.append(exported(run, tmp_path / name, quantised=tmp_path / f"{name}-small"))
     early, late = packages
-    codes = Codes(early.quantised, early.rounding)
+    codes = Quantization(early.quantised, early.rounding)
     deltas = Deltas(run.path / "deltas", early.about, early.weights, codes=codes, hashed=early.hashed)
     apply_deltas(deltas)
     assert deltas.freshness.reason == ""

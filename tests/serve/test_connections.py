@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshrec.serve import ConnectionLimits, connections
-from meshrec.serve.connections import Connections, client_of
+from meshrec.serve.connections import Connections, client_key
 from tests.serve.conftest import Client, running, samples, scores_of
 
 GIVEN = samples(3)
@@ -214,8 +214,8 @@ def test_the_slowest_connection_is_found():
 
 
 def test_clients_are_addresses_or_networks():
-    assert client_of("10.0.0.7") == client_of("::ffff:10.0.0.7") == "10.0.0.7"
-    assert client_of("2001:db8:1:2::3") == client_of("2001:db8:1:2:4::5") != client_of("2001:db8:1:3::3")
+    assert client_key("10.0.0.7") == client_key("::ffff:10.0.0.7") == "10.0.0.7"
+    assert client_key("2001:db8:1:2::3") == client_key("2001:db8:1:2:4::5") != client_key("2001:db8:1:3::3")
 
 
 @pytest.mark.parametrize("name", ["max_connections", "max_per_client", "max_header", "idle_seconds"])

@@ -18,7 +18,7 @@ from meshrec.modules import DataType
 from meshrec.runs.export import export_run
 from meshrec.runs.quantize import quantize_run
 from meshrec.serve import fresh
-from meshrec.serve.fresh import Codes, Deltas, Freshness, apply_deltas
+from meshrec.serve.fresh import Deltas, Freshness, Quantization, apply_deltas
 from meshrec.train import join
 from meshrec.train.run_folder import find_run
 from tests.export.conftest import torchs_own_warnings
@@ -286,7 +286,7 @@ def test_deltas_are_quantised_like_the_package(published, tmp_path):
             folder = export_run(published, tmp_path / name, quantised=tmp_path / f"q-{name}", compile=False)
             packages.append(Predictor(folder))
     old, new = packages
-    codes = Codes(old.quantised, old.rounding)
+    codes = Quantization(old.quantised, old.rounding)
     deltas = Deltas(published.path / "deltas", old.about, old.weights, codes=codes)
     apply_deltas(deltas)
     assert deltas.freshness == Freshness(6, 10, "")
@@ -318,7 +318,7 @@ def followed(run, folder, **options):
             Predictor(export_run(run, folder / str(step), step=step, compile=False, **options))
             for step in (4, 12)
         )
-    codes = Codes(early.quantised, early.rounding)
+    codes = Quantization(early.quantised, early.rounding)
     deltas = Deltas(run.path / "deltas", early.about, early.weights, codes=codes)
     apply_deltas(deltas)
     return early, late, deltas.freshness

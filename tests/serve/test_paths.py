@@ -33,7 +33,7 @@ from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import ServedModel
 from meshrec.serve.reading import BodyReader
 from meshrec.serve.samples import read_samples
-from meshrec.serve.scoring import Scoring, score_request_of
+from meshrec.serve.scoring import ScoringEndpoint, score_request_of
 from meshrec.serve.service import ScoringService
 from meshrec.train import RunFolder, join
 from meshrec.train.evaluation import EVALUATION_BATCH
@@ -103,7 +103,7 @@ def answers(predictor, paths_and_bodies):
     repository = SimpleNamespace(only=lambda: served, get=lambda *_: served)
     connections = SimpleNamespace(reserve=lambda _: None, release=lambda _: None)
     reader = BodyReader()
-    scoring = Scoring(ScoringService(repository, Metrics(), connections), 1 << 24, reader)
+    scoring = ScoringEndpoint(ScoringService(repository, Metrics(), connections), 1 << 24, reader)
 
     async def ask(path, body):
         sent = []

@@ -16,7 +16,7 @@ def test_the_kept_weights_come_back(tmp_path, on_disk):
         model.weight.data.fill_(value)
         model.running_mean.fill_(value)
         progress.step += 1
-        best.keep(progress)
+        best.copy_weights(progress)
     model.weight.data.fill_(3.0)
     model.running_mean.fill_(3.0)
     assert best.restore() == 2

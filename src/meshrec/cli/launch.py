@@ -209,6 +209,7 @@ def _store(options: StoreOptions) -> int:
 
 
 def _print_yaml(*manifests: object) -> None:
+    """Print manifests as YAML documents."""
     yaml = needs("yaml", "cli")
     print(yaml.safe_dump_all(manifests, sort_keys=False), end="")
 

@@ -15,7 +15,7 @@ from meshrec.durable import scratch_folder
 from meshrec.reports.page import to_page
 
 if TYPE_CHECKING:
-    from meshrec.runs.leaderboard import Standing
+    from meshrec.runs.leaderboard import LeaderboardEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _table(standings: "Sequence[Standing]") -> Table:
+def _table(standings: "Sequence[LeaderboardEntry]") -> Table:
     """Return the leaderboard as a table; models in bold, baselines not."""
     table = Table(title="test AUC, best first", title_justify="left")
     for name in ("", "validation", "test", "95 %"):

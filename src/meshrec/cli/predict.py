@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
                 pass
             return
         if curve is not None:
-            scored = (part._replace(logits_B=curve.calibrated(part.logits_B)) for part in scored)
+            scored = (part._replace(logits_B=curve.calibrate_logits(part.logits_B)) for part in scored)
         num_empty = write_scores(
             options.out, scorer.dataset, scored, keep=options.keep, loss=scorer.recipe.loss
         )

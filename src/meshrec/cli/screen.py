@@ -118,6 +118,7 @@ class LiveScreen:
                 pass
 
     def _start(self, event: Started) -> None:
+        """Print heading and plan, and start the progress bar."""
         self._console.print(headline(event))
         if event.plan is not None:
             self._console.print(plan_table(event.plan))

@@ -181,7 +181,7 @@ class HSTURanker(nn.Module):
         return logits
 
     def _look_up(self, features: KeyedJaggedTensor, names: list[str]) -> dict[str, JaggedTensor]:
-        """Look up some features; the other features of the tables get empty bags."""
+        """Look up the features in ``names``; all other features of the tables get empty bags."""
         stride = features.stride()
         none = torch.zeros(stride, dtype=features.lengths().dtype, device=features.device())
         bags = {name: features[name] for name in names}

@@ -37,7 +37,7 @@ class Curve(NamedTuple):
             return np.interp(logits, self.logits, self.probabilities)
         return 1 / (1 + np.exp(-(self.logits[0] * logits + self.probabilities[0])))
 
-    def calibrated(self, logits: Tensor) -> Tensor:
+    def calibrate_logits(self, logits: Tensor) -> Tensor:
         """Calibrate logits: return the logits of the calibrated probabilities, float64."""
         # Isotonic curves reach 0 and 1, whose logits are infinite; a sigmoid maps them back.
         return torch.logit(torch.from_numpy(self(logits.double().numpy())))

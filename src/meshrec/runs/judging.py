@@ -88,7 +88,7 @@ def evaluate_scorer(
             )
             metrics |= {} if area is None else {"gauc": area}
         if name in by:
-            slices[name] = _slices(whole, values, value_indices)
+            slices[name] = _slice_metrics(whole, values, value_indices)
     intervals = {}
     if draws and isinstance(loss, NextItem):
         intervals = rank_intervals(*loss.metric_inputs(*outputs), ks=loss.ks, num=draws, seed=seed)
@@ -136,7 +136,7 @@ def _encode_by_frequency(
     return [null if value is None else str(value) for value in values], position[codes]
 
 
-def _slices(whole: Scored, values: Sequence[str], value_indices: Any) -> dict[str, dict[str, float]]:
+def _slice_metrics(whole: Scored, values: Sequence[str], value_indices: Any) -> dict[str, dict[str, float]]:
     """Return metrics by column value; arguments as returned by `_encode_by_frequency`."""
     shown_values = list(values[:_MAX_SLICES])
     remaining_name = "others (the rest)" if "others" in shown_values else "others"

@@ -27,7 +27,7 @@ LightGBM is one of the baselines.
 """
 
 
-class Standing(NamedTuple):
+class LeaderboardEntry(NamedTuple):
     """Leaderboard entry of a model: AUC on validation and test data, and the test AUC's 95 % interval."""
 
     model: str
@@ -40,7 +40,7 @@ class Standing(NamedTuple):
 
 def leaderboard(
     recipe: Recipe, *, models: Sequence[str] = tuple(MODELS), tell: Callable[[str], None] = lambda text: None
-) -> list[Standing]:
+) -> list[LeaderboardEntry]:
     """Train models and baselines on the recipe's data, and return them by decreasing test AUC.
 
     All models learn from the same training rows, are selected on the same validation rows, and read the test
@@ -66,7 +66,7 @@ def leaderboard(
     features = source.fit() if isinstance(source, FittedSource) else None
     # Unsharded: everything runs in this process.
     recipe = replace(recipe, placement=replace(Placement(), sharded=False))
-    standings: list[Standing] = []
+    standings: list[LeaderboardEntry] = []
     for name, quality in _train_and_evaluate(recipe, features, models, tell):
         for data in ("validation", "test"):
             if "auc" not in quality.get(data, {}):
@@ -75,7 +75,9 @@ def leaderboard(
                 )
         kind = "model" if name in MODELS else "baseline"
         interval = auc_interval(quality["test"]["auc"], *_class_sizes(quality))
-        standings.append(Standing(name, quality["validation"]["auc"], quality["test"]["auc"], interval, kind))
+        standings.append(
+            LeaderboardEntry(name, quality["validation"]["auc"], quality["test"]["auc"], interval, kind)
+        )
     return sorted(standings, key=lambda standing: -standing.test)
 
 

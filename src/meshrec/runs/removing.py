@@ -53,7 +53,7 @@ def remove_run(folder: RunFolder) -> list[str]:
     _remove_files(
         path / DELTAS, [entry.name for entry in _entries(path / DELTAS) if _DELTA.fullmatch(entry.name)]
     )
-    _remove_files(path / COPY, _sources(folder))
+    _remove_files(path / COPY, _source_files(folder))
     files = [entry.name for entry in _entries(path) if FILES.fullmatch(entry.name) and entry.name != CONFIG]
     remove_named(path, files)
     # The configuration proves that this is a run. Delete it last, so that an interrupted removal can be
@@ -79,7 +79,7 @@ def remove_unstarted(folder: RunFolder) -> None:
         time.sleep(0.02)  # other ranks of this host write their failures
 
 
-def _sources(folder: RunFolder) -> list[str]:
+def _source_files(folder: RunFolder) -> list[str]:
     """Return the file names in the run's recipe copy."""
     code = (folder.read_json(CONFIG) or {}).get("code") or {}
     return list(code.get("files", ()))

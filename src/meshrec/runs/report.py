@@ -51,7 +51,7 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
         "titles": {name: metric_title(name) for name in (*METRICS, leading)},
         "intervals": _intervals(summary),
         "stragglers": stragglers(folder.metrics()),
-        "metrics": _curves(folder.metrics()),
+        "metrics": _thin_curves(folder.metrics()),
         "phases": phase_times(folder),
         "plan": _plan(folder),
     }
@@ -91,9 +91,9 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
 
     For a pipelined run, ``"hidden"`` gives the additional seconds by phase if nothing overlaps the exchange.
     """
-    whole = dict(_medians(folder.whole_phases))
+    whole = dict(_median_phases(folder.whole_phases))
     times: list[dict[str, Any]] = []
-    for rank, phases in _medians(folder.phases):
+    for rank, phases in _median_phases(folder.phases):
         times.append({"rank": rank, "phases": phases})
         if rank in whole:
             names = [name for name in phases if name in whole[rank] and name != DENSE]
@@ -101,7 +101,7 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
     return times
 
 
-def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:
+def _median_phases(path: Path) -> list[tuple[int, dict[str, float]]]:
     """Return ``(rank, {phase: median seconds})`` for every rank in a phases file."""
     if not path.is_file():
         return []
@@ -120,7 +120,7 @@ def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
-def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _thin_curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return metrics lines, thinned to about as many points as a screen can show."""
     train = [line for line in lines if line["kind"] == "train"]
     judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]

@@ -119,11 +119,11 @@ def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
         ("validation", dataset.validation),
         ("test", dataset.test),
     ):
-        description |= {f"{name} file {number}": about for number, about in _files(reader)}
+        description |= {f"{name} file {number}": about for number, about in _describe_files(reader)}
     return description
 
 
-def _files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
+def _describe_files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
     """Yield number and description (name, rows, fingerprint) of a reader's files."""
     for number, file in enumerate([] if reader is None else reader.files):
         about = _fingerprint(Path(file.name)) if number < _MAX_FILES else ""

@@ -215,6 +215,7 @@ def gather_scores(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
 
 
 def _vocabularies(features: "Features") -> "list[Vocabulary]":
+    """Return the features that map values to rows by a vocabulary."""
     from meshrec.data.features import Vocabulary
 
     return [feature for feature in features.ids if isinstance(feature, Vocabulary)]

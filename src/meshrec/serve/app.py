@@ -20,7 +20,7 @@ from meshrec.serve.open_inference import metadata
 from meshrec.serve.origins import check_origin
 from meshrec.serve.requests import RequestError
 from meshrec.serve.samples import read_json
-from meshrec.serve.scoring import Scoring, body_of, refusal, respond, score_request_of
+from meshrec.serve.scoring import ScoringEndpoint, error_answer, receive_body, score_request_of, send_answer
 
 _EXTENSIONS = ["binary_tensor_data", "model_repository"]
 """Protocol extensions which ``GET /v2`` reports."""
@@ -83,7 +83,7 @@ class Routes:
             Route("/v2/repository/models/{model}/load", self._load, methods=post),
             Route("/v2/repository/models/{model}/unload", self._unload, methods=post),
             Route("/v2/repository/models/{model}/rollback/{delta}", self._rollback, methods=post),
-            Route("/metrics", self._figures, methods=get),
+            Route("/metrics", self._metrics_page, methods=get),
             Route("/openapi.json", self._schema, methods=get),
             Route("/", self._page, methods=get),
         ]
@@ -94,9 +94,9 @@ class Routes:
                 Route(prefix + "/freshness", self._freshness, methods=get),
             ]
         handlers: dict[Any, Any] = {
-            RequestError: _refused,
-            HTTPException: _unknown,
-            Exception: _failed,
+            RequestError: _answer_refusal,
+            HTTPException: _answer_unknown_path,
+            Exception: _answer_exception,
         }
         return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -168,7 +168,7 @@ class Routes:
     async def _freshness(self, http: HttpRequest) -> Response:
         return JSONResponse(self._served(http).freshness._asdict())
 
-    async def _figures(self, _: HttpRequest) -> Response:
+    async def _metrics_page(self, _: HttpRequest) -> Response:
         text, media_type = self._metrics.page()
         return Response(text, media_type=media_type)
 
@@ -197,7 +197,7 @@ class Guard:
         is_stopping: set by the server when shutdown starts; never reset.
     """
 
-    def __init__(self, scoring: Scoring, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, scoring: ScoringEndpoint, app: ASGIApp, token: str | None) -> None:
         self._scoring, self._app = scoring, app
         self._token = None if token is None else token.strip().encode()
         self.is_stopping = False
@@ -206,7 +206,7 @@ class Guard:
         """Answer an ASGI request."""
         if scope["type"] != "http":
             return  # the server disables WebSockets and lifespan events
-        reply = self._closing(send) if self.is_stopping else send
+        reply = self._with_connection_close(send) if self.is_stopping else send
         # Load balancers probe health without credentials.
         if self._token is not None and not scope["path"].startswith("/v2/health/"):
             scheme, _, shown = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
@@ -217,7 +217,7 @@ class Guard:
                     401,
                     {"WWW-Authenticate": "Bearer"},
                 )
-                await respond(refusal(error), reply)
+                await send_answer(error_answer(error), reply)
                 return
         if (requested := score_request_of(scope["path"])) is not None:
             await self._scoring(requested, scope, receive, reply)
@@ -225,7 +225,7 @@ class Guard:
             await self._app(scope, receive, reply)
 
     @staticmethod
-    def _closing(send: Send) -> Send:
+    def _with_connection_close(send: Send) -> Send:
         """Wrap ``send`` so that responses have the header ``Connection: close``."""
 
         async def closing(message: Message) -> None:
@@ -242,7 +242,7 @@ async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any
     Raises:
         RequestError: not a JSON object, or a field outside ``allowed``.
     """
-    body = await body_of(dict(http.scope["headers"]), http.receive, _MAX_BYTES)
+    body = await receive_body(dict(http.scope["headers"]), http.receive, _MAX_BYTES)
     given = read_json(body) if body.strip() else {}
     if not isinstance(given, dict):
         raise RequestError(f"the body must be a JSON object, got {shown(given)}.")
@@ -271,19 +271,19 @@ def _checked_names(given: Mapping[str, Any], allowed: Sequence[str], kind: str) 
     return values
 
 
-async def _refused(_: HttpRequest, error: Exception) -> Response:
+async def _answer_refusal(_: HttpRequest, error: Exception) -> Response:
     """Answer with the status and headers of a `RequestError`."""
     assert isinstance(error, RequestError)
     return JSONResponse({"error": str(error)}, error.status, error.headers)
 
 
-async def _unknown(_: HttpRequest, error: Exception) -> Response:
+async def _answer_unknown_path(_: HttpRequest, error: Exception) -> Response:
     """Answer a path or method without a route."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: see / for the available paths."
     return JSONResponse({"error": message}, error.status_code, error.headers)
 
 
-async def _failed(_: HttpRequest, error: Exception) -> Response:
+async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
     """Answer 500 after an unexpected exception, without details which may be confidential."""
     return JSONResponse({"error": "internal error; see the server log."}, 500)

@@ -240,6 +240,7 @@ class Batcher:
         running.add_done_callback(lambda future: self._finish(batch, now, future))
 
     def _on_timer(self) -> None:
+        """Start a batch after requests had time to join it."""
         self._timer = None
         self._start()
 

@@ -210,7 +210,7 @@ class Connection(HttpToolsProtocol):
         given: keyword arguments of uvicorn's ``HttpToolsProtocol``.
 
     Attributes:
-        owner: `client_of` of the peer's address; set when the connection is made.
+        owner: `client_key` of the peer's address; set when the connection is made.
         held: body bytes received and not yet answered.
         opened: ``time.monotonic`` time of construction.
     """
@@ -309,7 +309,7 @@ class Connection(HttpToolsProtocol):
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.owner = client_of(self.client[0] if self.client else "")
+        self.owner = client_key(self.client[0] if self.client else "")
         if (reason := self._registry.add(self)) is not None:
             self.refuse(503, f"{reason}. Try again later.")
 
@@ -450,11 +450,14 @@ class Connection(HttpToolsProtocol):
             if version == "1.0":
                 return 400, "HTTP/1.0 has no header transfer-encoding. Send HTTP/1.1."
             if coding.lower() != b"chunked":
-                return 501, f"the transfer-encoding {_shown(coding)} is not supported. Send chunked."
+                return 501, f"the transfer-encoding {_format_header(coding)} is not supported. Send chunked."
         if b"#" in self.url or not (self.url.startswith(b"/") or self._resolve_target()):
-            return 400, f"the target {_shown(self.url)} is neither a path nor an address. Send a path."
+            return (
+                400,
+                f"the target {_format_header(self.url)} is neither a path nor an address. Send a path.",
+            )
         if _HOST.fullmatch(headers.get(b"host", b"")) is None:
-            return 400, f"the header host is {_shown(headers[b'host'])}. Send a name or an address."
+            return 400, f"the header host is {_format_header(headers[b'host'])}. Send a name or an address."
         return None
 
     def _resolve_target(self) -> bool:
@@ -470,21 +473,24 @@ class Connection(HttpToolsProtocol):
         return False
 
     def _check_header(self) -> None:
+        """Set ``_reason`` if the headers received so far are too large."""
         limit = self._registry.limits.max_header
         if self._num_header > limit:
             self._reason = 431, f"the headers of the request are larger than {limit} bytes. Send fewer."
 
     def _release(self) -> None:
+        """Stop counting this connection's body bytes."""
         self._registry.release(self.held)
         self.held = 0
 
 
-def _shown(value: bytes) -> str:
+def _format_header(value: bytes) -> str:
+    """Return the start of a header value, quoted, for an error."""
     return repr(value[:80].decode("latin-1"))
 
 
 @functools.lru_cache(1024)
-def client_of(address: str) -> str:
+def client_key(address: str) -> str:
     """Return the client of an address: the address itself, or the 64-bit network for IPv6."""
     try:
         parsed = ipaddress.ip_address(address.split("%")[0])

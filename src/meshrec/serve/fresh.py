@@ -43,7 +43,7 @@ class Freshness(NamedTuple):
     reason: str
 
 
-class Codes(NamedTuple):
+class Quantization(NamedTuple):
     """Quantization of a package's weights.
 
     Attributes:
@@ -77,13 +77,13 @@ class Deltas:
         weights: MutableMapping[str, Tensor],
         until: int | None = None,
         *,
-        codes: Codes = Codes({}, None),  # noqa: B008 - immutable
+        codes: Quantization = Quantization({}, None),  # noqa: B008 - immutable
         hashed: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self._folder, self._about, self._weights, self._until = folder, about, weights, until
         self._codes = codes
         self._hashed = {
-            name: HashedWeights(weights, name, formula, _bits(codes.types.get(name)))
+            name: HashedWeights(weights, name, formula, _code_bits(codes.types.get(name)))
             for name, formula in (hashed or {}).items()
         }
         # Package weight name by name in training, and names in training which the package lacks. None and an
@@ -300,7 +300,7 @@ class Deltas:
                 )
 
 
-def _bits(data_type: str | None) -> int:
+def _code_bits(data_type: str | None) -> int:
     """Return the bits per value of a `DataType` name; 0 for None (floating point)."""
     if data_type is None:
         return 0

@@ -101,11 +101,11 @@ class HistoryCache:
             # The longer entry serves every request that the prefix would, as histories only grow.
             self._drop(values[: prefix.num_items * width], width)
         self._drop(values, width)
-        if _size(values, rows) > self._max_bytes:
+        if _entry_bytes(values, rows) > self._max_bytes:
             return
         self._entries[values] = rows
         self._lengths[values[:width], len(values_NF)] += 1
-        self._num_bytes += _size(values, rows)
+        self._num_bytes += _entry_bytes(values, rows)
         while self._num_bytes > self._max_bytes:
             self._drop(next(iter(self._entries)), width)
 
@@ -120,7 +120,7 @@ class HistoryCache:
         rows = self._entries.pop(values, None)
         if rows is None:
             return
-        self._num_bytes -= _size(values, rows)
+        self._num_bytes -= _entry_bytes(values, rows)
         kind = values[:width], len(values) // width
         self._lengths[kind] -= 1
         if not self._lengths[kind]:
@@ -157,7 +157,7 @@ class IncrementalScores:
         values, lengths = (
             [of[at] for at in self._feature_indices] for of in (request.values, request.lengths)
         )
-        histories = self._histories(values, lengths)
+        histories = self._stack_histories(values, lengths)
         prefixes = [self._cache.find(history) for history in histories]
         advanced = self._advance(
             [torch.tensor(history) for history in values],
@@ -194,7 +194,7 @@ class IncrementalScores:
         return TokenCache(rows[0], num_cached)
 
     @staticmethod
-    def _histories(values: list[Ints], lengths: list[Ints]) -> list[Ints]:
+    def _stack_histories(values: list[Ints], lengths: list[Ints]) -> list[Ints]:
         """Return the item values [N, F] per history."""
         if any(not np.array_equal(feature_lengths, lengths[0]) for feature_lengths in lengths):
             at = int((lengths[1] != lengths[0]).argmax())
@@ -205,6 +205,6 @@ class IncrementalScores:
         return np.split(np.stack(values, axis=1), lengths[0].cumsum()[:-1])
 
 
-def _size(values: bytes, rows: Tensor) -> int:
+def _entry_bytes(values: bytes, rows: Tensor) -> int:
     """Return the bytes of a cache entry; spare room in the storage of ``rows`` counts too."""
     return _OVERHEAD + len(values) + rows.untyped_storage().nbytes()

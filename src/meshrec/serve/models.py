@@ -13,12 +13,12 @@ import torch
 from meshrec.export import PackageError, Predictor, check_package
 from meshrec.export.next_items import Recommended
 from meshrec.serve.batching import Batcher, Limits, VersionedScores
-from meshrec.serve.fresh import Codes, Deltas, Freshness, apply_deltas
+from meshrec.serve.fresh import Deltas, Freshness, Quantization, apply_deltas
 from meshrec.serve.history_cache import IncrementalScores
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.recommending import ItemOptions, ItemVectors
 from meshrec.serve.requests import Floats, Request, RequestError
-from meshrec.serve.trial import PackageTrial, WarmUp, scores_of, signature_of
+from meshrec.serve.trial import PackageTrial, WarmUp, compute_scores, signature_of
 
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
@@ -102,7 +102,7 @@ class ServedModel:
         self.is_compiled = predictor.is_compiled
         self._predictor, self._deltas = predictor, deltas
         self._items = ItemVectors(predictor)
-        self._incremental = _incremental(name, predictor, keep_histories)
+        self._incremental = _make_incremental_scores(name, predictor, keep_histories)
         # Set after the warm-up: only requests from then on count in the metrics.
         self._reports_cache = False
         self.batcher = Batcher(self.score, limits, lambda batch: metrics.record_batch(name, batch))
@@ -192,7 +192,7 @@ class ServedModel:
         """
         try:
             if self._incremental is None:
-                return VersionedScores(scores_of(self._predictor, request), self.version)
+                return VersionedScores(compute_scores(self._predictor, request), self.version)
             try:
                 queries, counts = self._incremental(request)
             except ValueError as error:
@@ -284,7 +284,7 @@ class Repository:
             )
         return served
 
-    def only(self) -> ServedModel:
+    def get_only(self) -> ServedModel:
         """Return the only model.
 
         Raises:
@@ -447,7 +447,7 @@ class Repository:
             return None
         if "run" not in predictor.about or "step" not in predictor.about:
             raise ValueError(f"the package of {name!r} has no run in its manifest. Export it from a run.")
-        codes, hashed = Codes(predictor.quantised, predictor.rounding), predictor.hashed
+        codes, hashed = Quantization(predictor.quantised, predictor.rounding), predictor.hashed
         folder, weights = self._deltas[name], predictor.weights
         return Deltas(folder, predictor.about, weights, until, codes=codes, hashed=hashed)
 
@@ -473,7 +473,7 @@ class Repository:
         served.enable_cache_metrics()
 
 
-def _incremental(name: str, predictor: Predictor, max_bytes: int) -> IncrementalScores | None:
+def _make_incremental_scores(name: str, predictor: Predictor, max_bytes: int) -> IncrementalScores | None:
     """Return an incremental scorer; None if caching is off or the package does not support it."""
     if not max_bytes or predictor.items is None:
         return None

@@ -153,10 +153,10 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
         raise RequestError(
             f"the request has the content_type {shown(content_type)}; set it on the inputs instead."
         )
-    wants_binary = _read_outputs(given, signature.outputs, _flag(parameters, "binary_data_output"))
-    shares = _flag(parameters, "shared")
+    wants_binary = _read_outputs(given, signature.outputs, _bool_parameter(parameters, "binary_data_output"))
+    shares = _bool_parameter(parameters, "shared")
     request = _raw_request(arrays, shares, signature) if is_raw else _request(arrays, shares, signature)
-    return InferRequest(request, request_id, _timeout(parameters), wants_binary)
+    return InferRequest(request, request_id, _parse_timeout(parameters), wants_binary)
 
 
 def _request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
@@ -166,13 +166,13 @@ def _request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> R
     sizes = {name: feature_lengths.size for name, feature_lengths in lengths.items()}
     if DENSE in arrays:
         sizes[DENSE] = len(arrays[DENSE]) if arrays[DENSE].ndim else 0
-    shared, num_samples = _common(sizes) if shares else (frozenset[str](), None)
+    shared, num_samples = _split_shared(sizes) if shares else (frozenset[str](), None)
     return check_request(
         signature, arrays.get(DENSE), values, lengths, shared=shared, num_samples=num_samples
     )
 
 
-def _common(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]:
+def _split_shared(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]:
     """Split inputs by row count, for a request with the ``shared`` parameter.
 
     Args:
@@ -204,11 +204,11 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
             continue
         missing += [part for part in names if part not in arrays]
         if not missing:
-            columns[name] = _lists(name, *map(arrays.__getitem__, parts))
+            columns[name] = _split_lists(name, *map(arrays.__getitem__, parts))
     if missing:
         raise RequestError(f"the request has raw values but lacks {sorted(missing)}. Give all columns.")
     sizes = {name: len(values) for name, values in columns.items()}
-    shared, num_samples = _common(sizes) if shares else (frozenset[str](), None)
+    shared, num_samples = _split_shared(sizes) if shares else (frozenset[str](), None)
     if num_samples is None:
         num_samples = next(iter(sizes.values()))
     for name, size in sizes.items():
@@ -222,7 +222,7 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
     return encoded_request(per_sample, common, signature)
 
 
-def _lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
+def _split_lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
     """Split the flat values of a list column into a list per sample."""
     if (lengths < 0).any() or lengths.sum() != len(values):
         raise RequestError(
@@ -247,7 +247,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
         raise RequestError(
             "the request has no list of inputs. Give the tensors listed in the model's metadata."
         )
-    allowed = _allowed(signature)
+    allowed = _allowed_inputs(signature)
     arrays: dict[str, Any] = {}
     start = num_raw = 0
     # Hot loop: a request has two tensors per feature, so common cases skip the helper calls.
@@ -259,7 +259,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
             raise RequestError(f"input {name!r} is given twice. Give it once.")
         if not given.keys() <= _INPUT_FIELDS:
             _check_names("field", given, _INPUT_FIELDS, f"input {name!r}")
-        shape = _shape(given.get("shape"), name)
+        shape = _check_shape(given.get("shape"), name)
         if given.get("parameters") is not None:
             parameters = _parameters(given, _INPUT_PARAMETERS, f"input {name!r}")
             content_type, size = parameters.get("content_type"), parameters.get("binary_data_size")
@@ -274,7 +274,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
                 raise RequestError(f"input {name!r} has neither data nor binary_data_size. Give one.")
             array = _array_of(data, datatype, shape, name)
         else:
-            raw = _tail(binary, start, size, given, name)
+            raw = _next_binary(binary, start, size, given, name)
             array = _from_bytes(raw, datatype, name)
             start += size
         num_values = shape[0] if len(shape) == 1 else math.prod(shape)
@@ -296,7 +296,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
     return arrays
 
 
-def _tail(
+def _next_binary(
     binary: memoryview | None, start: int, size: Any, given: Mapping[str, Any], name: str
 ) -> memoryview | bytes:
     """Return the next ``size`` bytes after the JSON. Without the length header, only size 0 is allowed."""
@@ -313,7 +313,7 @@ def _tail(
     return b"" if binary is None else binary[start : start + size]
 
 
-class _Input(NamedTuple):
+class _InputSpec(NamedTuple):
     """Input tensor which a model accepts.
 
     Attributes:
@@ -330,23 +330,23 @@ class _Input(NamedTuple):
 
 
 @functools.lru_cache(16)
-def _allowed(signature: Signature) -> dict[str, _Input]:
+def _allowed_inputs(signature: Signature) -> dict[str, _InputSpec]:
     """Return a model's allowed inputs by name."""
     whole = {datatype for datatype in _DTYPES if "INT" in datatype}
     takes = {"INT32": whole, "INT64": whole, "FP32": {*_DTYPES} - {"BOOL"}, "FP64": {*_DTYPES} - {"BOOL"}}
     allowed = {}
     for name, (datatype, _) in inputs_of(signature).items():
-        allowed[name] = _Input(datatype, _MODEL_DTYPES[datatype], False, takes[datatype])
+        allowed[name] = _InputSpec(datatype, _MODEL_DTYPES[datatype], False, takes[datatype])
     for name, (datatype, _) in raw_inputs_of(signature).items():
         if name.endswith(LENGTHS):
-            allowed[name] = _Input(datatype, _MODEL_DTYPES[datatype], True, whole)
+            allowed[name] = _InputSpec(datatype, _MODEL_DTYPES[datatype], True, whole)
         else:
             # Data frames store booleans, and integers with missing values, in columns of other types.
             numeric = {*_DTYPES} if datatype == "INT64" else takes.get(datatype, set())
-            allowed[name] = _Input(datatype, None, True, numeric)
+            allowed[name] = _InputSpec(datatype, None, True, numeric)
     for name, kind in (signature.raw.kinds if signature.raw is not None else {}).items():
         if kind.startswith("list"):
-            allowed[RAW + name] = _Input(_JSON_COLUMN, None, True, frozenset())
+            allowed[RAW + name] = _InputSpec(_JSON_COLUMN, None, True, frozenset())
     return allowed
 
 
@@ -354,7 +354,7 @@ def _allowed(signature: Signature) -> dict[str, _Input]:
 _MODEL_DTYPES = {"FP32": _DTYPES["FP32"], "INT64": _DTYPES["INT64"], "INT32": _DTYPES["INT64"]}
 
 
-def _check_datatype(datatype: Any, content_type: Any, expected: _Input, name: str) -> None:
+def _check_datatype(datatype: Any, content_type: Any, expected: _InputSpec, name: str) -> None:
     """Raise RequestError unless the input accepts the datatype and content type of the request."""
     if not isinstance(datatype, str):
         raise RequestError(f"input {name!r} must be {expected.datatype}, got {shown(datatype)}.")
@@ -444,7 +444,7 @@ def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[A
     return np.array([*texts, ""], object)[:-1]
 
 
-def _values_of(array: NDArray[Any], content_type: str | None, expected: _Input, name: str) -> Any:
+def _values_of(array: NDArray[Any], content_type: str | None, expected: _InputSpec, name: str) -> Any:
     """Convert an input to the model's format: an array of the model dtype, or a list of raw values."""
     if (dtype := expected.dtype) is not None:
         if array.dtype == object:
@@ -456,14 +456,14 @@ def _values_of(array: NDArray[Any], content_type: str | None, expected: _Input, 
             return array.astype(dtype) if name == DENSE else array.reshape(-1).astype(dtype)
     values = array.reshape(-1).tolist()
     if content_type in ("base64", _JSON_COLUMN):
-        return [None if value is None else _decoded(value, content_type, name) for value in values]
+        return [None if value is None else _decode(value, content_type, name) for value in values]
     if expected.datatype == "INT64" and array.dtype.kind == "f":
         # NaN stands for a missing integer.
         return [None if value != value else value for value in values]
     return values
 
 
-def _decoded(value: str, content_type: str, name: str) -> Any:
+def _decode(value: str, content_type: str, name: str) -> Any:
     """Decode a string of content type ``base64`` or ``pd_json``."""
     try:
         if content_type == _JSON_COLUMN:
@@ -496,7 +496,7 @@ def _read_outputs(given: dict[str, Any], output_name: str, binary_by_default: bo
                 f"output {output_name!r} must have content_type 'np', got {parameters['content_type']!r}."
             )
         if "binary_data" in parameters:
-            wants_binary = _flag(parameters, "binary_data")
+            wants_binary = _bool_parameter(parameters, "binary_data")
     return wants_binary
 
 
@@ -514,20 +514,29 @@ def _parameters(given: dict[str, Any], allowed: Set[str], owner: str) -> dict[st
 
 
 def _check_names(kind: str, given: Mapping[str, Any], allowed: Set[str], owner: str) -> None:
+    """Raise RequestError if a non-null field or parameter is not allowed.
+
+    Args:
+        kind: ``field`` or ``parameter``.
+        given: JSON object.
+        allowed: allowed names.
+        owner: description of the object, for the error.
+    """
     if unknown := sorted(name for name in given.keys() - allowed if given[name] is not None):
         raise RequestError(
             f"unknown {kind} {shown(unknown[0])} of {owner}; allowed: {sorted(allowed)}. Remove it."
         )
 
 
-def _flag(parameters: dict[str, Any], name: str) -> bool:
+def _bool_parameter(parameters: dict[str, Any], name: str) -> bool:
+    """Return a boolean parameter; False if it is absent."""
     value = parameters.get(name, False)
     if not isinstance(value, bool):
         raise RequestError(f"the parameter {name} must be true or false, got {shown(value)}.")
     return value
 
 
-def _timeout(parameters: dict[str, Any]) -> float:
+def _parse_timeout(parameters: dict[str, Any]) -> float:
     """Return the timeout in seconds, from Triton's parameter in microseconds."""
     value = parameters.get("timeout")
     if value is None:
@@ -537,7 +546,8 @@ def _timeout(parameters: dict[str, Any]) -> float:
     return min(float(value), 1e12) / 1e6
 
 
-def _shape(shape: Any, name: str) -> list[int]:
+def _check_shape(shape: Any, name: str) -> list[int]:
+    """Return the shape of an input; raise RequestError if it is not a short list of sizes."""
     if isinstance(shape, list) and len(shape) <= _MAX_DIMS:  # the product of a million sizes takes minutes
         for dim in shape:
             if not _is_whole(dim) or dim >= 1 << 40:
@@ -550,4 +560,5 @@ def _shape(shape: Any, name: str) -> list[int]:
 
 
 def _is_whole(value: Any) -> bool:
+    """Return whether a JSON value is an integer in [0, 2**62)."""
     return type(value) is int and 0 <= value < 1 << 62  # isinstance would accept bool

@@ -84,12 +84,12 @@ def read_samples(body: bytes, signature: Signature) -> Request:
             name: [sample.get(name) for sample in samples] for name in per_sample if name in given_names
         }
         return encoded_request(columns, {name: [common[name]] for name in common}, signature)
-    jagged = {name: _ids(name, samples, "sample ") for name in per_sample if name != DENSE}
-    jagged |= {name: _ids(name, [common], "") for name in common if name != DENSE}
+    jagged = {name: _parse_ids(name, samples, "sample ") for name in per_sample if name != DENSE}
+    jagged |= {name: _parse_ids(name, [common], "") for name in common if name != DENSE}
     dense = None
     if signature.num_dense:
         given_by = [common] if DENSE in common else samples
-        dense = _dense([sample[DENSE] for sample in given_by], signature.num_dense)
+        dense = _parse_dense([sample[DENSE] for sample in given_by], signature.num_dense)
     return check_request(
         signature,
         dense,
@@ -117,12 +117,12 @@ def _check_names(
         raise RequestError(f"sample {number} lacks {missing}. Give {empty}.")
 
 
-def _dense(rows: Sequence[Any], num_dense: int) -> Floats:
+def _parse_dense(rows: Sequence[Any], num_dense: int) -> Floats:
     """Convert the dense values of samples to float32 [B, D]."""
     for number, row in enumerate(rows):
         if isinstance(row, list) and len(row) == num_dense:
             continue
-        length = len(_vector(row, _FLOAT32, f"dense of sample {number}"))
+        length = len(_parse_vector(row, _FLOAT32, f"dense of sample {number}"))
         raise RequestError(f"sample {number} has {length} dense values; give {num_dense}.")
     if not rows:
         return np.zeros((0, num_dense), np.float32)
@@ -131,10 +131,12 @@ def _dense(rows: Sequence[Any], num_dense: int) -> Floats:
         if array.ndim == 2:
             return array
     # A row is wrong, or the rows have no common type: check them one by one.
-    return np.stack([_vector(row, _FLOAT32, f"dense of sample {number}") for number, row in enumerate(rows)])
+    return np.stack(
+        [_parse_vector(row, _FLOAT32, f"dense of sample {number}") for number, row in enumerate(rows)]
+    )
 
 
-def _ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, Ints]:
+def _parse_ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, Ints]:
     """Return the IDs of a feature, int64 [N], and the number of IDs per sample, int64 [B].
 
     Args:
@@ -152,11 +154,11 @@ def _ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, In
             return np.array(flat, np.int64), np.fromiter(map(len, lists), np.int64, len(lists))
     for number, sample_ids in enumerate(lists):  # locate the wrong sample
         where = f"{sample_is}{number}" if sample_is else SHARED
-        _vector(sample_ids, _INT64, f"feature {name!r} of {where}")
+        _parse_vector(sample_ids, _INT64, f"feature {name!r} of {where}")
     raise AssertionError(f"ids of {name!r} failed together but not individually")
 
 
-def _vector(data: Any, dtype: "np.dtype[Any]", label: str) -> Any:
+def _parse_vector(data: Any, dtype: "np.dtype[Any]", label: str) -> Any:
     """Convert a flat JSON list to an array; ``label`` names the data in errors."""
     array = as_array(data, dtype, label)
     if array.ndim != 1:

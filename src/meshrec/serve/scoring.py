@@ -48,7 +48,7 @@ def score_request_of(path: str) -> ScoreRequest | None:
     return None
 
 
-class Scoring:
+class ScoringEndpoint:
     """Answers scoring requests over HTTP.
 
     Args:
@@ -72,7 +72,7 @@ class Scoring:
         if scope["method"] != "POST":
             error = RequestError("scoring requests need POST: see / for the available paths.", 405)
             error.headers["Allow"] = "POST"
-            await respond(refusal(error), send)
+            await send_answer(error_answer(error), send)
             return
         try:
             with self._service.count_outcome(requested) as began:
@@ -83,19 +83,27 @@ class Scoring:
                     parse_query(query, ())
                 answer = await self._answer(requested, began, dict(scope["headers"]), receive)
         except RequestError as error:
-            answer = refusal(error)
+            answer = error_answer(error)
         except Exception:
-            await respond(refusal(RequestError("internal error; see the server log.", 500)), send)
+            await send_answer(error_answer(RequestError("internal error; see the server log.", 500)), send)
             raise  # to the log
-        await respond(answer, send)
+        await send_answer(answer, send)
 
     async def _answer(
         self, requested: ScoreRequest, began: float, headers: Headers, receive: Receive
     ) -> Answer:
-        deadline = _deadline(headers, began)
+        """Receive the body, score it, and return the answer.
+
+        Args:
+            requested: parsed path.
+            began: ``time.monotonic`` time when the request arrived.
+            headers: request headers with lower-case names.
+            receive: ASGI receive function.
+        """
+        deadline = _parse_deadline(headers, began)
         self._service.check(requested, deadline)
-        bodies = [await body_of(headers, receive, self._max_body)]
-        header_length, num_bytes = _text(headers, HEADER_LENGTH), len(bodies[0])
+        bodies = [await receive_body(headers, receive, self._max_body)]
+        header_length, num_bytes = _header_text(headers, HEADER_LENGTH), len(bodies[0])
 
         async def read(signature: Signature) -> InferRequest:
             # `pop` drops the last reference, so the body is freed while the request waits for a batch.
@@ -148,13 +156,13 @@ async def _json_with_array(fields: Mapping[str, Any], name: str, array: Floats) 
     return f"{head}{json.dumps(name)}: [{', '.join(parts)}]}}".encode()
 
 
-def refusal(error: RequestError) -> Answer:
+def error_answer(error: RequestError) -> Answer:
     """Convert an error to an HTTP answer."""
     body = json.dumps({"error": str(error)}).encode()
     return Answer(error.status, body, {**_JSON_TYPE, **error.headers})
 
 
-async def respond(answer: Answer, send: Send) -> None:
+async def send_answer(answer: Answer, send: Send) -> None:
     """Send an answer over ASGI."""
     fields = [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
     fields.append((b"content-length", b"%d" % len(answer.body)))
@@ -162,7 +170,7 @@ async def respond(answer: Answer, send: Send) -> None:
     await send({"type": "http.response.body", "body": answer.body})
 
 
-async def body_of(headers: Headers, receive: Receive, limit: int) -> bytes:
+async def receive_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """Receive a request body.
 
     Args:
@@ -197,21 +205,22 @@ async def body_of(headers: Headers, receive: Receive, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> RequestError:
+    """Return the error for a body above the size limit."""
     # The unread body remains on the connection, which is therefore unusable for further requests.
     return RequestError(
         f"the body is larger than {limit} bytes. Send fewer samples at once.", 413, {"Connection": "close"}
     )
 
 
-def _text(headers: Headers, name: str) -> str | None:
+def _header_text(headers: Headers, name: str) -> str | None:
     """Return a header as a string; None if the request does not have it."""
     value = headers.get(name.lower().encode())
     return None if value is None else value.decode("latin-1")
 
 
-def _deadline(headers: Headers, began: float) -> float:
+def _parse_deadline(headers: Headers, began: float) -> float:
     """Return the deadline from the headers as a ``time.monotonic`` time."""
-    text = _text(headers, TIMEOUT)
+    text = _header_text(headers, TIMEOUT)
     if text is None:
         return math.inf
     try:

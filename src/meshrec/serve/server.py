@@ -22,7 +22,7 @@ from meshrec.serve.models import ModelChange, OpenOptions, Repository
 from meshrec.serve.options import ServerOptions
 from meshrec.serve.peers import Peers
 from meshrec.serve.reading import BodyReader
-from meshrec.serve.scoring import Scoring
+from meshrec.serve.scoring import ScoringEndpoint
 from meshrec.serve.service import ScoringService
 from meshrec.serve.trial import PackageTrial, WarmUp
 
@@ -67,7 +67,7 @@ class Server:
         )
         self._connections = Connections(options.connections, metrics.count_refusal)
         service = ScoringService(self.repository, metrics, self._connections)
-        scoring = Scoring(service, options.max_body, self._reader)
+        scoring = ScoringEndpoint(service, options.max_body, self._reader)
         change_all = self.change if peers is None else peers.change_all
         hosts = (options.host.lower(), *map(str.lower, options.hosts))
         routes = Routes(

@@ -170,7 +170,7 @@ class ScoringService:
                 scored = await served.batcher(infer.request, min(deadline, began + infer.timeout))
             finally:
                 self._waiting.release(repeated)
-        scores = _finite(scored.scores)
+        scores = _check_finite(scored.scores)
         best = None
         if requested.recommends:
             best = await asyncio.to_thread(served.recommend, scores, infer.request, requested.items)
@@ -179,11 +179,11 @@ class ScoringService:
     def _served(self, requested: ScoreRequest) -> ServedModel:
         """Return the model which a request names, or the only model."""
         if requested.model is None:
-            return self._repository.only()
+            return self._repository.get_only()
         return self._repository.get(requested.model, requested.version)
 
 
-def _finite(scores: Floats) -> Floats:
+def _check_finite(scores: Floats) -> Floats:
     """Return the scores, or raise RequestError (422) if some are infinite or NaN, which JSON lacks."""
     finite = np.isfinite(scores)
     if not finite.all():

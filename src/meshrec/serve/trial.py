@@ -82,7 +82,7 @@ def signature_of(predictor: Predictor) -> Signature:
     )
 
 
-def scores_of(predictor: Predictor, request: Request) -> Floats:
+def compute_scores(predictor: Predictor, request: Request) -> Floats:
     """Compute scores [B] or vectors [B, V] of a request."""
     scores: Floats = predictor.run(
         torch.from_numpy(request.dense),
@@ -127,7 +127,7 @@ class PackageTrial:
                 self._child.start()
             reason: str | None = self._child.ask(self._open, package, warm_up, _SECONDS)
         except (EOFError, OSError):
-            return _interrupted(package, "ended")
+            return _interruption_message(package, "ended")
         return reason
 
 
@@ -170,7 +170,7 @@ def _trial_failure(
     elif code == 0 and reported:
         return reported.decode(errors="replace")
     elif -code in _FROM_OUTSIDE:
-        return _interrupted(package, f"was ended by {signal.Signals(-code).name}")
+        return _interruption_message(package, f"was ended by {signal.Signals(-code).name}")
     else:
         how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
     return (
@@ -179,7 +179,7 @@ def _trial_failure(
     )
 
 
-def _interrupted(package: CheckedPackage, how: str) -> str:
+def _interruption_message(package: CheckedPackage, how: str) -> str:
     """Return the reason for a failure which is not the package's fault."""
     return (
         f"the trial process for {package.folder} {how}. It was killed, or memory or the disk was "
@@ -213,7 +213,7 @@ def _try_package(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -
     try:
         predictor = open_package(package)
         for request in warm_up.requests(signature_of(predictor)):
-            scores_of(predictor, request)
+            compute_scores(predictor, request)
     except Exception as error:
         is_expected = isinstance(error, PackageError | ValueError | OSError)
         return (str(error) if is_expected else f"{type(error).__name__}: {error}").encode() or b"no reason"

@@ -49,7 +49,7 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     bound = listen(options)
-    with scratch_folder("meshrec-serve") as scratch, _environment(scratch, workers):
+    with scratch_folder("meshrec-serve") as scratch, _server_environment(scratch, workers):
         if not all((folder / COMPILED).exists() for folder in models.values()):
             import_readers()  # before the fork: workers and trial processes inherit it
         if workers > 1:
@@ -63,7 +63,7 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
 
 
 @contextlib.contextmanager
-def _environment(scratch: Path, workers: int) -> Iterator[None]:
+def _server_environment(scratch: Path, workers: int) -> Iterator[None]:
     """Put the server's temporary files into one folder, which the next server removes after a SIGKILL."""
     changes = {"TMPDIR": str(scratch)}  # torch extracts programs there
     if workers > 1:
@@ -139,7 +139,7 @@ class _Supervisor:
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             for index in range(self._num):
-                self._start(index)
+                self._start_worker(index)
             while self._workers:
                 self._handle_events()
         finally:
@@ -147,7 +147,7 @@ class _Supervisor:
                 signal.signal(number, handler)
             self._bound.close()
 
-    def _start(self, index: int) -> None:
+    def _start_worker(self, index: int) -> None:
         """Fork the worker with an index."""
         here, there = multiprocessing.Pipe()
         peers = Peers(there, self._loaded, index)
@@ -167,6 +167,7 @@ class _Supervisor:
         self._workers[index] = _Worker(process, here, time.monotonic())
 
     def _on_signal(self, number: int, _: Any) -> None:
+        """Signal handler: leave the work to `_handle_events`, because a handler may run anywhere."""
         self._wake.send_bytes(bytes([number]))
 
     def _handle_events(self) -> None:
@@ -228,6 +229,7 @@ class _Supervisor:
             )
 
     def _send_to(self, index: int, message: dict[str, Any]) -> None:
+        """Send a message to a worker, unless it has ended."""
         if index in self._workers:
             try:
                 self._workers[index].pipe.send_bytes(json.dumps(message).encode())
@@ -257,7 +259,7 @@ class _Supervisor:
         )
         if time.monotonic() - worker.began < _SECONDS_OF_A_BAD_START:
             time.sleep(1.0)
-        self._start(index)
+        self._start_worker(index)
 
 
 def _run_worker(

@@ -169,6 +169,7 @@ def _average_with_model(
 
 
 def _area_under_curve(logits: Tensor, judged: TreeSamples) -> float:
+    """Return the AUC of logits for the labels of ``judged``."""
     auc = area_under_curve(logits, judged.labels, judged.weights)
     assert auc is not None
     return auc

@@ -90,7 +90,7 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
     for name in sorted(names, key=lambda name: -importance.get(name, 0.0)):
         rows = [values[2][name] for values in by_rank]
         if all(part is not None for part in rows) and len(slices) < _MAX_SLICED:
-            metrics = _slices(plain, labels, weights, np.concatenate(rows))
+            metrics = _slice_metrics(plain, labels, weights, np.concatenate(rows))
             slices |= {name: metrics} if metrics else {}
     ordered = dict(sorted(importance.items(), key=lambda item: -item[1]))
     return Explanation(len(labels), ordered, slices)
@@ -140,7 +140,7 @@ def _table_rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64]
     return np.concatenate([ids.values().numpy() for ids in bags])
 
 
-def _slices(
+def _slice_metrics(
     logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
     """Return metrics for the most frequent table rows, and for all others as row -1.

@@ -222,7 +222,7 @@ def first_error(
         rank, number = min(killed.items())
         return (
             f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
-            f"{_hint(number)}. Its log is {folder.log(rank)}"
+            f"{_signal_hint(number)}. Its log is {folder.log(rank)}"
         )
     if not errors:
         return f"a rank ended without an error. Its log is one of {folder.path / 'log_rank*.txt'}"
@@ -245,7 +245,7 @@ MESSAGES = (
 """Errors whose message is enough for users who do not know the code."""
 
 
-def _hint(number: int) -> str:
+def _signal_hint(number: int) -> str:
     """Return a probable reason for a signal; empty if there is none."""
     return ", as the system does when memory runs out" if number == signal.SIGKILL else ""
 

@@ -55,7 +55,7 @@ class DataSource(ABC):
 
 @runtime_checkable
 class FittedSource(Protocol):
-    """A source whose rows are converted to samples by `Features`, such as vocabularies, fitted on them.
+    """A source whose rows are converted to samples by fitted `Features`, such as vocabularies.
 
     A run fits the features once and stores them; evaluation and scoring read the stored features.
     """
@@ -531,9 +531,7 @@ def _check_labels(features: "Features", loss: Loss) -> None:
 
 
 def _check_classes(features: "Features", loss: Loss) -> None:
-    """Raise ValueError unless class labels have `Softmax`, query labels have `Ranking`, and other labels
-    neither.
-    """
+    """Raise ValueError unless the loss matches: `Softmax` for class labels, `Ranking` for query labels."""
     labels = features.labels
     classes = labels[0].classes if labels and labels[0].kind == "class" else ()
     if isinstance(loss, Softmax) != bool(classes) or (isinstance(loss, Softmax) and loss.classes != classes):

@@ -146,7 +146,7 @@ class CheckpointSaver:
         """Store the current weights as the run's best."""
         self.publish()
         try:
-            self._best.keep(self._progress)
+            self._best.copy_weights(self._progress)
             self._best_step = self._progress.step
         except CheckpointError as error:
             if self._manager is None:
@@ -213,12 +213,12 @@ class BestWeights:
 
     def __init__(self, model: nn.Module, manager: CheckpointManager | None = None) -> None:
         self._model, self._manager = model, manager
-        # In-memory copy, without a manager; allocated by the first `keep`.
+        # In-memory copy, without a manager; allocated by the first `copy_weights`.
         self._copy: dict[str, Tensor] = {}
         # Step of the in-memory copy.
         self._step: int | None = None
 
-    def keep(self, progress: Progress) -> None:
+    def copy_weights(self, progress: Progress) -> None:
         """Copy the current weights, and drop the previous copy.
 
         Args:

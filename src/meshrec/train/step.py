@@ -78,6 +78,7 @@ class TrainStep:
             return self._train(batches, num_batches, num_samples)
 
     def _train(self, batches: "Iterator[Batch]", num_batches: int, num_samples: int) -> list[Outputs]:
+        """Run forward and backward for every batch, then the optimizers; arguments as for `__call__`."""
         self._built.optimizer.zero_grad()
         # DistributedDataParallel and sharded tables average over ranks.
         scale = self._ranks.size / num_samples

@@ -360,10 +360,12 @@ class Trainer:
             )
 
     def _notify(self, event: Event) -> None:
+        """Pass an event to the observer, if there is one."""
         if self._observer is not None:
             self._observer(event)
 
     def _started(self) -> Started:
+        """Return the event for the start of the run."""
         tables, dense = self.built.num_parameters()
         validation = self.dataset.validation
         return Started(
