@@ -94,9 +94,7 @@ class Server:
             timeout_keep_alive=math.ceil(options.connections.idle_seconds),
             timeout_graceful_shutdown=60,
         )
-        self._uvicorn = _GracefulServer(
-            config, self._guard, options.linger, options.connections.header_seconds
-        )
+        self._uvicorn = _HttpServer(config, self._guard, options.linger, options.connections.header_seconds)
         self._tasks: set[asyncio.Task[None]] = set()
         self._reload_lock, self._reload_requested = asyncio.Lock(), asyncio.Event()
 
@@ -195,7 +193,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-class _GracefulServer(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     """uvicorn server which answers received requests before it ends; uvicorn itself would not."""
 
     def __init__(self, config: uvicorn.Config, guard: Guard, linger: float, header_seconds: float) -> None:
