@@ -11,7 +11,7 @@ def has_no_reader() -> bool:
 
 
 def raise_if_unread(error: str) -> None:
-    """Raise BrokenPipeError if nobody reads the output, and the error of a rank is due to that.
+    """Raise BrokenPipeError if the output pipe is closed, and a rank's error is a consequence of that.
 
     Args:
         error: the error of the rank that failed first. rich raises SystemExit for a broken pipe. A rank whose

@@ -22,4 +22,5 @@ def to_page(script: str, data: Any) -> str:
 
 
 def _read(name: str) -> str:
+    """Return the text of a packaged script or style sheet."""
     return files("meshrec.reports").joinpath(name).read_text(encoding="utf-8").strip()

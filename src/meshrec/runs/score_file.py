@@ -97,7 +97,7 @@ def _fill_skipped_rows(
 
 
 class _ColumnReader:
-    """Reads data columns in portions whose size the caller chooses, unlike the reader's blocks."""
+    """Reads data columns in portions of any size; the reader itself has blocks of fixed size."""
 
     def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:
         import pyarrow as pa

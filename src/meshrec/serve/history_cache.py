@@ -23,7 +23,7 @@ _OVERHEAD = 512
 
 
 class CacheCounts(NamedTuple):
-    """Cache results of a batch.
+    """Cache hits and misses of a batch, and the cache size.
 
     Attributes:
         hits: histories with a cached prefix.

@@ -401,7 +401,7 @@ def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[
 
 
 def _numeric_array(data: list[Any], datatype: str, name: str) -> NDArray[Any]:
-    """Convert JSON numbers to the dtype in which they are sent."""
+    """Convert JSON numbers to an array of a protocol datatype, such as ``FP32``; they must fit."""
     if datatype == "BF16":
         raise RequestError(f"input {name!r} is BF16, which JSON cannot represent. Send it as binary.")
     sent = _DTYPES[datatype]

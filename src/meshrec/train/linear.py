@@ -52,7 +52,7 @@ class LabelledSamples(NamedTuple):
 
     @classmethod
     def of(cls, samples: Batch, inputs: Any) -> "LabelledSamples":
-        """Return labelled samples from a batch and an input matrix."""
+        """Combine the labels and weights of a batch with its input matrix from `design_matrix`."""
         return cls(inputs, samples.labels.double().numpy(), weights_of(samples).numpy())
 
     def where(self, mask: Any) -> "LabelledSamples":
