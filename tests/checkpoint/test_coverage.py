@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from meshrec.checkpoint.coverage import MOST_SPLIT_DIMS, flaw_of_cover
+from meshrec.checkpoint.coverage import MAX_SPLIT_DIMS, find_tiling_error
 
 WHOLE = ((0, 0), (4, 6))
 QUARTERS = [((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
@@ -12,7 +12,7 @@ SPIRAL = [((0, 0), (1, 4)), ((0, 4), (3, 2)), ((3, 1), (1, 5)), ((1, 0), (3, 1))
 
 @pytest.mark.parametrize("boxes", [[WHOLE], QUARTERS, SPIRAL, [*QUARTERS, ((4, 0), (0, 6))]])
 def test_covers(boxes):
-    assert flaw_of_cover((4, 6), boxes) is None
+    assert find_tiling_error((4, 6), boxes) is None
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ def test_covers(boxes):
 )
 def test_flaws(boxes, flaw):
     with pytest.raises(AssertionError, match=flaw):
-        assert flaw_of_cover((4, 6), boxes) is None, flaw_of_cover((4, 6), boxes)
+        assert find_tiling_error((4, 6), boxes) is None, find_tiling_error((4, 6), boxes)
 
 
 def test_numbers_alone_and_empty_tensors():
-    assert flaw_of_cover((), [((), ())]) is None
-    assert flaw_of_cover((), []) is not None
-    assert "overlap" in flaw_of_cover((), [((), ()), ((), ())])
-    assert flaw_of_cover((0, 2**62), [((0, 0), (0, 2**62))]) is None
+    assert find_tiling_error((), [((), ())]) is None
+    assert find_tiling_error((), []) is not None
+    assert "overlap" in find_tiling_error((), [((), ()), ((), ())])
+    assert find_tiling_error((0, 2**62), [((0, 0), (0, 2**62))]) is None
 
 
 def test_random_boxes_as_by_counting():
@@ -52,7 +52,7 @@ def test_random_boxes_as_by_counting():
         count = torch.zeros(shape, dtype=torch.int64)
         for offset, size in boxes:
             count[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
-        assert (flaw_of_cover(shape, boxes) is None) == bool((count == 1).all())
+        assert (find_tiling_error(shape, boxes) is None) == bool((count == 1).all())
 
 
 def cut(box, draw):
@@ -67,10 +67,10 @@ def cut(box, draw):
 
 def test_many_boxes_take_linear_time():
     rows = 200_000
-    assert flaw_of_cover((rows, 2), [((row, 0), (1, 2)) for row in range(rows)]) is None
+    assert find_tiling_error((rows, 2), [((row, 0), (1, 2)) for row in range(rows)]) is None
 
 
 def test_more_dimensions_than_anything_is_cut_along():
-    dims = MOST_SPLIT_DIMS + 1
+    dims = MAX_SPLIT_DIMS + 1
     boxes = [((0,) * dims, (1,) * dims)] * 2**dims
-    assert f"{dims} dimensions" in flaw_of_cover((2,) * dims, boxes)
+    assert f"{dims} dimensions" in find_tiling_error((2,) * dims, boxes)

@@ -1,4 +1,7 @@
-"""Checkpoint errors, raised on all ranks: see [Note: how errors reach every rank] in comms/agreement.py."""
+"""Checkpoint errors, and collective calls that raise the same error on all ranks.
+
+See [Note: how errors reach every rank] in comms/agreement.py.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,12 +23,13 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Checkpoint files differ from the written content."""
+    """Files of a checkpoint are missing, or differ from what was written."""
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Axis:
-    """Convert a process group to an `Axis`; None: the default group, or a single rank without
-    torch.distributed.
+    """Convert a process group to an `Axis`.
+
+    None stands for the default group, or for a single rank if torch.distributed is not initialized.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -36,14 +40,14 @@ def ranks_of(group: dist.ProcessGroup | None) -> Axis:
 
 
 def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
-    """Call ``function()`` on every rank and gather the results. Collective.
+    """Call ``function()`` on every rank, and return the results of all ranks. Collective.
 
-    If a rank raises, all ranks raise the same combined error.
+    If ``function`` raises on some rank, all ranks raise the same error.
 
     Args:
         axis: participating ranks.
-        function: local work; the result must be picklable.
-        action: the ranks' work, for error messages, such as "writing the manifest".
+        function: function without arguments; its result must be picklable.
+        action: what the function does, for error messages, such as "writing the manifest".
 
     Returns:
         Results in rank order.
@@ -69,7 +73,7 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
 
 
 def combined(errors: dict[int, Exception], action: str) -> Exception:
-    """Combine errors by rank into a single error which names the ranks."""
+    """Combine the errors of ranks into a single error that names the ranks."""
     texts = {rank: describe(error) for rank, error in errors.items()}
     if len(set(texts.values())) == 1:
         ranks = ", ".join(map(str, texts))
@@ -83,21 +87,21 @@ def combined(errors: dict[int, Exception], action: str) -> Exception:
 
 
 def as_checkpoint_error(error: Exception, action: str) -> Exception:
-    """Convert a local error to the types raised by `agreed`."""
+    """Convert an error to one of the types that `agreed` raises."""
     if isinstance(error, ValueError | CheckpointError):
         return error
     return CheckpointError(f"{action} failed: {describe(error)}")
 
 
 def _sendable(error: Exception) -> Exception:
-    """Convert an error to a type which every rank can unpickle; see ``comms.agreement.gather_errors``."""
+    """Convert an error to a type that every rank can unpickle; see ``comms.agreement.gather_errors``."""
     if isinstance(error, ValueError | CheckpointError):
         return sendable(error, (DamagedCheckpointError, CheckpointError, ValueError))
     return CheckpointError(describe(error))
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's message, prefixed by the type name unless the error is ours."""
+    """Return an error's message, after its type's name unless it is a ValueError or CheckpointError."""
     if isinstance(error, ValueError | CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"

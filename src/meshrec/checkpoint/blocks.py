@@ -1,8 +1,8 @@
 """Read and write tensors in checksummed blocks of whole rows.
 
-A block is the smallest read unit and is verified before use. Memory use stays within a block for any tensor
-size: contiguous CPU memory is read and written in place. Tables with rows outside RAM stream them; see
-``tables/streamed.py``.
+Files are read block by block, and a block is verified before use. Reading and writing need memory for a
+single block, whatever the tensor's size: contiguous CPU memory is read and written in place, and tables with
+rows in files are streamed (see ``tables/streamed.py``).
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from torch import Tensor
 from meshrec.checkpoint.agreement import REMEDY, DamagedCheckpointError
 from meshrec.tables.streamed import StreamedPart, values_of
 
-# Part of the file format: the manifest check requires blocks of this size.
+# Part of the file format: the manifest check requires blocks of this many bytes, rounded down to whole rows.
 BLOCK_BYTES = 1 << 22
 # Start writeback after 64 MiB, so that the final fsync has little left to write.
 _FLUSH_BYTES = 1 << 26
 
 
 class Grid(NamedTuple):
-    """Tensor divided into blocks with ``rows_per_block`` rows; the last block may be shorter."""
+    """Division of a tensor's rows into blocks of ``rows_per_block`` rows; the last block may have fewer."""
 
     num_rows: int
     row_bytes: int
@@ -34,11 +34,11 @@ class Grid(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Largest block size in bytes."""
+        """Size of the largest block in bytes."""
         return min(self.rows_per_block, self.num_rows) * self.row_bytes
 
     def blocks(self, first: int = 0, end: int | None = None) -> range:
-        """Return the first row of every block which overlaps rows [first, end)."""
+        """Return the first row of every block that overlaps rows [first, end)."""
         if self.row_bytes == 0:
             return range(0)
         step = self.rows_per_block
@@ -46,7 +46,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None = None) -> Grid:
-    """Return the block grid of a tensor; a 0-d tensor counts as one row.
+    """Return the division of a tensor into blocks. A 0-d tensor has one row.
 
     Args:
         shape: tensor shape.
@@ -58,14 +58,18 @@ def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return a writable view on a contiguous CPU tensor's bytes, valid while the tensor exists."""
+    """Return a writable view of the bytes of a contiguous CPU tensor. It is valid while the tensor exists."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class FileWriter:
-    """Append to a file and start disk writeback early."""
+    """Appends to an open file, and starts to write pages to disk every 64 MiB.
+
+    Attributes:
+        position: number of bytes written so far.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -81,20 +85,19 @@ class FileWriter:
             unwritten = unwritten[written:]
         if self.position - self._flushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
             length = self.position - self._flushed
-            # DONTNEED starts writeback of dirty pages; it also keeps a large save from evicting the page
-            # cache.
+            # DONTNEED starts writeback of dirty pages. It also drops them from the page cache afterward, so
+            # that a large save does not evict other files from the cache.
             os.posix_fadvise(self._descriptor, self._flushed, length, os.POSIX_FADV_DONTNEED)
             self._flushed = self.position
 
 
 def checksum_of(content: memoryview, identity: bytes, first: int) -> int:
-    """Return a block's CRC-32.
+    """Return the CRC-32 of a block and its position.
 
     Args:
         content: the block's bytes.
-        identity: `piece_identity` result, included in the checksum, so that the right bytes in the wrong
-            position are detected. Empty for checkpoints of format version 1, whose checksums cover only
-            bytes.
+        identity: result of `piece_identity`. The checksum covers it, so that bytes at a wrong position are
+            detected. Empty for checkpoints of format version 1, whose checksums cover only ``content``.
         first: index of the block's first row within the piece.
     """
     start = zlib.crc32(b"%s%d" % (identity, first)) if identity else 0
@@ -123,17 +126,17 @@ def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, identity: bytes
         try:
             file.write(content)
         finally:
-            # Also after a failed write: the thread still reads the block's memory.
+            # Wait for the thread also after a failed write, because it reads the block's memory.
             checksums.append(checksum.result())
     return tuple(checksums)
 
 
 class StoredRows(NamedTuple):
-    """Piece of a tensor in an open file.
+    """Piece (a rectangle) of a tensor in an open file.
 
     Attributes:
         descriptor: open file; the caller keeps it open.
-        start: first row's file offset, in bytes.
+        start: offset of the first row in the file, in bytes.
         shape: shape of the piece.
         dtype: tensor dtype.
         rows_per_block: rows in every block but the last.
@@ -153,12 +156,18 @@ class StoredRows(NamedTuple):
 
     @property
     def grid(self) -> Grid:
-        """The piece's block grid."""
+        """Division of the piece into blocks."""
         return grid_of(self.shape, self.dtype, self.rows_per_block)
 
     def read_block(self, first: int, target: memoryview) -> None:
-        """Read the block starting at row ``first`` into ``target``, which has the block's size, and verify
-        it.
+        """Read and verify a block.
+
+        Args:
+            first: first row of the block.
+            target: memory to fill, with the size of the block.
+
+        Raises:
+            DamagedCheckpointError: the block differs from what was written.
         """
         grid = self.grid
         position = self.start + first * grid.row_bytes
@@ -175,15 +184,15 @@ class StoredRows(NamedTuple):
 
 
 def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> None:
-    """Read part of a piece into ``target``, verifying every block read.
+    """Read a region of a piece, and verify every block that overlaps it.
 
     Args:
         stored: piece to read from.
-        offsets: region start within the piece, per dimension.
-        target: tensor to fill; has the region's shape.
+        offsets: start of the region within the piece, per dimension.
+        target: tensor to fill; its shape is that of the region.
 
     Raises:
-        DamagedCheckpointError: a block differs from the written content; ``target`` is then partly filled.
+        DamagedCheckpointError: a block differs from what was written; ``target`` is then partly filled.
     """
     grid = stored.grid
     if target.numel() == 0:
@@ -197,7 +206,8 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
     buffer = None
     for row in grid.blocks(first, end):
         last = min(row + grid.rows_per_block, grid.num_rows)
-        # A block inside the target is verified in place. A partial block is verified in a buffer first.
+        # A block that lies in the target is read in place. Other blocks are read to a buffer, and then
+        # copied.
         if is_direct and first <= row and last <= end:
             stored.read_block(row, memory_of(target[row - first : last - first]))
             continue
@@ -214,12 +224,15 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
 
 
 def verify_rows(stored: StoredRows, buffer: Tensor, share: slice = slice(None)) -> None:
-    """Read and verify the blocks of a piece.
+    """Read blocks of a piece, and compare their checksums.
 
     Args:
         stored: piece to verify.
         buffer: scratch memory, uint8, with at least the size of the largest block.
-        share: blocks to verify, as a slice of the block list.
+        share: which blocks to verify, as a slice of the list of blocks.
+
+    Raises:
+        DamagedCheckpointError: a block differs from what was written.
     """
     grid = stored.grid
     memory = memory_of(buffer)

@@ -1,4 +1,4 @@
-"""Exact check that boxes tile a tensor: every element lies in exactly 1 box."""
+"""Check that boxes tile a tensor: every element is in exactly one box."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,18 +6,19 @@ from itertools import product
 from math import prod
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape of a box within a tensor."""
+"""Offset and shape of a box in a tensor."""
 
-MOST_SPLIT_DIMS = 6
-"""Maximum number of split dimensions; the check takes twice as long per dimension."""
+MAX_SPLIT_DIMS = 6
+"""Maximum number of split dimensions. Every additional one doubles the time of the check."""
 
 
-def flaw_of_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Describe why boxes do not tile a tensor; return None if they do.
+def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Return a message that says why boxes do not tile a tensor; None if they do.
 
-    Linear time in the number of boxes. A box is the indicator function of its elements; the differences of
-    that function along every dimension are +1 or -1 at the corners and 0 elsewhere. Differences lose no
-    information, so the boxes sum to the tensor exactly if their corners sum to the tensor's corners.
+    The time is linear in the number of boxes. Consider the function that is 1 in a box and 0 elsewhere. Its
+    differences along all dimensions are +1 or -1 at the corners of the box, and 0 elsewhere. The differences
+    determine the function. Boxes therefore tile the tensor if and only if the signed corners of all boxes sum
+    to those of the tensor.
 
     Args:
         shape: tensor shape.
@@ -35,9 +36,9 @@ def flaw_of_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     if total == 0:
         return None
     dims = [dim for dim, whole in enumerate(shape) if any(size[dim] != whole for _, size in filled)]
-    if len(dims) > MOST_SPLIT_DIMS:
-        return f"it is split along {len(dims)} dimensions; at most {MOST_SPLIT_DIMS} are supported"
-    # Corners at which the summed differences do not cancel show an overlap or a gap.
+    if len(dims) > MAX_SPLIT_DIMS:
+        return f"it is split along {len(dims)} dimensions; at most {MAX_SPLIT_DIMS} are supported"
+    # Sum of signed corners of all boxes, minus the tensor's. A sum other than 0 shows an overlap or a gap.
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, (offset, size) in [(-1, ((0,) * len(shape), tuple(shape))), *((1, box) for box in filled)]:
         ends = [((offset[dim], 1), (offset[dim] + size[dim], -1)) for dim in dims]

@@ -1,6 +1,6 @@
-"""Per-rank data file in safetensors format, readable by any safetensors reader.
+"""Data file of a rank, in safetensors format.
 
-A whole tensor is stored under its name. For a piece, the range is appended: ``name[0:5, 0:8]``.
+A whole tensor is stored under its name. The name of a piece also has its range: ``name[0:5, 0:8]``.
 """
 
 import json
@@ -24,13 +24,13 @@ _ALIGNMENT = 64
 
 
 class TensorPart(NamedTuple):
-    """Tensor piece to write.
+    """Piece of a tensor to write.
 
     Attributes:
         name: tensor name.
-        offset: piece start within the whole tensor, per dimension.
-        size: whole tensor shape.
-        tensor: piece values, on any device.
+        offset: start of the piece in the tensor, per dimension.
+        size: shape of the tensor.
+        tensor: values of the piece, on any device.
     """
 
     name: str
@@ -40,13 +40,13 @@ class TensorPart(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Finished data file, and the pieces in write order. ``StoredPiece.file`` is not set yet."""
+    """A data file that has been written, and its pieces in order. ``StoredPiece.file`` is not set yet."""
 
     file: DataFile
     pieces: list[StoredPiece]
 
     def to_json(self) -> list[Any]:
-        """Convert to JSON types, for a background writer's note."""
+        """Convert to JSON types, for the note that a background writer leaves."""
         return [list(self.file), [list(piece) for piece in self.pieces]]
 
     @classmethod
@@ -63,7 +63,7 @@ class Written(NamedTuple):
 
 
 def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> Written:
-    """Write pieces to a new file and fsync it. If writing fails, the file is removed.
+    """Write pieces to a new file, and flush it to disk. If writing fails, the file is removed.
 
     Args:
         path: new file.
@@ -79,7 +79,7 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
         for part in parts:
             shape, dtype = tuple(part.tensor.shape), part.tensor.dtype
             rows_per_block = grid_of(shape, dtype).rows_per_block
-            # -1: the manifest numbers the files after all ranks have written theirs.
+            # File number -1, because the manifest numbers files after all ranks have written theirs.
             piece = StoredPiece(part.offset, shape, -1, writer.position, rows_per_block, ())
             identity = piece_identity(part.name, dtype, part.size, piece)
             checksums = write_rows(writer, part.tensor, pool, identity)
@@ -94,7 +94,7 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
 
 
 def header(parts: Sequence[TensorPart]) -> bytes:
-    """Return the safetensors header for pieces.
+    """Return the safetensors header of a file with these pieces.
 
     Raises:
         ValueError: unsupported dtype, or two pieces with equal names.
@@ -115,7 +115,10 @@ def header(parts: Sequence[TensorPart]) -> bytes:
 
 
 def header_of(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Return a safetensors header: JSON length (8 bytes), then JSON: names, dtypes, shapes, byte ranges."""
+    """Return the safetensors header of a file with tensors of these dtypes and shapes, in this order.
+
+    It has the length of the JSON (8 bytes), then JSON with names, dtypes, shapes and byte ranges.
+    """
     entries: dict[str, Any] = {}
     start = 0
     for name, (dtype, shape) in shapes.items():

@@ -1,4 +1,4 @@
-"""Table rows touched by training since a given step, for deltas."""
+"""Export the table rows that training has changed since an update, for deltas."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,28 +18,28 @@ from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span
 from meshrec.tables.table import Table, weights_at
 
-# IDs [U], first and end column, rows [U, columns] of one rectangle.
+# Changed rows of a rectangle: IDs [U], first column, end column, rows [U, columns].
 _Piece = tuple[Tensor, int, int, Tensor]
 
 
 class RowTracker:
-    """Records which rows of a model's fused tables are touched by each update, from construction on.
+    """Records which rows of a model's fused tables every update changes, from construction on.
 
-    Costs 4 bytes per row, plus a store per ID in every backward pass. Updates are numbered by the optimizer
+    Takes 4 bytes per row, and a write per ID in every backward pass. The number of an update is the optimizer
     step (the maximum ``"step"`` over all tables), which checkpoints contain.
 
     Args:
-        model: model to track; a model can have a single tracker.
+        model: model to track. A new tracker replaces the model's previous one.
 
     Attributes:
-        first_step: earliest update number accepted by `export`.
+        first_step: smallest ``since`` that `export` accepts.
     """
 
     def __init__(self, model: DistributedModelParallel) -> None:
         self._modules = model.sharded_modules
         self._tables = {path: module.tables for path, module in self._modules.items()}
         self._touched = {
-            path: TouchedRows(module.tables, module.built.fused, self._now)
+            path: TouchedRows(module.tables, module.built.fused, self._next_mark)
             for path, module in self._modules.items()
         }
         self._last_step = -1
@@ -47,14 +47,14 @@ class RowTracker:
 
     @property
     def step(self) -> int:
-        """Last update number."""
-        # Never decreases: loading an older state must not reuse earlier numbers.
-        self._last_step = max(self._last_step, self._last())
+        """Number of the last update. It never decreases."""
+        # If an older state is loaded, the steps of tables decrease, but numbers must not be used twice.
+        self._last_step = max(self._last_step, self._max_step())
         return self._last_step
 
     @property
     def names(self) -> list[str]:
-        """Tracked parameter names."""
+        """Parameter names of the tracked tables."""
         return [
             f"{path}.{name}" if path else name
             for path, module in self._modules.items()
@@ -62,20 +62,21 @@ class RowTracker:
         ]
 
     def export(self, path: str | Path, *, since: int, also: Mapping[str, Tensor] | None = None) -> "Exported":
-        """Write the rows touched after update ``since`` to a safetensors file. Collective, between steps.
+        """Write the rows changed after update ``since`` to a safetensors file. Collective, between steps.
 
-        For every touched table, the file contains ``<name>.ids``, int64 [U], ascending, and ``<name>.rows``
-        [U, D]. Rows have all columns under any plan: the first rank assembles and writes them. For each
-        hashed table it also contains ``<name>.gone``, int64 [G]: IDs evicted and not admitted again.
-        Evictions before ``since`` are forgotten, so later calls must not pass an earlier ``since``.
+        For every table with changed rows, the file has ``<name>.ids``, int64 [U], ascending, and
+        ``<name>.rows`` [U, D]. The first rank collects all columns of the rows, whatever the plan, and writes
+        the file. For every hashed table, the file also has ``<name>.gone``, int64 [G]: IDs that were evicted
+        and not admitted again. Evictions before ``since`` are forgotten, so ``since`` must not decrease from
+        call to call.
 
         Args:
             path: output file.
-            since: tracked update number, or `first_step`.
-            also: additional row IDs by table name; equal on all ranks.
+            since: number of an update, at least `first_step`.
+            also: IDs of additional rows to write, by table name; equal on all ranks.
 
         Returns:
-            Row and eviction counts per table.
+            Numbers of rows and of evicted IDs, by table.
 
         Raises:
             ValueError: ``since`` is before tracking started, or the model was resharded; raised on every
@@ -97,12 +98,11 @@ class RowTracker:
         for name, local_rows, dim in pieces:
             rows_by_rank = gather_objects(local_rows, axis, "touched rows")
             try:
-                tensors |= _assembled(name, rows_by_rank, dim, counts)
+                tensors |= _assemble_table(name, rows_by_rank, dim, counts)
             except Exception as error:  # raised on all ranks by `write` below
                 errors.append(error)
             if axis.rank != 0:
-                # Only the first rank writes; the other ranks free a table's rows before the next table
-                # arrives.
+                # Only the first rank writes. Other ranks free the rows before those of the next table arrive.
                 tensors.clear()
 
         def write() -> None:
@@ -113,23 +113,25 @@ class RowTracker:
 
         agreed(axis, write, "writing touched rows")
         if counts.evicted:
-            # The trackers have dropped evictions before this update.
+            # Evictions before this update have been forgotten.
             self.first_step = since
         return counts
 
-    def _last(self) -> int:
+    def _max_step(self) -> int:
         return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
 
-    def _now(self) -> int:
-        """Return the mark for rows touched now; greater than every update number reported so far.
+    def _next_mark(self) -> int:
+        """Return the number of the current update, for the rows that it changes.
 
-        A frozen table counts fewer updates than other tables, so the table's local step is not usable.
+        It is greater than every value that ``step`` has returned.
         """
+        # The maximum over tables is used because the step of a table that was frozen for a while lags behind.
         # With deferred updates, backward runs before the step counter increases.
         is_deferred = any(module.tables.collected is not None for module in self._modules.values())
-        return max(self._last() + is_deferred, self._last_step + 1)
+        return max(self._max_step() + is_deferred, self._last_step + 1)
 
     def _check(self, since: int) -> None:
+        """Raise ValueError if changes after ``since`` are not known."""
         if since < self.first_step:
             raise ValueError(
                 f"rows are tracked since update {self.first_step}, but since={since} was requested. "
@@ -142,7 +144,7 @@ class RowTracker:
             )
 
     def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, "_LocalRows", int]]:
-        """Return this rank's rows to export per tracked table, as (parameter name, rows, embedding dim)."""
+        """Return (parameter name, this rank's changed rows, embedding dim) of every tracked table."""
         changed = []
         for path, module in self._modules.items():
             names = list(module.fused_optimizer.params)
@@ -153,44 +155,55 @@ class RowTracker:
                 full = f"{path}.{name}" if path else name
                 touched, extra_ids = self._touched[path], also.get(full)
                 if table.mix_seed is not None:
-                    local_rows = _hashed(touched, t, since, self.step, extra_ids)
+                    local_rows = _hashed_rows(touched, t, since, self.step, extra_ids)
                 else:
                     local_rows = _LocalRows(
-                        [_piece(rows, keys, extra_ids) for rows, keys in touched.touched(t, since)], None
+                        [_fixed_rows(rows, keys, extra_ids) for rows, keys in touched.touched(t, since)], None
                     )
                 changed.append((full, local_rows, table.dim))
         return changed
 
 
 class Exported(NamedTuple):
-    """Rows written per table, and evicted IDs per hashed table."""
+    """Number of rows written by table, and of evicted IDs by hashed table."""
 
     rows: dict[str, int]
     evicted: dict[str, int]
 
 
 class _LocalRows(NamedTuple):
-    """This rank's part of a table: rows by rectangle, and evicted IDs (None for a fixed table)."""
+    """Changed rows of a table's rectangles on a rank, and evicted IDs (None for a table with fixed rows)."""
 
     pieces: list[_Piece]
     evicted: Tensor | None
 
 
-def _piece(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
+def _fixed_rows(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
+    """Return the rows with the given keys, and those of ``extra_ids`` in the rectangle, of a fixed table."""
     _, r0, r1, c0, c1 = rows.rectangle
     if extra_ids is not None:
-        keys = _united(keys, extra_ids, r0, r1)
+        keys = _union(keys, extra_ids, r0, r1)
     return keys, c0, c1, weights_at(rows, keys).cpu()
 
 
-def _hashed(touched: TouchedRows, table: int, since: int, now: int, extra_ids: Tensor | None) -> _LocalRows:
+def _hashed_rows(
+    touched: TouchedRows, table: int, since: int, now: int, extra_ids: Tensor | None
+) -> _LocalRows:
+    """Return this rank's changed rows and evicted IDs of a hashed table.
+
+    Args:
+        touched: record of updated rows.
+        table: table number.
+        since: return changes after this update.
+        now: number of the last update.
+        extra_ids: IDs of additional rows; those without a row are returned as evicted. None: none.
+    """
     pieces, evicted = [], [torch.empty(0, dtype=torch.int64)]
     for (_, keys), (rows, evicted_keys) in zip(
         touched.touched(table, since), touched.evicted(table, since, now), strict=True
     ):
         r = rows.rectangle
         if extra_ids is not None:
-            # Extra IDs may have been evicted since: those are reported as evicted.
             owed = mix(extra_ids, rows.storage.keys.seed)
             owed = owed[in_span(owed, (r.r0, r.r1))]
             alive = is_alive(rows, owed)
@@ -204,26 +217,27 @@ def _hashed(touched: TouchedRows, table: int, since: int, now: int, extra_ids: T
     return _LocalRows(pieces, torch.cat(evicted))
 
 
-def _united(keys: Tensor, extra_ids: Tensor, first: int, end: int) -> Tensor:
+def _union(keys: Tensor, extra_ids: Tensor, first: int, end: int) -> Tensor:
+    """Return the distinct values of ``keys`` and of the extra IDs in [first, end), ascending."""
     inside = extra_ids[(extra_ids >= first) & (extra_ids < end)]
     united: Tensor = torch.cat([keys, inside.to(keys.device)]).unique()
     return united
 
 
-def _assembled(name: str, pieces: list[_LocalRows], dim: int, counts: Exported) -> dict[str, Tensor]:
-    """Assemble a table's tensors for the output file.
+def _assemble_table(name: str, pieces: list[_LocalRows], dim: int, counts: Exported) -> dict[str, Tensor]:
+    """Combine the ranks' rows of a table to the tensors of the output file.
 
     Args:
         name: parameter name.
-        pieces: part of the table per rank.
+        pieces: changed rows by rank.
         dim: embedding dim.
-        counts: receives the numbers of rows and of evicted IDs.
+        counts: the numbers of rows and of evicted IDs are added here.
 
     Returns:
         Tensors ``<name>.ids``, ``<name>.rows`` and ``<name>.gone``; see `export`. IDs and rows are missing if
         no row is exported, ``<name>.gone`` if the table is not hashed.
     """
-    ids, rows = _joined([piece for local_rows in pieces for piece in local_rows.pieces], dim)
+    ids, rows = _join_columns([piece for local_rows in pieces for piece in local_rows.pieces], dim)
     tensors: dict[str, Tensor] = {}
     if len(ids):
         counts.rows[name] = len(ids)
@@ -234,7 +248,8 @@ def _assembled(name: str, pieces: list[_LocalRows], dim: int, counts: Exported) 
     return tensors
 
 
-def _joined(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
+def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
+    """Join the columns of rows: return the distinct IDs [U], ascending, and rows [U, dim]."""
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, *_ in pieces)]).unique()
     dtype = pieces[0][3].dtype if pieces else torch.float32
     whole = torch.empty(len(ids), dim, dtype=dtype)

@@ -1,13 +1,13 @@
-"""Delta files: weight changes since the previous delta, in a folder which servers follow.
+"""Delta files: changes of weights since the previous delta, in a folder that servers watch.
 
-Delta ``n`` has three files: ``<n>.json`` (written last), ``<n>.rows.safetensors`` (IDs and whole rows touched
-by training, per table) and ``<n>.dense.safetensors`` (all other weights). The JSON contains a checksum, the
-digests of both tensor files, and the previous JSON's digest. So gaps, damage and deltas of another run are
-detected.
+Delta ``n`` has three files: ``<n>.rows.safetensors`` (IDs and whole rows that training has changed, by
+table), ``<n>.dense.safetensors`` (all other weights), and ``<n>.json`` (written last). The JSON has its own
+checksum, the digests of both other files, and the digest of the previous delta's JSON. Readers therefore
+detect damage, missing deltas, and deltas of another run.
 
-Applying delta ``n + 1`` to the weights of delta ``n`` gives the weights of delta ``n + 1``. This also holds
-after a killed run resumes from an earlier step: the first delta then also contains rows which the repeated
-steps had changed.
+Delta ``n + 1`` applied to the weights of delta ``n`` gives the weights of delta ``n + 1``. This also holds if
+a killed run resumes from an earlier step: its first delta repeats all rows that deltas after this step have
+changed.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from meshrec.durable.sealed import fields, integer, mapping, text, texts
 
 FORMAT = 2
 KINDS = ("rows", "dense")
-# 64 MiB: bounds the memory which a damaged or hostile JSON file can take.
-_MOST_RECORD_BYTES = 1 << 26
+# 64 MiB. The limit bounds the memory that a damaged or hostile JSON file can take.
+_MAX_RECORD_BYTES = 1 << 26
 _NAME = re.compile(r"[0-9]{8,18}\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("format", "number", "run", "since", "step", "rows", "sha256", "previous")
@@ -36,20 +36,20 @@ class DeltaError(RuntimeError):
 
 
 class DeltaRecord(NamedTuple):
-    """Parsed JSON file of a delta.
+    """Content of a delta's JSON file.
 
     Attributes:
         number: delta number.
         run: run name.
-        since: last training step before the delta.
-        step: last training step in the delta.
-        rows: row count per table.
-        sha256: tensor file digests by file name.
-        previous: digest of the previous delta; "" for the first.
-        tracked: tables published by touched rows; None in format 1.
-        whole: weights published whole; None in format 1. Together with ``tracked``, all weights.
-        evicted: evicted ID count by hashed table, including zeros. The JSON key is "gone".
-        digest: the JSON file's SHA-256.
+        since: training step of the previous delta.
+        step: training step of this delta.
+        rows: number of changed rows by table.
+        sha256: SHA-256 of the safetensors files by file name.
+        previous: SHA-256 of the previous delta's JSON file; "" for the first delta.
+        tracked: tables of which deltas have changed rows; None in format 1.
+        whole: all other weights, which every delta has in full; None in format 1.
+        evicted: number of evicted IDs by hashed table, including zeros. The JSON key is "gone".
+        digest: SHA-256 of the JSON file.
     """
 
     number: int
@@ -66,24 +66,24 @@ class DeltaRecord(NamedTuple):
 
     @property
     def published(self) -> "Published":
-        """Number and digest, by which packages and checkpoints refer to this delta."""
+        """Number and digest, with which packages and checkpoints refer to this delta."""
         return Published(self.number, self.digest)
 
 
 class Published(NamedTuple):
-    """Last delta contained in some weights, by number and digest."""
+    """Reference to a delta: the last one that is contained in the weights of a package or checkpoint."""
 
     number: int
     digest: str
 
 
 class Delta(NamedTuple):
-    """Weights to write.
+    """Weights of a delta.
 
     Attributes:
-        rows: IDs, int64 [U], and rows [U, D], by table.
-        whole: whole tensors by name.
-        evicted: evicted IDs, int64 [G], by hashed table.
+        rows: changed rows by table: IDs, int64 [U], ascending, and rows [U, D].
+        whole: all other weights by name.
+        evicted: evicted IDs by hashed table, int64 [G], ascending.
     """
 
     rows: dict[str, tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ class Delta(NamedTuple):
 
 
 def delta_numbers(folder: str | Path) -> list[int]:
-    """Return the delta numbers in a folder, ascending."""
+    """Return the numbers of the deltas in a folder, ascending."""
     names = [path.name for path in Path(folder).glob("[0-9]*.json") if _NAME.fullmatch(path.name)]
     return sorted(number for name in names if delta_name(number := int(name.removesuffix(".json"))) == name)
 
@@ -107,26 +107,31 @@ def delta_records(folder: str | Path) -> list[DeltaRecord]:
 
 
 def read_record(folder: str | Path, number: int) -> DeltaRecord:
-    """Read delta ``number``'s JSON file.
+    """Read the JSON file of a delta.
 
     Raises:
         DeltaError: the file cannot be read, or is damaged.
     """
     path = Path(folder) / delta_name(number)
     try:
-        content = read_regular(path, _MOST_RECORD_BYTES)
-        return _record(content, number)
+        content = read_regular(path, _MAX_RECORD_BYTES)
+        return _parse_record(content, number)
     except (OSError, DamageError) as error:
         raise DeltaError(f"delta {number}: {path} cannot be read ({error}). Publish it again.") from error
 
 
-def _record(content: bytes, number: int) -> DeltaRecord:
+def _parse_record(content: bytes, number: int) -> DeltaRecord:
+    """Parse and validate the content of a delta's JSON file.
+
+    Raises:
+        DamageError: the content is invalid, or belongs to another delta.
+    """
     values = unsealed(content, "it", required=False)
     version = integer(values.get("format"), "its format", 1, FORMAT)
     # Format 1 had no checksum. Require it as soon as the version is known.
     if version == FORMAT:
         values = unsealed(content, "it", required=True)
-        if content != sealed(values):  # the next delta contains these bytes' digest
+        if content != sealed(values):  # the next delta has the digest of exactly these bytes
             raise DamageError("its JSON is not in canonical form")
     is_latest = version == FORMAT
     # Unknown fields are refused; see [Note: file format versions] in manifest.py.
@@ -159,12 +164,12 @@ def _record(content: bytes, number: int) -> DeltaRecord:
 
 
 def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
-    """Read a delta's weights into memory and verify them there, so that later writes to the files do not
-    matter.
+    """Read a delta's weights into memory, and verify them.
 
     Raises:
         DeltaError: the files are damaged, or do not match the record.
     """
+    # Verified in memory, so that later writes to the files have no effect.
     try:
         rows, whole = (
             read_whole(Path(folder) / (name := delta_name(record.number, kind)), record.sha256[name])
@@ -180,11 +185,11 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
             if ids.dtype != torch.int64 or ids.shape != (num,) or values.ndim != 2 or len(values) != num:
                 raise DamageError(f"it does not contain {num} IDs and rows of {name!r}")
             # Only hashed tables have negative IDs.
-            if (num and int(ids[0]) < 0 and name not in record.evicted) or not _rise(ids):
+            if (num and int(ids[0]) < 0 and name not in record.evicted) or not _is_ascending(ids):
                 raise DamageError(f"the IDs of {name!r} are not ascending")
         evicted = {name: rows[f"{name}.gone"] for name in record.evicted}
         for name, ids in evicted.items():
-            if ids.dtype != torch.int64 or ids.shape != (record.evicted[name],) or not _rise(ids):
+            if ids.dtype != torch.int64 or ids.shape != (record.evicted[name],) or not _is_ascending(ids):
                 raise DamageError(
                     f"it does not contain {record.evicted[name]} ascending evicted IDs of {name!r}"
                 )
@@ -195,20 +200,20 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
     return Delta(pairs, whole, evicted)
 
 
-def _rise(ids: Tensor) -> bool:
+def _is_ascending(ids: Tensor) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
 
 
 def check_follows(record: DeltaRecord, last: Published | None, step: int) -> None:
-    """Check that ``record`` continues ``last`` and contains all changes since ``step``.
+    """Check that a delta can be applied to weights.
 
     Args:
-        record: next delta.
-        last: last applied delta; None: none yet.
-        step: current weights' training step.
+        record: the delta.
+        last: last delta that was applied to the weights; None: none.
+        step: training step of the weights.
 
     Raises:
-        DeltaError: a delta is missing, belongs to another chain, or starts after ``step``.
+        DeltaError: the delta does not follow ``last``, or lacks changes after ``step``.
     """
     if last is not None and record.number != last.number + 1:
         raise DeltaError(
@@ -247,4 +252,5 @@ def verify_deltas(folder: str | Path) -> list[DeltaRecord]:
 
 
 def delta_name(number: int, kind: str | None = None) -> str:
+    """Return the name of a delta's JSON file, or of its safetensors file of a kind ("rows" or "dense")."""
     return f"{number:08d}.json" if kind is None else f"{number:08d}.{kind}.safetensors"

@@ -1,4 +1,4 @@
-"""Resolve a path to a checkpoint: the rule shared by the command line and ``load``."""
+"""Find the checkpoint that a path stands for: a checkpoint, a folder of checkpoints, or a run."""
 
 import logging
 import re
@@ -28,10 +28,11 @@ def step_of(name: str) -> int | None:
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = False) -> Path:
-    """Return the finished checkpoint designated by ``path``.
+    """Return the finished checkpoint that ``path`` stands for.
 
-    A checkpoint folder designates itself, and a folder of checkpoints its newest one. A run designates the
-    weights it reports: the best on validation data, or the last without validation data.
+    A checkpoint stands for itself, and a folder of checkpoints for the newest. A run stands for the weights
+    that it
+    reports: the best on validation data, or the last if there is no validation data.
 
     Args:
         path: checkpoint, folder of checkpoints, or run folder.
@@ -39,7 +40,7 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
         last: select a run's last checkpoint instead of the best.
 
     Raises:
-        ValueError: no such checkpoint; the error lists existing steps.
+        ValueError: there is no such checkpoint. The message lists existing steps.
     """
     path = Path(path)
     if (path / MANIFEST).exists() and step is None:
@@ -62,7 +63,7 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
 
 
 def all_checkpoints(path: str | Path) -> list[Path]:
-    """Return all checkpoints at ``path``, finished or not: itself, or those in a folder or run.
+    """Return all checkpoints at ``path``, finished or not: the path itself, or those in a folder or run.
 
     Raises:
         ValueError: no checkpoint exists.
@@ -97,6 +98,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _finished(folder: Path) -> dict[int, Path]:
+    """Return the finished checkpoints in a folder by step."""
     by_step: dict[int, Path] = {}
     for checkpoint in sorted(folder.glob("step-*")):
         if not (checkpoint / MANIFEST).exists():

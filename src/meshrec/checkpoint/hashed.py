@@ -1,8 +1,8 @@
-"""Load tables whose rows a checkpoint stores by ID, under any plan, block by block.
+"""Load tables that are hashed in the model, in the checkpoint, or in both, block by block.
 
-A checkpoint stores hashed rows in key order, with their ``ids``. Every rank reads all IDs, and the rows of
-its rectangles. The checkpoint of a fixed table has no IDs: row i belongs to ID i. A fixed table also loads a
-hashed table's checkpoint: the row of ID i becomes row i.
+A checkpoint stores the rows of a hashed table in key order, with a tensor ``ids``. Every rank reads all IDs,
+and the rows of its rectangles. The checkpoint of a fixed table has no IDs, because row i belongs to ID i. A
+hashed table can load the checkpoint of a fixed table, and vice versa: the row of ID i becomes row i.
 """
 
 import logging
@@ -25,32 +25,32 @@ from meshrec.tables.module import TableModule
 from meshrec.tables.table import Rectangle, RowBlock
 
 _log = logging.getLogger(__name__)
-# Rows per read; bounds memory to 64 Ki rows.
+# Rows per read, which bound the memory that a load needs.
 _BLOCK_ROWS = 1 << 16
 
 
 class HashedTarget(NamedTuple):
-    """Hashed table being loaded.
+    """Hashed table to load.
 
     Attributes:
-        path: table's module name.
+        path: module path of the table.
         tables: this rank's rectangles.
         storage: row format, keys and limits.
-        changed: reports loaded rows to all ranks. Collective.
+        rows_loaded: function to call after a load; it counts rows over all ranks. Collective.
     """
 
     path: str
     tables: Sequence[HashedTable]
     storage: HashedRows
-    changed: Callable[[], object]
+    rows_loaded: Callable[[], object]
 
     def names(self) -> list[str]:
-        """Return the state dict names of the table's tensors."""
+        """Return the names of the table's tensors in its state dict."""
         return state_dict_names(self.storage)
 
 
 def hashed_targets(item: nn.Module) -> dict[str, HashedTarget]:
-    """Return a module's hashed tables by path."""
+    """Return the hashed tables of a module by path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
     targets: dict[str, HashedTarget] = {}
     for path, child in module.named_modules():
@@ -60,12 +60,12 @@ def hashed_targets(item: nn.Module) -> dict[str, HashedTarget]:
 
 
 def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
-    """Check that a checkpoint's rows fit a hashed table, before anything changes.
+    """Check that a hashed table can load its rows from a checkpoint.
 
     Args:
         target: table to load.
         manifest: checkpoint manifest.
-        prefix: checkpoint name prefix of the table's tensors.
+        prefix: prefix of the table's tensor names in the checkpoint.
 
     Raises:
         ValueError: the checkpoint lacks the table, or has another width, other row parts or too many rows.
@@ -96,14 +96,14 @@ def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
 def load_hashed(
     target: HashedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Replace a table's rows with those of a checkpoint.
+    """Replace the rows of a hashed table with those of a checkpoint.
 
     Args:
         target: table to load.
         folder: checkpoint folder.
         manifest: checkpoint manifest.
-        prefix: checkpoint name prefix of the table's tensors.
-        slots: checkpoint tensor name per optimizer state slot; empty: load no optimizer state.
+        prefix: prefix of the table's tensor names in the checkpoint.
+        slots: tensor name in the checkpoint by optimizer state slot; empty: optimizer state is not loaded.
     """
     ids_name = f"{prefix}{IDS}" if f"{prefix}{IDS}" in manifest.tensors else None
     num_rows = manifest.tensors[f"{prefix}weight"].shape[0]
@@ -123,7 +123,7 @@ def load_hashed(
                 here = (first + start, first + end)
                 values = {part: read_rows(folder, manifest, name, here) for part, name in parts.items()}
                 table.load(rows_in_rectangle(table, ids[start:end], values))
-    # Occurrence counts of IDs not yet admitted.
+    # Occurrence counts of IDs that wait for admission.
     waiting = [f"{prefix}{name}" for name in WAITING]
     if target.storage.counts and all(name in manifest.tensors for name in waiting):
         span = (0, manifest.tensors[waiting[0]].shape[0])
@@ -133,18 +133,22 @@ def load_hashed(
 
 
 class LoadableRows(Protocol):
-    """Rectangle which accepts row blocks."""
+    """Rectangle of a table that rows can be loaded into."""
 
     @property
     def rectangle(self) -> Rectangle:
-        """The rectangle's keys and columns."""
+        """Key range and column range."""
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace rows, or some row parts."""
+        """Replace rows, or some parts of rows such as the optimizer state."""
 
 
 class WholeRows:
-    """Unsharded table and optimizer state in parameter memory."""
+    """Unsharded table with fixed rows, in the memory of its parameter.
+
+    Attributes:
+        tensors: weight and optimizer state by name; callers add the state.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.rectangle = Rectangle(0, 0, weight.shape[0], 0, weight.shape[1])
@@ -152,7 +156,7 @@ class WholeRows:
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Copy blocks into parameter memory."""
+        """Copy row blocks to the parameter and the optimizer state."""
         for block in blocks:
             keys = torch.arange(*_ends(block.keys)) if isinstance(block.keys, range) else block.keys
             for name, values in block.parts.items():
@@ -160,31 +164,31 @@ class WholeRows:
 
 
 class FixedTarget(NamedTuple):
-    """Fixed-size table being loaded.
+    """Table with fixed rows to load.
 
     Attributes:
-        path: table's module name.
+        path: module path of the table.
         tables: this rank's rectangles.
-        num_rows: whole table's row count.
-        dim: whole table's column count.
-        changed: tells batches in flight that rows were loaded.
+        num_rows: number of rows of the unsharded table.
+        dim: number of columns of the unsharded table.
+        rows_loaded: function to call after a load, so that batches in flight look up their rows again.
     """
 
     path: str
     tables: Sequence[LoadableRows]
     num_rows: int
     dim: int
-    changed: Callable[[], object]
+    rows_loaded: Callable[[], object]
 
 
 def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
-    """Return a module's trainable fixed tables by path."""
+    """Return the trainable tables with fixed rows of a module, by path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
     targets: dict[str, FixedTarget] = {}
     for path, child in module.named_modules():
         if isinstance(child, TableModule) and not child.is_growable and child.storage.is_trainable:
-            changed = child.rows_loaded
-            targets[path] = FixedTarget(path, child.tables, child.num_rows, child.dim, changed)
+            rows_loaded = child.rows_loaded
+            targets[path] = FixedTarget(path, child.tables, child.num_rows, child.dim, rows_loaded)
         elif isinstance(child, TableCollection):
             name, _ = child.table_holders()
             start = f"{path}.{name}" if path else name
@@ -198,18 +202,18 @@ def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
 
 
 def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
-    """Check that IDs are valid fixed table rows.
+    """Check that all IDs are rows of a fixed table.
 
     Args:
-        ids: ID blocks, int64.
-        num_rows: table's row count.
+        ids: blocks of IDs, int64.
+        num_rows: number of rows of the table.
         table: table name in errors.
 
     Returns:
         Number of IDs.
 
     Raises:
-        ValueError: IDs outside [0, num_rows).
+        ValueError: an ID is outside [0, num_rows).
     """
     count, outside, example = 0, 0, 0
     for block in ids:
@@ -227,13 +231,13 @@ def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
 
 
 def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, prefix: str) -> None:
-    """Check that a hashed table's checkpoint fits a fixed table, before anything changes.
+    """Check that a fixed table can load its rows from the checkpoint of a hashed table.
 
     Args:
         target: table to load.
         folder: checkpoint folder.
         manifest: checkpoint manifest.
-        prefix: checkpoint name prefix of the table's tensors.
+        prefix: prefix of the table's tensor names in the checkpoint.
 
     Raises:
         ValueError: the width differs, or an ID is outside the table.
@@ -261,14 +265,14 @@ def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, pref
 def load_fixed(
     target: FixedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Copy rows from a hashed table's checkpoint: the row of ID i becomes row i.
+    """Load a fixed table from the checkpoint of a hashed table: the row of ID i becomes row i.
 
     Args:
         target: table to load.
         folder: checkpoint folder.
         manifest: checkpoint manifest.
-        prefix: checkpoint name prefix of the table's tensors.
-        slots: checkpoint tensor name per optimizer state slot.
+        prefix: prefix of the table's tensor names in the checkpoint.
+        slots: tensor name in the checkpoint by optimizer state slot.
     """
     parts = {"weight": f"{prefix}weight"} | {s: n for s, n in slots.items() if n in manifest.tensors}
     num = manifest.tensors[parts["weight"]].shape[0]
@@ -281,17 +285,17 @@ def load_fixed(
 
 
 def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterable[RowBlock]:
-    """Yield a block with the rows inside a fixed table's rectangle, or nothing.
+    """Yield a block with the rows that are in the rectangle of a fixed table; nothing if there are none.
 
     Args:
-        table: rectangle.
-        ids: int64 [N], in any order.
-        parts: row parts by name: [N] (per-row values) or [N, D].
+        table: the rectangle.
+        ids: IDs of rows, int64 [N], in any order.
+        parts: row parts by name: [N] (a value per row) or [N, D].
     """
     r = table.rectangle
     inside = ((ids >= r.r0) & (ids < r.r1)).nonzero()[:, 0]
     if len(inside):
-        # Row blocks have ascending keys.
+        # The keys of a row block must be ascending.
         keys, order = ids[inside].sort()
         positions = inside[order]
         cut = {name: v[positions] if v.dim() == 1 else v[positions, r.c0 : r.c1] for name, v in parts.items()}

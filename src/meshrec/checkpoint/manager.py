@@ -1,4 +1,4 @@
-"""Checkpoints of a run: find the latest intact checkpoint, remove old ones, save in the background."""
+"""Checkpoints of a run: save in the background, load the latest intact one, and remove old ones."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,20 +22,21 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Checkpoints of one run, named ``folder/step-0000000100``. Saves, loads and ``wait`` are collective.
+    """Checkpoints of a run, named ``folder/step-0000000100``. Saves, loads and ``wait`` are collective.
 
-    Old checkpoints in the folder are deleted, including copies you put there: keep copies elsewhere. Other
-    files are kept. A link to a checkpoint elsewhere is removed without touching the target.
+    Old checkpoints in the folder are deleted, including copies that the user put there. Other files are kept.
+    If a checkpoint is a link, only the link is deleted.
 
     Args:
-        folder: folder visible to all ranks, created when first needed. With ``store``, a folder of this host
-            for files in transit.
-        keep_last: number of checkpoints to keep, at least 1: the last saved checkpoint and earlier steps.
-            After training returns to an earlier checkpoint, later steps stay until they are saved again.
-        keep_every: also keep checkpoints whose step is a multiple of this.
-        group: participating ranks (default: the default process group).
-        store: folder in an object store that holds the checkpoints, for hosts without a shared folder; see
-            [Note: how a checkpoint reaches a store].
+        folder: folder that all ranks can access, created when first needed. With ``store``, a folder of this
+            host for temporary files.
+        keep_last: number of checkpoints to keep, at least 1: the one saved last and those of the steps before
+            it. If training returns to an earlier step, checkpoints of later steps are kept until they are
+            saved again.
+        keep_every: also keep checkpoints whose step is a multiple of this number.
+        group: participating ranks; None: the default process group.
+        store: folder in an object store for the checkpoints, if hosts have no shared folder; see [Note: how a
+            checkpoint reaches a store].
 
     Raises:
         ValueError: ``keep_last`` or ``keep_every`` is below 1.
@@ -72,25 +73,25 @@ class CheckpointManager:
         self._pending_step: int | None = None
 
     def path(self, step: int) -> Path:
-        """Return a step's checkpoint path in the folder."""
+        """Return the path of a step's checkpoint in the folder."""
         return self.folder / step_name(step)
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path | str:
-        """Save, then remove old checkpoints; see ``checkpoint.save``.
+        """Save a checkpoint, then remove old ones; see ``checkpoint.save``. Collective.
 
         Returns:
-            The checkpoint's path, or with a store, the address.
+            Path of the checkpoint; with a store, its address.
 
         Raises:
-            CheckpointError: the checkpoint cannot be written; raised on every rank. Older checkpoints remain,
-                and training can continue.
+            CheckpointError: the checkpoint cannot be written; raised on every rank. Older checkpoints are
+                kept, and training can continue.
         """
         if self._stored is not None:
             self.async_save(step, state)
             self.wait()
             return self._stored.address(step)
         self.wait()
-        self._unlink(step)
+        self._remove_link(step)
         # Remove old checkpoints only after the new checkpoint is complete.
         path = save(self.path(step), state, step=step, group=self._group)
         if ranks_of(self._group).rank == 0:
@@ -98,15 +99,17 @@ class CheckpointManager:
         return path
 
     def async_save(self, step: int, state: Mapping[str, Any]) -> PendingSave:
-        """Save while training continues; see ``checkpoint.async_save``. Waits for a pending save first.
+        """Save while training continues; see ``checkpoint.async_save``. Collective.
+
+        Waits for the previous background save first.
 
         Raises:
-            CheckpointError: the pending save failed, or this save cannot start; raised on every rank.
+            CheckpointError: the previous save failed, or this one cannot start; raised on every rank.
         """
         self.wait()
         path, store = self.path(step), None
         if self._stored is None:
-            self._unlink(step)
+            self._remove_link(step)
         else:
             axis, store = ranks_of(self._group), self._stored.under(step)
             path = agreed(axis, self._stored.new_scratch, f"writing to {self.folder}")[axis.rank]
@@ -121,7 +124,7 @@ class CheckpointManager:
         return self._pending
 
     def wait(self) -> None:
-        """Wait for the background save, if any.
+        """Wait for the background save, if there is one. Collective.
 
         Raises:
             CheckpointError: the save failed.
@@ -134,15 +137,18 @@ class CheckpointManager:
                 remove_scratch(pending.path)  # does nothing for a save to the folder
 
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, ascending. Reads only manifests and file sizes."""
-        return list(self._complete())[::-1]
+        """Return the steps of complete checkpoints, ascending.
+
+        Reads only manifests, headers and file sizes.
+        """
+        return list(self._complete_steps())[::-1]
 
     def latest(self) -> Path | str | None:
-        """Return the newest complete checkpoint's path, or with a store, the address.
+        """Return the path (with a store, the address) of the newest complete checkpoint, or None.
 
-        Logs a warning for damaged or incomplete checkpoints.
+        Logs a warning about damaged and incomplete checkpoints.
         """
-        step = next(self._complete(), None)
+        step = next(self._complete_steps(), None)
         return None if step is None else self._checkpoints.address(step)
 
     def load(self, path: str | Path, state: Mapping[str, Any]) -> None:
@@ -150,16 +156,16 @@ class CheckpointManager:
         load(path, state, group=self._group)
 
     def load_latest(self, state: Mapping[str, Any]) -> int | None:
-        """Load the newest intact checkpoint and return the step; without checkpoints, return None.
+        """Load the newest intact checkpoint, and return its step; None if there is no checkpoint. Collective.
 
-        A damaged checkpoint is logged, and the previous checkpoint is tried.
+        If a checkpoint is damaged, logs a warning and tries the previous one.
 
         Raises:
             DamagedCheckpointError: checkpoints exist, but none is intact; raised on every rank.
         """
         axis = ranks_of(self._group)
         damaged: list[str] = []
-        for step in agreed(axis, lambda: list(self._complete()), f"looking into {self.folder}")[0]:
+        for step in agreed(axis, lambda: list(self._complete_steps()), f"looking into {self.folder}")[0]:
             try:
                 with self._checkpoints.opened(step, axis) as path:
                     self.load(path, state)
@@ -177,18 +183,18 @@ class CheckpointManager:
         return None
 
     def remove_after(self, step: int) -> None:
-        """Remove checkpoints of later steps, obsolete once training returns to ``step``."""
+        """Remove checkpoints of steps after ``step``, to which training has returned."""
         if ranks_of(self._group).rank == 0:
             for later in self._checkpoints.steps():
                 if later > step:
                     self._checkpoints.remove(later)
 
-    def _unlink(self, step: int) -> None:
+    def _remove_link(self, step: int) -> None:
         """Remove a link at the save path, so that the save does not replace the link's target."""
         if ranks_of(self._group).rank == 0:
             remove_link(self.path(step))
 
-    def _complete(self) -> Iterator[int]:
+    def _complete_steps(self) -> Iterator[int]:
         """Yield the steps of complete checkpoints, newest first."""
         for step, has_manifest in sorted(self._checkpoints.steps().items(), reverse=True):
             try:
@@ -203,8 +209,8 @@ class CheckpointManager:
             yield step
 
     def _remove_old(self, saved: int) -> None:
-        """Remove complete checkpoints beyond the limits, and incomplete ones older than ``saved``."""
-        # Later steps stay after a return to an earlier step, until they are saved again.
+        """Remove complete checkpoints that need not be kept, and incomplete ones, up to step ``saved``."""
+        # Steps after ``saved`` are kept: training may have returned to an earlier step.
         steps = {step: complete for step, complete in self._checkpoints.steps().items() if step <= saved}
         complete_steps = sorted(step for step, is_complete in steps.items() if is_complete)
         retained = set(complete_steps[-self._keep_last :])
@@ -215,7 +221,7 @@ class CheckpointManager:
 
 
 class _FolderCheckpoints:
-    """A run's checkpoints in a folder; the methods are those of `StoredCheckpoints`."""
+    """Checkpoints of a run in a folder, with the methods of `StoredCheckpoints`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,17 +1,18 @@
-"""Checkpoint manifest: JSON with checksum, written last.
+"""Checkpoint manifest: JSON with a checksum, written last.
 
-A checkpoint is complete exactly when the manifest exists and is intact, and every file listed in it has the
-listed size. Nothing in the manifest is executed, and no name in it can point outside the folder.
+A checkpoint is complete if and only if the manifest exists and is intact, and all files that it lists have
+the listed sizes. Nothing in the manifest is executed, and no name in it can refer to a file outside of the
+folder.
 
-A valid checksum does not imply valid content: a manifest may come from another program or checkpoint. So
-every value is validated before it is used for an allocation or a read. Version 2 differs from version 1 in
-two ways: block checksums also cover the position (see `piece_identity`), and every tensor is named after its
-position in the values.
+A valid checksum does not prove valid content, because a manifest may come from another program or checkpoint.
+Every value is therefore validated before it is used for an allocation or a read. Version 2 differs from
+version 1 in two ways: block checksums also cover the position (see `piece_identity`), and every tensor is
+named after its position in the values.
 
-[Note: file format versions] A release reads the format versions listed here. It refuses later versions with
-an error which says what to do, and never guesses. A format gets a new version when readers of the current one
-would misread a file. Readers of checkpoints, deltas and packages also refuse unknown fields, so a new field
-needs a new version as well.
+[Note: file format versions] A release reads the format versions listed here. It rejects later versions with
+an error that says what to do. A format gets a new version if readers of the current version would misread a
+file. Readers of checkpoints, deltas and packages also reject unknown fields, so a new field needs a new
+version as well.
 
 - Checkpoints: writes version 2, reads 1 and 2.
 - Deltas (publishing.py): writes format 2, reads 1 and 2.
@@ -22,7 +23,7 @@ needs a new version as well.
 - A run's config.json and summary.json are unversioned: a missing field has its default, and a value that
   cannot be parsed is an error (runs/saved_recipe.py).
 
-The version 1 files in tests/checkpoint/format1 hold later releases to this.
+tests/checkpoint/format1 has version 1 files that every later release must read.
 """
 
 import json
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
 from meshrec.checkpoint.blocks import BLOCK_BYTES, grid_of
-from meshrec.checkpoint.coverage import flaw_of_cover
+from meshrec.checkpoint.coverage import find_tiling_error
 from meshrec.checkpoint.values import decode, encode
 from meshrec.durable import DamageError
 from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text
@@ -48,18 +49,18 @@ MANIFEST = "manifest.json"
 FORMAT = "meshrec.checkpoint"
 VERSION = 2
 RANDOM = "random"
-"""Entry name reserved for random number generators."""
+"""Name of the state entry that is reserved for random number generators."""
 KINDS = ("module", "optimizer", "stateful", "plain")
 """Kinds of state entries."""
-MOST_BYTES = 1 << 28
-"""Maximum manifest size, 256 MiB. A 100 TB checkpoint needs about a tenth."""
+MAX_MANIFEST_BYTES = 1 << 28
+"""Maximum size of a manifest, 256 MiB. That of a 100 TB checkpoint is about a tenth."""
 
 _FIELDS = ("format", "version", "step", "world_size", "files", "tensors", "values", "plans")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _CHECKSUMS = re.compile(r"(?:[0-9a-f]{8})*")
 # Sizes and offsets must fit into int64, as torch and the C++ readers use it.
-_LARGEST = (1 << 63) - 1
-_MOST_DIMS = 64
+_MAX_INT64 = (1 << 63) - 1
+_MAX_DIMS = 64
 
 DTYPES = {
     "F64": torch.float64,
@@ -80,13 +81,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class DataFile(NamedTuple):
-    """Per-rank data file.
+    """Data file of a rank.
 
     Attributes:
         name: file name.
         num_bytes: file size.
-        header_bytes: header size; the first tensor follows.
-        header_checksum: header CRC-32.
+        header_bytes: size of the header; the first tensor follows.
+        header_checksum: CRC-32 of the header.
     """
 
     name: str
@@ -96,13 +97,13 @@ class DataFile(NamedTuple):
 
 
 class StoredPiece(NamedTuple):
-    """Tensor rectangle in a data file.
+    """Piece (a rectangle) of a tensor in a data file.
 
     Attributes:
-        offset: rectangle start within the tensor, per dimension.
-        shape: rectangle shape.
+        offset: start of the piece in the tensor, per dimension.
+        shape: shape of the piece.
         file: index into the manifest's files.
-        start: first byte's file offset.
+        start: offset of the piece in the file, in bytes.
         rows_per_block: rows in every block but the last.
         checksums: CRC-32 per block; see ``blocks.checksum_of``.
     """
@@ -116,7 +117,7 @@ class StoredPiece(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """Whole tensor in a checkpoint; ``entry`` is the state entry which owns it."""
+    """Tensor in a checkpoint. ``entry`` is the name of the state entry that it belongs to."""
 
     entry: str
     dtype: torch.dtype
@@ -125,12 +126,12 @@ class TensorRecord(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Whole tensor size in bytes."""
+        """Size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class PlacedPiece(NamedTuple):
-    """Piece, together with the tensor's name and record."""
+    """Piece of a tensor, with the tensor's name and record."""
 
     name: str
     record: TensorRecord
@@ -138,21 +139,21 @@ class PlacedPiece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Piece size in bytes."""
+        """Size of the piece in bytes."""
         return prod(self.piece.shape) * self.record.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Checkpoint's table of contents.
+    """Content of a checkpoint's manifest.
 
     Attributes:
-        step: training step; None if not given to ``save``.
-        world_size: rank count at the save.
+        step: training step; None if ``save`` got none.
+        world_size: number of ranks that saved.
         files: data files.
         tensors: records by tensor name.
-        values: plain values by entry, as returned by ``values.encode``.
-        plans: sharding plan (JSON) per DistributedModelParallel entry.
+        values: kind and plain values by state entry, encoded by ``values.encode``.
+        plans: sharding plan (JSON) by state entry, for DistributedModelParallel entries.
         version: format version.
     """
 
@@ -166,26 +167,26 @@ class Manifest:
 
     @cached_property
     def contents(self) -> list[list["PlacedPiece"]]:
-        """Pieces per file, in byte order."""
+        """Pieces of every file, in the order of their bytes."""
         by_file: list[list[PlacedPiece]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             for piece in record.pieces:
                 by_file[piece.file].append(PlacedPiece(name, record, piece))
         for pieces in by_file:
-            # Empty pieces start at the same byte as their successor and sort before it.
+            # An empty piece starts at the same byte as the next piece, and must come first.
             pieces.sort(key=lambda placed: (placed.piece.start, placed.num_bytes))
         return by_file
 
     @property
     def num_bytes(self) -> int:
-        """Total data file size in bytes."""
+        """Total size of the data files in bytes."""
         return sum(file.num_bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
         """Serialize as a JSON line, then a checksum line.
 
         Raises:
-            ValueError: the result would exceed `MOST_BYTES`.
+            ValueError: the result would exceed `MAX_MANIFEST_BYTES`.
         """
         body = json.dumps(
             {
@@ -199,68 +200,74 @@ class Manifest:
                 "plans": self.plans,
             }
         ).encode()
-        if len(body) + 100 > MOST_BYTES:
+        if len(body) + 100 > MAX_MANIFEST_BYTES:
             raise ValueError(
-                f"the state's plain values take {len(body):,} bytes of JSON; the limit is {MOST_BYTES:,}. "
-                "Save large lists of numbers as tensors."
+                f"the state's plain values take {len(body):,} bytes of JSON; the limit is "
+                f"{MAX_MANIFEST_BYTES:,}. Save large lists of numbers as tensors."
             )
         return body + f'\n{{"crc32": {zlib.crc32(body)}}}\n'.encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Parse `to_bytes` output, with every check which does not need the data files.
+        """Parse the output of `to_bytes`, and check everything that can be checked without the data files.
 
         Raises:
-            DamagedCheckpointError: wrong checksum, or incomplete content. Messages are phrased to follow the
-                checkpoint's name.
-            CheckpointError: unsupported version.
+            DamagedCheckpointError: the checksum or the content is invalid. Callers put the checkpoint's name
+                before the message.
+            CheckpointError: the version is not supported.
         """
         body, _, trailer = content.partition(b"\n")
         if trailer != f'{{"crc32": {zlib.crc32(body)}}}\n'.encode():
             raise DamagedCheckpointError("the manifest's checksum does not match its content")
         try:
-            return _parsed(body)
+            return _parse_manifest(body)
         except DamageError as error:
             raise DamagedCheckpointError(str(error)) from error
 
 
 def piece_identity(name: str, dtype: torch.dtype, shape: Sequence[int], piece: StoredPiece) -> bytes:
-    """Return bytes which identify a piece by tensor name, dtype, shape and position.
+    """Return bytes that identify a piece by tensor name, dtype, shape and position.
 
-    Since format version 2, block checksums include these bytes (see `checksum_of`). They detect values stored
-    under another name, dtype, shape or offset. The file name is not included: it changes with every save, and
-    equal states should have equal checksums.
+    Since format version 2, block checksums cover these bytes (see `checksum_of`), so that values stored under
+    another name, dtype, shape or offset are detected.
 
     Args:
         name: tensor name.
-        dtype: tensor dtype.
-        shape: whole tensor shape.
-        piece: piece; ``file`` and ``checksums`` are ignored.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        piece: the piece; ``file`` and ``checksums`` are ignored.
     """
+    # Without the file name, which changes with every save, so that equal states have equal checksums.
     where = [piece.offset, piece.shape, piece.rows_per_block, piece.start]
     return json.dumps([name, DTYPE_NAMES[dtype], shape, *where]).encode()
 
 
 def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Sequence[int]) -> str:
-    """Return a piece's name in a data file.
+    """Return the name of a piece in a data file: ``name[0:5, 0:8]``, or ``name`` for a whole tensor.
 
     Args:
         name: tensor name.
-        offset: piece start, per dimension.
-        shape: piece shape.
-        size: whole tensor shape.
+        offset: start of the piece, per dimension.
+        shape: shape of the piece.
+        size: shape of the tensor.
     """
     if tuple(shape) == tuple(size):
         return name
     return f"{name}[{', '.join(f'{o}:{o + n}' for o, n in zip(offset, shape, strict=True))}]"
 
 
-def called(name: str) -> str:
-    """Return a tensor's label for errors, truncated because a hostile name may be as long as the file."""
+def tensor_label(name: str) -> str:
+    """Return a name for a tensor in errors, cut to 200 characters as a hostile name may be very long."""
     return f"tensor {name[:200]!r}"
 
 
-def _parsed(body: bytes) -> Manifest:
+def _parse_manifest(body: bytes) -> Manifest:
+    """Parse and validate the JSON of a manifest.
+
+    Raises:
+        DamageError: the content is invalid.
+        CheckpointError: the version is not supported.
+    """
     values = mapping(parse(body, MANIFEST), MANIFEST)
     form, version = values.get("format"), values.get("version")
     if form != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
@@ -271,7 +278,7 @@ def _parsed(body: bytes) -> Manifest:
     fields(values, MANIFEST, _FIELDS)
     step = values["step"]
     manifest = Manifest(
-        step=None if step is None else integer(step, "the step", -_LARGEST - 1),
+        step=None if step is None else integer(step, "the step", -_MAX_INT64 - 1),
         world_size=integer(values["world_size"], "world_size", 1),
         files=tuple(_file_from_json(file) for file in items(values["files"], "the list of files")),
         tensors={
@@ -291,6 +298,7 @@ def _parsed(body: bytes) -> Manifest:
 
 
 def _check_files(manifest: Manifest) -> None:
+    """Raise DamageError for files outside the folder, repeated files, and impossible header sizes."""
     for file in manifest.files:
         if not _FILE_NAME.fullmatch(file.name) or file.name == MANIFEST:
             raise DamageError(f"the manifest lists a file outside the folder: {file.name[:100]!r}")
@@ -301,10 +309,11 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
-    label = called(name)
+    """Raise DamageError if a tensor does not belong to its entry, or its pieces do not tile it."""
+    label = tensor_label(name)
     if name != record.entry and not name.startswith(f"{record.entry}."):
         raise DamageError(f"{label} does not belong to the entry {record.entry[:100]!r}")
-    if prod(size for size in record.shape if size) * record.dtype.itemsize > _LARGEST:
+    if prod(size for size in record.shape if size) * record.dtype.itemsize > _MAX_INT64:
         raise DamageError(f"{label} has an impossible shape: {list(record.shape)}")
     for piece in record.pieces:
         end = piece.start + prod(piece.shape) * record.dtype.itemsize
@@ -315,20 +324,20 @@ def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
             raise DamageError(f"{label} has a piece with blocks of {piece.rows_per_block} rows")
         if len(grid.blocks()) != len(piece.checksums):
             raise DamageError(f"{label} has a piece with {len(piece.checksums)} checksums")
-    flaw = flaw_of_cover(record.shape, [piece[:2] for piece in record.pieces])
+    flaw = find_tiling_error(record.shape, [piece[:2] for piece in record.pieces])
     if flaw is not None:
         raise DamageError(f"{label}: {flaw}")
 
 
 def _check_contents(manifest: Manifest) -> None:
-    """Check that the pieces fill every file without gaps, from the header to the end."""
+    """Raise DamageError if pieces overlap or leave gaps in a file."""
     for file, contents in zip(manifest.files, manifest.contents, strict=True):
         position = file.header_bytes
         for placed in contents:
             if placed.piece.start != position:
                 raise DamageError(
-                    f"{file.name}, {called(placed.name)}: a piece starts at byte {placed.piece.start:,} "
-                    f"instead of {position:,}"
+                    f"{file.name}, {tensor_label(placed.name)}: a piece starts at byte "
+                    f"{placed.piece.start:,} instead of {position:,}"
                 )
             position += placed.num_bytes
         if position != file.num_bytes:
@@ -336,7 +345,7 @@ def _check_contents(manifest: Manifest) -> None:
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Check that entry values can be decoded, and refer to exactly the entry's tensors."""
+    """Raise DamageError if an entry's values cannot be decoded, or do not refer to exactly its tensors."""
     of_entry: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
         of_entry.setdefault(record.entry, set()).add(name)
@@ -358,16 +367,18 @@ def _check_values(manifest: Manifest) -> None:
         if named.keys() != tensor_names:
             differing = sorted(named.keys() ^ tensor_names)[0]
             raise DamageError(
-                f"{label}: {called(differing)} is missing from either the values or the tensors"
+                f"{label}: {tensor_label(differing)} is missing from either the values or the tensors"
             )
         for name, stand_in in decoded.items():
             # Since version 2, tensors are named by position. Version 1 differs for keys other than strings.
             if manifest.version > 1 and named.get(name) is not stand_in:
-                raise DamageError(f"{label}: another tensor is at the position of {called(name)}")
+                raise DamageError(f"{label}: another tensor is at the position of {tensor_label(name)}")
     of_entry.pop(RANDOM, None)
     if of_entry:
         entry, names = next(iter(of_entry.items()))
-        raise DamageError(f"{called(min(names))} belongs to the entry {entry[:100]!r}, which is missing")
+        raise DamageError(
+            f"{tensor_label(min(names))} belongs to the entry {entry[:100]!r}, which is missing"
+        )
 
 
 def _record_to_json(record: TensorRecord) -> list[Any]:
@@ -378,7 +389,7 @@ def _record_to_json(record: TensorRecord) -> list[Any]:
 
 
 def _record_from_json(name: str, encoded: Any) -> TensorRecord:
-    label = called(name)
+    label = tensor_label(name)
     entry, dtype, shape, pieces = items(encoded, label, 4)
     return TensorRecord(
         text(entry, f"the entry of {label}"),
@@ -418,5 +429,5 @@ def _file_from_json(encoded: Any) -> DataFile:
 
 def _dims(encoded: Any, label: str) -> tuple[int, ...]:
     shape = integers(encoded, label)
-    integer(len(shape), f"the number of dimensions in {label}", 0, _MOST_DIMS)
+    integer(len(shape), f"the number of dimensions in {label}", 0, _MAX_DIMS)
     return shape

@@ -1,4 +1,4 @@
-"""Optimizers in a state, keyed by the parameter names in the state's modules."""
+"""Optimizers whose state is keyed by parameter names instead of numbers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,11 +11,15 @@ from meshrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 from meshrec.tables.module import TableModule
 
 
-def keyed(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> KeyedOptimizer:
-    """Return ``optimizer`` as a `KeyedOptimizer`, with parameter names from the modules in ``state``.
+def as_keyed_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> KeyedOptimizer:
+    """Wrap an optimizer as a `KeyedOptimizer`, unless it is one already.
+
+    Args:
+        optimizer: the optimizer.
+        state: training state, whose modules have the names of the optimizer's parameters.
 
     Raises:
-        ValueError: the optimizer trains a table split over ranks.
+        ValueError: a torch optimizer trains a table that is split over ranks.
     """
     if isinstance(optimizer, KeyedOptimizer):
         return optimizer
@@ -35,8 +39,16 @@ def keyed(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> KeyedOp
 
 
 def create_state(optimizer: KeyedOptimizer, content: Any) -> Callable[[], None]:
-    """Create optimizer state which exists in the checkpoint but not yet here; return a function which removes
-    it.
+    """Create the state of parameters that have state in the checkpoint, but not in the optimizer.
+
+    Torch optimizers create state in their first step.
+
+    Args:
+        optimizer: optimizer to load.
+        content: the optimizer's saved state dict, encoded.
+
+    Returns:
+        A function that removes the created state.
     """
     present = optimizer.state_dict()["state"]
     created = [name for name in content["state"] if name in optimizer.params and name not in present]
@@ -44,15 +56,15 @@ def create_state(optimizer: KeyedOptimizer, content: Any) -> Callable[[], None]:
     return lambda: optimizer.drop_state(created)
 
 
-def local_part(content: Any, item: Any, state: Mapping[str, Any]) -> Any:
-    """Select the saved optimizer content for parameters on this rank.
+def select_local_state(content: Any, item: Any, state: Mapping[str, Any]) -> Any:
+    """Return the part of an optimizer's saved state dict that belongs to parameters on this rank.
 
     Args:
-        content: optimizer entry's saved content.
+        content: the optimizer's saved state dict, encoded.
         item: optimizer to load.
-        state: state being loaded, with the modules.
+        state: training state to load, with the modules.
     """
-    target = keyed(item, state)
+    target = as_keyed_optimizer(item, state)
     groups = content.get("param_groups", [])[: len(target.param_groups)]
     return {
         **content,
@@ -71,6 +83,7 @@ def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _split_tables(state: Mapping[str, Any]) -> set[str]:
+    """Return the parameter names of tables that are split over ranks."""
     return {
         f"{path}.{name}"
         for item in state.values()

@@ -25,15 +25,15 @@ class DeltaPublisher:
     """Writes deltas of a model during training. All methods are collective.
 
     Args:
-        model: model; fused tables are tracked from now on.
-        folder: delta folder. Existing deltas are continued.
-        run: run name, also contained in packages exported from the run's checkpoints.
-        step: last trained step.
-        after: last delta contained in the weights, as `last` was when they were saved. If None, rows of all
-            deltas after ``step`` are published again.
+        model: the model. Changed rows of its fused tables are recorded from now on.
+        folder: folder for deltas. If it has deltas, the next one follows them.
+        run: run name, which packages exported from the run's checkpoints also have.
+        step: last training step.
+        after: last delta that the weights contain: the value of `last` when they were saved. None: unknown,
+            so rows of all deltas after ``step`` are published again.
 
     Attributes:
-        last: last delta contained in the current weights, after `publish` returned; None: no delta.
+        last: last delta that was published; None: none.
 
     Raises:
         ValueError: the existing deltas cannot be continued; raised on every rank.
@@ -51,26 +51,30 @@ class DeltaPublisher:
         self._model, self._folder, self._run = model, Path(folder), run
         self._tracker = RowTracker(model)
         self._axis = ranks_of(None)
-        # Training step and optimizer update of the last published delta.
+        # Training step and number of the optimizer update of the last published delta.
         self._step, self._updates = step, self._tracker.step
 
         def read_deltas() -> tuple[Published | None, dict[str, Tensor]]:
             try:
-                return self._unpublished(step, after) if self._axis.rank == 0 else (None, {})
+                return self._find_last_delta(step, after) if self._axis.rank == 0 else (None, {})
             except DeltaError as error:
                 raise ValueError(
                     f"the deltas of {self._folder} cannot be continued: {error} Or move the folder away, and "
                     "export the run again for its servers."
                 ) from error
 
-        # `_owed`: IDs which the next delta must repeat, until it is published.
-        self.last, self._owed = agreed(self._axis, read_deltas, "reading existing deltas")[0]
+        # `_ids_to_repeat` are the IDs, by table, of rows that the next delta must contain even if they do not
+        # change. Cleared once it is published.
+        self.last, self._ids_to_repeat = agreed(self._axis, read_deltas, "reading existing deltas")[0]
 
     def publish(self, step: int) -> None:
-        """Write all changes since the last delta; do nothing if ``step`` was already published.
+        """Write a delta with all changes since the last one. Does nothing if ``step`` has a delta already.
+
+        Args:
+            step: current training step.
 
         Raises:
-            CheckpointError: the delta cannot be written; raised on every rank. The next delta then covers the
+            CheckpointError: the delta cannot be written; raised on every rank. The next delta then has its
                 changes.
         """
         if step == self._step:
@@ -78,8 +82,8 @@ class DeltaPublisher:
         number = self.last.number + 1 if self.last is not None else 1
         rows_path, dense_path = (self._folder / delta_name(number, kind) for kind in KINDS)
         updates = self._tracker.step
-        changed = self._tracker.export(rows_path, since=self._updates, also=self._owed)
-        whole = self._untracked()
+        changed = self._tracker.export(rows_path, since=self._updates, also=self._ids_to_repeat)
+        whole = self._untracked_weights()
 
         def finish() -> Published | None:
             if self._axis.rank:
@@ -99,15 +103,25 @@ class DeltaPublisher:
             }
             if changed.evicted:
                 values["gone"] = changed.evicted
-            # Last: the JSON file makes the delta visible to servers.
+            # Written last, because servers see the delta as soon as its JSON file exists.
             write_durably(self._folder / delta_name(number), sealed(values))
             return read_record(self._folder, number).published
 
         self.last = agreed(self._axis, finish, "publishing a delta")[0]
-        self._step, self._updates, self._owed = step, updates, {}
+        self._step, self._updates, self._ids_to_repeat = step, updates, {}
 
-    def _unpublished(self, step: int, after: Published | None) -> tuple[Published | None, dict[str, Tensor]]:
-        """Return the last delta, and by table the IDs in deltas which these weights do not contain."""
+    def _find_last_delta(
+        self, step: int, after: Published | None
+    ) -> tuple[Published | None, dict[str, Tensor]]:
+        """Return the last delta in the folder, and, by table, the IDs in deltas that the weights lack.
+
+        Args:
+            step: training step of the weights.
+            after: last delta that the weights contain; None: unknown.
+
+        Raises:
+            DeltaError: a delta after ``after`` is missing or damaged.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         records = delta_records(self._folder)
         if after is not None:
@@ -126,12 +140,12 @@ class DeltaPublisher:
                 ids.setdefault(name, []).append(rows)
         last = records[-1].published if records else None
         if after is not None and (last is None or last.number < after.number):
-            # Deltas were removed, but servers which applied them continue from there.
+            # The deltas were removed from the folder, but servers that applied them wait for the next number.
             last = after
         return last, {name: torch.cat(tensors).unique() for name, tensors in ids.items()}
 
-    def _untracked(self) -> dict[str, Tensor]:
-        """Return all untracked weights as whole CPU tensors."""
+    def _untracked_weights(self) -> dict[str, Tensor]:
+        """Return all weights except tracked tables, as full CPU tensors. Collective."""
         tracked = set(self._tracker.names)
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         tensors = {}

@@ -1,4 +1,4 @@
-"""A rank's random number generator state as tensors: Python, NumPy, torch, and the current CUDA device."""
+"""Random number generator states of a rank as tensors: Python, NumPy, torch, current CUDA device."""
 
 import logging
 import random
@@ -9,24 +9,24 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _MERSENNE = "MT19937"
-"""Only supported bit generator for NumPy's global functions; NumPy's default."""
+"""The only bit generator of NumPy's global functions that is supported: NumPy's default."""
 
 
 def seed_python_and_numpy(seed: int, stream: str) -> None:
     """Seed Python's ``random`` and NumPy's global generator, but not torch's.
 
     Args:
-        seed: run seed.
-        stream: purpose of the random numbers; different streams are independent.
+        seed: seed of the run.
+        stream: name of a purpose. Different names give independent random numbers.
     """
-    # Random hashes strings with SHA-512, so all processes agree, unlike with `hash`.
+    # random.Random hashes strings with SHA-512, so all processes get the same seed, unlike with `hash`.
     source = random.Random(f"{seed}/{stream}")
     random.seed(source.getrandbits(128))
     np.random.seed(source.getrandbits(32))
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the generators' current state by name."""
+    """Return the current state of all generators, by name, such as "python" or "torch"."""
     version, mersenne_words, gauss = random.getstate()
     assert version == 3
     state = {
@@ -55,9 +55,9 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Restore generators from `random_state` output. Generators missing from ``state`` are unchanged.
+    """Set the generators to the output of `random_state`. Generators that ``state`` lacks are unchanged.
 
-    Checkpoints from earlier releases lack NumPy's generator.
+    Checkpoints of earlier releases lack NumPy's generator.
     """
     has_gauss, gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))

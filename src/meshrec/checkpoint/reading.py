@@ -15,13 +15,13 @@ from meshrec.checkpoint.agreement import REMEDY, CheckpointError, DamagedCheckpo
 from meshrec.checkpoint.blocks import StoredRows, read_region, verify_rows
 from meshrec.checkpoint.manifest import (
     MANIFEST,
-    MOST_BYTES,
+    MAX_MANIFEST_BYTES,
     Manifest,
     StoredPiece,
     TensorRecord,
-    called,
     entry_name,
     piece_identity,
+    tensor_label,
 )
 from meshrec.checkpoint.safetensors import entries_of
 from meshrec.durable import DamageError, open_regular, read_regular
@@ -29,33 +29,33 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import parse
 
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
-"""Error numbers for a missing file; all others mean an unreadable file."""
+"""Error numbers of a missing file. Other errors mean that a file exists, but cannot be read."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest, and check it against the sizes and headers of the data files.
+    """Read the manifest of a checkpoint, and compare it with the sizes and headers of the data files.
 
-    Afterwards, pieces are known to cover all tensors, and to have the listed names, dtypes, shapes and
-    positions. Piece contents are verified when they are read.
+    Then the pieces cover all tensors, and have the listed names, dtypes, shapes and positions. Their contents
+    are verified when they are read.
 
     Args:
         folder: checkpoint folder.
 
     Raises:
-        DamagedCheckpointError: a file is missing or damaged; the error names file and tensor.
-        CheckpointError: unsupported version, or a system error.
+        DamagedCheckpointError: a file is missing or damaged; the message names file and tensor.
+        CheckpointError: the version is not supported, or a file cannot be read.
     """
     name = MANIFEST
     try:
-        manifest = Manifest.from_bytes(read_regular(folder / MANIFEST, MOST_BYTES))
+        manifest = Manifest.from_bytes(read_regular(folder / MANIFEST, MAX_MANIFEST_BYTES))
         for number, file in enumerate(manifest.files):
             name = file.name
             with open_data(folder, manifest, number) as descriptor:
                 _check_header(descriptor, manifest, number)
     except OSError as error:
-        raise _unreadable(folder, name, error) from error
+        raise _read_error(folder, name, error) from error
     except (DamageError, DamagedCheckpointError) as error:
-        raise _damaged(folder, error) from error
+        raise _damaged_error(folder, error) from error
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     return manifest
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextmanager
 def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
-    """Open a data file after verifying size and header.
+    """Open a data file, and verify its size and header.
 
     Args:
         folder: checkpoint folder.
@@ -74,8 +74,8 @@ def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
         File descriptor.
 
     Raises:
-        DamagedCheckpointError: missing file, or wrong size or header.
-        CheckpointError: system error.
+        DamagedCheckpointError: the file is missing, or its size or header differs.
+        CheckpointError: the file cannot be read.
     """
     file = manifest.files[number]
     with ExitStack() as stack:
@@ -87,9 +87,9 @@ def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
             if zlib.crc32(_header(descriptor, file.header_bytes, file.name)) != file.header_checksum:
                 raise DamageError(f"the header of {file.name} does not match its checksum")
         except OSError as error:
-            raise _unreadable(folder, file.name, error) from error
+            raise _read_error(folder, file.name, error) from error
         except DamageError as error:
-            raise _damaged(folder, error) from error
+            raise _damaged_error(folder, error) from error
         yield descriptor
 
 
@@ -101,17 +101,17 @@ def verify_data(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Read data files completely and compare the checksums.
+    """Read the data files, and compare the checksums of all blocks. Ranks can share the work.
 
     Args:
         folder: checkpoint folder.
         manifest: checkpoint manifest.
-        names: tensors to verify; None: all.
-        rank: this rank verifies every ``world_size``-th block, starting at block ``rank``.
-        world_size: number of ranks sharing the work.
+        names: names of the tensors to verify; None: all.
+        rank: this rank, which verifies every ``world_size``-th block.
+        world_size: number of ranks that share the work.
 
     Raises:
-        DamagedCheckpointError: a block differs from the written content; the error names tensor and rows.
+        DamagedCheckpointError: a block differs from what was written; the message names tensor and rows.
         CheckpointError: a file cannot be read.
     """
     num_blocks = 0
@@ -125,7 +125,8 @@ def verify_data(
                 stored = stored_rows(folder, manifest, descriptor, name, record=record, piece=piece)
                 if stored.grid.block_bytes > buffer.numel():
                     buffer = torch.empty(stored.grid.block_bytes, dtype=torch.uint8)
-                # Continue the round-robin across pieces, so that small pieces do not all fall to rank 0.
+                # Blocks are numbered across pieces, because otherwise rank 0 would get all single-block
+                # pieces.
                 verify_rows(stored, buffer, slice((rank - num_blocks) % world_size, None, world_size))
                 num_blocks += len(stored.grid.blocks())
 
@@ -138,20 +139,20 @@ def read_rows(
     *,
     opened: dict[int, int] | None = None,
 ) -> Tensor:
-    """Read and verify a tensor's rows [rows[0], rows[1]), assembled from the pieces.
+    """Read and verify rows of a tensor, from all its pieces.
 
     Args:
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         name: tensor name; a 0-d tensor has one row.
-        rows: first row and end.
-        opened: descriptors of data files by index; None: open the files that are needed.
+        rows: first row and end row.
+        opened: descriptors of open data files by file index; None: files are opened and closed here.
 
     Returns:
         Tensor [rows[1] - rows[0], ...] with the stored dtype.
 
     Raises:
-        DamagedCheckpointError: a block differs from the written content.
+        DamagedCheckpointError: a block differs from what was written.
     """
     record = manifest.tensors[name]
     values = torch.empty((rows[1] - rows[0], *record.shape[1:]), dtype=record.dtype)
@@ -174,7 +175,7 @@ def read_rows(
 
 
 def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
-    """Compare a data file's header, which also lists the tensors, with the manifest."""
+    """Raise DamageError if the tensors in a data file's header differ from those in the manifest."""
     file = manifest.files[number]
     head = _header(descriptor, file.header_bytes, file.name)
     if int.from_bytes(head[:8], "little") != len(head) - 8:
@@ -187,11 +188,11 @@ def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
         entry = entry_name(name, piece.offset, piece.shape, record.shape)
         if entries.pop(entry, None) != (record.dtype, piece.shape, start, end):
             raise DamageError(
-                f"{file.name}, {called(name)}: the piece of type {record.dtype} and shape "
+                f"{file.name}, {tensor_label(name)}: the piece of type {record.dtype} and shape "
                 f"{list(piece.shape)} at {list(piece.offset)} differs from the file's header"
             )
     if entries:
-        raise DamageError(f"{file.name} has {called(min(entries))}, which the manifest lacks")
+        raise DamageError(f"{file.name} has {tensor_label(min(entries))}, which the manifest lacks")
 
 
 def _header(descriptor: int, num_bytes: int, name: str) -> bytearray:
@@ -200,13 +201,13 @@ def _header(descriptor: int, num_bytes: int, name: str) -> bytearray:
     return head
 
 
-def _damaged(folder: Path, error: Exception) -> DamagedCheckpointError:
+def _damaged_error(folder: Path, error: Exception) -> DamagedCheckpointError:
     if isinstance(error, DamagedCheckpointError) and str(error).endswith(REMEDY):
         return error
     return DamagedCheckpointError(f"checkpoint {folder} is damaged: {error}. {REMEDY}")
 
 
-def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
+def _read_error(folder: Path, name: str, error: OSError) -> CheckpointError:
     if error.errno in _LOST:
         return DamagedCheckpointError(
             f"checkpoint {folder}: {name} is missing: the save did not finish, or a file was lost "
@@ -218,7 +219,7 @@ def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
 def stored_rows(
     folder: Path, manifest: Manifest, descriptor: int, name: str, *, record: TensorRecord, piece: StoredPiece
 ) -> StoredRows:
-    """Describe a piece in an open data file, for reading.
+    """Return a piece in an open data file, for `read_region` and `verify_rows`.
 
     Args:
         folder: checkpoint folder.
@@ -236,6 +237,6 @@ def stored_rows(
         record.dtype,
         piece.rows_per_block,
         piece.checksums,
-        label=f"checkpoint {folder} is damaged: {file}, {called(name)}",
+        label=f"checkpoint {folder} is damaged: {file}, {tensor_label(name)}",
         identity=piece_identity(name, record.dtype, record.shape, piece) if manifest.version > 1 else b"",
     )

@@ -1,8 +1,9 @@
-"""Decide which files belong to a checkpoint and may be deleted with it.
+"""Delete checkpoints: only the files that their saves wrote.
 
-See [Note: what MeshRec deletes] in ``durable/removal.py``. All files of a save have the save's random ID in
-their names. The ID is known from the save's mark, which exists until the save is complete, and afterwards
-from the manifest, in any version and even if damaged. All other files in the folder belong to the user.
+See [Note: what MeshRec deletes] in ``durable/removal.py``. The names of a save's files contain the random ID
+of the save. Until the save is complete, its mark has the ID. Afterward, the names of data files in the
+manifest have it, also if the manifest is damaged or of another version. All other files in the folder belong
+to the user.
 """
 
 import logging
@@ -24,16 +25,16 @@ from meshrec.durable import (
 )
 
 KIND = "checkpoint"
-"""Mark kind of saves."""
+"""Kind of the marks of saves."""
 _DATA = re.compile(rb'"data-([0-9a-f]{8,64})-\d{5,}\.safetensors"')
 _DATA_NAME = re.compile(r"data-[0-9a-f]{8,64}-\d{5,}\.safetensors")
-# The file names are at the start of a manifest; 64 KiB contain some.
+# A manifest starts with the file names, so 64 KiB contain at least one.
 _HEAD_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
 
 
 def names_of(save: str) -> str:
-    """Return a regular expression for a save's file names, except the manifest."""
+    """Return a regular expression that matches the names of a save's files, except the manifest."""
     note = rf"note-{save}-\d{{5,}}"
     temporary = rf"\.manifest\.json\.{save}|\.{note}\.json\.[0-9a-f]+"
     return rf"data-{save}-\d{{5,}}\.safetensors|{note}\.(json|failed)|{temporary}"
@@ -45,8 +46,8 @@ def check_target(folder: Path) -> None:
     Raises:
         ValueError: the folder has a ``manifest.json`` from another program, which would be replaced.
     """
-    head = _head(folder)
-    # Next to data files it is our manifest, but damaged: a resumed run must be able to save here again.
+    head = _read_manifest_start(folder)
+    # With data files, it is the damaged manifest of a checkpoint. A resumed run must be able to replace it.
     has_data = any(_DATA_NAME.fullmatch(path.name) for path in folder.glob("data-*"))
     if head.strip(b"\0") and FORMAT.encode() not in head and not has_data:
         raise ValueError(
@@ -56,20 +57,20 @@ def check_target(folder: Path) -> None:
 
 
 def saves_in(folder: Path) -> set[str]:
-    """Return the save IDs in a folder: the checkpoint's, and those from killed saves."""
-    head = _head(folder)
+    """Return the IDs of all saves with files in a folder: the checkpoint's, and those of killed saves."""
+    head = _read_manifest_start(folder)
     named = {match.decode() for match in _DATA.findall(head)} if FORMAT.encode() in head else set()
     return named | {save_mark.id for save_mark in marks(folder, KIND, moved=True)}
 
 
 def remove_saves(folder: Path, saves: set[str]) -> None:
-    """Delete files written by saves, except the manifest."""
+    """Delete the files of saves, given by their IDs, except the manifest."""
     for save in saves:
         Mark(folder, save, KIND).remove(names_of(save))
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, finished or not, and the folder if nothing else is in it.
+    """Delete a checkpoint, finished or not, and its folder if it has no other files.
 
     If ``folder`` is a link, only the link is deleted.
     """
@@ -78,8 +79,8 @@ def remove_checkpoint(folder: Path) -> None:
     saves = saves_in(folder)
     if not saves:
         return
-    # Mark first, then remove the manifest: if the removal is interrupted, the folder is no longer a
-    # checkpoint, and the next removal identifies the remaining files by the mark.
+    # Write marks, then remove the manifest, then the other files. If this is interrupted, the folder is not a
+    # checkpoint any more, and the next removal finds the remaining files by the marks.
     for save in saves:
         with suppress(OSError):  # already marked, or the disk is full
             release(mark(folder, KIND, id=save)[1])
@@ -89,7 +90,7 @@ def remove_checkpoint(folder: Path) -> None:
         _log.warning("%s is kept: it has files which do not belong to its checkpoint", folder)
 
 
-def _head(folder: Path) -> bytes:
+def _read_manifest_start(folder: Path) -> bytes:
     with suppress(OSError, RuntimeError), open_regular(folder / MANIFEST) as descriptor:
         return os.pread(descriptor, _HEAD_BYTES, 0)
     return b""

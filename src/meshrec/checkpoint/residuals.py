@@ -1,7 +1,7 @@
-"""Error feedback residuals in checkpoints; see ``distributed/error_feedback.py``.
+"""Save and load the residuals of error feedback; see ``distributed/error_feedback.py``.
 
-Residuals belong to a sending rank's columns, so they only fit the plan under which they were saved. Under
-another plan, a run starts without residuals, as a new run does.
+Residuals belong to the columns that a rank sends, so they can only be loaded under the plan under which they
+were saved. Under another plan, a run starts without residuals, like a new run.
 """
 
 import logging
@@ -18,27 +18,27 @@ _RESIDUALS = f"{RANDOM}.residuals"
 
 
 def residuals_of(entry: str, model: DistributedModelParallel, rank: int) -> dict[str, Tensor]:
-    """Return this rank's error feedback residuals, by tensor name in the checkpoint.
+    """Return the residuals of this rank, by tensor name in the checkpoint.
 
     Args:
-        entry: the model's name in the training state.
+        entry: name of the model in the training state.
         model: sharded model.
         rank: this rank.
     """
     return {
         f"{_prefix(entry, rank)}{path}.{name}": tensor
-        for path, feedback in _feedback(model).items()
+        for path, feedback in _feedback_by_module(model).items()
         for name, tensor in feedback.state().items()
     }
 
 
 def saved_residuals(entry: str, rank: int, names: set[str]) -> list[str]:
-    """Select a rank's residual names in a checkpoint.
+    """Return the names of a rank's residuals among the tensor names of a checkpoint.
 
     Args:
-        entry: model's state entry.
-        rank: rank.
-        names: tensor names in the checkpoint.
+        entry: name of the model in the training state.
+        rank: the rank.
+        names: tensor names.
     """
     return [name for name in names if name.startswith(_prefix(entry, rank))]
 
@@ -46,16 +46,16 @@ def saved_residuals(entry: str, rank: int, names: set[str]) -> list[str]:
 def set_residuals(
     entry: str, model: DistributedModelParallel, rank: int, saved: Mapping[str, Tensor]
 ) -> None:
-    """Replace this rank's residuals with those of a checkpoint.
+    """Replace the residuals of this rank with those of a checkpoint.
 
     Args:
-        entry: model's state entry.
-        model: model.
+        entry: name of the model in the training state.
+        model: sharded model.
         rank: this rank.
-        saved: residuals by checkpoint name; empty if the checkpoint has another plan.
+        saved: residuals by tensor name in the checkpoint; empty if the checkpoint has another plan.
     """
     prefix = _prefix(entry, rank)
-    for path, feedback in _feedback(model).items():
+    for path, feedback in _feedback_by_module(model).items():
         path_prefix = f"{prefix}{path}."
         feedback.load(
             {
@@ -67,7 +67,7 @@ def set_residuals(
 
 
 def warn_residuals_dropped(entry: str) -> None:
-    """Log that a checkpoint's residuals do not fit the current plan."""
+    """Log a warning that the residuals of a checkpoint belong to another plan and are not loaded."""
     _log.warning(
         "the checkpoint's error feedback residuals for %r belong to another plan or world size, and "
         "are not loaded: error feedback restarts from zero.",
@@ -79,7 +79,7 @@ def _prefix(entry: str, rank: int) -> str:
     return f"{_RESIDUALS}.{rank}.{entry}."
 
 
-def _feedback(model: DistributedModelParallel) -> dict[str, ErrorFeedback]:
+def _feedback_by_module(model: DistributedModelParallel) -> dict[str, ErrorFeedback]:
     tables = {path: getattr(module, "tables", None) for path, module in model.sharded_modules.items()}
     return {
         path: module_tables.feedback

@@ -1,7 +1,7 @@
-"""Table rows by ID as Parquet: exported from a checkpoint, imported into a model.
+"""Export the rows of a table from a checkpoint to Parquet, and import them into a model.
 
-Columns: ``id`` (int64), ``row`` (list of ``dim`` floats), and optimizer state parts, if requested. Both
-directions work block by block, so a table may exceed memory.
+A file has the columns ``id`` (int64), ``row`` (list of ``dim`` floats) and, if requested, optimizer state.
+Export and import work block by block, so a table may be larger than memory.
 """
 
 import json
@@ -27,20 +27,21 @@ from meshrec.ops.index import unique
 from meshrec.tables.hashed.io import rows_in_rectangle
 from meshrec.tables.hashed.table import IDS
 
-# Rows per record batch; bounds memory to 64 Ki rows.
+# Rows per record batch, which bound the memory that is needed.
 _BLOCK_ROWS = 1 << 16
 _ID, _ROW = "id", "row"
 
 
 def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer: bool = False) -> int:
-    """Write a table's rows from a checkpoint to a Parquet file. bf16 rows are written as fp32, which is
-    exact.
+    """Write the rows of a table in a checkpoint to a Parquet file.
+
+    bf16 rows are written as fp32, which is exact.
 
     Args:
         folder: checkpoint, saved under any plan.
         target: new file.
-        table: table name, or weight path suffix, such as ``"ebc.embedding_bags.items"``.
-        optimizer: whether to write optimizer state.
+        table: table name, or the end of its path, such as ``"ebc.embedding_bags.items"``.
+        optimizer: whether to write optimizer state as well.
 
     Returns:
         Number of rows.
@@ -61,7 +62,7 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
     ids = f"{prefix}{IDS}" if f"{prefix}{IDS}" in manifest.tensors else None
     fields = [pa.field(_ID, pa.int64(), nullable=False)]
     fields += [
-        pa.field(name, _type_of(pa, manifest, tensor), nullable=False) for name, tensor in columns.items()
+        pa.field(name, _arrow_type(pa, manifest, tensor), nullable=False) for name, tensor in columns.items()
     ]
     schema = pa.schema(fields, metadata={"meshrec": json.dumps({"table": table, "dim": dim})})
     with (
@@ -74,26 +75,26 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
             arrays = [pa.array(here.numpy())]
             for name, tensor in columns.items():
                 values = read_rows(folder, manifest, tensor, rows)
-                arrays.append(_array_of(pa, values, schema.field(name).type))
+                arrays.append(_arrow_array(pa, values, schema.field(name).type))
             writer.write_batch(pa.record_batch(arrays, schema=schema))
     return num
 
 
 def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer: bool = False) -> int:
-    """Replace a table's rows with those of a Parquet file. Collective.
+    """Replace rows of a table with those of a Parquet file. Collective.
 
-    A hashed table afterwards has exactly the file's IDs; eviction statistics and the counts of waiting IDs
-    restart. In a fixed table, row i is replaced by the row of ID i, and rows without an ID in the file are
-    unchanged. The update count, which some optimizers use, is kept.
+    A hashed table then has exactly the IDs of the file, and restarts eviction statistics and counts of
+    waiting IDs. In a fixed table, row i is replaced with the row of ID i, and rows whose ID is not in the
+    file are unchanged. The number of updates, which some optimizers use, is unchanged.
 
-    The file is read twice: all values are verified before the first row changes.
+    The file is read twice, because all values are checked before the first row changes.
 
     Args:
         source: file from `export_rows`, or a file with the same columns; other columns are ignored. Every
             rank reads it.
         module: model, sharded under any plan or unsharded.
-        table: table name, or table path suffix.
-        optimizer: whether to read optimizer state; otherwise it restarts.
+        table: table name, or the end of its path.
+        optimizer: whether to read optimizer state; otherwise it is reset.
 
     Returns:
         Number of rows.
@@ -114,30 +115,30 @@ def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer:
 
         def check() -> None:
             files.append(stack.enter_context(parquet.ParquetFile(source, page_checksum_verification=True)))
-            _check(files[0], source, target)
+            _check_file(files[0], source, target)
 
         agreed(axis, check, f"reading {source}")
         with filling([target.module], f"table {target.path!r} from {source}", is_whole=False):
             try:
-                agreed(axis, lambda: _fill(files[0], target), f"loading {source}")
+                agreed(axis, lambda: _load_rows(files[0], target), f"loading {source}")
             finally:
-                # Also after a failure: ranks must agree on row counts for the next load.
+                # Also after a failure, because the next load needs row counts that are equal on all ranks.
                 target.changed()
         return int(files[0].metadata.num_rows)
 
 
 class _FilledTable(NamedTuple):
-    """Table being filled.
+    """Table to import rows into.
 
     Attributes:
-        module: collection which owns the table.
-        path: table's module path.
+        module: collection that owns the table.
+        path: module path of the table.
         tables: this rank's rectangles.
-        dim: columns of the whole table.
-        max_rows: row count (fixed table) or row limit (hashed table).
-        seed: hashed table's key seed; None for a fixed table.
-        columns: parts to read, ``weight`` first, with True for per-row values.
-        changed: reports loaded rows. Collective.
+        dim: number of columns of the unsharded table.
+        max_rows: number of rows of a fixed table, or maximum number of rows of a hashed table.
+        seed: seed of the keys of a hashed table; None for a fixed table.
+        columns: row parts to read, ``weight`` first; True if a part has a value per row.
+        changed: function to call after the import; see `HashedTarget.rows_loaded`.
     """
 
     module: nn.Module
@@ -151,8 +152,15 @@ class _FilledTable(NamedTuple):
 
 
 def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTable:
+    """Find the table to import into.
+
+    Args:
+        module: the model.
+        table: table name, or the end of its path.
+        optimizer: whether optimizer state is imported.
+    """
     hashed, fixed = hashed_targets(module), fixed_targets(module)
-    path = _matching({*hashed, *fixed}, table, "the model")
+    path = _find_table({*hashed, *fixed}, table, "the model")
     root = module.module if isinstance(module, DistributedModelParallel) else module
     collection = root.get_submodule(".".join(path.split(".")[:-2]))
     if path in hashed:
@@ -172,7 +180,7 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTabl
             storage.max_rows,
             storage.keys.seed,
             columns,
-            hashed_target.changed,
+            hashed_target.rows_loaded,
         )
     rows = fixed[path]
     columns = {"weight": False}
@@ -182,11 +190,13 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTabl
             columns |= {name: v.dim() == 1 for name, v in rectangle.tensors.items()}
         else:
             columns |= {part.name: part.per_row for part in rectangle.parts}  # type: ignore[attr-defined]
-    return _FilledTable(collection, path, rows.tables, rows.dim, rows.num_rows, None, columns, rows.changed)
+    return _FilledTable(
+        collection, path, rows.tables, rows.dim, rows.num_rows, None, columns, rows.rows_loaded
+    )
 
 
 def _state_of(collection: nn.Module, path: str) -> dict[str, Tensor]:
-    """Return an unsharded table's optimizer state."""
+    """Return the optimizer state of an unsharded table by slot; empty if the collection is not fused."""
     if not (isinstance(collection, TableCollection) and collection.is_fused):
         return {}
     name = ".".join([*path.split(".")[-2:], "weight"])
@@ -194,7 +204,7 @@ def _state_of(collection: nn.Module, path: str) -> dict[str, Tensor]:
     return {slot: v for slot, v in state.items() if isinstance(v, Tensor)}
 
 
-def _fill(file: Any, target: _FilledTable) -> None:
+def _load_rows(file: Any, target: _FilledTable) -> None:
     select = rows_by_id if target.seed is None else rows_in_rectangle
     for table in target.tables if target.seed is not None else ():
         table.clear()
@@ -203,8 +213,13 @@ def _fill(file: Any, target: _FilledTable) -> None:
             table.load(select(table, ids, parts))
 
 
-def _check(file: Any, source: Path, target: _FilledTable) -> None:
-    """Check a file completely before anything changes.
+def _check_file(file: Any, source: Path, target: _FilledTable) -> None:
+    """Check that all rows of a file can be imported into a table.
+
+    Args:
+        file: open Parquet file.
+        source: its path.
+        target: the table.
 
     Raises:
         ValueError: the file does not fit the table.
@@ -239,6 +254,7 @@ def _check(file: Any, source: Path, target: _FilledTable) -> None:
 
 
 def _check_finite(source: Path, ids: Tensor, parts: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a row has NaN or an infinite value."""
     for part, values in parts.items():
         rows = (~values.isfinite()).view(len(ids), -1).any(1).nonzero()[:, 0]
         if len(rows):
@@ -249,6 +265,14 @@ def _check_finite(source: Path, ids: Tensor, parts: Mapping[str, Tensor]) -> Non
 
 
 def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
+    """Raise ValueError if a column has another Arrow type than needed.
+
+    Args:
+        source: path of the file.
+        name: column name.
+        kind: Arrow type of the column.
+        width: floats per row; 0 for the IDs.
+    """
     pa = needs("pyarrow", "data")
     is_list = pa.types.is_fixed_size_list(kind) and pa.types.is_floating(kind.value_type)
     if width == 0:
@@ -262,7 +286,11 @@ def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
 
 
 def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield IDs and row parts per record batch.
+    """Yield blocks of IDs, int64 [N], and of row parts by name, [N] or [N, dim].
+
+    Args:
+        file: open Parquet file.
+        columns: row parts to read; True if a part has a value per row.
 
     Raises:
         ValueError: a value is null.
@@ -293,13 +321,13 @@ def _part(column: str) -> str:
     return "weight" if column == _ROW else column
 
 
-def _type_of(pa: Any, manifest: Manifest, name: str) -> Any:
+def _arrow_type(pa: Any, manifest: Manifest, name: str) -> Any:
     record = manifest.tensors[name]
     kind = pa.float16() if record.dtype == torch.float16 else pa.float32()
     return kind if len(record.shape) == 1 else pa.list_(kind, record.shape[1])
 
 
-def _array_of(pa: Any, values: Tensor, kind: Any) -> Any:
+def _arrow_array(pa: Any, values: Tensor, kind: Any) -> Any:
     values = values.float() if values.dtype == torch.bfloat16 else values
     if values.dim() == 1:
         return pa.array(values.numpy())
@@ -307,7 +335,7 @@ def _array_of(pa: Any, values: Tensor, kind: Any) -> Any:
 
 
 def _prefix_of(manifest: Manifest, table: str) -> str:
-    """Return the checkpoint name prefix of a table's tensors."""
+    """Return the prefix of a table's tensor names in a checkpoint."""
     end = ".weight"
     prefixes = {
         name.removesuffix(end)
@@ -317,10 +345,20 @@ def _prefix_of(manifest: Manifest, table: str) -> str:
         and record.dtype.is_floating_point
         and manifest.values[record.entry]["kind"] == "module"
     }
-    return f"{_matching(prefixes, table, 'the checkpoint')}."
+    return f"{_find_table(prefixes, table, 'the checkpoint')}."
 
 
-def _matching(paths: set[str], table: str, where: str) -> str:
+def _find_table(paths: set[str], table: str, where: str) -> str:
+    """Return the only path that is ``table`` or ends with it.
+
+    Args:
+        paths: table paths.
+        table: table name, or the end of its path.
+        where: what has the tables, for errors.
+
+    Raises:
+        ValueError: no path or several paths match.
+    """
     matches = sorted(path for path in paths if path == table or path.endswith(f".{table}"))
     if len(matches) == 1:
         return matches[0]
@@ -332,7 +370,7 @@ def _matching(paths: set[str], table: str, where: str) -> str:
 
 
 def _slots_of(manifest: Manifest, prefix: str) -> dict[str, str]:
-    """Return a table's optimizer state tensor names by slot."""
+    """Return the names of a table's optimizer state tensors in a checkpoint, by slot."""
     entry = next(record.entry for name, record in manifest.tensors.items() if name == f"{prefix}weight")
     middle = f".state.{prefix.removeprefix(f'{entry}.')}weight."
     return {

@@ -1,4 +1,4 @@
-"""Strict safetensors reader: no header can point outside the file."""
+"""Reader of safetensors files that rejects invalid headers, such as byte ranges outside the file."""
 
 import hashlib
 import os
@@ -16,24 +16,24 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import fields, integer, integers, mapping, parse, text
 
 METADATA = "__metadata__"
-"""Header key for free text; not usable as a tensor name."""
-_MOST_HEADER_BYTES = 100_000_000  # as in the format's own library
-_MOST_DIMS = 64
+"""Key of free text in a header, which cannot be a tensor name."""
+_MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
+_MAX_DIMS = 64
 
 Entry = tuple[torch.dtype, tuple[int, ...], int, int]
-"""Dtype, shape, first byte and end."""
+"""Dtype, shape, first byte and end byte (after the header) of a tensor."""
 
 
 def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Read a file into memory, verify it, and return the tensors.
+    """Read a file into memory, verify its SHA-256, and return the tensors by name.
 
     Raises:
-        DamageError: another SHA-256, or not a safetensors file.
+        DamageError: the SHA-256 differs, or the file is not a safetensors file.
         OSError: the file cannot be read.
     """
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
-        # Allocate only for files which look like safetensors.
+        # Check the header first, so that memory is allocated only for a safetensors file.
         _check_before_reading(descriptor, size, str(path))
         try:
             content = torch.empty(size, dtype=torch.uint8)
@@ -47,7 +47,7 @@ def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
 
 
 def read_mapped(path: Path) -> dict[str, Tensor]:
-    """Map a file's tensors into memory, without a checksum.
+    """Map a file into memory, and return the tensors by name. Contents are not verified.
 
     Raises:
         DamageError: not a safetensors file.
@@ -61,7 +61,7 @@ def read_mapped(path: Path) -> dict[str, Tensor]:
 
 
 def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
-    """Return a file's tensors as views on ``content``, uint8 [bytes].
+    """Return the tensors of a safetensors file by name, as views of ``content``, the file's bytes.
 
     Raises:
         DamageError: the tensors do not tile the file from the header to the end of the file.
@@ -78,7 +78,7 @@ def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
 
 
 def _check_before_reading(descriptor: int, size: int, path: str) -> None:
-    """Validate an open file's header, before memory is allocated for the stated sizes."""
+    """Raise DamageError if the header of an open file is invalid."""
     first = bytearray(min(8, size))
     read_into(descriptor, memoryview(first), 0, path)
     header = bytearray(_header_length(first, size, path))
@@ -87,9 +87,9 @@ def _check_before_reading(descriptor: int, size: int, path: str) -> None:
 
 
 def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
-    """Return the JSON header size in bytes, from the first 8 bytes of the file."""
+    """Return the size in bytes of the JSON header, from the first 8 bytes of the file."""
     length = int.from_bytes(first, "little") if size >= 8 else 0
-    if length + 8 > size or not 2 <= length <= _MOST_HEADER_BYTES:
+    if length + 8 > size or not 2 <= length <= _MAX_HEADER_BYTES:
         raise DamageError(f"{path} is not a safetensors file: the stated header exceeds the file")
     return length
 
@@ -100,7 +100,7 @@ def _entries(header: bytes, size: int, path: str) -> dict[str, Entry]:
 
 
 def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
-    """Parse a safetensors header.
+    """Validate a parsed safetensors header, and return its tensors.
 
     Args:
         header: parsed JSON.
@@ -108,10 +108,10 @@ def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
         path: file name in errors.
 
     Returns:
-        Dtype, shape, first byte and end by tensor name.
+        Dtype, shape, first byte and end byte by tensor name.
 
     Raises:
-        DamageError: the tensors do not tile these bytes.
+        DamageError: an entry is invalid, or the tensors overlap or leave gaps.
     """
     entries: dict[str, Entry] = {}
     for name, record in mapping(header, f"{path}: the header").items():
@@ -122,7 +122,7 @@ def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
         dtype = DTYPES[text(values["dtype"], f"{label} has a type that", allowed=list(DTYPES))]
         shape = integers(values["shape"], f"the shape of {label}")
         start, end = integers(values["data_offsets"], f"the place of {label}", 2)
-        integer(len(shape), f"the number of dimensions of {label}", 0, _MOST_DIMS)
+        integer(len(shape), f"the number of dimensions of {label}", 0, _MAX_DIMS)
         if not start <= end <= num_bytes or prod(shape) * dtype.itemsize != end - start:
             raise DamageError(f"{label} has shape {list(shape)} and bytes [{start}, {end}) of {num_bytes}")
         entries[name] = dtype, shape, start, end

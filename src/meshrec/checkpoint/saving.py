@@ -1,15 +1,16 @@
-"""``save``, ``async_save`` and ``load`` of a checkpoint: DCP plans, our file formats store.
+"""``save``, ``async_save`` and ``load`` of checkpoints.
+
+torch.distributed.checkpoint (DCP) plans which rank writes and reads which piece. ``storage.py`` writes and
+reads the files, in MeshRec's format.
 
 [Note: checkpoint guarantees]
 1. Complete or absent. Data files get new names and reach the disk first; then the manifest appears
-atomically.
-   A crash leaves either the old checkpoint or the new.
+   atomically. A crash leaves either the old checkpoint or the new.
 2. A single point in time. ``async_save`` writes the state at the time of the call, even if training changes
-it
-   during the write.
+   it during the write.
 3. Independent of the plan. Names and shapes are the unsharded model's, so any plan and any number of
    ranks can load it.
-4. Verified. Block checksums also cover the position. No byte is used before it is checked,
+4. Verified. Checksums cover the bytes of blocks and their positions. No byte is used before it is verified,
    and nothing in a file is executed.
 5. Resumable. Weights, optimizer state, data position and every rank's random numbers are saved. On the same
    ranks, a resumed run is bit-identical to an uninterrupted run. Additional ranks start with new random
@@ -17,8 +18,8 @@ it
 6. Consistent with deltas. The trainer publishes a delta before every checkpoint, so servers and a resumed run
    miss no step.
 
-Not guaranteed: two runs saving to the same path at once (runs/lock.py prevents that), and file systems which
-lose files after ``fsync`` returned.
+The guarantees do not hold if two runs save to the same path at once (runs/lock.py prevents that), or if the
+file system loses files after ``fsync`` has returned.
 """
 
 import functools
@@ -44,7 +45,7 @@ from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
 from meshrec.checkpoint.manifest import MANIFEST, Manifest
 from meshrec.checkpoint.reading import read_manifest, verify_data
 from meshrec.checkpoint.removing import KIND, check_target, remove_saves, saves_in
-from meshrec.checkpoint.state import Collected, Loading, collect, merged, prepare
+from meshrec.checkpoint.state import Collected, Loading, collect, merge_values, prepare
 from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
 from meshrec.checkpoint.stored import ObjectStore
 from meshrec.checkpoint.unfinished import filling
@@ -53,24 +54,25 @@ from meshrec.durable import Created, Mark, mark, release, remove_named, write_du
 from meshrec.tables.streamed import saves_key_ordered
 
 Group = dist.ProcessGroup | None
-# Intervals at which threads look for background writers' notes, on the disk and in a store. A look into a
-# store is a request that costs money.
+# Intervals at which threads look for the notes of background writers, on the disk and in an object store. The
+# interval is longer for a store, because every request costs money.
 _POLL_SECONDS = 0.02
 _STORE_POLL_SECONDS = 0.5
 
 
 def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None, group: Group = None) -> Path:
-    """Save a state; on return, the checkpoint is on disk. Collective.
+    """Save a training state. When the function returns, the checkpoint is on disk. Collective.
 
-    An existing checkpoint at ``path`` is replaced atomically. Other files in the folder are kept.
+    An existing checkpoint at ``path`` is replaced atomically. Other files in the folder are kept. The states
+    of every rank's random number generators are saved as well.
 
     Args:
-        path: folder visible to all ranks.
+        path: folder that all ranks can access.
         state: entries by name: modules (including DistributedModelParallel), optimizers, plain values, and
-            objects with ``state_dict()`` and ``load_state_dict()`` over plain values and tensors equal on all
-            ranks. Every rank's random number generators are saved as well.
-        step: step recorded in the checkpoint.
-        group: participating ranks (default: the default process group).
+            objects with ``state_dict()`` and ``load_state_dict()``, whose plain values and tensors are equal
+            on all ranks.
+        step: training step, recorded in the checkpoint.
+        group: participating ranks; None: the default process group.
 
     Returns:
         ``path`` as a Path.
@@ -106,25 +108,26 @@ def async_save(
     after: Callable[[], None] | None = None,
     store: ObjectStore | None = None,
 ) -> "PendingSave":
-    """Save the current state while training continues. Collective; see `save`.
+    """Save the current training state in the background. Collective; see `save`.
 
-    The call takes as long as a fork. Every rank forks a child, which keeps the memory as it is now and writes
-    it; the kernel copies pages changed by training meanwhile. Device tensors and memory shared between
-    processes are copied before the fork.
+    Every rank forks a child process, whose memory stays as it is at the time of the call, and which writes
+    it. The call takes as long as the fork. The kernel copies pages that training changes meanwhile. Device
+    tensors and memory shared between processes are copied before the fork.
 
-    Call it from a thread which outlives the save, and ``wait`` for the save before the process ends.
+    Call this function from a thread that outlives the save, and ``wait`` for the save before the process
+    ends.
 
     Args:
         path: see `save`.
         state: see `save`.
         step: see `save`.
         group: see `save`.
-        after: called on rank 0 in another thread, once the checkpoint is complete.
-        store: folder in an object store, to which the files are uploaded from ``path``, then a scratch folder
+        after: function that rank 0 calls in another thread once the checkpoint is complete.
+        store: folder in an object store, to which the files are uploaded. ``path`` is then a scratch folder
             of this rank; see [Note: how a checkpoint reaches a store].
 
     Returns:
-        Handle of the background save.
+        The save in progress.
     """
     job = _Save(Path(path), state, step, ranks_of(group), background=True)
     job.run()
@@ -132,36 +135,36 @@ def async_save(
 
 
 def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, group: Group = None) -> None:
-    """Load a checkpoint into a state in place. Collective.
+    """Load a checkpoint into a training state, in place. Collective.
 
-    Plan and number of ranks may differ from the save. A rank number which existed at the save continues its
-    random numbers.
+    The plan and the number of ranks may differ from those of the save. Ranks whose number existed at the save
+    continue its random numbers.
 
-    A load is all or nothing: ranks compare the whole state with the checkpoint and verify every byte before
-    any of them writes to a table. So every byte is read twice, the second time from the page cache if it fits
-    there.
+    All ranks compare the whole state with the checkpoint, and verify all bytes, before any rank writes to a
+    table. Every byte is therefore read twice, the second time from the page cache if it fits there.
 
     Args:
-        path: checkpoint, or run folder (loads the reported weights); see `find_checkpoint`.
+        path: checkpoint, or run folder (its reported weights); see `find_checkpoint`.
         state: entries to load; see `save`. Plain values are replaced in this mapping.
-        partial: modules load the tensors present in the checkpoint, such as pretrained tables, and keep all
-            others; the log lists those kept.
+        partial: whether modules may have tensors that the checkpoint lacks, and vice versa. Modules load the
+            common tensors, such as pretrained tables, and the log lists the others.
         group: see `save`.
 
     Raises:
-        ValueError: the state does not fit; raised on every rank before any change.
-        DamagedCheckpointError: damaged files; raised on every rank before any change.
-        CheckpointError: the system failed to read a file, or to write a table's file, while tables were
-            filled. Raised on every rank. The modules are partly loaded, and refuse to run and to be saved
-            until a load succeeds.
+        ValueError: the state does not fit the checkpoint; raised on every rank before any change.
+        DamagedCheckpointError: files are damaged; raised on every rank before any change.
+        CheckpointError: after tables have been written to, a file could not be read, or a table's file could
+            not be written. Raised on every rank. The modules then raise in forward passes and saves until a
+            load succeeds.
     """
     axis = ranks_of(group)
     box: dict[str, Any] = {}
-    # Steps which restore the state, run in reverse order if a check fails before tables are written.
+    # Functions that restore the state. They run in reverse order if a check fails before tables are written
+    # to.
     undo: list[Callable[[], object]] = []
 
     def read_and_prepare() -> set[str]:
-        # Other paths are passed to read_manifest as they are, for an accurate error.
+        # A path that is not a run goes to read_manifest unchanged, whose error then names it.
         is_run = (Path(path) / BEST).is_dir() or (Path(path) / CHECKPOINTS).is_dir()
         box["folder"] = folder = find_checkpoint(path) if is_run else Path(path)
         box["manifest"] = manifest = read_manifest(folder)
@@ -169,7 +172,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
         return loading.names
 
     def fill(tensors: dict[str, Tensor]) -> None:
-        with _errors_of_dcp(f"loading {folder}"):
+        with _convert_dcp_errors(f"loading {folder}"):
             dcp_load(
                 tensors,
                 storage_reader=CheckpointReader(folder, manifest),
@@ -191,25 +194,31 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
         for step_back in reversed(undo):
             step_back()
         raise
-    # From here on a failure cannot be undone: `filling` blocks the modules instead.
+    # From here on, a failure cannot be undone. `filling` then makes the modules raise until a load succeeds.
     with filling(state.values(), folder, is_whole=not partial):
         fill(loading.tensors)
         try:
             agreed(axis, lambda: loading.fill(folder), f"loading {folder}")
         finally:
-            loading.settle()  # also after a failed read: the next load needs the row counts
+            loading.exchange_row_counts()  # also after a failure, because the next load needs the row counts
         agreed(axis, loading.finish, f"loading {folder}")
 
 
 class PendingSave:
-    """Checkpoint save which runs in the background; ``wait`` is collective."""
+    """A checkpoint save that runs in the background.
+
+    Args:
+        job: the save.
+        after: see `async_save`.
+        store: see `async_save`.
+    """
 
     def __init__(
         self, job: "_Save", after: Callable[[], None] | None, store: ObjectStore | None = None
     ) -> None:
         self._job, self._after, self._store = job, after, store
         self._cancelled = threading.Event()
-        # Set when this rank's upload has ended, with or without an error; at once without an upload.
+        # Set when this rank's upload has ended, with or without an error, or if this rank uploads nothing.
         self._uploaded = threading.Event()
         self._error: Exception | None = None
         self._is_over = False
@@ -227,7 +236,7 @@ class PendingSave:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is still writing. Not collective."""
+        """Whether this rank is still writing or uploading. Not collective."""
         snapshot = self._job.writer.snapshot
         thread = self._thread is not None and self._thread.is_alive()
         return thread or (snapshot is not None and snapshot.is_running)
@@ -259,7 +268,10 @@ class PendingSave:
         return self.path
 
     def kill(self) -> None:
-        """Abandon this rank's part, in a process about to end."""
+        """Stop writing, because this process is about to end.
+
+        Not collective; the checkpoint stays incomplete.
+        """
         self._is_over = True
         if self._job.writer.snapshot is not None:
             self._job.writer.snapshot.kill()
@@ -295,7 +307,7 @@ class PendingSave:
             self._uploaded.set()
 
     def _upload(self, store: ObjectStore) -> None:
-        """Upload the data file and then the note, once the writer has left the note."""
+        """Wait for the writer's note, then upload the data file, and then the note."""
         files, rank = self._job.files, self._job.axis.rank
         if self._job.writer.snapshot is None:
             return
@@ -331,7 +343,15 @@ class PendingSave:
 
 
 class _Save:
-    """Save in progress on this rank."""
+    """A save on this rank.
+
+    Args:
+        path: see `save`.
+        state: see `save`.
+        step: see `save`.
+        axis: participating ranks.
+        background: whether a forked process writes the file.
+    """
 
     def __init__(
         self, path: Path, state: Mapping[str, Any], step: int | None, axis: Axis, *, background: bool
@@ -341,8 +361,8 @@ class _Save:
         self._collected = Collected()
         self.files = RankFiles(path, secrets.token_hex(4))
         self._created: list[Created] = []
+        # Lock on the save's mark, held by rank 0 until the save is complete or has failed.
         self._lock: int | None = None
-        """Lock on the save's mark; held by rank 0 until the save is complete or has failed."""
 
         def gather() -> _RankShare:
             self._collected = collected = collect(state, axis.rank)
@@ -351,9 +371,13 @@ class _Save:
                 self._created = Created.folders(path)
                 # If the save is killed, the mark identifies the files to remove.
                 self._lock = mark(path, KIND, id=self.files.nonce)[1]
-            names = {name: entry for name, entry in collected.entries.items() if entry in collected.parts}
+            names = {
+                name: entry for name, entry in collected.entries.items() if entry in collected.partial_entries
+            }
             return _RankShare(
-                self.files.nonce, {entry: collected.values[entry] for entry in collected.parts}, names
+                self.files.nonce,
+                {entry: collected.values[entry] for entry in collected.partial_entries},
+                names,
             )
 
         try:
@@ -361,21 +385,21 @@ class _Save:
         except BaseException:
             self.clean_up()
             raise
-        # Entries that ranks hold in part become whole, equally on every rank.
+        # Merge entries of which every rank has a part, so that all ranks know the whole entries.
         for part in parts[1:]:
             self._collected.entries.update(part.names)
             for entry, values in part.values.items():
                 local_values = self._collected.values.get(entry, values)
-                self._collected.values[entry] = merged(local_values, values, entry)
+                self._collected.values[entry] = merge_values(local_values, values, entry)
         # All ranks use rank 0's nonce, which the mark names.
         self.files = RankFiles(path, parts[0].nonce)
         self.writer = Writer(self.files, background=background)
 
     def run(self) -> None:
-        """Write this rank's part, or start a background write."""
+        """Write this rank's data file, or start a process that writes it. Collective."""
         can_load = saves_key_ordered.set(True)
         try:
-            with _errors_of_dcp(f"saving to {self.path}"):
+            with _convert_dcp_errors(f"saving to {self.path}"):
                 dcp_save(
                     dict(self._collected.tensors),
                     storage_writer=self.writer,
@@ -393,8 +417,11 @@ class _Save:
             saves_key_ordered.reset(can_load)
 
     def complete(self) -> None:
-        """Write the manifest, which completes the checkpoint, and remove replaced files. Rank 0 only."""
-        # Other ranks' random number tensors are unknown here; their entry is the name's first component.
+        """Write the manifest, which completes the checkpoint, and remove the files that it replaces.
+
+        Rank 0 only.
+        """
+        # The names of other ranks' random number tensors are unknown here, but start with their entry.
         local = self._collected.entries
         entries = {name: local.get(name, name.split(".")[0]) for name in self.writer.metadata}
         written, tensors = self.writer.records(entries)
@@ -409,7 +436,7 @@ class _Save:
         replaced = saves_in(self.path) - {self.files.nonce}
         try:
             content = manifest.to_bytes()
-            Manifest.from_bytes(content)  # never replace a checkpoint with a manifest which load would refuse
+            Manifest.from_bytes(content)  # never replace a checkpoint by one that load would reject
             write_durably(self.path / MANIFEST, content, token=self.files.nonce)
         except BaseException:
             self.clean_up()
@@ -433,12 +460,12 @@ class _Save:
 
 
 class _RankShare(NamedTuple):
-    """Rank's share of a save, needed by other ranks.
+    """What a rank sends to the others at the start of a save.
 
     Attributes:
-        nonce: random save ID; rank 0's is used.
-        values: plain values of partly held entries.
-        names: entry by tensor name, for these entries.
+        nonce: random ID; rank 0's becomes the ID of the save.
+        values: plain values of entries of which the rank has only a part.
+        names: entry by tensor name, for the tensors of these entries.
     """
 
     nonce: str
@@ -447,8 +474,8 @@ class _RankShare(NamedTuple):
 
 
 @contextmanager
-def _errors_of_dcp(action: str) -> Iterator[None]:
-    """Convert DCP's errors, which do not derive from Exception, to ours, with equal messages on all ranks."""
+def _convert_dcp_errors(action: str) -> Iterator[None]:
+    """Convert DCP's CheckpointException to a CheckpointError or ValueError, equal on all ranks."""
     with warnings.catch_warnings():
         # DCP warns without a process group, which is a supported case here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

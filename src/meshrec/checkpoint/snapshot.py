@@ -1,17 +1,18 @@
-"""Write a checkpoint while training continues: a forked process keeps the memory as it was.
+"""Write a checkpoint while training continues, from a forked process whose memory does not change.
 
-The kernel shares pages between both processes, and copies a page when either writes to it. So a snapshot
-costs the time to copy page tables, and as much memory as training changes before the file is written: nothing
-for untouched rows, at most the size of the saved tensors. A fork does not freeze everything. Memory shared
-between processes (mapped files, ``share_memory_()``) is copied before the fork, and tables with rows outside
-RAM provide a snapshot (``ExternalTable.snapshot``).
+The kernel shares memory pages between both processes, and copies a page when either writes to it. A snapshot
+therefore takes the time to copy page tables, and as much memory as training changes before the file is
+written: none for unchanged rows, at most the size of the saved tensors. A fork does not freeze all memory.
+Memory shared between processes (mapped files, ``share_memory_()``) is copied before the fork, and tables with
+rows in files provide a snapshot (``ExternalTable.snapshot``).
 
-The child only reads memory and writes a file. It takes no lock of the parent's threads, and does not
-communicate with devices or ranks. It closes the parent's sockets, so that peers notice if the parent dies.
+The child only reads memory and writes a file. It takes no lock that a thread of the parent may hold, and does
+not communicate with devices or ranks. It closes the parent's sockets, so that peers notice if the parent
+dies.
 
-Python itself may wait for a lock in the child if another thread was just starting (python/cpython#112275, in
-3.11 and older). So the child reports after the start. A child which does not report is killed and forked
-again.
+In Python 3.11 and older, the interpreter may wait forever for a lock in the child if another thread was
+starting during the fork (python/cpython#112275). The child therefore reports to the parent that it runs. A
+child that does not report is killed, and the parent forks again.
 """
 
 import contextlib
@@ -38,28 +39,27 @@ from meshrec.tables.streamed import StreamedPart
 from meshrec.tables.table import TableSnapshot
 
 _PR_SET_PDEATHSIG = 1
-# Seconds. A healthy child reports within milliseconds; a loaded machine may take seconds.
+# Seconds until a child must report. Usually it takes milliseconds, on a loaded machine seconds.
 _START_TIMEOUT = 10.0
 _TRIES = 3
 
 
 class Snapshot:
-    """Process which writes a data file."""
+    """Forked process that writes a data file; create it with `start`."""
 
     def __init__(self, pid: int, note: Path) -> None:
         self._pid, self._note = pid, note
-        # Exit status, from the first waitpid which reaps the child; None while it runs.
+        # Exit status of the child, as waitpid returned it; None while the child runs.
         self._status: int | None = None
-        # Keeps table snapshots open until the child ends.
+        # Table snapshots, which stay open until the child ends.
         self._frozen: FrozenParts | None = None
 
     @classmethod
     def start(cls, path: Path, parts: Sequence[TensorPart], note: Path) -> "Snapshot":
-        """Start writing ``parts`` to ``path`` in a forked process.
+        """Fork a process that writes ``parts`` to ``path``.
 
-        When the file is on disk, the child writes ``note`` with the parts' file positions. Tensors outside
-        contiguous CPU memory are copied in the parent, because the child must not run code which needs
-        threads. Memory shared between processes is copied as well.
+        When the file is on disk, the child writes the positions of the parts to ``note``. Tensors that are
+        not contiguous CPU memory, or are shared between processes, are copied before the fork.
 
         Args:
             path: new data file.
@@ -71,16 +71,16 @@ class Snapshot:
         """
         frozen = FrozenParts(parts)
         try:
-            return cls._forked(path, frozen, note)
+            return cls._fork(path, frozen, note)
         except BaseException:
             frozen.close()
             raise
 
     @classmethod
-    def _forked(cls, path: Path, frozen: "FrozenParts", note: Path) -> "Snapshot":
+    def _fork(cls, path: Path, frozen: "FrozenParts", note: Path) -> "Snapshot":
         prctl = _prctl()
         parent = os.getpid()
-        # Otherwise the child could write buffered output a second time.
+        # The child inherits the buffers, and would write their content a second time.
         sys.stdout.flush()
         sys.stderr.flush()
         for _ in range(_TRIES):
@@ -150,13 +150,16 @@ class Snapshot:
 
 
 class FrozenParts:
-    """Data file pieces, with snapshots or copies where a fork would not freeze memory.
+    """Pieces of tensors whose memory does not change in a forked process.
 
-    See the module docstring.
+    Copies, or takes snapshots of, tensors whose memory a fork does not freeze; see the module docstring.
+
+    Args:
+        parts: pieces to write.
     """
 
     def __init__(self, parts: Sequence[TensorPart]) -> None:
-        # By table id: a table's parts share a snapshot, until `close`.
+        # Snapshots by ``id(table)``, until `close`. All parts of a table are from the same snapshot.
         self._snapshots: dict[int, TableSnapshot] = {}
         try:
             shared = shared_memory()
@@ -183,7 +186,7 @@ class FrozenParts:
 
 
 def shared_memory() -> list[tuple[int, int]]:
-    """Return address ranges (start, end) of memory which this process shares with other processes."""
+    """Return the address ranges (start, end) of memory that this process shares with other processes."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:  # not Linux: shared mappings are unknown
@@ -198,47 +201,57 @@ def shared_memory() -> list[tuple[int, int]]:
 
 
 def failure_of(note: Path) -> Path:
-    """Return the path at which a failed writer reports the reason."""
+    """Return the path of the file to which a failed writer writes the reason."""
     return note.with_suffix(".failed")
 
 
 def _write_and_exit(
     parent: int, prctl: Any, begun: int, *, path: Path, parts: Sequence[TensorPart], note: Path
 ) -> None:
+    """Write the data file and the note in the child, and end the process.
+
+    Args:
+        parent: process ID of the parent.
+        prctl: prctl(2), or None.
+        begun: pipe to which the child reports that it runs.
+        path: data file.
+        parts: pieces to write.
+        note: file to write after success.
+    """
     code = 1
     try:
         os.write(begun, b".")
-        gc.disable()  # a finalizer might wait for parent threads
+        gc.disable()  # a finalizer might wait for a lock that a thread of the parent held
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # The parent may have died before prctl took effect.
+        # prctl kills the child when the parent dies, but the parent may have died before.
         if os.getppid() != parent:
             os._exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Peers must see the parent's sockets close when the parent dies.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        # Training has priority.
-        os.nice(5)
+        os.nice(5)  # training has priority
         torch.set_num_threads(1)  # a fork does not copy the thread pool
-        written = write_data_file(path, parts, _Inline())
+        written = write_data_file(path, parts, _InlineExecutor())
         write_durably(note, json.dumps(written.to_json()).encode())
         code = 0
     except BaseException as error:
-        _leave_reason(note, error)
+        _write_reason(note, error)
     finally:
         os._exit(code)
 
 
-def _leave_reason(note: Path, error: BaseException) -> None:
-    with contextlib.suppress(OSError):  # the exit code reports the failure, too
+def _write_reason(note: Path, error: BaseException) -> None:
+    """Write the reason of a failure to a file next to the note."""
+    with contextlib.suppress(OSError):  # the exit code also reports the failure
         if isinstance(error, OSError):
             name_full_disk(error, [note.parent])
         failure_of(note).write_text(describe(error))
 
 
-class _Inline(Executor):
-    """Executor without threads: the writer already runs in the background."""
+class _InlineExecutor(Executor):
+    """Executor that runs functions at once, because the child has no other threads."""
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -247,5 +260,5 @@ class _Inline(Executor):
 
 
 def _prctl() -> Any:
-    """Return prctl(2), resolved before the fork; None if the system lacks it."""
+    """Return prctl(2); None if the system lacks it. Looked up before the fork, because that takes locks."""
     return getattr(ctypes.CDLL(None), "prctl", None)

@@ -1,9 +1,9 @@
 """Convert a training state to named tensors and plain values, and back.
 
-Names and shapes are the unsharded model's: ``<entry>.<parameter>`` for a module, and
-``<entry>.state.<parameter>.<slot>`` for an optimizer. So a checkpoint does not depend on the plan. If a table
-is split by columns, per-row values are stored once: row-wise optimizers sum their statistics over all
-columns, so ranks with columns of the same row have equal values.
+Names and shapes are those of the unsharded model, so a checkpoint does not depend on the plan. Names are
+``<entry>.<parameter>`` for modules, and ``<entry>.state.<parameter>.<slot>`` for optimizers. If a table is
+split by columns, state with a value per row is stored once: row-wise optimizers sum their statistics over all
+columns, so all column shards of a row have equal values.
 """
 
 import copy
@@ -30,7 +30,7 @@ from meshrec.checkpoint.hashed import (
     load_hashed,
 )
 from meshrec.checkpoint.manifest import KINDS, RANDOM, Manifest
-from meshrec.checkpoint.named_optimizers import create_state, keyed, local_part
+from meshrec.checkpoint.named_optimizers import as_keyed_optimizer, create_state, select_local_state
 from meshrec.checkpoint.random_state import random_state, set_random_state
 from meshrec.checkpoint.residuals import (
     residuals_of,
@@ -51,29 +51,29 @@ _MODULE, _OPTIMIZER, _STATEFUL, _PLAIN = KINDS
 
 @dataclass(kw_only=True)
 class Collected:
-    """Everything to save.
+    """Everything that a rank saves.
 
     Attributes:
         tensors: tensors by name.
-        entries: state entry by tensor name.
-        values: kind and plain values by entry.
-        parts: entries which this rank holds only in part.
+        entries: name of the state entry by tensor name.
+        values: kind and encoded plain values by entry.
+        partial_entries: entries of which this rank has only a part, such as a pipeline stage.
         plans: sharding plan (JSON) by entry.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     entries: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    parts: set[str] = field(default_factory=set)
+    partial_entries: set[str] = field(default_factory=set)
     plans: dict[str, str] = field(default_factory=dict)
 
     def add(self, entry: str, kind: str, content: Any) -> None:
-        """Add an entry's content.
+        """Add the content of a state entry.
 
         Args:
-            entry: state entry.
+            entry: name of the entry.
             kind: one of `KINDS`.
-            content: plain values and tensors.
+            content: plain values and tensors, such as a state dict.
         """
         tensors: dict[str, Tensor] = {}
         self.values[entry] = {"kind": kind, "content": encode(content, entry, tensors)}
@@ -84,12 +84,12 @@ class Collected:
         """Add a tensor.
 
         Args:
-            entry: state entry which owns the tensor.
+            entry: name of the state entry that the tensor belongs to.
             name: tensor name in the checkpoint.
             tensor: values.
 
         Raises:
-            ValueError: reserved or repeated name.
+            ValueError: the name is reserved or exists already.
         """
         if name == METADATA:
             raise ValueError(
@@ -105,7 +105,11 @@ class Collected:
 
 
 def collect(state: Mapping[str, Any], rank: int) -> Collected:
-    """Collect everything to save, without copying tensors.
+    """Collect everything that this rank saves, without copying tensors.
+
+    Args:
+        state: training state.
+        rank: this rank.
 
     Raises:
         ValueError: checkpoints do not support a value.
@@ -123,7 +127,7 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
         collected.add(entry, kind, _content(item, kind, state))
         # Other ranks' names are merged in `_Save`.
         if _is_part(kind, item, state):
-            collected.parts.add(entry)
+            collected.partial_entries.add(entry)
         if isinstance(item, DistributedModelParallel):
             collected.plans[entry] = item.plan.to_json()
             for name, tensor in residuals_of(entry, item, rank).items():
@@ -134,18 +138,18 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
 
 
 class Loading(NamedTuple):
-    """Load steps, in field order.
+    """A prepared load: memory to fill and functions to call, in the order of the fields.
 
-    All checks run before ``tensors`` is filled and can be undone until then; see ``checkpoint.load``.
+    Until ``tensors`` are filled, everything can be undone; see ``checkpoint.load``.
 
     Attributes:
-        names: checkpoint tensors to read.
-        fresh: new memory for plain values, stateful objects and random numbers.
-        accept: passes saved values to stateful objects, which may refuse them.
-        tensors: module and optimizer memory, filled in place.
-        fill: reads hashed tables, which DCP cannot, from the checkpoint folder.
-        settle: exchanges row counts between ranks. Collective.
-        finish: passes filled state to modules and optimizers, and replaces plain values.
+        names: names of all tensors to read from the checkpoint.
+        fresh: new memory for tensors of plain values, stateful objects and random number generators.
+        accept: passes the values in ``fresh`` to stateful objects, which may raise.
+        tensors: memory of modules and optimizers.
+        fill: reads tables that are hashed, which DCP cannot read, from the checkpoint folder.
+        exchange_row_counts: counts the rows of hashed tables over all ranks. Collective.
+        finish: passes the filled state to modules and optimizers, and replaces plain values.
     """
 
     names: set[str]
@@ -153,7 +157,7 @@ class Loading(NamedTuple):
     accept: Callable[[], None]
     tensors: dict[str, Tensor]
     fill: Callable[[Path], None]
-    settle: Callable[[], None]
+    exchange_row_counts: Callable[[], None]
     finish: Callable[[], None]
 
 
@@ -166,42 +170,42 @@ def prepare(
     partial: bool = False,
     undo: list[Callable[[], object]],
 ) -> Loading:
-    """Compare a state with a checkpoint, and return the load's steps.
+    """Compare a training state with a checkpoint, and prepare the load.
 
     Args:
-        state: state to load into.
+        state: training state to load.
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         rank: this rank.
-        partial: modules load the tensors present in the checkpoint and keep all others.
-        undo: receives functions which revert changes by this function and ``Loading.accept``.
+        partial: whether modules load only the tensors that they have in common with the checkpoint.
+        undo: functions that undo the changes of this function and of ``Loading.accept`` are appended here.
 
     Raises:
-        ValueError: state and checkpoint differ; the error names entry and difference.
+        ValueError: the state does not fit the checkpoint; the message names entry and difference.
     """
     tensors: dict[str, Tensor] = {}
     fresh: dict[str, Tensor] = {}
     jobs: list[Callable[[], None]] = []
     objects: list[tuple[Any, Callable[[], None]]] = []
     saved = _saved_names(manifest)
-    hashed = _hashed(state, folder, manifest, saved, partial=partial)
+    hashed = _find_tables_by_id(state, folder, manifest, saved, partial=partial)
     for entry, item in state.items():
         kind = _kind(item)
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
             is_part = _is_part(kind, item, state)
             apart = hashed.names(entry)
-            content = local_part(content, item, state) if is_part and kind == _OPTIMIZER else content
+            content = select_local_state(content, item, state) if is_part and kind == _OPTIMIZER else content
             if kind == _OPTIMIZER:
-                # Lazily created optimizer state must exist before it can be filled in place.
-                undo.append(create_state(keyed(item, state), content))
-            targets, job, held = _targets(
+                # Torch optimizers create state in their first step. It must exist to be filled in place.
+                undo.append(create_state(as_keyed_optimizer(item, state), content))
+            targets, job, held = _fill_targets(
                 entry, item, kind, content, state, keeps_names=is_part or bool(apart)
             )
             whole, targets = targets, {name: tensor for name, tensor in targets.items() if name not in apart}
             names = saved.get(entry, set()) - apart
             if partial and kind == _MODULE:
-                targets, job = _common(entry, item, targets, names, rank, is_only_source=not apart)
+                targets, job = _select_common(entry, item, targets, names, rank, is_only_source=not apart)
             _compare(
                 entry,
                 targets,
@@ -211,7 +215,7 @@ def prepare(
             if not (partial or is_part or apart):
                 _check_references(entry, kind, content, held)
             if kind == _OPTIMIZER:
-                keyed(item, state).check_state_dict(decode(content, whole.__getitem__))
+                as_keyed_optimizer(item, state).check_state_dict(decode(content, whole.__getitem__))
             tensors.update(targets)
             jobs.append(job)
         else:
@@ -235,17 +239,25 @@ def prepare(
     accept = functools.partial(_accept, objects, undo)
     names = {*tensors, *fresh, *hashed.read(manifest)}
     fill = functools.partial(hashed.fill, manifest=manifest)
-    return Loading(names, fresh, accept, tensors, fill, hashed.settle, finish)
+    return Loading(names, fresh, accept, tensors, fill, hashed.exchange_row_counts, finish)
 
 
 def _accept(objects: list[tuple[Any, Callable[[], None]]], undo: list[Callable[[], object]]) -> None:
-    """Pass saved values to stateful objects."""
+    """Pass loaded values to stateful objects, and append functions that undo this."""
     for item, job in objects:
         undo.append(functools.partial(item.load_state_dict, copy.deepcopy(item.state_dict())))
         job()
 
 
 def _check_references(entry: str, kind: str, content: Any, held: Any) -> None:
+    """Raise DamagedCheckpointError if tensors are at other positions in the checkpoint than in the state.
+
+    Args:
+        entry: name of the entry.
+        kind: one of `KINDS`.
+        content: encoded content in the checkpoint.
+        held: encoded content of the state.
+    """
     if _references(content) != _references(held):
         raise DamagedCheckpointError(
             f"the entry {entry!r} of the checkpoint has tensors at other positions than this {kind}. {REMEDY}"
@@ -253,7 +265,7 @@ def _check_references(entry: str, kind: str, content: Any, held: Any) -> None:
 
 
 def _generators(manifest: Manifest, saved: Mapping[str, set[str]], rank: int) -> dict[str, Tensor]:
-    """Return memory for this rank's random number state; empty if the rank did not exist at the save."""
+    """Return memory for the state of this rank's generators; empty if the rank did not exist at the save."""
     prefix = f"{RANDOM}.{rank}."
     names = [name for name in saved.get(RANDOM, ()) if name.startswith(prefix)]
     return {name.removeprefix(prefix): _empty(manifest, name) for name in names}
@@ -273,14 +285,16 @@ def _residuals(
     return {}
 
 
-class _Hashed(NamedTuple):
-    """Tables which DCP cannot load.
+class _TablesById(NamedTuple):
+    """Tables with rows by ID, which DCP cannot load.
+
+    A prefix is that of a table's tensor names in the checkpoint.
 
     Attributes:
-        hashed: hashed tables by name prefix.
-        fixed: fixed tables saved as hashed tables, by name prefix.
-        slots: optimizer state checkpoint names by slot, by name prefix.
-        names_by_entry: these tables' tensor names, by entry.
+        hashed: hashed tables by prefix.
+        fixed: fixed tables that are hashed in the checkpoint, by prefix.
+        slots: by prefix, the names of optimizer state tensors in the checkpoint by slot.
+        names_by_entry: names of all tensors of these tables, by entry.
     """
 
     hashed: dict[str, HashedTarget]
@@ -289,11 +303,11 @@ class _Hashed(NamedTuple):
     names_by_entry: dict[str, set[str]]
 
     def names(self, entry: str) -> set[str]:
-        """Return an entry's tensor names which DCP must skip."""
+        """Return the names of an entry's tensors that DCP must not load."""
         return self.names_by_entry.get(entry, set())
 
     def read(self, manifest: Manifest) -> set[str]:
-        """Return the names of these tables' tensors in the checkpoint."""
+        """Return the names of all tensors of these tables that are in the checkpoint."""
         return {name for names in self.names_by_entry.values() for name in names if name in manifest.tensors}
 
     def fill(self, folder: Path, manifest: Manifest) -> None:
@@ -303,24 +317,35 @@ class _Hashed(NamedTuple):
         for prefix, fixed in self.fixed.items():
             load_fixed(fixed, folder, manifest, prefix, self.slots.get(prefix, {}))
 
-    def settle(self) -> None:
-        """Exchange row counts. Collective."""
+    def exchange_row_counts(self) -> None:
+        """Count rows over all ranks, and tell batches in flight that rows have changed. Collective."""
         for hashed in self.hashed.values():
-            hashed.changed()
+            hashed.rows_loaded()
         for fixed in self.fixed.values():
-            fixed.changed()
+            fixed.rows_loaded()
 
 
-def _hashed(
+def _find_tables_by_id(
     state: Mapping[str, Any],
     folder: Path,
     manifest: Manifest,
     saved: Mapping[str, set[str]],
     *,
     partial: bool,
-) -> _Hashed:
-    """Collect tables which are hashed here or in the checkpoint, after checking that the saved rows fit."""
-    tables = _Hashed({}, {}, {}, {})
+) -> _TablesById:
+    """Find the tables that are hashed in the state or in the checkpoint, and check that they can be loaded.
+
+    Args:
+        state: training state to load.
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+        saved: tensor names in the checkpoint by entry.
+        partial: whether to skip tables that the checkpoint lacks.
+
+    Raises:
+        ValueError: a table does not fit the checkpoint.
+    """
+    tables = _TablesById({}, {}, {}, {})
     for entry, item in state.items():
         if not isinstance(item, nn.Module):
             continue
@@ -348,14 +373,14 @@ def _hashed(
     return tables
 
 
-def _add_slots(tables: _Hashed, state: Mapping[str, Any], path: str, prefix: str) -> dict[str, Tensor]:
-    """Add the checkpoint names of a table's optimizer state to ``tables``.
+def _add_slots(tables: _TablesById, state: Mapping[str, Any], path: str, prefix: str) -> dict[str, Tensor]:
+    """Add the names of a table's optimizer state in the checkpoint to ``tables``.
 
     Args:
-        tables: tables which DCP cannot load.
-        state: state to load into; any optimizer in it may hold state of the table.
-        path: table path in the module.
-        prefix: name prefix of the table in the checkpoint.
+        tables: names are added here.
+        state: training state to load; any optimizer in it may have state of the table.
+        path: path of the table in its module.
+        prefix: prefix of the table's tensor names in the checkpoint.
 
     Returns:
         Current optimizer state tensors by slot.
@@ -363,7 +388,7 @@ def _add_slots(tables: _Hashed, state: Mapping[str, Any], path: str, prefix: str
     tensors: dict[str, Tensor] = {}
     for other, optimizer in state.items():
         if _kind(optimizer) == _OPTIMIZER:
-            present = keyed(optimizer, state).state_dict()["state"].get(f"{path}.weight", {})
+            present = as_keyed_optimizer(optimizer, state).state_dict()["state"].get(f"{path}.weight", {})
             slot_tensors = {slot: v for slot, v in present.items() if isinstance(v, Tensor)}
             slots = {slot: f"{other}.state.{path}.weight.{slot}" for slot in slot_tensors}
             tables.slots.setdefault(prefix, {}).update(slots)
@@ -373,6 +398,7 @@ def _add_slots(tables: _Hashed, state: Mapping[str, Any], path: str, prefix: str
 
 
 def _kind(item: Any) -> str:
+    """Return the kind of a state entry, one of `KINDS`."""
     if isinstance(item, nn.Module):
         return _MODULE
     if isinstance(item, torch.optim.Optimizer):
@@ -381,60 +407,72 @@ def _kind(item: Any) -> str:
 
 
 def _content(item: Any, kind: str, state: Mapping[str, Any]) -> Any:
+    """Return what is saved of a state entry: its state dict, or the plain value itself."""
     if kind == _PLAIN:
         return item
-    return keyed(item, state).state_dict() if kind == _OPTIMIZER else dict(item.state_dict())
+    return as_keyed_optimizer(item, state).state_dict() if kind == _OPTIMIZER else dict(item.state_dict())
 
 
 def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
-    """Return whether this rank holds an item only in part.
+    """Return whether this rank has only a part of a state entry.
 
-    True for a pipeline stage (a module with ``holds_part``), and for optimizers in the same state.
+    This is True for a pipeline stage (a module with ``holds_part``), and for optimizers in the same state.
     """
     if kind == _OPTIMIZER:
         return any(getattr(member, "holds_part", False) for member in state.values())
     return bool(getattr(item, "holds_part", False))
 
 
-def merged(one: Any, other: Any, where: str) -> Any:
-    """Merge an entry's encoded values (JSON) from two ranks.
+def merge_values(one: Any, other: Any, where: str) -> Any:
+    """Merge the encoded values (JSON) that two ranks have of the same entry.
 
     Args:
-        one: values on a rank.
-        other: values on another rank.
+        one: values of a rank.
+        other: values of another rank.
         where: position in the state, for errors.
 
     Raises:
-        ValueError: both ranks hold the same name with different values.
+        ValueError: both ranks have the same name with different values.
     """
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict):
-        both = {key: merged(one[key], other[key], f"{where}.{key}") for key in one.keys() & other.keys()}
+        both = {
+            key: merge_values(one[key], other[key], f"{where}.{key}") for key in one.keys() & other.keys()
+        }
         return {**one, **other, **both}
     if isinstance(one, list) and isinstance(other, list):
         if all(isinstance(item, dict) for item in (*one, *other)):
-            shared = [merged(a, b, where) for a, b in zip(one, other, strict=False)]
+            shared = [merge_values(a, b, where) for a, b in zip(one, other, strict=False)]
             return shared + max(one, other, key=len)[len(shared) :]
         return [*one, *(item for item in other if item not in one)]
     raise ValueError(f"{where} is {one!r} on one rank and {other!r} on another; ranks must agree.")
 
 
-def _targets(
+def _fill_targets(
     entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, keeps_names: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
-    """Return an item's tensors, a function which passes them to the item once filled, and the item's encoded
-    content.
+    """Prepare a module or optimizer to be loaded in place.
 
-    With ``keeps_names``, a module keeps the current names instead of the saved names.
+    Args:
+        entry: name of the entry.
+        item: module or optimizer.
+        kind: kind of the item.
+        content: encoded content in the checkpoint.
+        state: training state to load.
+        keeps_names: whether a module is loaded with the names of its own state dict instead of those saved.
+
+    Returns:
+        The item's tensors by name, a function to call once they have been filled, and the item's encoded
+        content.
     """
-    target = keyed(item, state) if kind == _OPTIMIZER else item
+    target = as_keyed_optimizer(item, state) if kind == _OPTIMIZER else item
     tensors: dict[str, Tensor] = {}
     held = encode(dict(target.state_dict()), entry, tensors)
     hashed = hashed_targets(target) if isinstance(target, nn.Module) else {}
 
     def finish() -> None:
-        if kind == _MODULE and (hashed or keeps_names):  # already filled in place; lets the module react
+        if kind == _MODULE and (hashed or keeps_names):  # filled in place; called for load_state_dict hooks
             apart = {
                 f"{path}.{name}" for path, hashed_target in hashed.items() for name in hashed_target.names()
             }
@@ -451,7 +489,7 @@ def _targets(
 
 
 def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], str]:
-    """Return tensor names in an encoded value by position."""
+    """Return the names of all tensors in an encoded value, by their position in it."""
     if isinstance(value, dict) and list(value) == ["__tensor__"]:
         return {where: value["__tensor__"]}
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -461,7 +499,7 @@ def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...]
     return references
 
 
-def _common(
+def _select_common(
     entry: str,
     module: nn.Module,
     targets: dict[str, Tensor],
@@ -470,27 +508,39 @@ def _common(
     *,
     is_only_source: bool,
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Return the tensors in both module and checkpoint; log the others.
+    """Select the tensors that a module has in common with the checkpoint, and log the others.
 
-    ``is_only_source``: whether the module has no tensors loaded by other means.
+    Args:
+        entry: name of the entry.
+        module: the module.
+        targets: tensors of the module by name.
+        saved: tensor names in the checkpoint.
+        rank: this rank; rank 0 logs.
+        is_only_source: whether the module has no hashed tables, which are loaded separately.
+
+    Returns:
+        The common tensors, and a function to call once they have been filled.
+
+    Raises:
+        ValueError: there are no common tensors.
     """
     common = {name: tensor for name, tensor in targets.items() if name in saved}
     if not common and is_only_source:
         raise ValueError(
-            f"{entry!r} and the checkpoint have no name in common: here {_few(sorted(targets))}; there "
-            f"{_few(sorted(saved))}. Rename when importing."
+            f"{entry!r} and the checkpoint have no name in common: here "
+            f"{_list_names(sorted(targets))}; there {_list_names(sorted(saved))}. Rename when importing."
         )
     if rank == 0 and (targets.keys() - saved or saved - targets.keys()):
         _log.info(
             "%r: %d tensors are loaded; not in the checkpoint: %s; not in the model: %s",
             entry,
             len(common),
-            _few(sorted(targets.keys() - saved)) or "none",
-            _few(sorted(saved - targets.keys())) or "none",
+            _list_names(sorted(targets.keys() - saved)) or "none",
+            _list_names(sorted(saved - targets.keys())) or "none",
         )
 
     def finish() -> None:
-        # Already filled in place. Lets a custom load_state_dict react.
+        # Tensors have been filled in place. Called for a custom load_state_dict and its hooks.
         module.load_state_dict(module.state_dict())
 
     return common, finish
@@ -499,14 +549,14 @@ def _common(
 def _restorer(
     state: Mapping[str, Any], entry: str, item: Any, kind: str, *, content: Any, buffers: dict[str, Tensor]
 ) -> Callable[[], None]:
-    """Return a function which restores an item from the saved value, because DCP cannot fill it in place.
+    """Return a function that restores a stateful object or plain value, which cannot be filled in place.
 
-    The function passes the saved value to a stateful object's ``load_state_dict``, or replaces a plain value
-    in ``state``. Call it once ``buffers`` has been filled from the checkpoint.
+    The function passes the saved value to the object's ``load_state_dict``, or replaces the plain value in
+    ``state``. Call it once ``buffers`` have been filled from the checkpoint.
 
     Args:
-        state: state to load into.
-        entry: the item's name in the state.
+        state: training state to load.
+        entry: name of the item in the state.
         item: stateful object or plain value.
         kind: one of `KINDS`.
         content: encoded value from the manifest.
@@ -533,6 +583,11 @@ def _restorer(
 
 
 def _saved_content(entry: str, kind: str, manifest: Manifest) -> Any:
+    """Return the encoded content of an entry in the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint lacks the entry, or has it with another kind.
+    """
     if entry not in manifest.values:
         raise ValueError(
             f"the checkpoint has no entry {entry!r}; it has {list(manifest.values)}. Leave the entry out of "
@@ -547,6 +602,7 @@ def _saved_content(entry: str, kind: str, manifest: Manifest) -> Any:
 
 
 def _saved_names(manifest: Manifest) -> dict[str, set[str]]:
+    """Return the tensor names in a checkpoint by entry."""
     names: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
         names.setdefault(record.entry, set()).add(name)
@@ -554,11 +610,19 @@ def _saved_names(manifest: Manifest) -> dict[str, set[str]]:
 
 
 def _compare(entry: str, targets: Mapping[str, Tensor], manifest: Manifest, saved: set[str]) -> None:
+    """Raise ValueError if names or shapes of an entry's tensors differ from the checkpoint.
+
+    Args:
+        entry: name of the entry.
+        targets: tensors to load by name.
+        manifest: checkpoint manifest.
+        saved: names of the entry's tensors in the checkpoint.
+    """
     missing, unexpected = sorted(set(targets) - saved), sorted(saved - set(targets))
     if missing or unexpected:
         parts = [
-            f"the checkpoint lacks {_few(missing)}" if missing else "",
-            f"it has {_few(unexpected)}, unknown here" if unexpected else "",
+            f"the checkpoint lacks {_list_names(missing)}" if missing else "",
+            f"it has {_list_names(unexpected)}, unknown here" if unexpected else "",
         ]
         raise ValueError(
             f"{entry!r} does not fit the checkpoint: {'; '.join(part for part in parts if part)}. Load it "
@@ -573,10 +637,11 @@ def _compare(entry: str, targets: Mapping[str, Tensor], manifest: Manifest, save
             )
 
 
-def _few(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _empty(manifest: Manifest, name: str) -> Tensor:
+    """Allocate memory for a tensor of the checkpoint."""
     record = manifest.tensors[name]
     return torch.empty(record.shape, dtype=record.dtype)

@@ -1,7 +1,7 @@
-"""Storage layer for torch.distributed.checkpoint (DCP) with our file formats, without pickle.
+"""Storage layer for torch.distributed.checkpoint (DCP) that writes and reads MeshRec's file format.
 
-DCP plans which rank writes a piece (also if several ranks hold it), and which pieces every rank
-must read. DCP's own formats pickle their metadata; ours is the manifest.
+DCP plans which rank writes a piece (also if several ranks have it), and which pieces every rank must read.
+DCP's own format pickles metadata. MeshRec's has the manifest instead, so that loading cannot execute code.
 """
 
 import os
@@ -32,7 +32,7 @@ from meshrec.checkpoint.snapshot import Snapshot
 
 
 class RankFiles(NamedTuple):
-    """A save's file names. Every save has a new ``nonce``, so no existing file is overwritten."""
+    """File names of a save. They contain a new random ``nonce``, so no existing file is overwritten."""
 
     folder: Path
     nonce: str
@@ -42,23 +42,22 @@ class RankFiles(NamedTuple):
         return self.folder / f"data-{self.nonce}-{rank:05d}.safetensors"
 
     def note(self, rank: int) -> Path:
-        """Return the path of the note left by a rank's background writer once the data is on disk."""
+        """Return the path of the note that a rank's background writer writes once its data is on disk."""
         return self.folder / f"note-{self.nonce}-{rank:05d}.json"
 
 
 class Writer(StorageWriter):
-    """Writes this rank's part of a save; afterwards, ``records`` on rank 0 returns files and tensors.
+    """Writes this rank's data file. On rank 0, ``records`` then returns the files and tensors of all ranks.
 
     Args:
-        files: the save's file names.
-        background: write in a snapshot process while training continues.
+        files: file names of the save.
+        background: whether a forked process writes the file while training continues.
 
     Attributes:
-        snapshot: background process, from `write_data` on; None without ``background``.
-        written: finished files by rank; set on rank 0 by `finish` (foreground) or from the notes
-            (background).
-        items: items by rank, in write order; set on rank 0 by `prepare_global_plan`.
-        metadata: tensor metadata by name; set on rank 0 by `finish`.
+        snapshot: forked process, from `write_data` on; None without ``background``.
+        written: written files by rank; set on rank 0 by `finish`, or with ``background`` from the notes.
+        items: pieces that every rank writes, in order; set on rank 0 by `prepare_global_plan`.
+        metadata: DCP's metadata by tensor name; set on rank 0 by `finish`.
     """
 
     def __init__(self, files: RankFiles, *, background: bool) -> None:
@@ -69,7 +68,7 @@ class Writer(StorageWriter):
         self.metadata: dict[str, TensorStorageMetadata] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer serves a single save."""
+        """Do nothing, because a writer is used for a single save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank", 0)
@@ -78,12 +77,12 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Record which rank writes which items."""
+        """Record which pieces every rank writes. DCP calls this method on rank 0."""
         self.items = [[item.index for item in plan.items] for plan in plans]
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, or start a background write."""
+        """Write this rank's data file, or start a process that writes it."""
         parts = []
         for item in plan.items:
             assert item.tensor_data is not None
@@ -107,7 +106,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Record all ranks' results for the manifest."""
+        """Record metadata and the written files of all ranks. DCP calls this method on rank 0."""
         self.metadata = {
             name: record
             for name, record in metadata.state_dict_metadata.items()
@@ -121,13 +120,14 @@ class Writer(StorageWriter):
 
     @property
     def writing_ranks(self) -> list[int]:
-        """Ranks with data to write; valid on rank 0."""
+        """Ranks that write a data file. Only on rank 0."""
         return [rank for rank, items in enumerate(self.items) if items]
 
     def records(self, entries: Mapping[str, str]) -> tuple[list[Written], dict[str, TensorRecord]]:
-        """Return the files in ``written`` in rank order, and a record per tensor.
+        """Return the written files in rank order, and the records of all tensors by name. Only on rank 0.
 
-        ``entries`` are the state entries by tensor name.
+        Args:
+            entries: name of the state entry by tensor name.
         """
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.metadata}
         order = sorted(self.written)
@@ -144,13 +144,13 @@ class Writer(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads this rank's pieces, verifying every block."""
+    """Reads the pieces that this rank needs, and verifies every block."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader serves a single load."""
+        """Do nothing, because a reader is used for a single load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Convert the manifest to DCP metadata."""
@@ -171,7 +171,7 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: the manifest was already read."""
+        """Do nothing, because the manifest has been read already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -180,7 +180,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read file by file, in byte order."""
+        """Read the planned pieces, file by file and in the order of their bytes."""
         work: list[tuple[int, int, Any, TensorRecord, StoredPiece]] = []
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR
@@ -212,6 +212,6 @@ class CheckpointReader(StorageReader):
 
 
 def _piece_at(record: TensorRecord, offset: tuple[int, ...]) -> StoredPiece:
-    """Return the piece at an offset. Empty pieces may share an offset, so return the largest."""
+    """Return the largest piece at an offset, as an empty piece may have the same offset as another."""
     pieces = [piece for piece in record.pieces if piece.offset == offset]
     return max(pieces, key=lambda piece: prod(piece.shape))

@@ -1,17 +1,18 @@
 """Checkpoints in an object store, for hosts without a shared folder.
 
 [Note: how a checkpoint reaches a store]
-1. Every rank forks a writer, as for a save to a folder (snapshot.py). The writer leaves a data file and a
-   note in a scratch folder of the host. It must not talk to the store: a fork copies no connection.
+1. Every rank forks a writer, as for a save to a folder (snapshot.py). The writer writes a data file and a
+   note to a scratch folder of the host. It cannot upload them, because connections to the store do not
+   survive a fork.
 2. A thread of every rank uploads the data file, and then the note, while training continues.
 3. A thread of rank 0 uploads the manifest once the store has the notes of all ranks, and removes the notes.
    Stores show an object only when it is complete, so the manifest completes the checkpoint, as on a disk.
-4. `PendingSave.wait` ends the save on all ranks, and the scratch folders are removed.
+4. `PendingSave.wait` ends the save on all ranks. Then the scratch folders are removed.
 
-To load a checkpoint, one rank per host downloads it completely to a scratch folder, from which all ranks of
-the host read.
+To load a checkpoint, one rank per host downloads all of it to a scratch folder, from which all ranks of the
+host read.
 
-Only objects with names of checkpoint files are deleted from the store.
+Only objects whose names are those of checkpoint files are deleted from the store.
 """
 
 import os
@@ -29,19 +30,21 @@ from meshrec.data.faults import needs
 from meshrec.durable import durable_file, make_scratch, remove_scratch
 
 _FILE = re.compile(rf"{re.escape(MANIFEST)}|(?:data|note)-[0-9a-f]{{8,64}}-\d{{5,}}\.(?:safetensors|json)")
-"""Checkpoint object names; other objects are never deleted."""
+"""Names of a checkpoint's objects. Other objects are never deleted."""
 _KIND = "staged"
-"""Scratch folder kind."""
+"""Kind of the scratch folders."""
 # Bytes per read and write.
 _BLOCK = 8 << 20
 
 
 class ObjectStore:
-    """Folder in an object store, given by an address such as ``s3://bucket/runs``; see `meshrec.data` for the
-    kinds.
+    """Folder in an object store.
+
+    Args:
+        address: address such as ``s3://bucket/runs``; see `meshrec.data` for other schemes.
 
     Raises:
-        ValueError: invalid address.
+        ValueError: the address is invalid.
     """
 
     def __init__(self, address: str) -> None:
@@ -57,19 +60,19 @@ class ObjectStore:
         self._fs = fs
 
     def under(self, name: str) -> "ObjectStore":
-        """Return a subfolder."""
+        """Return the subfolder ``name``."""
         plain, question, options = self.address.partition("?")
         return ObjectStore(f"{plain.rstrip('/')}/{name}{question}{options}")
 
     def put(self, local: Path, name: str) -> None:
-        """Upload a file; visible to readers only when complete."""
+        """Upload a file as ``name``. Others see it only when it is complete."""
         self._files.create_dir(self._path(name).rpartition("/")[0], recursive=True)
         with local.open("rb") as source, self._files.open_output_stream(self._path(name)) as target:
             while block := source.read(_BLOCK):
                 target.write(block)
 
     def get(self, name: str, local: Path) -> None:
-        """Download a file; it appears only when complete."""
+        """Download ``name`` to a local file, which appears only when it is complete."""
         local.parent.mkdir(parents=True, exist_ok=True)
         with self._files.open_input_stream(self._path(name)) as source, durable_file(local) as target:
             while block := source.read(_BLOCK):
@@ -110,11 +113,11 @@ class ObjectStore:
 
 
 class StoredCheckpoints:
-    """A run's checkpoints in an object store, for `CheckpointManager`.
+    """Checkpoints of a run in an object store, for `CheckpointManager`.
 
     Args:
-        store: folder in the store.
-        local: folder on this host for files in transit.
+        store: folder of the checkpoints.
+        local: folder on this host for temporary files.
     """
 
     def __init__(self, store: ObjectStore, local: Path) -> None:
@@ -129,40 +132,43 @@ class StoredCheckpoints:
         return self._store.under(step_name(step))
 
     def steps(self) -> dict[int, bool]:
-        """Return all steps with objects in the store, and whether the manifest is there."""
+        """Return, for every step with objects in the store, whether it has a manifest."""
         complete: dict[int, bool] = {}
         for step, name in self._objects():
             complete[step] = complete.get(step, False) or name == MANIFEST
         return complete
 
     def check(self, step: int) -> None:
-        """Do nothing: files are checked after their download."""
+        """Do nothing, because files are checked after the download."""
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, finished or not."""
         names = [name for object_step, name in self._objects() if object_step == step]
-        # Manifest first: an interrupted removal must not leave an apparently complete checkpoint.
+        # The manifest first, so that after an interrupted removal the checkpoint does not look complete.
         for name in sorted(names, key=lambda name: name != MANIFEST):
             self._store.remove(f"{step_name(step)}/{name}")
 
     def new_scratch(self, token: str | None = None) -> Path:
-        """Create a scratch folder for files in transit."""
+        """Create a scratch folder for temporary files; see `make_scratch`."""
         self._local.mkdir(parents=True, exist_ok=True)
         return make_scratch(_KIND, self._local, token=token)
 
     def download(self, step: int, to: Path) -> None:
-        """Download a checkpoint to a folder of this host, by the host's local rank 0. Not collective."""
+        """Download a checkpoint to the folder ``to`` if this is local rank 0 of the host. Not collective."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             names = [name for object_step, name in self._objects() if object_step == step]
             names = [name for name in names if not name.startswith("note-")]
-            # The manifest last: it completes the checkpoint here too.
+            # The manifest last, because it makes the downloaded checkpoint complete.
             for name in sorted(names, key=lambda name: name == MANIFEST):
                 self._store.get(f"{step_name(step)}/{name}", to / step_name(step) / name)
 
     @contextmanager
     def opened(self, step: int, axis: Axis) -> Iterator[Path]:
-        """Yield a folder of this host with a step's checkpoint, removed at the end. Collective."""
-        # A common folder name: the ranks on a host share the download.
+        """Download a step's checkpoint, yield its folder on this host, and remove it at the end.
+
+        Collective.
+        """
+        # All ranks use the same folder name, because the ranks on a host share the download.
         token = agreed(axis, lambda: secrets.token_hex(8), "loading a checkpoint")[0]
         scratch = self._local / f"{_KIND}-{token}"
 
@@ -176,12 +182,12 @@ class StoredCheckpoints:
             agreed(axis, download, f"downloading step {step}")
             yield scratch / step_name(step)
         finally:
-            # Barrier: another rank of this host may still read from the folder.
+            # Wait for all ranks, because another rank of this host may still read from the folder.
             agreed(axis, lambda: None, "loading a checkpoint")
             remove_scratch(scratch)
 
     def _objects(self) -> Iterator[tuple[int, str]]:
-        """Yield step and file name of all checkpoint objects."""
+        """Yield (step, file name) of all checkpoint objects in the store."""
         for object_name in self._store.names():
             folder, _, name = object_name.partition("/")
             step = step_of(folder)

@@ -1,6 +1,6 @@
-"""Export checkpoint weights to safetensors, and import weights as a checkpoint.
+"""Export the weights of a checkpoint to safetensors, and create a checkpoint from plain weights.
 
-Both work block by block, so a table may exceed memory.
+Both work block by block, so a table may be larger than memory.
 """
 
 import logging
@@ -26,19 +26,19 @@ _log = logging.getLogger(__name__)
 
 
 def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | None = None) -> list[str]:
-    """Write a module's whole tensors to a safetensors file.
+    """Write all tensors of a module in a checkpoint to a safetensors file.
 
     Args:
         folder: checkpoint.
         target: new file.
-        entry: module's state entry (default: the only module).
+        entry: name of the module in the saved state; None: the only module.
 
     Returns:
-        Written tensor names.
+        Names of the written tensors, without the entry.
 
     Raises:
-        ValueError: no such entry, or an existing target.
-        DamagedCheckpointError: damaged data; no file remains.
+        ValueError: there is no such module, or ``target`` exists.
+        DamagedCheckpointError: the checkpoint is damaged; no file is left behind.
     """
     folder, target = Path(folder), Path(target)
     manifest = read_manifest(folder)
@@ -62,31 +62,32 @@ def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | N
 def import_weights(
     source: str | Path, folder: str | Path, *, entry: str = "model", rename: Sequence[tuple[str, str]] = ()
 ) -> list[str]:
-    """Create a single-module checkpoint from a plain state_dict.
+    """Create a checkpoint with a single module from the file of a plain state dict.
 
-    Load it under any plan with ``load(folder, {entry: model}, partial=True)``; other weights keep their
-    values.
+    Load it under any plan with ``load(folder, {entry: model}, partial=True)``. Weights that the file lacks
+    are unchanged.
 
     Args:
         source: safetensors file, or output of ``torch.save(module.state_dict())``. The latter is read with
             ``weights_only=True``, so no code in it is executed.
         folder: new checkpoint.
-        entry: state entry for the module.
+        entry: name of the module in the checkpoint.
         rename: pairs of regular expression and replacement, such as ``(r"^emb\\.(\\w+)\\.weight$",
-            r"ebc.embedding_bags.\\1.weight")``. The first match per name applies.
+            r"ebc.embedding_bags.\\1.weight")``. For every name, the first pair that matches is applied.
 
     Returns:
         Tensor names in the checkpoint, without the entry.
 
     Raises:
-        ValueError: unsupported file, equal names after renaming, or an existing checkpoint in ``folder``.
+        ValueError: the file has another format, two tensors get the same name, or ``folder`` has a
+            checkpoint.
     """
     source, folder = Path(source), Path(folder)
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder} is a checkpoint already. Name another folder.")
     named: dict[str, Tensor] = {}
     for name, tensor in read_weights(source).items():
-        new = _renamed(name, rename)
+        new = _rename(name, rename)
         if new in named:
             raise ValueError(f"{source} has two tensors that are called {new!r} after renaming.")
         named[new] = tensor
@@ -110,16 +111,16 @@ def import_weights(
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a safetensors file or plain state_dict into memory.
+    """Map a safetensors file, or a state dict written by ``torch.save``, into memory.
 
     Raises:
-        ValueError: unsupported file.
+        ValueError: the file has another format.
     """
     try:
         if path.suffix == ".safetensors":
             return read_mapped(path)
         with open_regular(path):
-            pass  # torch.load would wait for a pipe's writer
+            pass  # raises for a pipe, on which torch.load would wait forever
     except DamageError as error:
         raise ValueError(f"{path} is not a file of plain tensors: {error}.") from error
     try:
@@ -148,13 +149,13 @@ def _module_entry(manifest: Manifest, entry: str | None) -> str:
 
 
 def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorRecord) -> Iterator[Tensor]:
-    """Yield a tensor in blocks of whole rows, assembled from the pieces.
+    """Read a tensor in blocks of whole rows.
 
     Args:
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         name: tensor name.
-        record: tensor record.
+        record: record of the tensor.
 
     Yields:
         Consecutive rows, with the stored dtype.
@@ -162,14 +163,15 @@ def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorReco
     grid = grid_of(record.shape, record.dtype)
     with ExitStack() as stack:
         files = sorted({piece.file for piece in record.pieces})
-        # Opened once: every open verifies the file's header.
+        # Open files once, because opening verifies the file's header.
         opened = {file: stack.enter_context(open_data(folder, manifest, file)) for file in files}
         for first in grid.blocks():
             end = min(first + grid.rows_per_block, grid.num_rows)
             yield read_rows(folder, manifest, name, (first, end), opened=opened)
 
 
-def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
+def _rename(name: str, rename: Sequence[tuple[str, str]]) -> str:
+    """Return the new name of a tensor; see `import_weights`."""
     for pattern, replacement in rename:
         try:
             new, count = re.subn(pattern, replacement, name)

@@ -1,8 +1,8 @@
-"""Block modules in which a failed load mixed old and new values.
+"""Block modules that have a mix of old and new values after a failed load.
 
-A load verifies the whole source before writing to a table. Later failures are system failures: a full disk,
-an unreadable disk, or a source changed by another program. Undoing the writes would need a second copy of
-every table. Instead, the modules refuse to run and to be saved until a load succeeds.
+A load verifies the whole source before it writes to a table. It can then only fail because of the system: a
+full disk, an unreadable disk, or a source that another program changes. To undo the writes, a load would need
+a second copy of every table. Instead, the modules raise in forward passes and saves until a load succeeds.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,8 +14,8 @@ from torch import nn
 from meshrec.checkpoint.agreement import CheckpointError
 
 
-class _Refusal:
-    """Forward pre-hook on a partly loaded module; copied and pickled with the module."""
+class _PartlyLoadedHook:
+    """Forward pre-hook of a partly loaded module, which raises. Copied and pickled with the module."""
 
     def __init__(self, reason: str, source: str) -> None:
         self.reason, self.source = reason, source
@@ -26,14 +26,15 @@ class _Refusal:
 
 @contextmanager
 def filling(items: Iterable[object], source: object, *, is_whole: bool = True) -> Iterator[None]:
-    """Write to modules; if that fails, block them.
+    """Enclose writes to modules. After an error, the modules are blocked: their forward pass raises.
 
-    Success unblocks them, except from a failed load of another source if ``is_whole`` is False.
+    If the writes succeed, blocks of earlier failures are removed: all of them if ``is_whole``, else only
+    those of the same source.
 
     Args:
-        items: modules written to; other objects are ignored.
-        source: path being loaded.
-        is_whole: whether every value of the modules is written.
+        items: modules that are written to; other objects are ignored.
+        source: path that is loaded.
+        is_whole: whether all values of the modules are written.
     """
     modules = [part for item in items if isinstance(item, nn.Module) for part in item.modules()]
     try:
@@ -45,27 +46,23 @@ def filling(items: Iterable[object], source: object, *, is_whole: bool = True) -
         )
         for module in modules:
             _release(module, str(source))
-            module.register_forward_pre_hook(_Refusal(reason, str(source)))
+            module.register_forward_pre_hook(_PartlyLoadedHook(reason, str(source)))
         raise
     for module in modules:
         _release(module, None if is_whole else str(source))
 
 
 def check_finished(item: nn.Module) -> None:
-    """Check that a module is not partly loaded.
-
-    Raises:
-        CheckpointError: it is partly loaded.
-    """
+    """Raise CheckpointError if a module is blocked because it is partly loaded."""
     for part in item.modules():
         for hook in part._forward_pre_hooks.values():
-            if isinstance(hook, _Refusal):
+            if isinstance(hook, _PartlyLoadedHook):
                 raise CheckpointError(hook.reason)
 
 
 def _release(module: nn.Module, source: str | None) -> None:
-    """Remove refusals from failed loads of ``source``; None: any source."""
+    """Remove the hooks of failed loads of ``source``; None: of any source."""
     hooks = module._forward_pre_hooks
     for key, hook in list(hooks.items()):
-        if isinstance(hook, _Refusal) and source in (None, hook.source):
+        if isinstance(hook, _PartlyLoadedHook) and source in (None, hook.source):
             del hooks[key]

@@ -1,7 +1,7 @@
-"""Lossless JSON encoding of plain values in a state; nothing in it can execute code.
+"""Lossless JSON encoding of the plain values of a state. Decoding cannot execute code.
 
-JSON has no tuples, no sets, and only string keys. Such values are written as ``{"__tuple__": [...]}`` and so
-on. A tensor is replaced by a name.
+JSON has no tuples and sets, and only string keys. A tuple is encoded as ``{"__tuple__": [...]}``, and so on.
+A tensor is encoded as its name, ``{"__tensor__": "model.weight"}``.
 """
 
 import json
@@ -11,23 +11,23 @@ from typing import Any
 
 from torch import Tensor
 
-_MARKS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
+_TYPE_TAGS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Encode ``value`` as JSON, collecting the tensors.
+    """Convert a value to JSON types, and collect its tensors.
 
     Args:
         value: plain value, tensor, or container of these.
-        name: position in the state; prefix of tensor names.
-        tensors: receives the tensors by name.
+        name: position in the state, such as ``model.weight``, which becomes the name of a tensor.
+        tensors: tensors are added here by name.
 
     Raises:
-        ValueError: an unsupported value; the error names the position.
+        ValueError: the type of a value is not supported; the message names the position.
     """
     if value is None or isinstance(value, bool | int | float | str):
         # Subclasses (numpy floats, IntEnum) are stored as their base type.
-        return value if type(value) in (type(None), bool, int, float, str) else _plain(value)
+        return value if type(value) in (type(None), bool, int, float, str) else _to_builtin(value)
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"__tensor__": name}
@@ -38,7 +38,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, set | frozenset):
         return {"__set__": sorted((encode(item, name, tensors) for item in value), key=json.dumps)}
     if isinstance(value, Mapping):
-        return _encoded_mapping(value, name, tensors)
+        return _encode_mapping(value, name, tensors)
     raise ValueError(
         f"{name} is a {type(value).__name__}, which checkpoints do not support: they take tensors, numbers, "
         "strings, None, and lists, tuples, sets and dicts of these. Remove it, or implement state_dict() and "
@@ -47,18 +47,22 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Invert `encode`; ``tensor`` returns a tensor by name.
+    """Convert the output of `encode` back to the original value.
+
+    Args:
+        value: encoded value.
+        tensor: function from a name to the tensor.
 
     Raises:
-        ValueError: not an output of `encode`.
-        TypeError: likewise: an unhashable key or set item.
+        ValueError: the value is not an output of `encode`.
+        TypeError: the value is not an output of `encode`: a key or an item of a set is not hashable.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     mark = next(iter(value), None)
-    if len(value) != 1 or mark not in _MARKS:
+    if len(value) != 1 or mark not in _TYPE_TAGS:
         return {key: decode(item, tensor) for key, item in value.items()}
     content = value[mark]
     if mark == "__tensor__":
@@ -76,10 +80,10 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     return Counter(pairs) if mark == "__counter__" else pairs
 
 
-def _encoded_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor]) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor]) -> Any:
     counter = isinstance(value, Counter)
     text_keys = all(isinstance(key, str) for key in value)
-    if text_keys and not counter and not (len(value) == 1 and next(iter(value)) in _MARKS):
+    if text_keys and not counter and not (len(value) == 1 and next(iter(value)) in _TYPE_TAGS):
         return {(text := str(key)): encode(item, f"{name}.{text}", tensors) for key, item in value.items()}
     pairs = []
     for key, item in value.items():
@@ -89,7 +93,7 @@ def _encoded_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Ten
             raise ValueError(
                 f"{name} has a tensor as a key, which checkpoints do not support. Use a string key."
             )
-        # Name tensors after the decoded key: an enum member may print differently.
+        # Name tensors after the decoded key, because a key such as an enum member may print differently.
         pairs.append(
             [encoded_key, encode(item, f"{name}.{decode(encoded_key, key_tensors.__getitem__)}", tensors)]
         )
@@ -100,7 +104,8 @@ def _key(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key
 
 
-def _plain(value: Any) -> Any:
+def _to_builtin(value: Any) -> Any:
+    """Convert an instance of a subclass of bool, int, float or str to that type."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
