@@ -192,6 +192,6 @@ def test_every_part_of_a_place_counts():
 
 
 def test_values_that_are_too_long_are_not_written(monkeypatch):
-    monkeypatch.setattr("meshrec.checkpoint.manifest.MOST_BYTES", 300)
+    monkeypatch.setattr("meshrec.checkpoint.manifest.MAX_MANIFEST_BYTES", 300)
     with pytest.raises(ValueError, match="numbers"):
         manifest().to_bytes()

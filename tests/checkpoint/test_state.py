@@ -9,7 +9,7 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.checkpoint import DamagedCheckpointError, load, read_manifest, save
 from meshrec.checkpoint.manifest import MANIFEST
-from meshrec.checkpoint.state import collect, merged
+from meshrec.checkpoint.state import collect, merge_values
 from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 
@@ -155,13 +155,13 @@ def test_what_ranks_hold_of_one_entry_is_put_together():
         "state": {"b": {"step": 1}},
         "param_groups": [{"lr": 0.1, "params": ["b"]}, {"lr": 1.0, "params": []}],
     }
-    assert merged(one, other, "optimizer") == {
+    assert merge_values(one, other, "optimizer") == {
         "state": {"a": {"step": 1}, "b": {"step": 1}},
         "param_groups": [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 1.0, "params": []}],
     }
     other["param_groups"][0]["lr"] = 0.2
     with pytest.raises(ValueError, match=r"optimizer.param_groups.lr.*0.1.*0.2"):
-        merged(one, other, "optimizer")
+        merge_values(one, other, "optimizer")
 
 
 def sealed(folder, change):
