@@ -87,7 +87,7 @@ def failed_exports(kind, folder):
         raise kind("row 7")
 
     caught = []
-    for name in ("_piece", "_joined"):
+    for name in ("_fixed_rows", "_join_columns"):
         before = getattr(delta, name)
         if dist.get_rank() == 1:
             setattr(delta, name, fail)

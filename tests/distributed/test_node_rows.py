@@ -105,12 +105,12 @@ def trained(plan, kind, across_nodes, precision=None, optimizer=None):
 
 def packed(packs, plan, kind):
     """``trained`` with the choice whether IDs are packed made beforehand."""
-    measured = id_exchange.pays
-    id_exchange.pays = lambda *_: packs
+    measured = id_exchange.is_faster
+    id_exchange.is_faster = lambda *_: packs
     try:
         return trained(plan, kind, "rows")
     finally:
-        id_exchange.pays = measured
+        id_exchange.is_faster = measured
 
 
 @pytest.mark.parametrize("kind", [(False, False), (True, False)])
@@ -198,8 +198,8 @@ def test_rows_need_nodes(ranks):
 
 def refused_batches(packs, kind):
     """The errors of a bad first batch and of a bad batch after a good one, and what good batches gave."""
-    measured = id_exchange.pays
-    id_exchange.pays = lambda *_: packs
+    measured = id_exchange.is_faster
+    id_exchange.is_faster = lambda *_: packs
     try:
         env, (sequence, _) = environment(True), kind
         collection = collection_of(sequence, False)
@@ -222,7 +222,7 @@ def refused_batches(packs, kind):
             good.append(torch.cat([x.values() for x in output.values()]) if sequence else output.values())
         return errors, [each.detach() for each in good]
     finally:
-        id_exchange.pays = measured
+        id_exchange.is_faster = measured
 
 
 @pytest.mark.parametrize("packs", [False, True])

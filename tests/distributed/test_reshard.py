@@ -120,7 +120,7 @@ def refused(kind):
         if kind == "memory" and default_env().world.rank:
             reshard._empty = out_of_memory
         if kind == "disk" and default_env().world.rank:
-            reshard._Move._take = disk_full
+            reshard._TableTransport._load_block = disk_full
         model.reshard(plan)
     finally:
         assert models.differences(models.whole_state(model, optimizer), before) == []
@@ -139,24 +139,24 @@ def rows_that_fail(kind, part):
     """Rank 1 fails while rows move; then the tables are as they were, and move."""
     model, optimizer = models.make("rw", "adam", dense=None)
     models.train(model, optimizer, range(2))
-    before, mover = models.whole_state(model, optimizer), getattr(reshard._Move, part)
+    before, mover = models.whole_state(model, optimizer), getattr(reshard._TableTransport, part)
 
     def fail(*arguments):
         raise kind("row 7")
 
     if default_env().world.rank:
-        setattr(reshard._Move, part, fail)
+        setattr(reshard._TableTransport, part, fail)
     try:
         model.reshard(models.make_plan("cw"))
     except Exception as error:
         caught = type(error), str(error)
-    setattr(reshard._Move, part, mover)
+    setattr(reshard._TableTransport, part, mover)
     differences = models.differences(models.whole_state(model, optimizer), before)
     model.reshard(models.make_plan("cw"))
     return caught, differences + models.differences(models.whole_state(model, optimizer), before)
 
 
-@pytest.mark.parametrize(("kind", "part"), [(ValueError, "_num_bytes"), (OutOfMemoryError, "_take")])
+@pytest.mark.parametrize(("kind", "part"), [(ValueError, "_num_bytes"), (OutOfMemoryError, "_load_block")])
 def test_rows_that_one_rank_cannot_move_fail_on_all_ranks_and_stay(ranks, kind, part):
     assert ranks(2).run(rows_that_fail, kind, part) == [((kind, "rank 1: row 7"), [])] * 2
 

@@ -107,7 +107,7 @@ def test_lines_that_cannot_be_are_told(lines):
 
 
 def test_long_work_says_how_far_it_is(folder, monkeypatch, caplog):
-    monkeypatch.setattr(digests, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(digests, "_LOG_SECONDS", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     caplog.set_level("INFO", "meshrec")
     verify_folder(folder, read_digests(folder))

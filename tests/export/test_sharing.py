@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import meshrec
-from meshrec.export.program import Program, exported
+from meshrec.export.program import Program, export_program
 from meshrec.models.deepfm import DeepFMModel
 from meshrec.models.dlrm import DLRM, DLRM_DCN
 from tests.export.conftest import torchs_own_warnings
@@ -72,7 +72,7 @@ def program_of(model, shared):
     weights = [each.detach() for each in state.values()]
     program = Program(model, list(state), FEATURES, lambda logits: logits, shared)
     with torchs_own_warnings():
-        found = exported(program, weights, FEATURES, NUM_DENSE, shared)
+        found = export_program(program, weights, FEATURES, NUM_DENSE, shared)
         module = found.module()
     return lambda *inputs: module(weights, *inputs), found.graph
 

@@ -32,7 +32,7 @@ def test_tensors_are_those_of_the_file(path, private):
     weights.tensors[1].fill_(7)
     assert path.read_bytes()[512_000:512_003] == b"xyz"
     weights.check()
-    weights.look_again()
+    weights.check_changes()
 
 
 @needs_kernels
@@ -46,7 +46,7 @@ def test_a_file_that_is_cut_short_is_told(path):
             weights.check()
         os.truncate(path, 516_096)  # no longer what it was
     assert torch.equal(copy.tensors[0], before)
-    copy.look_again()
+    copy.check_changes()
 
 
 def test_a_file_that_is_replaced_stays_as_it_was(path):
@@ -55,7 +55,7 @@ def test_a_file_that_is_replaced_stays_as_it_was(path):
     path.unlink()
     path.write_bytes(b"other")
     assert torch.equal(weights.tensors[0], before)
-    weights.look_again()
+    weights.check_changes()
 
 
 def test_a_file_that_is_written_to_is_compared_again(uncompiled, tmp_path):

@@ -171,7 +171,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    from meshrec.export.towers import vectors_of_catalogue, vectors_of_items, vectors_of_rows
+    from meshrec.export.towers import catalogue_vectors, row_vectors, vectors_of_raw_items
     from meshrec.runs.fitting import data_of_run, features_of
     from meshrec.runs.recommending import ItemValues
     from meshrec.runs.vectors import values_of_rows
@@ -180,20 +180,20 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
     assert options.vectors is not None
     if options.items:
         items = read_items(options.items, predictor.raw.kinds if predictor.raw is not None else {})
-        vectors = vectors_of_items(predictor, items)
+        vectors = vectors_of_raw_items(predictor, items)
     else:
         run = _find_run(options)
         source = load_recipe(run).data
         dataset = data_of_run(source, run)
         if dataset.catalogue is not None and dataset.item is not None:
-            vectors = vectors_of_catalogue(predictor, dataset.catalogue)
+            vectors = catalogue_vectors(predictor, dataset.catalogue)
             ids = dataset.catalogue[dataset.item].values().numpy()
             values = pa.array(ids)
             if isinstance(source, LogSource):
                 values = ItemValues.of(source, features_of(run)).take(ids)
             items = pa.table({"item": values})
         else:
-            vectors = vectors_of_rows(predictor)
+            vectors = row_vectors(predictor)
             (feature,) = predictor.features
             values = values_of_rows(run, feature, len(vectors))
             items = pa.table({"row": pa.array(np.arange(len(vectors), dtype=np.int64)), feature: values})

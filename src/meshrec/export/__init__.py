@@ -1,4 +1,4 @@
-"""Packages: exported models which answer requests from C++ or Python without the training code."""
+"""Packages: exported models that C++ or Python programs serve without the training code."""
 
 from typing import TYPE_CHECKING
 
@@ -24,5 +24,5 @@ __all__ = [
     "sign_package",
 ]
 
-# Lazy: a server reads packages and never writes one.
+# Lazy, because a server only reads packages.
 __getattr__ = importer(__name__, {"meshrec.export.package": ["compile_anew", "export"]})

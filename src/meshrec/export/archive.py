@@ -1,7 +1,7 @@
-"""Programs of a package: compiled ones, and exported ones, which are read without unpickling.
+"""Load the programs of a package: compiled programs, and exported programs without pickles.
 
-Reading them is still not safe. A compiled program is a shared library, and ``torch.export.load`` evaluates
-expressions in an exported program. Both can execute code: see "Packages" in docs/guides/security.md.
+Loading executes code: a compiled program is a shared library, and ``torch.export.load`` evaluates expressions
+of an exported program. Load only trusted packages; see "Packages" in docs/guides/security.md.
 """
 
 import contextlib
@@ -23,40 +23,43 @@ from meshrec.lazy import without_gc
 from meshrec.ops import library
 
 _EXTRACTED = re.compile(r" (/.*/aotinductor_\w+)/(?:program|shared)/data/aotinductor/model/")
-# Held while loading: the extracted folder is identified by comparing before and after.
+# Held while a program is loaded, because torch's extracted folder is found by comparing folders before and
+# after.
 _loading = threading.Lock()
 _READERS = ("torch.export.pt2_archive._package", "torch._export.serde.serialize", "torch.export._trace")
-"""Modules which torch imports to read an exported program."""
+"""Modules that torch imports when it loads an exported program."""
 
 
 class PackageError(RuntimeError):
-    """A package is damaged, incomplete, or made for another environment."""
+    """A package is damaged, incomplete, not signed as required, or needs another version."""
 
 
 def load_compiled(path: Path) -> Any:
-    """Load a program compiled by AOTInductor. It executes code, so only load trusted packages.
+    """Load a program compiled by AOTInductor. This executes code, so load only trusted packages.
 
-    torch extracts the library to a temporary folder, which a process killed by SIGKILL would leave behind.
-    The folder is removed once the library is loaded; the loaded library stays in memory.
+    Returns:
+        torch's loader, whose ``boxed_run`` calls the program.
     """
+    # torch extracts the library to a temporary folder, and removes it when the process ends, unless it is
+    # killed. Remove it at once: the library is in memory.
     with _loading:
         parent = Path(os.environ.get("TMPDIR", "/tmp"))
-        before = _extracted() | {str(path) for path in parent.iterdir()}
+        before = _extracted_folders() | {str(path) for path in parent.iterdir()}
         # torch._inductor.aoti_load_package would import the compiler, which takes seconds.
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        for folder in _extracted() - before:
+        for folder in _extracted_folders() - before:
             Created.at(Path(folder)).remove_tree()
     return loader
 
 
 def load_exported(path: Path) -> "torch.export.ExportedProgram":
-    """Load an exported program. It can execute code, so only load trusted packages.
+    """Load an exported program. This can execute code, so load only trusted packages.
 
     Raises:
         PackageError: the program has pickles, calls unknown operators, or was saved by another torch version.
     """
     try:
-        pickles = _pickles(path)
+        pickles = _find_pickles(path)
         if pickles:
             raise PackageError(
                 f"{path} contains pickles, which are never loaded: {pickles[0]}. Export the model again."
@@ -72,9 +75,9 @@ def load_exported(path: Path) -> "torch.export.ExportedProgram":
 
 
 def import_readers() -> None:
-    """Import the torch modules which `load_exported` needs. Call before forking.
+    """Import the torch modules that `load_exported` needs. Call this function before forking.
 
-    Otherwise torch imports them when it loads the first program, which takes over a second per process.
+    Otherwise, every process imports them with its first program, which takes more than a second.
     """
     with without_gc(), contextlib.suppress(ImportError):  # module names differ between torch versions
         for name in _READERS:
@@ -82,11 +85,11 @@ def import_readers() -> None:
 
 
 def extra_file(path: Path, name: str, most: int) -> bytes | None:
-    """Read a file stored next to an exported program.
+    """Read an extra file from the archive of an exported program.
 
     Args:
-        path: program archive.
-        name: file name.
+        path: archive (``extra_files`` of ``torch.export.save``).
+        name: name of the extra file.
         most: maximum size in bytes.
 
     Returns:
@@ -106,17 +109,18 @@ def extra_file(path: Path, name: str, most: int) -> bytes | None:
     return content
 
 
-def _extracted() -> set[str]:
-    """Return the folders from which this process has loaded compiled programs (Linux only)."""
+def _extracted_folders() -> set[str]:
+    """Return the temporary folders of compiled programs that this process has mapped (on Linux)."""
     maps = None
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     return set(_EXTRACTED.findall(maps or ""))
 
 
-def _pickles(path: Path) -> list[str]:
-    """List entries which torch.export.load would unpickle: example inputs, objects, and tensors marked as
-    pickles.
+def _find_pickles(path: Path) -> list[str]:
+    """Return the entries of an archive that torch.export.load would unpickle.
+
+    These are example inputs, constants that are not tensors, and tensors marked as pickled.
     """
     pickles = []
     with zipfile.ZipFile(path) as archive:
@@ -134,10 +138,10 @@ def _pickles(path: Path) -> list[str]:
 
 
 def isa() -> str:
-    """Return the instruction set which programs compiled here may use."""
+    """Return the CPU instruction set that programs compiled here may use, such as AVX512."""
     return str(torch.backends.cpu.get_cpu_capability())
 
 
 def operators() -> str:
-    """Return a digest of the operator schemas, on which compiled programs depend."""
+    """Return a digest of the schemas of MeshRec's operators, on which compiled programs depend."""
     return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]

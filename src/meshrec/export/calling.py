@@ -1,4 +1,4 @@
-"""Call a model with other weights."""
+"""Call a model with weights that replace its own."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 
 def call_with(model: nn.Module, weights: Mapping[str, Tensor], *arguments: Any) -> Any:
-    """Call a model with replaced parameters and buffers.
-
-    ``torch.func.functional_call`` sets attributes, so it fails for a table named ``items``, a method of the
-    module which holds the table.
+    """Call a model with other parameters and buffers.
 
     Args:
-        model: model.
-        weights: replacement values by name; modules sharing a parameter all get the value.
-        arguments: model arguments.
+        model: the model.
+        weights: parameters and buffers by name. Modules that share a parameter all get the value.
+        arguments: arguments of the model.
     """
-    with _weights_of(model, weights):
+    # Not torch.func.functional_call, which sets attributes and so fails for a table named ``items``: the
+    # module that has the tables has a method of this name.
+    with _replace_weights(model, weights):
         return model(*arguments)
 
 
 @contextmanager
-def _weights_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def _replace_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace parameters and buffers, and restore them at the end."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     replacements = {id(original): weights[name] for name, original in named if name in weights}
     swapped: list[tuple[dict[str, Any], str, Any]] = []

@@ -1,7 +1,7 @@
-"""Queries from cached keys and values, computed in Python with a package's weights.
+"""Compute queries of next-item models from cached keys and values, in Python with the weights of a package.
 
-A package's compiled program takes whole histories. For models which can continue from cached keys and values,
-the package also describes the model architecture, and Python rebuilds the model around the package's weights.
+The compiled program of a package takes whole histories. If a model can continue from cached keys and values,
+the package also describes its architecture, and Python rebuilds the model around the weights of the package.
 """
 
 import json
@@ -28,15 +28,15 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class Encoder(NamedTuple):
-    """Architecture of a next-item model which continues from cached keys and values.
+    """Architecture of a next-item model that can continue from cached keys and values.
 
     Attributes:
-        kind: model class name.
-        features: model feature names.
-        table: item table name, rows and width.
-        sizes: other constructor arguments which determine weight shapes.
-        scores_new_users: whether an empty history has query 0; see `HistoryModel`.
-        has_repeats: whether the model has `meshrec.models.repeats.RepeatScores`, which queries do not read.
+        kind: name of the model class.
+        features: names of the model's features.
+        table: name, number of rows, and width of the item table.
+        sizes: other constructor arguments that determine the shapes of weights.
+        scores_new_users: whether the query of an empty history is 0; see `HistoryModel`.
+        has_repeats: whether the model has a `meshrec.models.repeats.RepeatScores`, which queries do not use.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Encoder(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module) -> "Encoder | None":
-        """Describe a model; return None if it has no cache, or the table is not a plain float32 table."""
+        """Describe a model; None if it has no cache, or its table is not a plain float32 table."""
         if not isinstance(model, HSTU):
             return None
         ((config, _),) = model.embedding_collection.tables().values()
@@ -85,11 +85,11 @@ class Encoder(NamedTuple):
 
 
 class IncrementalQueries:
-    """Queries for histories with previously encoded prefixes.
+    """Computes queries of histories whose first items have been encoded before.
 
     Args:
-        encoder: model architecture.
-        weights: package weights by name, read on every call, so that changes apply.
+        encoder: architecture of the model.
+        weights: weights of the package by name. They are read in every call, so later changes have an effect.
         normalise: whether queries are scaled to length 1.
 
     Raises:
@@ -117,7 +117,7 @@ class IncrementalQueries:
         del model.draws
         if encoder.scores_new_users:
             del model.new_user_scores
-        self._caller, self._weights = _Caller(model).eval(), weights
+        self._caller, self._weights = _AdvanceModule(model).eval(), weights
         state = (*self._caller.named_parameters(), *self._caller.named_buffers())
         shapes = {name: tensor.shape for name, tensor in state}
         if shapes != {name: weight.shape for name, weight in weights.items()}:
@@ -132,8 +132,9 @@ class IncrementalQueries:
         """Compute queries, and the keys and values to cache; see `HSTU.advance`.
 
         Args:
-            values: values [N] per feature in ``features``, sample by sample.
-            lengths: values per sample, int64 [B], per feature.
+            values: for every feature in ``features``, the values after the cached prefixes, [N], sample by
+                sample.
+            lengths: for every feature, the number of values per sample, int64 [B].
             cache: cached prefix per history, computed with the current weights.
 
         Raises:
@@ -146,8 +147,8 @@ class IncrementalQueries:
         return advanced
 
 
-class _Caller(nn.Module):
-    """Wraps ``advance`` as forward, with the weight names of packages."""
+class _AdvanceModule(nn.Module):
+    """Module whose forward is ``HSTU.advance``, and whose weights have the names that packages use."""
 
     def __init__(self, model: HSTU) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Package manifest, and verification of package files.
+"""Manifest of a package, and verification of its files.
 
 `check_package` reads every file before anything in the package is used. Packages with ``digests.txt`` are
 verified by CRC-32, older ones by the SHA-256s in their manifest, which takes two to four times as long. Both
-detect accidents. Neither detects a forger, who can write new digests; a signature does (`signing`). See
-docs/guides/security.md.
+detect accidental damage, but not forgery, because a forger can write new digests. Signatures detect forgery
+(`signing`). See docs/guides/security.md.
 """
 
 import json
@@ -41,7 +41,7 @@ MANIFEST, LAYOUT, WEIGHTS = "manifest.json", "layout.txt", "weights.bin"
 COMPILED, EXPORTED = "program.pt2", "exported.pt2"
 SHARED, SHARED_EXPORTED = "shared.pt2", "shared-exported.pt2"
 INTERFACE = "interface.json"
-"""File in every exported program with `interface_of` output."""
+"""Extra file in the archive of every exported program, with the output of `interface_of`."""
 ALIGNMENT = 4096
 """Alignment of tensors in ``weights.bin``, in bytes: a page, so that tensors can be mapped."""
 DTYPES = {
@@ -52,8 +52,8 @@ DTYPES = {
     torch.int64: "int64",
 }
 _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
-_MOST_BYTES = 1 << 28
-_MOST_UNKNOWN_BYTES = 1 << 34
+_MAX_BYTES = 1 << 28
+_MAX_UNKNOWN_BYTES = 1 << 34
 """Maximum size of a file whose size is in neither ``digests.txt`` nor the manifest."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = (
@@ -61,21 +61,21 @@ _FIELDS = (
     *("rows", "weights", "quantised", "rounding", "about", "sha256"),
 )
 _OPTIONAL = ("hashed", "any_ids")
-"""Package fields for hashed tables."""
+"""Manifest fields that only packages with hashed tables have."""
 _FORMULA = ("seed", "max_rows", "dim", "first_seed", "low", "high")
-"""Hashed table fields for keys and initial rows."""
+"""Fields of a hashed table: parameters of its keys and of the initial rows of unseen IDs."""
 _INTERFACE = ("features", "num_dense", "outputs", "shared", "rows", "quantised", "rounding")
 _REMEDY = "Copy the package again from where it was exported, or export the model again."
 
 
 class WeightRecord(NamedTuple):
-    """Tensor in ``weights.bin``.
+    """Position of a tensor in ``weights.bin``.
 
     Attributes:
-        name: weight name.
-        dtype: dtype name.
-        shape: tensor shape.
-        offset: file offset in bytes.
+        name: name of the weight.
+        dtype: name of the dtype, such as "float32".
+        shape: shape of the tensor.
+        offset: first byte in the file.
     """
 
     name: str
@@ -85,7 +85,7 @@ class WeightRecord(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Tensor size in bytes."""
+        """Size of the tensor in bytes."""
         size = _ITEM_SIZES[self.dtype]
         for dim in self.shape:
             size *= dim
@@ -93,14 +93,14 @@ class WeightRecord(NamedTuple):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a package's manifest.
+    """Read and validate the manifest of a package.
 
     Raises:
-        PackageError: not a package, a newer format, or an inconsistent manifest.
+        PackageError: the folder is not a package, has another format, or the manifest is damaged.
     """
     path = folder / MANIFEST
     try:
-        parsed = parse(read_regular(path, _MOST_BYTES), "it")
+        parsed = parse(read_regular(path, _MAX_BYTES), "it")
     except (OSError, DamageError) as error:
         raise PackageError(
             f"{folder} is not a package: {path} cannot be read ({error}). Export a model."
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if version != FORMAT:
         raise PackageError(f"{folder} has format {version}; this release reads {FORMAT}. Export it again.")
     try:
-        _check(parsed)
+        _check_manifest(parsed)
     except DamageError as error:
         raise PackageError(f"{path} is damaged: {error}. {_REMEDY}") from error
     manifest: dict[str, Any] = parsed
@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def layout_of(manifest: Mapping[str, Any]) -> str:
-    """Return ``layout.txt`` content: the manifest fields which C++ reads."""
+    """Return the content of ``layout.txt``, with the fields of the manifest that C++ reads."""
     lines = [
         f"meshrec-package {FORMAT}",
         f"torch {manifest['torch']}",
@@ -132,23 +132,23 @@ def layout_of(manifest: Mapping[str, Any]) -> str:
 
 
 def interface_of(manifest: Mapping[str, Any]) -> str:
-    """Return a program's interface as JSON: the inputs it was exported with.
+    """Return the interface of a package's programs as JSON: weights, features and outputs.
 
-    Every exported program contains a copy. So a manifest with other weight dtypes or shapes, or another
-    feature order, is detected as not belonging to the program.
+    Every exported program contains a copy, so that a manifest of another program is detected, for example one
+    with other shapes of weights or another order of features.
     """
     values = {name: manifest[name] for name in (*_INTERFACE, *_OPTIONAL) if name in manifest}
     return json.dumps({**values, "weights": [WeightRecord(**weight) for weight in manifest["weights"]]})
 
 
 class CheckedPackage(NamedTuple):
-    """Verified or explicitly trusted package.
+    """A package whose files have been verified, or which the caller trusts without verification.
 
     Attributes:
         folder: package folder, with links resolved.
-        manifest: `read_manifest` result.
-        version: manifest digest, which covers all files.
-        weights: ``weights.bin`` digest; None if there is none or nothing was verified.
+        manifest: result of `read_manifest`.
+        version: first 12 digits of the manifest's SHA-256. The manifest has the SHA-256s of all other files.
+        weights: digest of ``weights.bin``; None if the package has no ``digests.txt`` or was not verified.
     """
 
     folder: Path
@@ -160,16 +160,16 @@ class CheckedPackage(NamedTuple):
 def check_package(
     folder: str | Path, *, verify: bool = True, public_key: "str | Path | None" = None
 ) -> CheckedPackage:
-    """Verify a package's files without executing any of them.
+    """Verify the files of a package without executing code.
 
     Args:
-        folder: package.
-        verify: compare every file with the checksums, reading all of them. False: only read the manifest.
-        public_key: PEM file with the ed25519 public key which must have signed the package.
+        folder: the package.
+        verify: whether to read all files and compare their checksums. False: only the manifest is read.
+        public_key: PEM file with an ed25519 public key, whose private key must have signed the package.
 
     Raises:
-        PackageError: not a package, damaged, incomplete, a newer format, or not signed by the key.
-        ValueError: unreadable key, or a key together with ``verify=False``.
+        PackageError: the package is damaged or incomplete, has another format, or is not signed by the key.
+        ValueError: the key cannot be read, or is given together with ``verify=False``.
         ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
     if public_key is not None and not verify:
@@ -177,7 +177,7 @@ def check_package(
             "public_key needs verify=True, since a signature covers every file. Use one of them."
         )
     key = None if public_key is None else read_public_key(public_key)
-    # Resolve a link once: if it is changed to another package meanwhile, the two must not be mixed.
+    # Resolve links once, so that files of two packages are not mixed if a link is changed meanwhile.
     folder = Path(folder).resolve()
     manifest = read_manifest(folder)
     version = sha256_of(folder / MANIFEST)[:12]
@@ -191,16 +191,16 @@ def check_package(
 def verify_package(
     folder: Path, manifest: Mapping[str, Any], key: "Ed25519PublicKey | None" = None
 ) -> FileDigest | None:
-    """Read every file of a package and compare it with the recorded hashes. Slow reads are logged.
+    """Read all files of a package, and compare their checksums. Logs the progress of slow reads.
 
-    With a key, the hashes come from the signature. Otherwise they come from ``digests.txt``, or from the
-    manifest's SHA-256s if the package has no such file. The manifest must also match the weight layout and
-    the interface saved in the exported programs.
+    With a key, the checksums are those in the signature; otherwise those in ``digests.txt``, or the SHA-256s
+    of the manifest if the package has no ``digests.txt``. The manifest must also match ``layout.txt`` and the
+    interfaces in the exported programs.
 
     Args:
-        folder: package.
-        manifest: `read_manifest` result.
-        key: public key which must have signed the package; None: no signature needed.
+        folder: the package.
+        manifest: result of `read_manifest`.
+        key: public key, whose private key must have signed the package; None: no signature is needed.
 
     Returns:
         Digest of ``weights.bin`` from ``digests.txt``; None if the package has no such file.
@@ -211,7 +211,7 @@ def verify_package(
     """
     names = [*manifest["sha256"], MANIFEST]
     try:
-        digests = read_digests(folder) if _is_there(folder / DIGESTS) else None
+        digests = read_digests(folder) if _exists(folder / DIGESTS) else None
         if digests is not None and (missing := [name for name in names if name not in digests]):
             raise DamageError(f"{folder / DIGESTS} lacks {missing[0]}")
         if key is not None:
@@ -221,14 +221,14 @@ def verify_package(
         else:
             _log.info("%s has no %s; comparing SHA-256s, which takes longer", folder, DIGESTS)
             for name, digest in manifest["sha256"].items():
-                most = _weights_end(manifest) if name == WEIGHTS else _MOST_UNKNOWN_BYTES
+                most = _weights_end(manifest) if name == WEIGHTS else _MAX_UNKNOWN_BYTES
                 if sha256_of(folder / name, max_bytes=most) != digest:
                     raise DamageError(f"{folder / name} does not match its SHA-256")
-        if read_regular(folder / LAYOUT, _MOST_BYTES) != layout_of(manifest).encode():
+        if read_regular(folder / LAYOUT, _MAX_BYTES) != layout_of(manifest).encode():
             raise DamageError(f"{folder / MANIFEST} does not match {LAYOUT}")
         for name in (EXPORTED, SHARED_EXPORTED) if manifest["shared"] else (EXPORTED,):
             saved_interface = extra_file(
-                folder / name, INTERFACE, _MOST_BYTES
+                folder / name, INTERFACE, _MAX_BYTES
             )  # None in packages of earlier releases
             if saved_interface is not None and saved_interface != interface_of(manifest).encode():
                 raise DamageError(f"{folder / MANIFEST} does not match the interface of {name}")
@@ -240,7 +240,7 @@ def verify_package(
 
 
 def _weights_end(manifest: Mapping[str, Any]) -> int:
-    """Return the ``weights.bin`` size in bytes."""
+    """Return the size of ``weights.bin`` in bytes, according to the manifest."""
     if not manifest["weights"]:
         return 0
     last = WeightRecord(**manifest["weights"][-1])
@@ -248,12 +248,12 @@ def _weights_end(manifest: Mapping[str, Any]) -> int:
     return end + -end % ALIGNMENT
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     return path.is_symlink() or path.exists()
 
 
-def _check(parsed: Any) -> None:
-    """Check the type of every field used later."""
+def _check_manifest(parsed: Any) -> None:
+    """Raise DamageError if a field of a parsed manifest is missing or has an invalid value."""
     values = fields(parsed, "it", _FIELDS, _OPTIONAL)
     for name in ("torch", "isa", "operators"):
         _one_line(values[name], name)
@@ -284,7 +284,7 @@ def _check(parsed: Any) -> None:
 
 
 def _check_weights(records: Sequence[Any]) -> list[str]:
-    """Check that weights are contiguous up to alignment, as `export` writes them."""
+    """Raise DamageError unless weights follow one another, as `export` writes them. Return their names."""
     names, end = [], 0
     for record in records:
         values = fields(record, "a weight", WeightRecord._fields)
@@ -300,7 +300,7 @@ def _check_weights(records: Sequence[Any]) -> list[str]:
 
 
 def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Check key and initial row parameters, and the presence of each table's tensors."""
+    """Raise DamageError if a hashed table has invalid parameters, or lacks tensors."""
     for name, values in hashed.items():
         if f"{name.removesuffix('weight')}starts" in names:
             raise PackageError(

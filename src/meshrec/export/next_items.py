@@ -20,16 +20,16 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 # B samples, I items, K recommendations, V vector width
 
 ITEMS = "items.arrow"
-"""Package file which lists the items."""
+"""File of a package that lists the items."""
 _WEIGHT, _NORMALISE, _SCALE, _ENCODER = b"weight", b"normalise", b"scale", b"encoder"
 _KEEP_SEEN, _REPEATS = b"keep_seen", b"repeats"
 
 
 class NextItemQuery(nn.Module):
-    """A next-item model's history encoder, sharing memory with the whole model.
+    """The part of a next-item model that computes queries from histories. Shares memory with the model.
 
     Args:
-        model: model.
+        model: the model.
 
     Raises:
         ValueError: the score is not a dot product of two vectors.
@@ -45,26 +45,27 @@ class NextItemQuery(nn.Module):
         self.similarity = model.similarity
         self._encoder = Encoder.of(model)
         self.model = copy.copy(model)
-        # Not needed for queries: the training sampler, and scores stored with the items.
+        # Queries need neither the sampler of training, nor new users' scores, which are stored with the
+        # items.
         left_out = ("draws", "new_user_scores")
         self.model._modules = {name: child for name, child in model._modules.items() if name not in left_out}
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Compute a query per history, [B, V]; ``dense`` is ignored."""
+        """Compute the query of every history, [B, V]; ``dense`` is ignored."""
         return self.model.query_vectors(sparse, check=False)
 
     @property
     def reads_times(self) -> bool:
-        """Whether the model uses item times."""
+        """Whether the model reads the times of items in the history."""
         return self.model.features.times is not None
 
     @property
     def encoder(self) -> Encoder | None:
-        """Model architecture, if the model can continue from cached keys and values."""
+        """Architecture of the model; None if it cannot continue from cached keys and values."""
         return self._encoder
 
     def table(self) -> str:
-        """Return the item table's weight name."""
+        """Return the name of the item table's weight."""
         ((_, weight),) = self.model.embedding_collection.tables().values()
         return next(name for name, parameter in self.named_parameters() if parameter is weight)
 
@@ -75,25 +76,26 @@ class NextItemQuery(nn.Module):
 
 
 class Recommended(NamedTuple):
-    """Best items per sample, best first; fewer than K if too few items remain."""
+    """The best items of every sample and their scores, best first; fewer than K if too few items remain."""
 
     items: list[list[Any]]
     scores: list[list[float]]
 
 
 class RankedItems(NamedTuple):
-    """Items which a package recommends.
+    """Items that a package can recommend.
 
     Attributes:
-        ids_I: item rows in the table, ascending.
-        values: item values, as an Arrow array.
-        weight: the item table's weight name.
+        ids_I: rows of the items in the item table, ascending.
+        values: raw values of the items (what the data calls them), as an Arrow array.
+        weight: name of the item table's weight.
         normalise: whether rows are scaled to length 1.
         scale: factor from dot product to score.
-        encoder: model architecture, if the model can continue from cached keys and values.
-        new_user_scores_I: scores for users without a history, whose query is 0.
-        keep_seen: whether items that a user has had are recommended unless a request says otherwise.
-        repeats: module whose weights score history items, see [Note: repeated items]; None: none.
+        encoder: architecture of the model; None if it cannot continue from cached keys and values.
+        new_user_scores_I: scores for users without a history, whose query is 0; None: the model has none.
+        keep_seen: whether items in the history are recommended as well, unless a request says otherwise.
+        repeats: name of the module whose weights score the items of the history, see [Note: repeated items];
+            None: none.
     """
 
     ids_I: Ints
@@ -115,13 +117,14 @@ class RankedItems(NamedTuple):
         new_user_scores_I: Floats | None = None,
         keep_seen: bool = False,
     ) -> "RankedItems":
-        """Return a model's items.
+        """Create the items of a model.
 
         Args:
-            query: the model's exported part.
-            ids_I: item rows in the table, ascending.
-            values: item values, as an Arrow array.
+            query: the exported part of the model.
+            ids_I: rows of the items in the item table, ascending.
+            values: raw values of the items, as an Arrow array.
             new_user_scores_I: scores for users without a history.
+            keep_seen: whether items in the history are recommended as well, unless a request says otherwise.
         """
         normalise, temperature = query.similarity.options
         return RankedItems(
@@ -137,7 +140,7 @@ class RankedItems(NamedTuple):
         )
 
     def vectors(self, weights: dict[str, Tensor]) -> Tensor:
-        """Compute item vectors [I, V] from package weights."""
+        """Compute the vectors of all items, [I, V], from the weights of a package by name."""
         rows = weights[self.weight][torch.from_numpy(self.ids_I)].float()
         return nn.functional.normalize(rows, dim=1) if self.normalise else rows
 
@@ -164,14 +167,15 @@ class RankedItems(NamedTuple):
         *,
         repeated: RepeatedItems | None = None,
     ) -> Recommended:
-        """Return the exact K best items per query, equal scores by item row.
+        """Return the K items with the highest scores for every query. Equal scores are ordered by item row.
 
         Args:
             queries_BV: queries.
             vectors_IV: item vectors.
-            k: item count.
-            hidden: item rows not to recommend, with their count per sample.
-            repeated: result of `repeated`.
+            k: number of items.
+            hidden: pairs of rows of items that are not recommended, int64 [N], and their number per sample,
+                int64 [B].
+            repeated: result of the method `repeated`; None: items of the history have no additional scores.
         """
         scores_BI = torch.from_numpy(queries_BV) @ vectors_IV.T * self.scale
         if self.new_user_scores_I is not None:
@@ -195,7 +199,7 @@ class RankedItems(NamedTuple):
         )
 
     def save(self, folder: Path) -> None:
-        """Write the items to a package."""
+        """Write the items to a package folder."""
         pa, feather = needs("pyarrow", "data"), needs("pyarrow.feather", "data")
         about = {_WEIGHT: self.weight, _NORMALISE: str(int(self.normalise)), _SCALE: repr(self.scale)}
         about[_KEEP_SEEN] = str(int(self.keep_seen))
@@ -211,7 +215,7 @@ class RankedItems(NamedTuple):
 
     @staticmethod
     def load(folder: Path) -> "RankedItems":
-        """Read `save` output."""
+        """Read the items that `save` wrote to a package folder."""
         table = needs("pyarrow.feather", "data").read_table(str(folder / ITEMS), memory_map=False)
         about = table.schema.metadata
         return RankedItems(

@@ -6,9 +6,10 @@ A file takes ``dense`` [B, D], and per feature ``NAME.values``, int64 [N], and `
 returns ``scores`` [B], or ``vectors`` [B, V]. Requests with raw values are for packages: encode values with
 `meshrec.data.raw_values.RawValues`.
 
-ONNX has no operator for jagged bags. A bag's sum is a ``ScatterElements`` of gathered rows, so a file is
-slower than a package. ONNX also counts negative IDs from the end of a table, where a package refuses them.
-What would need other operators of MeshRec is refused: hashed and quantised tables, and models of histories.
+ONNX has no operator for jagged bags. The sum of a bag is a ``ScatterElements`` of gathered rows, so a file is
+slower than a package. A negative ID counts from the end of a table in ONNX, but is an error in a package.
+Models that need other operators of MeshRec cannot be exported: those with hashed or quantized tables, and
+models of histories.
 """
 
 import warnings
@@ -29,8 +30,8 @@ from meshrec.sparse import KeyedJaggedTensor, KeyedTensor
 # B samples, N ids of a feature, D width, V width of vectors
 
 DENSE, VALUES, LENGTHS = "dense", ".values", ".lengths"
-_MOST_BYTES = 1 << 30
-"""Larger initializers are written to a second file: protobuf messages end at 2 GiB."""
+_MAX_INITIALIZER_BYTES = 1 << 30
+"""If initializers take more bytes, they go to a second file, because a protobuf message has at most 2 GiB."""
 _REMEDY = "Export a package instead (`meshrec export` without --format onnx)."
 
 
@@ -70,7 +71,7 @@ def export_onnx(
     any_size = {0: torch.export.Dim.DYNAMIC}
     dense = torch.zeros(batch, num_dense)
     values, lengths = [], []
-    # All sizes differ, since torch.export would unify equal ones.
+    # All sizes differ, because torch.export takes equal sizes for the same dimension.
     for num_ids, _ in enumerate(features, start=batch + 2):
         lengths.append(torch.tensor([num_ids - batch + 1] + [1] * (batch - 1)))
         values.append(torch.zeros(num_ids, dtype=torch.int64))
@@ -94,12 +95,12 @@ def export_onnx(
             verbose=False,
         )
     assert written is not None
-    written.save(path, external_data=num_bytes > _MOST_BYTES)
+    written.save(path, external_data=num_bytes > _MAX_INITIALIZER_BYTES)
     return path
 
 
 class OnnxModel(nn.Module):
-    """A model as a function of plain tensors, of operators that ONNX has.
+    """A model as a function of plain tensors that only uses operators of ONNX.
 
     Args:
         model: see `export_onnx`.
@@ -142,12 +143,12 @@ class OnnxModel(nn.Module):
 
 
 class _PlainBags(nn.Module):
-    """An EmbeddingBagCollection without MeshRec's operators."""
+    """An EmbeddingBagCollection without operators of MeshRec."""
 
+    # Set by `OnnxModel` before every call. They cannot be read from the KeyedJaggedTensor: ONNX would have to
+    # slice its concatenated IDs at positions that depend on the data.
     bags: Mapping[str, tuple[Tensor, Tensor]]
-    """IDs [N] and lengths [B] per feature, which `OnnxModel` sets before every call: ONNX can only slice the
-    concatenated IDs of a KeyedJaggedTensor at sizes that it does not know.
-    """
+    """IDs [N] and lengths [B] by feature."""
 
     def __init__(self, collection: TableCollection) -> None:
         super().__init__()

@@ -1,13 +1,16 @@
-"""Package: a folder with a compiled program, the exported program it was compiled from, and a weights file.
+"""Write packages. A package is a folder with a compiled program, the exported program, and a file of weights.
 
-``manifest.json`` describes the content and how it was built. C++ reads a subset from ``layout.txt``:
+``manifest.json`` describes the content and how it was built. C++ reads a part of it from ``layout.txt``::
 
-    meshrec-package 2 torch 2.13.0 version which compiled the program isa AVX512 required instruction set
-    dense 13 dense input columns feature user a line per feature, in order weight float32 2 1000 64 4096
-    t.weight dtype, dimensions, shape, offset in weights.bin, name
+    meshrec-package 2
+    torch 2.13.0                               the version that compiled the program
+    isa AVX512                                 the instruction set that the program needs
+    dense 13                                   number of dense input columns
+    feature user                               a line per feature, in order
+    weight float32 2 1000 64 4096 t.weight     dtype, number of dimensions, shape, offset in weights.bin, name
 
 ``digests.txt`` has size and checksums of every file (`meshrec.durable`). A package is written to a scratch
-folder and renamed at the end, so a folder with a manifest is complete.
+folder, which is renamed at the end, so a folder with a manifest is complete.
 """
 
 import json
@@ -43,7 +46,7 @@ from meshrec.export.manifest import (
     layout_of,
 )
 from meshrec.export.next_items import RankedItems
-from meshrec.export.program import Program, example_inputs, exported
+from meshrec.export.program import Program, example_inputs, export_program
 from meshrec.export.signing import read_private_key, sign_package
 from meshrec.export.torchscript import write_torchscript
 from meshrec.export.weights import Weights
@@ -78,36 +81,36 @@ def export(
     torchscript: bool = False,
     sign: str | Path | None = None,
 ) -> Path:
-    """Write a package for a model with one score, or one vector, per sample.
+    """Write a package of a model that returns one score, or one vector, per sample.
 
-    Current weights are written once each, without a full copy in memory. Tables may be quantized.
+    Weights are written without a second copy in memory. Tables may be quantized.
 
     Args:
         model: called as ``model(dense [B, num_dense], sparse)``; returns logits, [B] or [B, 1]. In evaluation
-            mode it must be a pure function which torch.export supports. Tables sharded in this process, also
-            over several devices, are merged.
+            mode it must be a pure function that torch.export supports. Tables that are sharded in this
+            process, also over several devices, are merged.
         folder: new package folder.
-        features: ``sparse`` keys, in request order.
-        num_dense: dense input columns.
-        scores: maps logits [B] to returned scores; default: probabilities. None: the model returns vectors
+        features: keys of ``sparse``, in the order of requests.
+        num_dense: number of dense input columns.
+        scores: function from logits [B] to scores; by default probabilities. None: the model returns vectors
             [B, V], like a tower, and so does the package.
-        shared: user features (or "dense") for which many items are ranked: a second program looks them up
-            once per request. Scores equal those with the features repeated per item.
-        raw: converts raw values to IDs and dense values; requests may then contain raw values.
-        items: items to recommend with the model's vectors; servers then answer ``/recommend``.
-        rounding: quantized tables' rounding (`meshrec.quant.Rounding`), applied to deltas as well.
+        shared: features of the user (or "dense") that all samples of a request may share. A second program
+            looks them up once per request; scores are the same as with repeated features.
+        raw: converts raw values to IDs and dense values, so that requests may contain raw values.
+        items: items to recommend by the model's vectors, so that servers answer ``/recommend``.
+        rounding: rounding of quantized tables (`meshrec.quant.Rounding`), which is also applied to deltas.
         about: information about the weights for the manifest, such as run and step.
-        compile: compile the program for this machine (needs a C++ compiler). Without compilation or
-            without a compiler, Python serves the package.
-        torchscript: also write ``torchscript.pt``, including weights; see `write_torchscript`.
-        sign: PEM file with the ed25519 private key to sign with.
+        compile: whether to compile the program for this machine, which needs a C++ compiler. Without a
+            compiled program, Python serves the package.
+        torchscript: whether to write ``torchscript.pt`` as well, with weights; see `write_torchscript`.
+        sign: PEM file with the ed25519 private key to sign with; None: no signature.
 
     Returns:
         The package folder.
 
     Raises:
-        ValueError: existing folder, a missing feature, several outputs, an unsupported weight dtype, a model
-            which torch.export does not support, or an invalid key.
+        ValueError: the folder exists, a feature is missing, the model has several outputs, the dtype of a
+            weight is not supported, torch.export does not support the model, or the key is invalid.
         ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
     folder = Path(folder)
@@ -117,8 +120,8 @@ def export(
     model, real = with_served_tables(with_whole_tables(model))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     contents = {**state, **real}
-    _check(state, features, num_dense, shared, raw)
-    records = _records(contents)
+    _check_arguments(state, features, num_dense, shared, raw)
+    records = _assign_offsets(contents)
     manifest = {
         "features": list(features),
         "num_dense": num_dense,
@@ -126,13 +129,15 @@ def export(
         "shared": sorted(shared),
         "rows": {feature: num for feature, num in rows_of(model).items() if feature in features},
         "weights": [record._asdict() for record in records],
-        "quantised": _types_of(model),
+        "quantised": _quantized_types(model),
         "rounding": rounding,
         "about": dict(about or {}),
     }
-    if hashed := _hashed(model):
+    if hashed := _hashed_parameters(model):
         manifest["hashed"] = hashed
-        manifest["any_ids"] = [feature for feature in features if feature in _read_raw(model)]
+        manifest["any_ids"] = [
+            feature for feature in features if feature in _features_of_hashed_tables(model)
+        ]
     with durable_folder(folder) as parts:
         was_training = model.training
         model.eval()
@@ -142,7 +147,7 @@ def export(
             )
             for compiled_name, exported_name, given_once in kinds:
                 program = Program(model, list(state), features, scores, given_once)
-                exported_program = _exported(
+                exported_program = _export_program(
                     program,
                     model,
                     [t.detach() for t in state.values()],
@@ -159,7 +164,7 @@ def export(
                     exported_program, parts / exported_name, extra_files={INTERFACE: interface_of(manifest)}
                 )
                 if torchscript and not given_once:
-                    write_torchscript(exported_program, _in_memory(contents), parts / TORCHSCRIPT)
+                    write_torchscript(exported_program, _to_tensors(contents), parts / TORCHSCRIPT)
         finally:
             model.train(was_training)
         if why_not is not None:
@@ -180,22 +185,23 @@ def compile_anew(
     sign: str | Path | None = None,
     public_key: str | Path | None = None,
 ) -> Path:
-    """Compile a package from another machine or torch version for this one, as a new package.
+    """Create a package from another package by compiling its program for this machine and torch version.
 
-    Weights are linked if both packages are on the same file system, otherwise copied.
+    Weights are hard-linked if both packages are on the same file system, otherwise copied.
 
     Args:
-        package: folder with an exported program.
+        package: existing package.
         folder: new package folder.
-        sign: PEM file with the ed25519 private key to sign the new package with.
-        public_key: PEM file with the ed25519 public key which must have signed ``package``.
+        sign: PEM file with the ed25519 private key to sign the new package with; None: no signature.
+        public_key: PEM file with an ed25519 public key, whose private key must have signed ``package``; None:
+            no signature is needed.
 
     Returns:
         The new folder.
 
     Raises:
-        PackageError: not a package, damaged, not signed by the key, or the program needs another version.
-        ValueError: existing folder, compilation is not possible here, or an invalid key.
+        PackageError: the package is damaged or not signed by the key, or its program needs another version.
+        ValueError: the folder exists, the program cannot be compiled here, or a key is invalid.
         ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
     folder = Path(folder)
@@ -221,8 +227,11 @@ def compile_anew(
     return folder
 
 
-def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> str | None:
-    """Compile a program for this machine with AOTInductor; return None, or why that is not possible."""
+def compile_program(export_program: "torch.export.ExportedProgram", target: Path) -> str | None:
+    """Compile a program for this machine with AOTInductor.
+
+    Return None, or the reason why this is not possible.
+    """
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} is not installed; set CXX"
@@ -231,12 +240,12 @@ def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> s
     with warnings.catch_warnings():
         # Inductor uses a deprecated tree spec class.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
+        torch._inductor.aoti_compile_and_package(export_program, package_path=str(target))
     return None
 
 
 def rows_of(model: nn.Module) -> dict[str, int]:
-    """Return the exclusive ID limit by feature, for tables which report other IDs as errors."""
+    """Return the exclusive upper limit of IDs, for features of tables that raise for invalid IDs."""
     limits: dict[str, int] = {}
     for child in model.modules():
         if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:
@@ -248,8 +257,8 @@ def rows_of(model: nn.Module) -> dict[str, int]:
     return limits
 
 
-def _read_raw(model: nn.Module) -> set[str]:
-    """Return the features read only by hashed tables, for which every int64 is a valid ID."""
+def _features_of_hashed_tables(model: nn.Module) -> set[str]:
+    """Return the features that only hashed tables read, for which every int64 is a valid ID."""
     readers: dict[str, list[bool]] = {}
     for child in model.modules():
         if isinstance(child, TableCollection):
@@ -259,7 +268,7 @@ def _read_raw(model: nn.Module) -> set[str]:
     return {feature for feature, hashed in readers.items() if all(hashed)}
 
 
-def _check(
+def _check_arguments(
     state: Mapping[str, Tensor],
     features: Sequence[str],
     num_dense: int,
@@ -285,8 +294,8 @@ def _check(
         )
 
 
-def _hashed(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return key and initial row parameters of hashed tables by weight name."""
+def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the parameters of keys and of initial rows of hashed tables, by weight name."""
     formulas = {}
     for path, child in model.named_modules():
         if isinstance(child, ServedTable):
@@ -302,8 +311,8 @@ def _hashed(model: nn.Module) -> dict[str, dict[str, Any]]:
     return formulas
 
 
-def _types_of(model: nn.Module) -> dict[str, str]:
-    """Return data types of quantized tables by weight name."""
+def _quantized_types(model: nn.Module) -> dict[str, str]:
+    """Return the data types of quantized tables, by weight name."""
     types = {}
     for path, child in model.named_modules():
         if isinstance(child, TableCollection):
@@ -313,7 +322,7 @@ def _types_of(model: nn.Module) -> dict[str, str]:
     return types
 
 
-def _exported(
+def _export_program(
     program: Program,
     model: nn.Module,
     weights: list[Tensor],
@@ -324,7 +333,7 @@ def _exported(
     growing: Sequence[bool],
 ) -> "torch.export.ExportedProgram":
     try:
-        return exported(program, weights, features, num_dense, shared, growing=growing)
+        return export_program(program, weights, features, num_dense, shared, growing=growing)
     except Exception as error:
         several = f" with the shared features {list(shared)}" if shared else ""
         raise ValueError(
@@ -334,22 +343,22 @@ def _exported(
 
 
 def link(source: Path, target: Path) -> None:
-    """Hard-link a file, or copy it to another file system."""
+    """Hard-link a file, or copy it if ``target`` is on another file system."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
 
 
-def _in_memory(contents: Mapping[str, Tensor | ServedRows]) -> dict[str, Tensor]:
+def _to_tensors(contents: Mapping[str, Tensor | ServedRows]) -> dict[str, Tensor]:
     return {
         name: content if isinstance(content, Tensor) else torch.cat([content.empty(), *content.blocks()])
         for name, content in contents.items()
     }
 
 
-def _records(state: Mapping[str, Tensor | ServedRows]) -> list[WeightRecord]:
-    """Assign positions in ``weights.bin``."""
+def _assign_offsets(state: Mapping[str, Tensor | ServedRows]) -> list[WeightRecord]:
+    """Return the record of every tensor, with its offset in ``weights.bin``."""
     records, end = [], 0
     for name, tensor in state.items():
         record = WeightRecord(name, DTYPES[tensor.dtype], list(tensor.shape), end + -end % ALIGNMENT)
@@ -373,14 +382,14 @@ def _write_weights(
 
 
 def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | None" = None) -> None:
-    """Write the descriptive files of a package, and finally the signature.
+    """Write the layout, the manifest, the digests and the signature of a package.
 
     Args:
         parts: folder with all other files.
-        manifest: model-specific manifest fields.
+        manifest: manifest fields that describe the model.
         key: private key to sign with; None: no signature.
     """
-    built_with = {"format": FORMAT, "torch": _torch(), "isa": isa(), "operators": operators()}
+    built_with = {"format": FORMAT, "torch": _torch_version(), "isa": isa(), "operators": operators()}
     manifest = {**manifest, **built_with}
     (parts / LAYOUT).write_text(layout_of(manifest))
     files = {path.name: sha256_of(path) for path in sorted(parts.iterdir())}
@@ -391,5 +400,5 @@ def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | N
         sign_package(parts, key)
 
 
-def _torch() -> str:
+def _torch_version() -> str:
     return torch.__version__.split("+")[0]

@@ -1,4 +1,4 @@
-"""Serve a package from Python with the compiled program, or with the exported one if that does not fit."""
+"""Compute the scores of a package in Python, with the compiled program if possible, else the exported one."""
 
 import contextlib
 import functools
@@ -38,40 +38,40 @@ _Program = Callable[..., Tensor]
 
 
 class Predictor:
-    """Computes a package's scores or vectors. Weights are mapped, so processes share them. Thread-safe.
+    """Computes the scores or vectors of a package. Processes share the memory of weights. Thread-safe.
 
     Args:
-        package: folder written by `meshrec.export.export`, or `check_package` result, which is not
+        package: folder written by `meshrec.export.export`, or a result of `check_package`, which is not
             verified again.
-        verify: compare every file with the checksum first, reading all of them. With False, loading takes
-            milliseconds, and a damaged file gives wrong scores or a crash.
-        public_key: PEM file with the ed25519 public key which must have signed the package.
-        copy_weights: copy weights to memory instead of mapping the file, so later changes to the file have no
-            effect.
-        larger_than_memory: whether weights exceed memory, so that lookups should request all rows from disk
-            before reading the first. None: compare the file size with this process's memory limit.
+        verify: whether to read all files and compare their checksums first. If False, loading takes
+            milliseconds, but a damaged file gives wrong scores or a crash.
+        public_key: PEM file with an ed25519 public key, whose private key must have signed the package.
+        copy_weights: whether to copy weights to memory instead of mapping the file, so that later changes of
+            the file have no effect.
+        larger_than_memory: whether weights are larger than memory, so that lookups should request all rows
+            from the disk before they read the first. None: decided by the file size and the memory limit of
+            this process.
 
     Attributes:
         folder: package folder.
-        features: features which a request must have.
-        num_dense: dense columns which a request must have.
-        outputs: ``scores``, or ``vectors`` from a tower.
-        shared: features (or "dense") which samples may share.
-        rows: exclusive ID limit by feature; features without checked tables are missing.
-        version: package content digest.
-        weights: weights by name. Writing to or replacing them changes this predictor's scores, never the
-            package.
-        any_ids: features for which every int64 is a valid ID: read only by hashed tables.
-        hashed: key and initial row parameters of hashed tables by weight name.
-        is_compiled: whether the compiled program is used; otherwise the log says why not.
-        quantised: quantized weights' data types by name.
-        rounding: quantized weights' rounding.
-        about: exporter's information about the weights.
+        features: features that a request must have.
+        num_dense: number of dense columns that a request must have.
+        outputs: ``scores``, or ``vectors`` of a tower.
+        shared: features (or "dense") that samples may share.
+        rows: exclusive upper limit of IDs by feature, for features of tables that raise for invalid IDs.
+        version: digest of the package's content.
+        weights: weights by name. Changes have an effect on later scores, but never on the package.
+        any_ids: features for which every int64 is a valid ID, because only hashed tables read them.
+        hashed: parameters of the keys and initial rows of hashed tables, by weight name.
+        is_compiled: whether the compiled program is used. If not, the log says why.
+        quantised: data types of quantized weights by name.
+        rounding: rounding of quantized weights.
+        about: information about the weights from the export, such as run and step.
 
     Raises:
-        PackageError: not a package, damaged, a newer format, not signed by the key, or replaced while being
-            read.
-        ValueError: unreadable key, or a key together with ``verify=False``.
+        PackageError: the package is damaged, has another format, is not signed by the key, or was replaced
+            while it was read.
+        ValueError: the key cannot be read, or is given together with ``verify=False``.
         ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
 
@@ -117,23 +117,23 @@ class Predictor:
 
     @functools.cached_property
     def raw(self) -> RawValues | None:
-        """Conversion of raw values to IDs and dense values; None if the package has none."""
+        """Conversion from raw values to IDs and dense values; None if the package has none."""
         raw = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
         self._check_same()
         return raw
 
     @functools.cached_property
     def items(self) -> RankedItems | None:
-        """Items which the package recommends; None if it has none."""
+        """Items that the package recommends; None if it has none."""
         items = RankedItems.load(self.folder) if ITEMS in self._manifest["sha256"] else None
         self._check_same()
         return items
 
     @functools.cached_property
     def incremental(self) -> IncrementalQueries | None:
-        """Queries from cached keys and values; None if the model does not support them.
+        """Computation of queries from cached keys and values; None if the model does not support it.
 
-        Computed in Python. The compiled program, and so C++, always encodes whole histories.
+        It runs in Python. The compiled program, also in C++, always encodes whole histories.
         """
         items = self.items
         if items is None or items.encoder is None:
@@ -158,6 +158,7 @@ class Predictor:
         return advanced
 
     def _check_same(self) -> None:
+        """Raise PackageError if the package has been replaced since its manifest was read."""
         with contextlib.suppress(PackageError):
             if read_manifest(self.folder) == self._manifest:
                 return
@@ -167,17 +168,17 @@ class Predictor:
         if not self.is_compiled:
             return load_exported(self.folder / exported).module()
         loader = load_compiled(self.folder / compiled)
-        return lambda *inputs: loader.boxed_run(list(_flat(inputs)))[0]
+        return lambda *inputs: loader.boxed_run(list(_flatten(inputs)))[0]
 
     def check_weights(self) -> None:
-        """Check that the weights file has not changed since it was mapped.
+        """Check that the file of weights has not changed since it was mapped.
 
-        Takes a microsecond if nothing wrote to the file; otherwise the file is verified again.
+        Takes a microsecond. Only if the file was written to, it is read and verified again.
 
         Raises:
             PackageError: the file was truncated or changed, so scores may be wrong.
         """
-        self._weights.look_again()
+        self._weights.check_changes()
 
     def __call__(
         self,
@@ -190,17 +191,18 @@ class Predictor:
         """Compute scores [B] or vectors [B, V], float32.
 
         Args:
-            dense: [B, num_dense] float32.
-            values: IDs [N] int64 by feature, sample by sample.
-            lengths: IDs per sample, [B] int64, by feature.
-            group: [B] int64, for samples which share features: row of each sample in the shared values.
-                Lengths of ``shared`` features are then [R], and so is dense ([R, num_dense]) if shared.
+            dense: dense values, float32 [B, num_dense].
+            values: IDs by feature, int64 [N], sample by sample.
+            lengths: number of IDs of every sample by feature, int64 [B].
+            group: for samples that share features, the row of every sample in the shared values, int64 [B],
+                in [0, R). Lengths of ``shared`` features are then [R], and so is dense ([R, num_dense]) if it
+                is shared.
 
         Raises:
-            ValueError: missing feature, wrong shape or dtype, lengths which do not sum to the number of IDs,
-                a NaN or infinite value, an ID outside the table, or a group for a package without shared
-                features.
-            PackageError: the weights file was truncated.
+            ValueError: a feature is missing, a shape or dtype is wrong, lengths do not sum to the number of
+                IDs, a value is NaN or infinite, an ID is outside the table, or ``group`` is given but the
+                package has no shared features.
+            PackageError: the file of weights was truncated.
         """
         self._check(dense, values, lengths, group)
         values_F, lengths_F = ([given[name] for name in self.features] for given in (values, lengths))
@@ -210,12 +212,12 @@ class Predictor:
     def run(
         self, dense: Tensor, values: list[Tensor], lengths: list[Tensor], group: Tensor | None = None
     ) -> Tensor:
-        """Score a checked request.
+        """Compute the scores or vectors of a request whose shapes and dtypes are valid.
 
         Args:
-            dense: [B, num_dense] float32.
-            values: IDs [N] int64, in the order of ``features``.
-            lengths: IDs per sample, [B] int64, in the order of ``features``.
+            dense: dense values, float32 [B, num_dense].
+            values: IDs of every feature, int64 [N], in the order of ``features``.
+            lengths: number of IDs of every sample, int64 [B], in the order of ``features``.
             group: see `__call__`.
 
         Raises:
@@ -235,7 +237,7 @@ class Predictor:
                 raise
             # The first line is the operator's message; compiled programs append the call site.
             raise InputError(str(cause).partition("\n")[0]) from error
-        # After computing: scores from lost pages are wrong.
+        # Checked after the computation, because scores from lost pages are wrong.
         self._weights.check()
         return scores
 
@@ -275,7 +277,7 @@ class Predictor:
             _check_jagged(feature, values[feature], lengths[feature], batch)
 
     def _check_group(self, group: Tensor, dense: Tensor, lengths: Mapping[str, Tensor]) -> int:
-        """Check a group, and return the shared row count."""
+        """Raise ValueError for an invalid ``group``. Return the number of rows of shared values."""
         num_rows = len(dense) if DENSE in self.shared else len(lengths[min(self.shared)])
         if group.dtype != torch.int64 or group.dim() != 1:
             raise ValueError(f"group must be [batch] int64, got {list(group.shape)} {group.dtype}.")
@@ -289,7 +291,7 @@ class Predictor:
         return num_rows
 
 
-def _flat(inputs: Iterable[Any]) -> Iterator[Tensor]:
+def _flatten(inputs: Iterable[Any]) -> Iterator[Tensor]:
     for item in inputs:
         if isinstance(item, Tensor):
             yield item
@@ -318,6 +320,7 @@ def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> 
 
 
 def _why_not_compiled(manifest: Mapping[str, Any]) -> str | None:
+    """Return why this process cannot use the compiled program of a package; None if it can."""
     version = torch.__version__.split("+")[0]
     if not manifest["compiled"]:
         return "the package has no compiled program"

@@ -1,4 +1,4 @@
-"""Model as a pure function of weights and batch; packages store weights outside the program."""
+"""Export a model as a function of weights and a batch, so that weights are stored outside the program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,24 +16,23 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class Program(nn.Module):
-    """Model as a function of weights and a batch.
+    """A model as a function of weights and a batch, which returns scores [B].
 
-    Arguments: weights, dense values [B, num_dense], and per feature IDs [N] and lengths [B]; returns scores
-    [B]. Weights are arguments rather than constants, so that tables stay in one mapped file, and a server may
-    pass other weights on every call.
+    Weights are arguments instead of constants, so that tables stay in a single mapped file, and a server may
+    pass other weights in every call.
 
-    With ``shared`` features there is another argument, ``group`` [B]: the row of each sample in the shared
-    values. Lengths of shared features are then [R], and so is dense ([R, num_dense]) if shared. Shared
-    features are looked up once per row instead of per sample, and `exported` also computes everything which
+    With ``shared`` features, the argument ``group`` [B] has the row of every sample in the shared values.
+    Lengths of shared features are then [R], and so is dense ([R, num_dense]) if it is shared. Shared features
+    are looked up once per row instead of once per sample, and `export_program` also computes everything that
     depends only on them once per row. Features of an EmbeddingCollection (a vector per ID) are repeated per
     sample before the lookup.
 
     Args:
         model: called as ``model(dense, sparse)``; returns logits, [B] or [B, 1].
-        names: parameter and buffer names, in the order of ``weights``.
-        features: ``sparse`` keys.
-        scores: maps float32 logits [B] to scores; None: the model returns vectors [B, V].
-        shared: features shared by samples.
+        names: names of parameters and buffers, in the order of the argument ``weights``.
+        features: keys of ``sparse``.
+        scores: function from float32 logits [B] to scores; None: the model returns vectors [B, V].
+        shared: features (or "dense") that samples share.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Program(nn.Module):
         shared: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        # In a list, so that it is not a child module: its parameters must not become program constants.
+        # In a list, so that it is not a child module, whose parameters would become constants of the program.
         self._model = [model]
         self._names, self._features = list(names), list(features)
         self._scores, self._shared = scores, frozenset(shared)
@@ -62,11 +61,11 @@ class Program(nn.Module):
         """Compute scores [B] or vectors [B, V].
 
         Args:
-            weights: parameters and buffers.
-            dense: [B, num_dense] float32.
-            values: IDs [N] per feature.
-            lengths: IDs per sample, [B] per feature.
-            group: [B], rows of the shared values; None: nothing is shared.
+            weights: parameters and buffers, in the order of ``names``.
+            dense: dense values, float32 [B, num_dense].
+            values: IDs of every feature, int64 [N].
+            lengths: number of IDs of every sample, int64 [B], for every feature.
+            group: row of every sample in the shared values, int64 [B]; None: no feature is shared.
 
         Raises:
             ValueError: the model returns several outputs per sample.
@@ -80,7 +79,7 @@ class Program(nn.Module):
             once = self._shared - self._repeated
             rows_FB = torch.stack([group if name in once else sample_rows for name in self._features])
             bags = [
-                _repeated(ids, counts, group) if name in self._repeated else (ids, counts)
+                _repeat_bags(ids, counts, group) if name in self._repeated else (ids, counts)
                 for name, ids, counts in zip(self._features, values, lengths, strict=True)
             ]
             values, lengths = map(list, zip(*bags, strict=True))
@@ -111,7 +110,7 @@ class Program(nn.Module):
 
 
 def _unpooled(model: nn.Module) -> set[str]:
-    """Return features which are looked up without pooling."""
+    """Return the features that are looked up without pooling."""
     return {
         feature
         for module in model.modules()
@@ -121,8 +120,8 @@ def _unpooled(model: nn.Module) -> set[str]:
     }
 
 
-def _repeated(ids: Tensor, lengths_R: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat bags for the samples which share them."""
+def _repeat_bags(ids: Tensor, lengths_R: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat R shared bags for the B samples that share them, and return IDs and lengths [B]."""
     firsts_R = lengths_R.cumsum(0) - lengths_R
     lengths_B = lengths_R.index_select(0, group_B)
     shift_B = firsts_R.index_select(0, group_B) - (lengths_B.cumsum(0) - lengths_B)
@@ -130,7 +129,7 @@ def _repeated(ids: Tensor, lengths_R: Tensor, group_B: Tensor) -> tuple[Tensor, 
     return ids.index_select(0, torch.arange(shift_N.shape[0]) + shift_N), lengths_B
 
 
-def exported(
+def export_program(
     program: Program,
     weights: Sequence[Tensor],
     features: Sequence[str],
@@ -139,15 +138,15 @@ def exported(
     *,
     growing: Sequence[bool] = (),
 ) -> "torch.export.ExportedProgram":
-    """Export a program for any batch size.
+    """Export a program with torch.export, for any batch size.
 
     Args:
         program: program to export.
         weights: example weights.
         features: feature names.
-        num_dense: dense columns.
-        shared: features shared by samples.
-        growing: for each weight, whether it may have any number of rows.
+        num_dense: number of dense columns.
+        shared: features that samples share.
+        growing: whether the number of rows may change, for every weight (those of hashed tables).
 
     Raises:
         Exception: any error of torch.export or the model.
@@ -174,14 +173,15 @@ def exported(
 def example_inputs(
     weights: Sequence[Tensor], num_dense: int, features: Sequence[str], shared: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return example arguments for a `Program`. All sizes differ, since torch.export unifies equal sizes.
+    """Return example arguments of a `Program`.
 
     Args:
         weights: example weights.
-        num_dense: dense columns.
+        num_dense: number of dense columns.
         features: feature names.
-        shared: features shared by samples.
+        shared: features that samples share.
     """
+    # All sizes differ, because torch.export takes equal sizes for the same dimension.
     batch, rows = 5, 3
     values, lengths = [], []
     for num_ids, feature in enumerate(features, start=batch + 2):

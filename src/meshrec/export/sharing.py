@@ -1,15 +1,16 @@
-"""Rewrite exported programs to compute shared values once.
+"""Rewrite exported programs so that values that samples share are computed once.
 
-A program with ``group`` [B] repeats shared rows, by ``x.index_select(0, group)``, where the model joins them
-with per-sample rows. The model was written for samples which share nothing, so it continues with repeated
-rows. This rewrite follows the graph from there. For each value, it tracks which columns depend only on the
-group and which are per-sample (`SharedColumns`). Then
+A program with ``group`` [B] repeats the R shared rows with ``x.index_select(0, group)`` where the model joins
+them with rows of samples. The model knows nothing about sharing, so it computes with repeated rows from there
+on. This rewrite follows the graph. For every value, it tracks which columns depend only on the shared row,
+and which on the sample (`SharedColumns`). Then
 
-- layers over group-only columns run on the R group rows, and the result is repeated;
-- a linear layer over both kinds becomes a sum of two: ``x W = own W_own + (shared W_shared)[group]``;
-- dot products of two group-only vectors are computed on the R group rows.
+- layers over shared columns run on the R shared rows, and their result is repeated;
+- a linear layer over columns of both kinds becomes a sum of two layers:
+  ``x W = per_sample W_per_sample + (shared W_shared)[group]``;
+- dot products of two shared vectors are computed on the R shared rows.
 
-The rewrite changes the order of summation, so results agree up to rounding.
+The rewrite changes the order of summation, so results are equal up to rounding.
 """
 
 import operator
@@ -26,8 +27,8 @@ _aten = torch.ops.aten
 _SELECT = _aten.index_select.default
 _LINEAR = _aten.linear.default
 _DOTS = torch.ops.meshrec.dot_interaction.default
-_SAME = {_aten.alias.default, _aten.detach.default, _aten.to.dtype, _aten.to.device}
-_BY_VALUE = {
+_UNCHANGED = {_aten.alias.default, _aten.detach.default, _aten.to.dtype, _aten.to.device}
+_ELEMENTWISE = {
     _aten.relu.default,
     _aten.gelu.default,
     _aten.silu.default,
@@ -35,10 +36,10 @@ _BY_VALUE = {
     _aten.tanh.default,
     _aten.dropout.default,
 }
-"""Operators which are elementwise in their first argument."""
-_OF_TWO = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor}
-_BY_ROW = {_LINEAR, _aten.layer_norm.default}
-"""Operators which map rows of their first argument independently."""
+"""Operators that are elementwise in their first argument."""
+_BINARY = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor}
+_ROWWISE = {_LINEAR, _aten.layer_norm.default}
+"""Operators that compute every row of the result from the same row of their first argument."""
 _SPLITS = {_aten.split_with_sizes.default, _aten.split.Tensor, _aten.chunk.default}
 _SHAPES = {
     _aten.view.default,
@@ -46,18 +47,20 @@ _SHAPES = {
     _aten.flatten.using_ints,
     _aten.unsqueeze.default,
 }
-_LEAST_SHARED = 0.2
-"""Minimum shared column fraction for which splitting a linear layer pays off: the extra sum has a cost.
+_MIN_SHARED = 0.2
+"""Fraction of shared columns from which a linear layer is split. Below it, the additional sum takes more time
+than the split saves.
 """
 
 
 class SharedColumns(NamedTuple):
-    """Value [B, C] or [B, C, D], described column by column.
+    """Where the columns of a value, [B, C] or [B, C, D], can be read from.
 
     Attributes:
-        per_sample: node with a row per sample; None if not needed.
-        shared: node with a row per group row; None if nothing is shared.
-        sources: for each column, whether it is in ``shared``, and its index there (or in ``per_sample``).
+        per_sample: node with a row per sample, [B, ...]; None if all columns are shared.
+        shared: node with a row per shared row, [R, ...]; None if no column is shared.
+        sources: for every column, whether it is in ``shared``, and its index there (otherwise in
+            ``per_sample``).
     """
 
     per_sample: Node | None
@@ -65,40 +68,47 @@ class SharedColumns(NamedTuple):
     sources: tuple[tuple[bool, int], ...]
 
     def of(self, is_shared: bool) -> list[int]:
-        """Return the columns which are shared, or those which are not."""
+        """Return the indices of the columns that are shared, or of those that are not."""
         return [column for column, (kind, _) in enumerate(self.sources) if kind is is_shared]
 
 
 def compute_once(graph: Graph, group: Node) -> None:
-    """Rewrite a program to compute values which depend only on ``group`` once per group row."""
+    """Rewrite a graph so that values that depend only on shared rows are computed once per shared row.
+
+    Args:
+        graph: graph of an exported program; changed in place.
+        group: node with the shared row of every sample.
+    """
     _Sharing(graph, group).run()
 
 
 class _Sharing:
+    """The rewrite of a graph; see the module docstring."""
+
     def __init__(self, graph: Graph, group: Node) -> None:
         self._graph, self._group = graph, group
-        # Columns of every value which depends on the group, filled in graph order.
+        # Columns of every value that depends on the group, filled in the order of the graph.
         self._columns_of: dict[Node, SharedColumns] = {}
-        # Nodes created or replaced here, erased at the end if unused.
+        # Nodes created or replaced by the rewrite. Those without users are erased at the end.
         self._touched: set[Node] = set()
-        # Node being rewritten: new nodes are inserted before it and take the same metadata.
-        self._at: Node = group
+        # Node that is being rewritten. New nodes are inserted before it, and get its metadata.
+        self._current: Node = group
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
-            rule = self._rule_of(node)
+            rule = self._find_rule(node)
             if rule is None:
                 continue
-            self._at = node
+            self._current = node
             with self._graph.inserting_before(node), torch.no_grad():
-                if node.target is _LINEAR and (split := self._split(node)) is not None:
+                if node.target is _LINEAR and (split := self._split_linear(node)) is not None:
                     self._replace(node, split)
                     continue
                 columns = rule(node)
                 if columns is None:
                     continue
                 if columns.per_sample is None and node.target is not _SELECT:
-                    rows = self._picked(columns, True)
+                    rows = self._select_columns(columns, True)
                     late = self._call(_SELECT, rows, 0, self._group)
                     self._replace(node, late)
                     self._columns_of[late] = columns
@@ -108,29 +118,29 @@ class _Sharing:
             if node in self._touched and not node.users:
                 self._graph.erase_node(node)
 
-    def _rule_of(self, node: Node) -> "Callable[[Node], SharedColumns | None] | None":
+    def _find_rule(self, node: Node) -> "Callable[[Node], SharedColumns | None] | None":
         if node.op != "call_function":
             return None
         if node.target is _SELECT:
             return self._repeated
         if node.target is operator.getitem:
-            return self._part
+            return self._split_part
         if not any(argument in self._columns_of for argument in node.all_input_nodes):
             return None
         for targets, rule in (
-            ({_aten.cat.default}, self._joined),
+            ({_aten.cat.default}, self._concatenated),
             ({_aten.slice.Tensor}, self._slice),
             (_SHAPES, self._reshaped),
-            (_BY_VALUE, self._by_value),
-            (_BY_ROW, self._by_row),
-            (_OF_TWO, self._of_two),
+            (_ELEMENTWISE, self._elementwise),
+            (_ROWWISE, self._rowwise),
+            (_BINARY, self._binary),
             ({_DOTS}, self._dots),
         ):
             if node.target in targets:
                 return rule
         return None
 
-    # Rules return the columns of a node, or None if unknown.
+    # The following rules return the columns of a node; None if they cannot be determined.
 
     def _repeated(self, node: Node) -> SharedColumns | None:
         rows, dim, index = node.args
@@ -139,7 +149,7 @@ class _Sharing:
         assert isinstance(rows, Node)
         return SharedColumns(None, rows, tuple((True, column) for column in range(_shape(rows)[1])))
 
-    def _joined(self, node: Node) -> SharedColumns | None:
+    def _concatenated(self, node: Node) -> SharedColumns | None:
         given: Any = node.args[0]
         dims = len(_shape(node))
         dim: Any = node.args[1] if len(node.args) > 1 else 0
@@ -165,8 +175,8 @@ class _Sharing:
             return None
         return self._between(source, *slice(*span).indices(width)[:2])
 
-    def _part(self, node: Node) -> SharedColumns | None:
-        """Return the columns of a part of a split value."""
+    def _split_part(self, node: Node) -> SharedColumns | None:
+        """Return the columns of a part of a value that was split by columns."""
         split: Any = node.args[0]
         if split.target not in _SPLITS or split.args[0] not in self._columns_of:
             return None
@@ -217,7 +227,7 @@ class _Sharing:
             nodes.append(self._call(_aten.reshape.default, source, shape))
         return SharedColumns(nodes[0], nodes[1], sources)
 
-    def _by_value(self, node: Node) -> SharedColumns:
+    def _elementwise(self, node: Node) -> SharedColumns:
         columns = self._columns(node.args[0])
         per_sample, shared = (
             source if source is None else self._call(node.target, source, *node.args[1:], **node.kwargs)
@@ -225,10 +235,10 @@ class _Sharing:
         )
         return SharedColumns(per_sample, shared, columns.sources)
 
-    def _by_row(self, node: Node) -> SharedColumns | None:
+    def _rowwise(self, node: Node) -> SharedColumns | None:
         return self._on_rows(node, node.args[:1])
 
-    def _of_two(self, node: Node) -> SharedColumns | None:
+    def _binary(self, node: Node) -> SharedColumns | None:
         if any(
             isinstance(argument, Node) and len(_shape(argument)) != len(_shape(node))
             for argument in node.args
@@ -237,13 +247,13 @@ class _Sharing:
         return self._on_rows(node, [argument for argument in node.args if isinstance(argument, Node)])
 
     def _on_rows(self, node: Node, repeated: Sequence[Any]) -> SharedColumns | None:
-        """Apply an operator to group rows, if all arguments with rows depend only on the group."""
+        """Apply an operator to shared rows, if all arguments in ``repeated`` depend only on shared rows."""
         given: dict[Any, Node] = {}
         for argument in repeated:
             columns = self._columns_of.get(argument)
             if columns is None or columns.per_sample is not None:
                 return None
-            given[argument] = self._picked(columns, True)
+            given[argument] = self._select_columns(columns, True)
         arguments = [
             given.get(argument, argument) if isinstance(argument, Node) else argument
             for argument in node.args
@@ -252,7 +262,7 @@ class _Sharing:
         return SharedColumns(None, shared, tuple((True, column) for column in range(_shape(shared)[1])))
 
     def _dots(self, node: Node) -> SharedColumns | None:
-        """Compute dot products of two shared vectors once per group row, and all others per sample."""
+        """Compute dot products of two shared vectors once per shared row, and all others per sample."""
         dense, sparse = (self._columns(argument) for argument in node.args)
         kinds = {is_shared for is_shared, _ in dense.sources}
         if len(kinds) != 1:
@@ -260,9 +270,9 @@ class _Sharing:
         is_shared = [kinds.pop(), *(kind for kind, _ in sparse.sources)]
         if sum(is_shared) < 2:
             return None
-        vectors = self._picked(sparse, True)
+        vectors = self._select_columns(sparse, True)
         if is_shared[0]:
-            first = self._picked(dense, True)
+            first = self._select_columns(dense, True)
         else:
             first = self._call(_aten.select.int, vectors, 1, 0)
             vectors = self._call(_aten.slice.Tensor, vectors, 1, 1, _shape(vectors)[1])
@@ -277,11 +287,11 @@ class _Sharing:
             num_all += 1
         return SharedColumns(node, shared, tuple(sources))
 
-    def _split(self, node: Node) -> Node | None:
-        """Split a linear layer over both kinds of columns into a sum of two."""
+    def _split_linear(self, node: Node) -> Node | None:
+        """Replace a linear layer over columns of both kinds by a sum of two; None if this does not pay."""
         columns, weight = self._columns(node.args[0]), node.args[1]
         num_shared = len(columns.of(True))
-        least = _LEAST_SHARED * len(columns.sources)
+        least = _MIN_SHARED * len(columns.sources)
         if len(_shape(node)) != 2 or not least < num_shared < len(columns.sources):
             return None
         assert isinstance(weight, Node)
@@ -289,7 +299,7 @@ class _Sharing:
         for is_shared in (False, True):
             bias = node.args[2:] if is_shared else ()
             of_these = self._slices(weight, columns.of(is_shared))
-            parts.append(self._call(_LINEAR, self._picked(columns, is_shared), of_these, *bias))
+            parts.append(self._call(_LINEAR, self._select_columns(columns, is_shared), of_these, *bias))
         return self._call(_aten.add.Tensor, parts[0], self._call(_SELECT, parts[1], 0, self._group))
 
     def _columns(self, node: Any) -> SharedColumns:
@@ -298,8 +308,8 @@ class _Sharing:
             columns = SharedColumns(node, None, tuple((False, column) for column in range(_shape(node)[1])))
         return columns
 
-    def _picked(self, columns: SharedColumns, is_shared: bool) -> Node:
-        """Return the shared columns on group rows, or the per-sample columns."""
+    def _select_columns(self, columns: SharedColumns, is_shared: bool) -> Node:
+        """Return a node with only the shared columns, [R, ...], or only the per-sample columns, [B, ...]."""
         source = columns.shared if is_shared else columns.per_sample
         assert source is not None
         return self._slices(source, [column for kind, column in columns.sources if kind is is_shared])
@@ -321,7 +331,7 @@ class _Sharing:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         node: Node = self._graph.call_function(target, args, kwargs)
         values: Any = torch.fx.map_arg(args, lambda argument: argument.meta["val"])
-        node.meta = {**self._at.meta, "val": target(*values, **kwargs)}
+        node.meta = {**self._current.meta, "val": target(*values, **kwargs)}
         self._touched.add(node)
         return node
 
@@ -331,15 +341,15 @@ class _Sharing:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """Return a node's value shape; the first size may be symbolic."""
+    """Return the shape of a node's value; the first size may be symbolic."""
     return tuple(node.meta["val"].shape)
 
 
 def _origin(index: Any) -> Any:
-    """Return the node from which an index originates, through operators which do not change it."""
+    """Return the node that an index comes from, through operators that do not change it."""
     while isinstance(index, Node):
         source: Any = index.args[0] if index.args else None
-        if index.target in _SAME and isinstance(source, Node):
+        if index.target in _UNCHANGED and isinstance(source, Node):
             if source.meta["val"].dtype != index.meta["val"].dtype:
                 break
             index = source

@@ -1,12 +1,13 @@
-"""Package signatures: prove who exported a package, and that no file has changed since.
+"""Signatures of packages, which prove who exported a package, and that no file has changed since.
 
-``signature.txt`` has size and hash of every file, in a format which C++ also reads:
+``signature.txt`` has the size and hash of every file, in a format that C++ also reads::
 
-    meshrec-signature 1 file 4194305 <tree hash, see meshrec.durable.tree_hash_of> weights.bin ed25519
-    <signature of everything before this line, 128 hexadecimal digits>
+    meshrec-signature 1
+    file 4194305 <tree hash, see meshrec.durable.tree_hash_of> weights.bin
+    ed25519 <signature of everything before this line, 128 hexadecimal digits>
 
-Keys are OpenSSL's: ``openssl genpkey -algorithm ed25519 -out key.pem`` creates a private key, and ``openssl
-pkey -in key.pem -pubout -out key.pub`` writes the public key.
+Keys have OpenSSL's format. ``openssl genpkey -algorithm ed25519 -out key.pem`` creates a private key, and
+``openssl pkey -in key.pem -pubout -out key.pub`` writes its public key.
 """
 
 import os
@@ -26,19 +27,19 @@ SIGNATURE = "signature.txt"
 _FIRST_LINE = "meshrec-signature 1"
 _FILE_LINE = re.compile(r"file (0|[1-9]\d{0,18}) ([0-9a-f]{64}) ([^\r\n]+)")
 _LAST_LINE = re.compile(rb"ed25519 ([0-9a-f]{128})\n")
-_LENGTH_OF_LAST_LINE = 8 + 128 + 1
-_MOST_BYTES = 1 << 24
+_LAST_LINE_BYTES = 8 + 128 + 1
+_MAX_BYTES = 1 << 24
 
 
 def read_private_key(path: str | Path) -> "Ed25519PrivateKey":
-    """Read a key for signing packages.
+    """Read a private key to sign packages with.
 
     Args:
         path: PEM file with an ed25519 private key without password.
 
     Raises:
         ModuleNotFoundError: the cryptography package is missing.
-        ValueError: the file is unreadable or not such a key.
+        ValueError: the file cannot be read, or is not such a key.
     """
     serialization = needs("cryptography.hazmat.primitives.serialization", "sign")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -59,7 +60,7 @@ def read_private_key(path: str | Path) -> "Ed25519PrivateKey":
 
 
 def read_public_key(path: str | Path) -> "Ed25519PublicKey":
-    """Read a key for verifying package signatures.
+    """Read a public key to verify signatures of packages with.
 
     Args:
         path: PEM file with an ed25519 public key.
@@ -82,11 +83,11 @@ def read_public_key(path: str | Path) -> "Ed25519PublicKey":
 
 
 def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
-    """Write `SIGNATURE` to a complete package.
+    """Sign all files of a package, and write ``signature.txt``.
 
     Args:
-        folder: package.
-        key: `read_private_key` result.
+        folder: complete package.
+        key: result of `read_private_key`.
 
     Raises:
         OSError: a file cannot be read, or the signature cannot be written.
@@ -95,34 +96,34 @@ def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
     lines = [_FIRST_LINE]
     for path in sorted(folder.iterdir()):
         if path.name != SIGNATURE:
-            lines.append(f"file {_line_of(path)}")
+            lines.append(f"file {_file_line(path)}")
     statement = ("\n".join(lines) + "\n").encode()
     signature = key.sign(statement).hex()
     write_durably(folder / SIGNATURE, statement + f"ed25519 {signature}\n".encode())
 
 
 def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey") -> None:
-    """Check that a key signed the current files of a package.
+    """Check that the files of a package are those that the owner of a key signed.
 
     Args:
-        folder: package.
-        names: all files which will be used.
-        key: `read_public_key` result.
+        folder: the package.
+        names: names of all files that will be used.
+        key: result of `read_public_key`.
 
     Raises:
-        PackageError: not signed, signed by another key, or a file differs from the signed one.
+        PackageError: the package is not signed, or by another key, or a file differs from the signed one.
     """
     from cryptography.exceptions import InvalidSignature
 
     path = folder / SIGNATURE
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_regular(path, _MAX_BYTES)
     except (OSError, DamageError) as error:
         raise PackageError(
             f"{folder} is not signed: {path} cannot be read ({error}), and a signature is required. "
             "Export the model with --sign KEY."
         ) from error
-    statement, last = content[:-_LENGTH_OF_LAST_LINE], content[-_LENGTH_OF_LAST_LINE:]
+    statement, last = content[:-_LAST_LINE_BYTES], content[-_LAST_LINE_BYTES:]
     match = _LAST_LINE.fullmatch(last)
     try:
         if match is None:
@@ -145,8 +146,8 @@ def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey"
             ) from error
 
 
-def _line_of(path: Path) -> str:
-    """Return a file's size, hash and name."""
+def _file_line(path: Path) -> str:
+    """Return "SIZE HASH NAME" of a file."""
     with open_regular(path) as descriptor:
         num_bytes = os.fstat(descriptor).st_size
         return f"{num_bytes} {tree_hash_of(descriptor, num_bytes, path.name)} {path.name}"
@@ -154,13 +155,15 @@ def _line_of(path: Path) -> str:
 
 def _compare(path: Path, num_bytes: int, tree_hash: str) -> None:
     with open_regular(path) as descriptor:
-        size = os.fstat(descriptor).st_size  # compare first: hashing a huge sparse file takes forever
+        size = os.fstat(
+            descriptor
+        ).st_size  # compared first, because hashing a huge sparse file takes very long
         if size != num_bytes or tree_hash_of(descriptor, num_bytes, path.name) != tree_hash:
             raise DamageError(f"{path} differs from the signed file")
 
 
 def _parse(statement: bytes, path: Path) -> dict[str, tuple[int, str]]:
-    """Return the signed size and hash by file name."""
+    """Return the signed (size, hash) by file name."""
     first, *lines = statement.decode(errors="replace").split("\n")
     matches = [_FILE_LINE.fullmatch(line) for line in lines[:-1]]
     if first != _FIRST_LINE or lines[-1:] != [""] or None in matches:

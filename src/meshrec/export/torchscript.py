@@ -1,4 +1,4 @@
-"""Write an exported program as TorchScript, for existing users; torch has deprecated it."""
+"""Write an exported program as TorchScript, which torch has deprecated."""
 
 import logging
 import warnings
@@ -10,8 +10,8 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-# Size checks, which the operators repeat.
-_LEFT_OUT = {
+# Checks of sizes, which are removed because the operators check sizes themselves.
+_REMOVED = {
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_tensor_metadata.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
@@ -21,14 +21,14 @@ _LEFT_OUT = {
 def write_torchscript(
     exported: "torch.export.ExportedProgram", weights: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Write a TorchScript file of a `Program`, including weights.
+    """Write an exported `Program` and its weights as a TorchScript file.
 
-    ``forward`` takes dense [B, num_dense], then IDs per feature, then lengths per feature, in package order.
-    Load ``libmeshrec.so`` before it.
+    ``forward`` takes dense values [B, num_dense], then the IDs of every feature, then the lengths of every
+    feature, in the order of the package. A program that loads the file must load ``libmeshrec.so`` first.
 
     Args:
-        exported: program.
-        weights: the program's first arguments, by name.
+        exported: the exported program.
+        weights: weights by name, in the order of the program's arguments.
         path: output file.
 
     Raises:
@@ -45,7 +45,7 @@ def write_torchscript(
             node.replace_all_uses_with(graph.get_attr(f"weight_{number}"))
         graph.erase_node(node)
     for node in list(graph.nodes):
-        if node.op == "call_module" or node.target in _LEFT_OUT:
+        if node.op == "call_module" or node.target in _REMOVED:
             graph.erase_node(node)
         elif node.op == "output":
             node.args = (node.args[0][0],)

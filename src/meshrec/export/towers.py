@@ -1,4 +1,4 @@
-"""A single tower of a two-tower model, exported for an index's item vectors or for queries."""
+"""Export a single tower of a two-tower model, for the vectors of items or of queries."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 # B samples, I items, V vector width
 
 Side = Literal["query", "item"]
-# Items per batch; bounds activations.
+# Items per batch, which bound the memory of activations.
 _CHUNK = 8192
 
 
 class Tower(nn.Module):
-    """A tower with the tables it reads, sharing memory with the whole model.
+    """A tower of a two-tower model and the tables that it reads. Shares memory with the model.
 
     Args:
-        model: model with one `TwoTower`.
-        side: which tower.
+        model: model with exactly one `TwoTower`.
+        side: the tower, ``"query"`` or ``"item"``.
 
     Raises:
         ValueError: the model has no `TwoTower`, or several.
@@ -73,11 +73,11 @@ class Tower(nn.Module):
 
 
 class TowerQuery(nn.Module):
-    """A next-item model's query tower, together with all item vectors.
+    """The query tower of a next-item model, and the vectors of all items as a buffer.
 
     Args:
-        model: model.
-        ids_I: item IDs, ascending; ``item_vectors`` has a row per ID up to the largest.
+        model: the model.
+        ids_I: IDs of the items, ascending. ``item_vectors`` has a row for every ID up to the largest.
     """
 
     item_vectors: Tensor
@@ -91,13 +91,13 @@ class TowerQuery(nn.Module):
         self.register_buffer("item_vectors", rows.index_copy(0, torch.from_numpy(ids_I), vectors_IV))
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Compute query vectors [B, V]; keys which the tower does not read are ignored."""
+        """Compute query vectors [B, V]. Features that the tower does not read are ignored."""
         vectors: Tensor = self.tower(dense, sparse)
         return vectors
 
 
-def vectors_of_catalogue(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Floats:
-    """Compute item vectors [I, V] from a catalogue with a sample per item."""
+def catalogue_vectors(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Floats:
+    """Compute the vectors of all items, [I, V], from a catalog with a sample per item."""
     chunks = []
     for start in range(0, max(catalogue.stride(), 1), _CHUNK):
         values, lengths = {}, {}
@@ -111,10 +111,10 @@ def vectors_of_catalogue(predictor: Predictor, catalogue: KeyedJaggedTensor) -> 
     return np.concatenate(chunks)
 
 
-def vectors_of_rows(predictor: Predictor) -> Floats:
-    """Compute the tower's vector for every embedding table row, [I, V].
+def row_vectors(predictor: Predictor) -> Floats:
+    """Compute the vector of every row of the embedding table, [I, V].
 
-    For towers which read a single feature, so that a row is an item.
+    The tower must read a single feature, so that every row is an item.
 
     Raises:
         ValueError: the tower reads several features, dense values, or a feature without an ID limit.
@@ -135,8 +135,12 @@ def vectors_of_rows(predictor: Predictor) -> Floats:
     )
 
 
-def vectors_of_items(predictor: Predictor, items: "Table") -> Floats:
-    """Compute vectors [I, V] for items given as raw values in table rows.
+def vectors_of_raw_items(predictor: Predictor, items: "Table") -> Floats:
+    """Compute the vectors of items, [I, V], from their raw values.
+
+    Args:
+        predictor: package of an item tower.
+        items: Arrow table with a row per item.
 
     Raises:
         ValueError: the package does not accept raw values, or the table lacks a column.

@@ -9,21 +9,21 @@ from meshrec.export.manifest import read_manifest
 from meshrec.export.package import link
 
 PACKAGE = "package"
-"""Folder of the package within the model version's folder."""
+"""Name of the package's folder in the folder of the model version."""
 _MODEL = """# Answers with the package beside it.
 from meshrec.export.triton_backend import TritonPythonModel
 """
 
 
 def write_triton(package: str | Path, repository: str | Path, *, name: str) -> Path:
-    """Write ``NAME/config.pbtxt``, ``NAME/1/model.py`` and ``NAME/1/package`` to a model repository.
+    """Add a package to a Triton model repository, as ``NAME/config.pbtxt`` and ``NAME/1``.
 
-    The package is linked if it is on the same file system, otherwise copied. The server's Python needs
-    MeshRec.
+    Files of the package are hard-linked if they are on the same file system, otherwise copied. MeshRec must
+    be installed in the server's Python.
 
     Args:
-        package: `export` output.
-        repository: model repository folder; may exist.
+        package: folder written by `export`.
+        repository: folder of the model repository, created if it does not exist.
         name: model name.
 
     Returns:
@@ -55,7 +55,7 @@ def _config(name: str, manifest: dict[str, Any]) -> str:
         inputs += [(f"{feature}.values", "INT64", [-1]), (f"{feature}.lengths", "INT32", [-1])]
     outputs = [(manifest["outputs"], "FP32", [-1] if manifest["outputs"] == "scores" else [-1, -1])]
     lines = [
-        f'name: "{_quoted(name)}"',
+        f'name: "{_escape(name)}"',
         'backend: "python"',
         "# ids of all samples are concatenated: no dimension is the batch",
     ]
@@ -65,7 +65,7 @@ def _config(name: str, manifest: dict[str, Any]) -> str:
             lines += [
                 f"{kind_of_tensor} [",
                 "  {",
-                f'    name: "{_quoted(tensor)}"',
+                f'    name: "{_escape(tensor)}"',
                 f"    data_type: TYPE_{kind}",
                 f"    dims: [ {', '.join(map(str, dims))} ]",
                 "  }",
@@ -75,5 +75,5 @@ def _config(name: str, manifest: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')

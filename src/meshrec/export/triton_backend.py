@@ -1,6 +1,4 @@
-"""Class called by Triton's Python backend; the imported ``triton_python_backend_utils`` only exists in
-Triton.
-"""
+"""Model class for Triton's Python backend. Only Triton has ``triton_python_backend_utils``."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from meshrec.export.triton import PACKAGE
 
 
 class TritonPythonModel:
-    """Triton model which answers requests with a package's scores."""
+    """Triton model that answers requests with the scores or vectors of a package."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the package next to ``model.py``."""
@@ -23,7 +21,7 @@ class TritonPythonModel:
         self._predictor = Predictor(folder)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return a response per request. An invalid request gets an error; others are still scored."""
+        """Return a response for every request. The response to an invalid request has an error."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A package's weights in memory, and change detection for the mapped file."""
+"""Weights of a package in memory, and detection of changes of the mapped file."""
 
 import logging
 import os
@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 class Weights:
-    """A package's weights, mapped from ``weights.bin`` or copied to memory.
+    """Weights of a package, mapped from ``weights.bin`` or copied to memory.
 
-    A mapped page has the file content at the time of its first read. So the file must only change by being
-    replaced: writing to it or truncating it damages the weights. `check` and `look_again` detect that.
+    Writing to the file or truncating it changes or damages mapped weights. `check` and `check_changes` detect
+    that. Replacing the file (a rename) is safe.
 
     Args:
         path: ``weights.bin``.
         records: tensors in the file.
-        private: copy the file to memory instead of mapping it.
+        private: whether to copy the file to memory instead of mapping it.
         larger_than_memory: whether lookups will miss pages; see ``ops.mapping.expect_misses``. None: if the
-            file exceeds this process's memory limit.
-        digest: expected file content, if known.
+            file is larger than the memory limit of this process.
+        digest: expected content of the file; None: not known.
 
     Attributes:
         tensors: weights in the order of ``records``.
@@ -53,15 +53,15 @@ class Weights:
     ) -> None:
         self._path, self._digest, self._mapping = path, digest, None
         with open_regular(path) as descriptor:
-            # Keep this file open: the path may be replaced by another file, but this one is mapped.
+            # Keep the mapped file open, because another file may replace it at the path.
             self._descriptor = os.dup(descriptor)
         weakref.finalize(self, os.close, self._descriptor)
         # Size and modification time at the last verification.
-        self._stamp = _stamp(self._descriptor)
+        self._stamp = _size_and_time(self._descriptor)
         self._num_bytes = self._stamp[0]
         memory = torch.empty(0, dtype=torch.uint8)
         if private:
-            memory = self._copied()
+            memory = self._copy_file()
         elif self._num_bytes:
             if not has_kernels:
                 _log.info("%s is mapped without the kernels: do not truncate it while it is in use", path)
@@ -78,9 +78,9 @@ class Weights:
         self.tensors = [_tensor(memory, record, path) for record in records]
 
     def check(self) -> None:
-        """Check that the file still has all bytes; takes a microsecond.
+        """Check that the file has not been truncated; takes a microsecond.
 
-        Call after computing: results from lost pages are wrong.
+        Call this method after a computation, because results from lost pages are wrong.
 
         Raises:
             PackageError: the file was truncated.
@@ -94,14 +94,14 @@ class Weights:
                 f"{size:,}. Copy the package again, and load it; never write to a served package."
             )
 
-    def look_again(self) -> None:
-        """Check the file as in `check`, and verify the content if the file was written to.
+    def check_changes(self) -> None:
+        """Check that the file has not been truncated, and verify its content if it was written to.
 
         Raises:
             PackageError: the file was truncated or changed.
         """
         self.check()
-        stamp = _stamp(self._descriptor)
+        stamp = _size_and_time(self._descriptor)
         if self._mapping is None or stamp == self._stamp:
             return
         if self._digest is not None:
@@ -116,8 +116,8 @@ class Weights:
             _log.warning("%s was written to while in use: scores may be wrong", self._path)
         self._stamp = stamp
 
-    def _copied(self) -> Tensor:
-        """Read the file to memory, and verify the copy."""
+    def _copy_file(self) -> Tensor:
+        """Read the file to memory, and verify the copy if the digest is known."""
         memory = torch.empty(self._num_bytes, dtype=torch.uint8)
         view = memory.numpy().data
         try:
@@ -131,12 +131,14 @@ class Weights:
         return memory
 
 
-def _stamp(descriptor: int) -> tuple[int, int]:
+def _size_and_time(descriptor: int) -> tuple[int, int]:
+    """Return the size in bytes and the modification time in nanoseconds of a file."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
 def _tensor(memory: Tensor, record: WeightRecord, path: Path) -> Tensor:
+    """Return a tensor of the file as a view of its bytes."""
     end = record.offset + record.num_bytes
     if end > len(memory):
         raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")

@@ -1,4 +1,4 @@
-"""Convert a model to a form which torch.export can trace: whole tables, and read-only hashed tables."""
+"""Convert a model so that torch.export can trace it: unsharded tables, and read-only hashed tables."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +22,7 @@ _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 
 def with_whole_tables(model: nn.Module) -> nn.Module:
-    """Return the model, or if tables are sharded, a copy with whole tables on the CPU.
+    """Return the model itself or, if tables are sharded, a copy with unsharded tables on the CPU.
 
     Raises:
         ValueError: tables are split over several processes.
@@ -38,17 +38,17 @@ def with_whole_tables(model: nn.Module) -> nn.Module:
                 f"the tables are split over {world.size} processes, but one process writes a package. Save "
                 "a checkpoint, and export from it: `meshrec export`, or load it into the unsharded model."
             )
-    whole: dict[int, nn.Module] = {id(module): _whole(module) for module in sharded}
+    whole: dict[int, nn.Module] = {id(module): _merge_shards(module) for module in sharded}
     result = whole.get(id(inner)) or copied_but_for(inner, whole)
     return result.to("cpu").train(model.training)
 
 
-def _whole(module: Any) -> TableCollection:
+def _merge_shards(module: Any) -> TableCollection:
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     types = {config.name: config.data_type for config in configs()}
     options = module.built.options
     collection = empty_like(module, types, options.bounds_check, options.output_dtype)
-    give_rows(collection, configs())
+    allocate_rows(collection, configs())
     state = module.state_dict()
     collection.load_state_dict(
         {
@@ -60,10 +60,11 @@ def _whole(module: Any) -> TableCollection:
 
 
 def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRows | Tensor]]:
-    """Return the model with hashed tables in package form, and their actual tensors by name.
+    """Replace hashed tables by the read-only form that packages have.
 
-    Without hashed tables, this is the model itself; otherwise a copy in which hashed tables have example
-    tensors.
+    Returns:
+        A copy of the model, in which hashed tables have small example tensors for tracing, and the actual
+        tensors by name. Without hashed tables, the model itself and no tensors.
     """
     memo: dict[int, nn.Module] = {}
     real: dict[str, ServedRows | Tensor] = {}
@@ -85,10 +86,11 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
     return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model), real
 
 
-def give_rows(collection: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:
-    """Allocate uninitialized CPU rows for the tables of a collection on ``meta``.
+def allocate_rows(collection: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:
+    """Allocate uninitialized rows on the CPU for the tables of a collection on ``meta``.
 
-    A table stored in a file gets a mapped, unnamed file in the same folder: it may exceed memory.
+    A table with rows in a file gets a mapped, unnamed file in the same folder, because it may be larger than
+    memory.
     """
     holders = collection.table_holders()[1]._modules
     for config in configs:
@@ -101,11 +103,11 @@ def give_rows(collection: TableCollection, configs: Iterable[BaseEmbeddingConfig
         if config.storage is None:
             rows = storage.allocate(*shape, torch.device("cpu"))
         else:
-            rows = _mapped(Path(config.storage.path), shape, storage.dtype)
+            rows = _map_new_file(Path(config.storage.path), shape, storage.dtype)
         holders[config.name].weight = nn.Parameter(rows, requires_grad=False)
 
 
-def _mapped(folder: Path, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _map_new_file(folder: Path, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     folder.mkdir(parents=True, exist_ok=True)
     with scratch_folder("rows", folder) as scratch:
         rows = torch.from_file(f"{scratch}/rows", shared=True, size=shape[0] * shape[1], dtype=dtype)

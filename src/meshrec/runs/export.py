@@ -19,7 +19,7 @@ from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.export.onnx import export_onnx
 from meshrec.export.package import export
 from meshrec.export.towers import Side, Tower, TowerQuery
-from meshrec.export.whole_tables import give_rows
+from meshrec.export.whole_tables import allocate_rows
 from meshrec.models import HistoryModel, TowerRanking
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
@@ -304,7 +304,7 @@ def _allocate_rows(model: nn.Module) -> nn.Module:
             continue
         types = {config.name: config.data_type for config in configs}
         memo[id(child)] = collection = empty_like(child, types, child.bounds_check, child.output_dtype)
-        give_rows(collection, configs)
+        allocate_rows(collection, configs)
     return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model)
 
 
@@ -327,7 +327,7 @@ def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Mo
     for child in model.modules():
         if isinstance(child, TableCollection):
             collection = empty_like(child, types, child.bounds_check, child.output_dtype)
-            give_rows(collection, [config for config, _ in child.tables().values()])
+            allocate_rows(collection, [config for config, _ in child.tables().values()])
             memo[id(child)] = collection
     result = memo.get(id(model)) or copied_but_for(model, memo)
     load(checkpoint, {"model": result})
