@@ -5,6 +5,7 @@ import pytest
 from meshrec.cli.arguments import UsageError
 from meshrec.cli.runs import CompareOptions, RemoveOptions, RunsOptions, main, run
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
+from tests.browser import drawn, needs_browser
 
 
 @pytest.fixture
@@ -126,3 +127,33 @@ def test_the_help_of_a_command_shows_its_arguments(command, word, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"usage: meshrec runs {command} ")
     assert word in out
+
+
+@needs_browser
+def test_a_page_compares_the_curves_of_runs(runs, tmp_path, capsys):
+    curves = {
+        "positive": 3.0,
+        "negative": 7.0,
+        "roc": [[0, 0], [0.2, 0.6], [1, 1]],
+        "precision_recall": [[0.6, 0.56], [1, 0.3]],
+        "gains": [[0, 0], [0.32, 0.6], [1, 1]],
+        "calibration": [[0.1, 0.12, 5]],
+    }
+    for name in "ab":
+        folder = RunFolder(runs / name)
+        for step in (10, 20):
+            folder.append_metrics({"kind": "train", "step": step, "epoch": step / 10, "loss": 1 / step})
+            folder.append_metrics({"kind": "validation", "step": step, "epoch": step / 10, "auc": 0.7})
+        folder.write_json(SUMMARY, (folder.read_json(SUMMARY) or {}) | {"curves": {"validation": curves}})
+    out = tmp_path / "comparison.html"
+    command = ["compare", "a", "b", "--runs", str(runs), "--out", str(out)]
+    assert main(command) == 0
+    assert f"the page: {out}" in capsys.readouterr().out.replace("\n", "")
+    page = drawn(f"file://{out}").split("<noscript>")[0]
+    for text in ("0.7500 (+0.05) better", "recipe.lr", "loss, train", "AUC, validation", ">Gains<"):
+        assert text in page, text
+    # Two lines in each of the three charts, and in the four of ranking and calibration.
+    assert page.count("<path") == 2 * (2 + 4)
+    with pytest.raises(ValueError, match="--force"):
+        main(command)
+    assert main([*command, "--force"]) == 0

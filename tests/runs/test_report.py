@@ -82,6 +82,9 @@ def test_a_browser_draws_it(tmp_path, small, small_plan):
                 "calibration": [[0.1, 0.12, 500], [0.5, 0.48, 500]],
             }
         },
+        "baseline_curves": {
+            "item popularity": {"roc": [[0, 0], [0.4, 0.6], [1, 1]], "calibration": [[0.3, 0.3, 9]]}
+        },
         "skipped": {"a.csv": {"row 3: no label": 1}},
         "phases": [{"phase": phase, "predicted": 0.001, "measured": 0.0025} for phase in ("lookup", "step")],
         "checkpoints": {"weights": "runs/x/best/step-4", "last": None},

@@ -18,7 +18,14 @@ def one_hot(reader):
 def test_baselines_are_what_they_say(small):
     dataset = replace(small().data, num_samples=2000, num_validation=20_000).load()
     told = []
-    found = {each.name: each.quality for each in baselines(dataset, told.append)}
+    results = list(baselines(dataset, told.append))
+    found = {each.name: each.quality for each in results}
+    for each in results:
+        for data, curves in each.curves.items():
+            rates = torch.tensor(curves["roc"])
+            area = torch.trapezoid(rates[:, 1], rates[:, 0]).item()
+            assert area == pytest.approx(each.quality[data]["auc"], abs=0.005), (each.name, data)
+    assert [sorted(each.curves) for each in results] == [["test", "validation"]] * len(results)
     names = ["global mean", "item popularity", "logistic regression"]
     assert list(found) == names + ["LightGBM"] * has_trees()
     assert all(set(each) == {"validation", "test"} for each in found.values())

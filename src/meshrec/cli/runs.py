@@ -7,15 +7,18 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 from rich.table import Table
+from rich.text import Text
 
-from meshrec.cli.arguments import UsageError, parse, wide_console
+from meshrec.cli.arguments import UsageError, check_output, parse, wide_console
 from meshrec.data.nearest import did_you_mean
 from meshrec.metrics.named import leading_text, metric_of, quality
+from meshrec.reports.page import to_page
 from meshrec.runs.removing import remove_run
-from meshrec.runs.report import phase_times
+from meshrec.runs.report import comparison_data, phase_times
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flatten
 
 _PIPE_WIDTH = 140
+_RESULTS = "results"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,10 @@ class CompareOptions:
     """Names or folders of two or more runs."""
     runs: Path = RUNS
     """Folder with all runs."""
+    out: Path | None = None
+    """HTML page to write, with the curves of all runs in the same charts."""
+    force: bool = False
+    """Replace a page that exists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +123,18 @@ def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
         case CompareOptions():
             if len(options.names) < 2:
                 raise UsageError("runs compare: name two runs or more. `meshrec runs` lists them.")
+            check_output(options.out, force=options.force)
             folders = [find_run(name, options.runs) for name in options.names]
-            for text in _warnings(folders):
+            warnings, comparisons = _warnings(folders), compare(folders)
+            for text in warnings:
                 console.print(text, style="yellow", soft_wrap=True)
-            for table in compare(folders):
-                console.print(table)
+            for comparison in comparisons:
+                console.print(comparison.table())
+            if options.out is not None:
+                tables = [(each.title, each.head, each.plain_rows()) for each in comparisons]
+                data = comparison_data(folders, tables) | {"warnings": warnings}
+                options.out.write_text(to_page("compare.js", data), encoding="utf-8")
+                console.print(f"the page: {options.out}")
         case RemoveOptions():
             for folder in [find_run(name, options.runs) for name in options.names]:
                 user_files = remove_run(folder)
@@ -146,41 +160,63 @@ def _warnings(runs: Sequence[RunFolder]) -> list[str]:
     return warnings
 
 
-def compare(runs: Sequence[RunFolder]) -> list[Table]:
+class Comparison(NamedTuple):
+    """A table that compares runs: a row label, then a cell per run.
+
+    ``cells`` are texts, and the verdict on each: "better", "worse", or "".
+    """
+
+    title: str
+    head: list[str]
+    rows: list[tuple[str, list[tuple[str, str]]]]
+
+    def table(self) -> Table:
+        """Return the table for a terminal, with verdicts in color."""
+        table = Table(title=self.title, title_justify="left", title_style="bold")
+        for name in self.head:
+            table.add_column(name, justify="right" if name and self.title == _RESULTS else "left")
+        colors = {"better": "green", "worse": "red", "": ""}
+        for label, cells in self.rows:
+            texts = [Text(f"{text} {verdict}".rstrip(), style=colors[verdict]) for text, verdict in cells]
+            table.add_row(label, *texts)
+        return table
+
+    def plain_rows(self) -> list[list[str]]:
+        """Return the rows as texts."""
+        return [
+            [label, *(f"{text} {verdict}".rstrip() for text, verdict in cells)] for label, cells in self.rows
+        ]
+
+
+def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
     """Return the results of runs, each compared with the first run's, and the options that differ."""
-    results = Table(title="results", title_justify="left", title_style="bold")
-    names = [run.path.name for run in runs]
-    results.add_column("")
-    for name in names:
-        results.add_column(name, justify="right")
+    names = ["", *(run.path.name for run in runs)]
     figures = [{figure.name: figure for figure in _run_figures(run)} for run in runs]
+    results = Comparison(_RESULTS, names, [])
     for name in {name: None for of_run in figures for name in of_run}:
         row = [of_run.get(name) for of_run in figures]
-        results.add_row(name, *(_format_change(row[0], figure) for figure in row))
-    options = Table(title="options that differ", title_justify="left", title_style="bold")
-    for name in ("", *names):
-        options.add_column(name)
+        results.rows.append((name, [_format_change(row[0], figure) for figure in row]))
+    options = Comparison("options that differ", names, [])
     configs = [dict(flatten(_options(run))) for run in runs]
     for name in {name: None for of_run in configs for name in of_run}:
         values = [of_run.get(name) for of_run in configs]
         if any(value != values[0] for value in values):
-            options.add_row(name, *map(_format_option, values))
-    return [results, options] if options.row_count else [results]
+            options.rows.append((name, [(_format_option(value), "") for value in values]))
+    return [results, options] if options.rows else [results]
 
 
-def _format_change(first: Figure | None, figure: Figure | None) -> str:
-    """Return a figure as text; for runs after the first, with the change and whether it is better."""
+def _format_change(first: Figure | None, figure: Figure | None) -> tuple[str, str]:
+    """Return a figure as text, and for runs after the first the change and a verdict; see `Comparison`."""
     if figure is None:
-        return "-"
+        return "-", ""
     text = _format_number(figure.value)
     if first is None or first is figure:
-        return text
+        return text, ""
     change = figure.value - first.value
     text = f"{text} ({change:+,.4g})"
     if not change or not figure.better:
-        return text
-    is_better = (change > 0) == (figure.better > 0)
-    return f"[green]{text} better[/green]" if is_better else f"[red]{text} worse[/red]"
+        return text, ""
+    return text, "better" if (change > 0) == (figure.better > 0) else "worse"
 
 
 def _options(run: RunFolder) -> dict[str, Any]:

@@ -45,44 +45,10 @@ if (models.validation.length || models.test.length) {
   section(`${leading} against the baselines`, element("div", { class: "charts" }, ...parts), paragraph(lead === "auc" ? `Bars start at ${low}; a guess has 0.5.` : "Bars start at 0."));
 }
 
-function ticks(low, high, most = 5) {
-  const rough = (high - low) / most || 1, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(k => k * power).find(s => s >= rough), found = [];
-  for (let value = Math.ceil(low / step - 1e-9) * step + 0; value <= high + step * 1e-9; value += step) found.push(value);
-  return [found, Math.max(0, -Math.floor(Math.log10(step) + 1e-9))];
-}
-const epochs = data.metrics.filter(m => m.epoch > 0), perEpoch = epochs.length ? Math.max(...epochs.map(m => m.step / m.epoch)) : 0;
 function chart(title, field) {
   const kinds = [["training", "train", "var(--ours)"], ["validation", "validation", "var(--second)"], ["test", "test", "var(--third)"]];
-  const lines = kinds.map(([label, kind, color]) => ({ label, color, dots: kind !== "train", points: data.metrics.filter(m => m.kind === kind && m[field] !== undefined && m[field] !== null).map(m => [m.step, m[field]]) })).filter(line => line.points.length);
-  if (!lines.length) return null;
-  const width = 520, height = 270, left = 56, right = 16, top = 14, bottom = 46, all = lines.flatMap(line => line.points);
-  let x0 = 0, x1 = Math.max(...all.map(p => p[0])), y0 = Math.min(...all.map(p => p[1])), y1 = Math.max(...all.map(p => p[1]));
-  const pad = (y1 - y0) * 0.06 || Math.abs(y1) * 0.05 || 1; y0 -= pad; y1 += pad;
-  const x = v => left + (width - left - right) * (v - x0) / (x1 - x0 || 1), y = v => height - bottom - (height - top - bottom) * (v - y0) / (y1 - y0);
-  const picture = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
-  const [yt, decimals] = ticks(y0, y1);
-  for (const v of yt) picture.append(element("line", { x1: left, x2: width - right, y1: y(v), y2: y(v), stroke: "var(--line)" }), element("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, decimals ? v.toFixed(decimals) : v.toLocaleString("en")));
-  const below = (v, text, row) => picture.append(element("text", { x: x(v), y: height - bottom + row, "text-anchor": "middle" }, text));
-  for (const v of ticks(x0, x1)[0]) if (x(x1) - x(v) > 44) below(v, v.toLocaleString("en"), 17);
-  below(x1, x1.toLocaleString("en"), 17);
-  const last = perEpoch ? Math.floor(x1 / perEpoch + 1e-6) : 0;
-  if (last) for (const epoch of ticks(0, last)[0].filter(e => e >= 1 && Number.isInteger(e))) {
-    picture.append(element("line", { x1: x(epoch * perEpoch), x2: x(epoch * perEpoch), y1: height - bottom, y2: height - bottom + 5, stroke: "var(--dim)" }));
-    below(epoch * perEpoch, `epoch ${epoch}`, 31);
-  }
-  picture.append(element("text", { x: left - 8, y: height - bottom + 17, "text-anchor": "end" }, "step"));
-  if (summary.best_step && summary.best_step <= x1) {
-    const at = x(summary.best_step);
-    picture.append(element("line", { x1: at, x2: at, y1: top, y2: height - bottom, stroke: "var(--good)", "stroke-dasharray": "4 4" }), element("text", { x: at + (at > width / 2 ? -5 : 5), y: top + 8, "text-anchor": at > width / 2 ? "end" : "start", style: "fill:var(--good)" }, "best step"));
-  }
-  for (const [step, text] of worlds) if (step <= x1) picture.append(element("line", { x1: x(step), x2: x(step), y1: top, y2: height - bottom, stroke: "var(--dim)", "stroke-dasharray": "2 3" }, element("title", {}, `step ${step}: ${text}`)), element("text", { x: x(step) + 4, y: height - bottom - 6, style: "fill:var(--dim)" }, text));
-  for (const line of lines) {
-    const path = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
-    if (line.label !== "test") picture.append(element("path", { d: path, fill: "none", stroke: line.color, "stroke-width": 2, "stroke-linejoin": "round" }));
-    if (line.dots || line.points.length === 1) for (const p of line.points) picture.append(element("circle", { cx: x(p[0]), cy: y(p[1]), r: line.label === "test" ? 5 : 3.5, fill: line.color, stroke: "var(--back)", "stroke-width": 1.2 }, element("title", {}, `${line.label}, step ${p[0]}: ${p[1].toPrecision(5)}`)));
-  }
-  return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
+  const lines = kinds.map(([label, kind, color]) => ({ label, color, dots: kind !== "train", dotsOnly: kind === "test", points: points(data.metrics, kind, field) })).filter(line => line.points.length);
+  return lineChart(title, lines, { perEpoch: stepsPerEpoch(data.metrics), bestStep: summary.best_step, marks: worlds });
 }
 const starts = config.starts || [];
 const worlds = starts.flatMap((s, i) => i && s.ranks !== starts[i - 1].ranks ? [[s.from_step || 0, `${s.ranks} ranks, ${starts[i - 1].ranks} before`]] : []); // where the curves mark a change
@@ -103,26 +69,10 @@ for (const table of hashed) {
   section(`IDs of table ${table}`, element("div", { class: "charts" }, ...found), paragraph("New, refused and evicted IDs are those since the point before."));
 }
 
-// Points in the unit square, one line for each part of the data, over the diagonal.
-function square(title, below, left, lines, dots, hasDiagonal = true) {
-  const size = 300, at = 50, x = v => at + (size - at - 10) * v, y = v => size - at - (size - at - 10) * v;
-  const picture = element("svg", { viewBox: `0 0 ${size} ${size}`, role: "img", "aria-label": title, style: "max-width:420px" });
-  for (const v of [0, 0.25, 0.5, 0.75, 1]) picture.append(element("line", { x1: x(0), x2: x(1), y1: y(v), y2: y(v), stroke: "var(--line)" }), element("text", { x: at - 6, y: y(v) + 4, "text-anchor": "end" }, String(v)), element("text", { x: x(v), y: size - at + 15, "text-anchor": "middle" }, String(v)));
-  if (hasDiagonal) picture.append(element("line", { x1: x(0), x2: x(1), y1: y(0), y2: y(1), stroke: "var(--dim)", "stroke-dasharray": "4 4" }));
-  picture.append(element("text", { x: x(0.5), y: size - 8, "text-anchor": "middle" }, below), element("text", { x: -y(0.5), y: 9, transform: "rotate(-90)", "text-anchor": "middle" }, left));
-  for (const line of lines) {
-    picture.append(element("path", { d: line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""), fill: "none", stroke: line.color, "stroke-width": 2 }));
-    if (dots) for (const p of line.points) picture.append(element("circle", { cx: x(p[0]), cy: y(p[1]), r: 3.5, fill: line.color }, element("title", {}, `${line.label}: predicted ${p[0].toFixed(4)}, measured ${p[1].toFixed(4)}, ${count(p[2])} samples`)));
-  }
-  return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
-}
-const curves = Object.entries(summary.curves || {}).filter(([, c]) => c.roc.length), lineOf = name => curves.map(([label, c]) => ({ label, color: label === "test" ? "var(--third)" : "var(--second)", points: c[name] || [] })).filter(line => line.points.length);
-if (curves.length) section("Ranking and calibration", element("div", { class: "charts" }, ...[
-  ["Receiver operating curve", "false positive rate", "true positive rate", lineOf("roc")],
-  ["Precision and recall", "recall", "precision", lineOf("precision_recall"), false, false],
-  ["Gains", "share of all samples, best scores first", "share of positive samples", lineOf("gains")],
-  ["Calibration", "mean prediction", "share of positive samples", lineOf("calibration"), true],
-].filter(([, , , lines]) => lines.length).map(each => square(...each))), paragraph("The reported weights. A perfect ranking goes through the upper left corner of the operating curve and the upper right corner of precision and recall. The lift is the height of the gains over the share of samples: 1 on the diagonal. Perfect probabilities lie on the diagonal."));
+const curves = Object.entries(summary.curves || {}).filter(([, c]) => c.roc.length).map(([label, c]) => [label, label === "test" ? "var(--third)" : "var(--second)", c]);
+// Baselines have the curves of the data that the run was judged on last; their calibration would hide the run's.
+const others = Object.entries(summary.baseline_curves || {}).map(([name, c], i) => [name, `hsl(215 10% ${50 + 12 * i}%)`, { ...c, calibration: [] }]);
+if (curves.length) section("Ranking and calibration", ...curveCharts([...others, ...curves]));
 
 const explained = summary.explained;
 if (explained) {

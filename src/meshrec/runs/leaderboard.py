@@ -104,7 +104,7 @@ def _train_and_evaluate(
         trainer.run()
         yield name, {"validation": trainer.validation, "test": {**trainer.test, **classes}}
     tell("the baselines")
-    for name, quality in baselines(dataset):
+    for name, quality, _ in baselines(dataset):
         if name != "global mean":
             yield name, {**quality, "test": {**quality["test"], **classes}}
 

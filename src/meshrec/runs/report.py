@@ -57,6 +57,38 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
     }
 
 
+def comparison_data(
+    runs: Sequence[RunFolder], tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
+) -> dict[str, Any]:
+    """Return the data of a page that compares runs.
+
+    Args:
+        runs: runs.
+        tables: title, column names, and rows of text per table.
+    """
+    reports = [report_data(run) for run in runs]
+    # Runs of different tasks have different leading metrics, each with its own chart.
+    leading = {report["leading"]: report["titles"][report["leading"]] for report in reports}
+    metrics = {"loss": reports[0]["titles"]["loss"]} | leading
+    return {
+        "runs": [
+            {name: report[name] for name in ("name", "metrics")} | {"curves": _summary_curves(report)}
+            for report in reports
+        ],
+        "tables": tables,
+        "curves": [
+            [f"{title}, {kind}", kind, name]
+            for name, title in metrics.items()
+            for kind in ("train", "validation")
+        ],
+    }
+
+
+def _summary_curves(report: dict[str, Any]) -> dict[str, Any]:
+    curves: dict[str, Any] = report["summary"].get("curves") or {}
+    return curves
+
+
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the ranks for which other ranks waited, the longest waits first.
 

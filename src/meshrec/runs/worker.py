@@ -401,6 +401,7 @@ class _RankRun:
             "dense_precision": self._precision(trainer),
             "baselines": {},
             "baselines_test": {},
+            "baseline_curves": {},
             "best_possible_auc": trainer.dataset.best_auc,
             "held_back": self._held_back(trainer.dataset),
             "checkpoints": self._checkpoints(trainer.evaluator.weights_step),
@@ -490,10 +491,12 @@ class _RankRun:
                 if isinstance(loss, NextItem)
                 else baselines(trainer.dataset, tell)
             )
-            for name, quality in results:
+            for name, quality, curves in results:
                 for data, key in (("validation", "baselines"), ("test", "baselines_test")):
                     if data in quality:
                         summary[key][name] = quality[data]
+                if curves:
+                    summary["baseline_curves"][name] = curves.get("test") or curves["validation"]
                 # Some baselines take minutes, and a screen without a terminal has no progress bar.
                 judged = quality.get("test") or quality.get("validation") or {}
                 self._notify(Reported(f"baseline {name}: {leading_text(judged)}"))

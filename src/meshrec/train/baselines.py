@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshrec.data import Batch
-from meshrec.metrics import binary_metrics
+from meshrec.metrics import binary_metrics, curves_of, score_histograms
 from meshrec.train.evaluation import Scored
 from meshrec.train.linear import (
     BATCH,
@@ -30,15 +30,17 @@ _SMOOTHING = 5.0
 
 
 class Baseline(NamedTuple):
-    """Name and metrics of a baseline.
+    """Name, metrics and curves of a baseline.
 
     Attributes:
         name: name shown to users.
         quality: ``{"validation": {metric: value}, "test": {metric: value}}``, without data that is missing.
+        curves: result of `meshrec.metrics.curves_of` by data; empty for several labels and for rankings.
     """
 
     name: str
     quality: dict[str, dict[str, float]]
+    curves: dict[str, dict[str, Any]]
 
 
 def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[Baseline]:
@@ -64,7 +66,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
             for data, metrics in result.quality.items():
                 of_label = {f"{label}/{name}": value for name, value in metrics.items()}
                 quality[data] = {**(quality.get(data) or metrics), **of_label}
-        yield Baseline(results[0].name, quality)
+        yield Baseline(results[0].name, quality, {})
 
 
 def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
@@ -88,15 +90,18 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
     train = read(dataset.train)
     mean = weighted_mean(train.labels, weights_of(train)).clamp(1e-6, 1 - 1e-6)  # keeps the logit finite
 
-    def quality(logits: Callable[[Batch], Tensor]) -> dict[str, dict[str, float]]:
-        return {
-            name: _evaluate_logits(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
-            for name, reader in judged.items()
-        }
+    def evaluated(name: str, logits: Callable[[Batch], Tensor]) -> Baseline:
+        baseline = Baseline(name, {}, {})
+        for data, reader in judged.items():
+            scored = _scored(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
+            # No collective: only rank 0 computes baselines.
+            baseline.quality[data] = binary_metrics(*scored, gather=False)
+            baseline.curves[data] = curves_of(score_histograms(*scored))
+        return baseline
 
-    yield Baseline("global mean", quality(lambda batch: torch.logit(mean).expand(len(batch))))
+    yield evaluated("global mean", lambda batch: torch.logit(mean).expand(len(batch)))
     if dataset.item is not None:
-        yield Baseline("item popularity", quality(_popularity(dataset, train)))
+        yield evaluated("item popularity", _popularity(dataset, train))
     chooses = None if dataset.validation is None else read(dataset.validation)
     parts = [
         LabelledSamples.of(samples, design_matrix(dataset, samples, samples.dense))
@@ -104,19 +109,20 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
         if samples is not None
     ]
     fitted = fit_regression(*parts, tell=tell).weights
-    yield Baseline(
+    yield evaluated(
         "logistic regression",
-        quality(lambda batch: torch.from_numpy(design_matrix(dataset, batch, batch.dense) @ fitted)),
+        lambda batch: torch.from_numpy(design_matrix(dataset, batch, batch.dense) @ fitted),
     )
     if has_trees():
-        trees = TreeBaseline(dataset, train, lambda reader: label(reader.batches(BATCH)), tell)
-        yield Baseline("LightGBM", quality(trees))
+        yield evaluated(
+            "LightGBM", TreeBaseline(dataset, train, lambda reader: label(reader.batches(BATCH)), tell)
+        )
 
 
-def _evaluate_logits(
+def _scored(
     batches: Iterator[Batch], num_samples: int, logits: Callable[[Batch], Tensor], tell: Tell
-) -> dict[str, float]:
-    """Return the metrics of a baseline.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a baseline's logits, the labels and the sample weights of all samples.
 
     Args:
         batches: samples to evaluate.
@@ -129,9 +135,8 @@ def _evaluate_logits(
         tell(min(1.0, number * BATCH / num_samples))
         scored.append(Scored(None, logits(batch), batch.labels, batch.weights))
     tell(1.0)
-    # No collective: only rank 0 computes baselines.
     _, scores, labels, weights = Scored.concat(scored)
-    return binary_metrics(scores, labels, weights, gather=False)
+    return scores, labels, weights
 
 
 def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:

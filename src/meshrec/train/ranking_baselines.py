@@ -59,9 +59,9 @@ def ranking_baselines(
             "Dataset.item, catalogue and validation."
         )
     judge = _Judge(dataset, loss or NextItem(), tell)
-    yield Baseline("item popularity", judge.quality(lambda batch: np.zeros((len(batch), 1))))
+    yield Baseline("item popularity", judge.quality(lambda batch: np.zeros((len(batch), 1))), {})
     yield max((judge.by_neighbours(num) for num in _NEIGHBOURS), key=judge.of_validation)
-    yield Baseline("last-item Markov chain", judge.quality(judge.transitions()))
+    yield Baseline("last-item Markov chain", judge.quality(judge.transitions()), {})
     if dataset.seen is None:
         yield judge.by_history("own most frequent items", float("inf"))
         recent = [judge.by_history("own recent items", half_life) for half_life in _HALF_LIVES]
@@ -142,7 +142,7 @@ class _Judge:
             ]
             blocks.append(sparse.csr_matrix(np.where(cosines >= threshold[:, None], cosines, 0.0)))
         nearest = sparse.vstack(blocks).tocsr()
-        return Baseline("item-kNN", self.quality(lambda batch: (self._had(batch) @ nearest).toarray()))
+        return Baseline("item-kNN", self.quality(lambda batch: (self._had(batch) @ nearest).toarray()), {})
 
     def by_history(self, name: str, half_life: float) -> Baseline:
         """Return the metrics for ranking items in the user's history by weighted count.
@@ -162,7 +162,7 @@ class _Judge:
             shape = (len(batch), len(self._ids_I))
             return sparse.csr_matrix((weights_N, columns_N, offsets), shape=shape).toarray()
 
-        return Baseline(name, self.quality(scores))
+        return Baseline(name, self.quality(scores), {})
 
     def transitions(self) -> Scores:
         """Return transition counts from the last item, as scores."""
