@@ -77,7 +77,7 @@ if (curves.length) section("Ranking and calibration", ...curveCharts([...others,
 const explained = summary.explained;
 if (explained) {
   const found = Object.entries(explained.importance), most = Math.max(...found.map(([, lost]) => lost), 1e-9);
-  section("What the model reads", paragraph(`The AUC that ${count(explained.samples)} validation samples lose when the values of one feature are shuffled among them. Features that say the same stand in for each other.`),
+  section("What the model reads", paragraph(`${explained.metric === "loss" ? "How much the loss grows" : `The ${data.titles[explained.metric]} that is lost`} when the values of one feature are shuffled among ${count(explained.samples)} validation samples. Features that say the same stand in for each other.`),
     bars(found.map(([name, lost]) => [name, bar([[Math.max(0, lost) / most, "var(--ours)"]]), lost.toFixed(4)]), "tall"));
   for (const [feature, values] of Object.entries(explained.slices)) {
     const figure = value => value === undefined ? "" : value.toFixed(4);

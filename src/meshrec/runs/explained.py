@@ -5,7 +5,6 @@ from typing import Any
 
 from meshrec.runs.fitting import FEATURES, features_of
 from meshrec.train.explaining import explain
-from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.trainer import Trainer
 
@@ -13,12 +12,12 @@ from meshrec.train.trainer import Trainer
 def explain_run(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
     """Return permutation importance and metrics by feature value, as plain JSON types. Collective.
 
-    None if the run was stopped, has no validation data, or has another loss than `BinaryCrossEntropy`.
+    None if the run was stopped or has no validation data.
     """
-    reader, recipe = trainer.dataset.validation, trainer.recipe
-    if trainer.stopped or reader is None or not isinstance(recipe.loss, BinaryCrossEntropy):
+    reader, loss = trainer.dataset.validation, trainer.recipe.loss
+    if trainer.stopped or reader is None:
         return None
-    explanation = explain(trainer.built.model, trainer.dataset, reader, trainer.ranks)
+    explanation = explain(trainer.built.model, trainer.dataset, reader, trainer.ranks, loss=loss)
     return None if explanation is None else explanation.to_json(names_of_rows(folder, explanation.slices))
 
 

@@ -1,6 +1,7 @@
 """Explanation of a trained model: permutation importance, and metrics by feature value."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from meshrec.data.batch import Batch
 from meshrec.data.samples import gather_ranges
-from meshrec.metrics import binary_metrics, sliced_metrics
+from meshrec.metrics import sliced_metrics
+from meshrec.metrics.named import leading_metric, metric_of
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
-from meshrec.train.evaluation import concat_weights, padded_logits
+from meshrec.train.evaluation import DEFAULT_LOSS, concat_weights, padded_logits
+from meshrec.train.losses import BinaryCrossEntropy, Loss, NextItem
 from meshrec.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -31,10 +34,12 @@ class Explanation(NamedTuple):
     """Permutation importance, and metrics by feature value, on a sample of validation data."""
 
     samples: int
+    metric: str
+    """The metric in which importance is measured: AUC, NDCG@k, or the loss."""
     importance: dict[str, float]
-    """Drop of the AUC by feature if its values are permuted among samples, in decreasing order."""
+    """How much worse the metric is if the values of a feature are permuted, by feature, in decreasing order."""
     slices: dict[str, dict[int, dict[str, float]]]
-    """Metrics by feature for the most frequent table rows; row -1: all other rows."""
+    """Metrics by feature for the most frequent table rows; row -1: all other rows. Only for clicks."""
 
     def to_json(self, names: "dict[str, dict[int, str]] | None" = None) -> dict[str, Any]:
         """Return plain JSON types. ``names``: values by feature and row, where they are available."""
@@ -45,23 +50,28 @@ class Explanation(NamedTuple):
             }
             for feature, rows in self.slices.items()
         }
-        return {"samples": self.samples, "importance": self.importance, "slices": slices}
+        return self._asdict() | {"slices": slices}
 
 
-def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks) -> Explanation | None:
+def explain(
+    model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks, *, loss: Loss = DEFAULT_LOSS
+) -> Explanation | None:
     """Compute permutation importance and metrics by feature value. Collective.
 
-    Breiman, "Random forests" (2001), on data the model was not fitted to. A rank shuffles within local
-    batches. Redundant features count little, because they stand in for one another.
+    Breiman, "Random forests" (2001), on data the model was not fitted to. A rank permutes within
+    local batches. Redundant features count little, because they stand in for one another. Histories are
+    permuted twice: among samples, and within each sample, so that only the order is random.
 
     Args:
         model: a model called as ``model(dense, sparse)``; in training mode afterwards.
         dataset: the dataset, which names the features.
         reader: the samples, which are divided among the ranks.
         ranks: the ranks, from `join`.
+        loss: computes metrics from outputs and labels. The metric that selects the best weights is used, or
+            the loss itself if there is none.
 
     Returns:
-        None if the samples have labels of only one class.
+        None if the metric is undefined on the samples, for example if all labels are of one class.
     """
     batches = list(_first_batches(reader, ranks))
     model.eval()
@@ -69,31 +79,61 @@ def explain(model: nn.Module, dataset: "Dataset", reader: "Reader", ranks: Ranks
         plain = _logits(model, batches, ranks)
         labels = torch.cat([batch.labels for batch in batches])
         weights = concat_weights([(batch.weights, len(batch)) for batch in batches])
+
+        def metrics(logits: Tensor) -> dict[str, float]:
+            return loss.metrics(logits, labels, weights, group=ranks.control)
+
         # The metrics are collective, so all ranks leave here together.
-        before = binary_metrics(plain, labels, weights, group=ranks.control).get("auc")
-        if before is None:
+        before = metrics(plain)
+        metric = leading_metric(before) or ("loss" if "loss" in before else None)
+        if metric is None:
             return None
         importance = {}
-        names = [feature.name for feature in dataset.features]
-        dense_names = list(dataset.dense_names) or [f"dense {index}" for index in range(dataset.num_dense)]
-        for index, name in enumerate([*names, *dense_names][:_MAX_FEATURES]):
-            feature = name if index < len(names) else index - len(names)
-            without = _logits(model, [_permute_feature(batch, feature) for batch in batches], ranks)
-            importance[name] = before - binary_metrics(without, labels, weights, group=ranks.control)["auc"]
+        for name, change in _permutations(dataset, loss)[:_MAX_FEATURES]:
+            without = metrics(_logits(model, [change(batch) for batch in batches], ranks))
+            importance[name] = metric_of(metric).better * (before[metric] - without[metric])
     finally:
         model.train()
+    ordered = dict(sorted(importance.items(), key=lambda item: -item[1]))
+    # Metrics by feature value exist for clicks only.
+    has_slices = isinstance(loss, BinaryCrossEntropy)
+    names = [feature.name for feature in dataset.features] if has_slices else []
+    names.sort(key=lambda name: -importance.get(name, 0.0))
     ids = {name: _table_rows(batches, name) for name in names}
     by_rank = [values for values in ranks.collect((plain, labels, ids, weights)) if len(values[1])]
     plain, labels = (torch.cat([values[part] for values in by_rank]) for part in (0, 1))
     weights = concat_weights([(values[3], len(values[1])) for values in by_rank])
     slices: dict[str, dict[int, dict[str, float]]] = {}
-    for name in sorted(names, key=lambda name: -importance.get(name, 0.0)):
+    for name in names:
         rows = [values[2][name] for values in by_rank]
         if all(part is not None for part in rows) and len(slices) < _MAX_SLICED:
-            metrics = _slice_metrics(plain, labels, weights, np.concatenate(rows))
-            slices |= {name: metrics} if metrics else {}
-    ordered = dict(sorted(importance.items(), key=lambda item: -item[1]))
-    return Explanation(len(labels), ordered, slices)
+            of_feature = _slice_metrics(plain, labels, weights, np.concatenate(rows))
+            slices |= {name: of_feature} if of_feature else {}
+    return Explanation(len(labels), metric, ordered, slices)
+
+
+def _permutations(dataset: "Dataset", loss: Loss) -> list[tuple[str, Callable[[Batch], Batch]]]:
+    """Return the permutations to compare with the data: a name, and a function that permutes a batch."""
+    sequences = [feature.name for feature in dataset.features if feature.sequence]
+    sets = [feature.name for feature in dataset.features if not feature.sequence]
+    if isinstance(loss, NextItem):
+        # The item is the target, and seen items only leave a ranking.
+        sets = [name for name in sets if name not in (dataset.item, dataset.seen)]
+    # With times, all sequences belong to one history: the time of an item has the item's position.
+    groups = [[name] for name in sequences]
+    if dataset.times is not None:
+        groups = [list(dict.fromkeys([*sequences, dataset.times]))]
+        sets = [name for name in sets if name != dataset.times]
+    changes: list[tuple[str, Callable[[Batch], Batch]]] = []
+    for keys in groups:
+        without_times = [key for key in keys if key != dataset.times]
+        name = ", ".join(without_times)
+        changes.append((name, partial(_permute_bags, keys=keys)))
+        changes.append((f"order of {name}", partial(_permute_within_bags, keys=without_times)))
+    changes += [(key, partial(_permute_bags, keys=[key])) for key in sets]
+    dense_names = list(dataset.dense_names) or [f"dense {index}" for index in range(dataset.num_dense)]
+    changes += [(name, partial(_permute_column, column=column)) for column, name in enumerate(dense_names)]
+    return changes
 
 
 def _first_batches(reader: "Reader", ranks: Ranks) -> Iterator[Batch]:
@@ -109,27 +149,51 @@ def _logits(model: nn.Module, batches: list[Batch], ranks: Ranks) -> Tensor:
     return torch.cat([padded_logits(model, batch, _BATCH, ranks) for batch in batches])
 
 
-def _permute_feature(batch: Batch, feature: str | int) -> Batch:
-    """Permute a feature's IDs, or a dense column, among the samples of a batch."""
-    # A fixed seed: the order is a function of the batch size, and equal for all features.
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
-    if isinstance(feature, int):
-        dense = batch.dense.clone()
-        dense[:, feature] = dense[order, feature]
-        return Batch(dense, batch.sparse, batch.labels)
+def _order(num: int) -> Tensor:
+    """Return a random order of samples. The seed is fixed: equal batch sizes have equal orders."""
+    return torch.randperm(num, generator=torch.Generator().manual_seed(0))
+
+
+def _permute_bags(batch: Batch, *, keys: Sequence[str]) -> Batch:
+    """Permute the bags of some keys among the samples of a batch, all keys alike."""
+    order = _order(len(batch))
     bags = dict(batch.sparse.to_dict())  # the tensor keeps its own
-    mine = bags[feature]
-    starts, lengths = mine.offsets()[:-1][order].numpy(), mine.lengths()[order].numpy()
-    weights = mine.weights_or_none()
-    taken = gather_ranges(
-        mine.values().numpy(), starts, lengths, None if weights is None else weights.numpy()
-    )
-    bags[feature] = JaggedTensor(
-        torch.from_numpy(taken.values),
-        weights=None if taken.weights is None else torch.from_numpy(taken.weights),
-        lengths=torch.from_numpy(lengths),
-    )
+    for key in keys:
+        bag = bags[key]
+        starts, lengths = bag.offsets()[:-1][order].numpy(), bag.lengths()[order].numpy()
+        weights = bag.weights_or_none()
+        taken = gather_ranges(
+            bag.values().numpy(), starts, lengths, None if weights is None else weights.numpy()
+        )
+        bags[key] = JaggedTensor(
+            torch.from_numpy(taken.values),
+            weights=None if taken.weights is None else torch.from_numpy(taken.weights),
+            lengths=torch.from_numpy(lengths),
+        )
     return Batch(batch.dense, KeyedJaggedTensor.from_jt_dict(bags), batch.labels)
+
+
+def _permute_within_bags(batch: Batch, *, keys: Sequence[str]) -> Batch:
+    """Permute the IDs of some keys within every bag. Bags of the same lengths are permuted alike."""
+    bags = dict(batch.sparse.to_dict())
+    for key in keys:
+        bag = bags[key]
+        samples = torch.repeat_interleave(torch.arange(len(batch)), bag.lengths())
+        order = _order(len(samples))
+        # A stable sort by sample keeps the random order within each bag.
+        order = order[samples[order].argsort(stable=True)]
+        weights = bag.weights_or_none()
+        bags[key] = JaggedTensor(
+            bag.values()[order], weights=None if weights is None else weights[order], lengths=bag.lengths()
+        )
+    return Batch(batch.dense, KeyedJaggedTensor.from_jt_dict(bags), batch.labels)
+
+
+def _permute_column(batch: Batch, *, column: int) -> Batch:
+    """Permute a dense column among the samples of a batch."""
+    dense = batch.dense.clone()
+    dense[:, column] = dense[_order(len(batch)), column]
+    return Batch(dense, batch.sparse, batch.labels)
 
 
 def _table_rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64] | None":
