@@ -130,7 +130,7 @@ def test_the_help_of_a_command_shows_its_arguments(command, word, capsys):
 
 
 @needs_browser
-def test_a_page_compares_the_curves_of_runs(runs, tmp_path, capsys):
+def test_a_page_compares_the_binary_curves_runs(runs, tmp_path, capsys):
     curves = {
         "positive": 3.0,
         "negative": 7.0,

@@ -163,7 +163,7 @@ function square(title, below, left, lines, dots, hasDiagonal = true) {
 // The points of a metric over the steps of a run, from its lines of one kind: train, validation or test.
 const points = (metrics, kind, field) => metrics.filter(m => m.kind === kind && m[field] !== undefined && m[field] !== null).map(m => [m.step, m[field]]);
 const stepsPerEpoch = metrics => Math.max(0, ...metrics.filter(m => m.epoch > 0).map(m => m.step / m.epoch));
-// Ranking and calibration of [label, color, curves], where `curves` is what `meshrec.metrics.curves_of` returns.
+// Ranking and calibration of [label, color, curves], where `curves` is what `meshrec.metrics.binary_curves` returns.
 function curveCharts(found) {
   const linesOf = name => found.map(([label, color, curves]) => ({ label, color, points: curves[name] || [] })).filter(line => line.points.length);
   const charts = [

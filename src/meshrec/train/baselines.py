@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshrec.data import Batch
-from meshrec.metrics import binary_metrics, curves_of, score_histograms
+from meshrec.metrics import binary_metrics, binary_curves, score_histograms
 from meshrec.train.evaluation import Scored
 from meshrec.train.linear import (
     BATCH,
@@ -35,7 +35,7 @@ class Baseline(NamedTuple):
     Attributes:
         name: name shown to users.
         quality: ``{"validation": {metric: value}, "test": {metric: value}}``, without data that is missing.
-        curves: result of `meshrec.metrics.curves_of` by data; empty for several labels and for rankings.
+        curves: result of `meshrec.metrics.binary_curves` by data; empty for several labels and for rankings.
     """
 
     name: str
@@ -96,7 +96,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
             scored = _scored(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
             # No collective: only rank 0 computes baselines.
             baseline.quality[data] = binary_metrics(*scored, gather=False)
-            baseline.curves[data] = curves_of(score_histograms(*scored))
+            baseline.curves[data] = binary_curves(score_histograms(*scored))
         return baseline
 
     yield evaluated("global mean", lambda batch: torch.logit(mean).expand(len(batch)))
