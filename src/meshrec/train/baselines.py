@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshrec.data import Batch
-from meshrec.metrics import binary_metrics, binary_curves, score_histograms
+from meshrec.metrics import binary_curves, binary_metrics, score_histograms
 from meshrec.train.evaluation import Scored
 from meshrec.train.linear import (
     BATCH,

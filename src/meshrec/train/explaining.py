@@ -37,7 +37,7 @@ class Explanation(NamedTuple):
     metric: str
     """The metric in which importance is measured: AUC, NDCG@k, or the loss."""
     importance: dict[str, float]
-    """How much worse the metric is if the values of a feature are permuted, by feature, in decreasing order."""
+    """How much worse the metric is with the values of a feature permuted, in decreasing order."""
     slices: dict[str, dict[int, dict[str, float]]]
     """Metrics by feature for the most frequent table rows; row -1: all other rows. Only for clicks."""
 
