@@ -165,7 +165,7 @@ def _rates(rows: FileTable, count: int) -> dict[str, float]:
     """
     file, num_rows, calls = rows.stored.file, rows.rectangle.r1, 30
     library = _plain_reader()
-    rows.stored.make(rows.stored.missing(torch.arange(num_rows)))
+    rows.stored.write_initial(rows.stored.unwritten(torch.arange(num_rows)))
     memory = [torch.zeros(count, *part.shape[1:], dtype=part.dtype) for part in (rows.rows, *rows.state)]
     slots, found = torch.arange(count), {"our reads": [], "plain reads": [], "our writes": []}
     for turn in range(7):

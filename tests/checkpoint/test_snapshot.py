@@ -16,7 +16,7 @@ from meshrec.checkpoint import snapshot as snapshots
 from meshrec.checkpoint.agreement import CheckpointError
 from meshrec.checkpoint.data_file import TensorPart, Written
 from meshrec.checkpoint.snapshot import Snapshot, failure_of
-from meshrec.tables.streamed import streamed
+from meshrec.tables.streamed import streamed_parts
 from meshrec.tables.table import Rectangle, RowBlock, RowPart
 
 
@@ -86,7 +86,7 @@ def test_a_table_gives_a_snapshot_and_takes_it_back(tmp_path, monkeypatch, ends)
     (tmp_path / "rows").write_bytes(bytes(20_000 * 64 * 4))
     table = MappedTable(mapped(tmp_path / "rows", (20_000, 64), shared=True))
     before = table.rows.clone()
-    weight = streamed(table)["weight"]
+    weight = streamed_parts(table)["weight"]
     if ends == "not begun":
         monkeypatch.setattr(os, "fork", refuse)
         with pytest.raises(OSError, match="processes"):

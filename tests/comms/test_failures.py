@@ -14,7 +14,7 @@ from meshrec.comms.collectives import all_gather, all_reduce
 from meshrec.comms.failures import POLL_SECONDS, CollectiveError, announced_on_failure
 from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.ops.operators import INVALID, InputError, OutOfMemoryError, translated
+from meshrec.ops.operators import INVALID, InputError, OutOfMemoryError, translate_error
 from meshrec.optim import SGD
 from meshrec.testing.rank_pool import RankPool
 
@@ -49,7 +49,7 @@ def fail_in_lookup(kind, text, links):
     step()
 
     def fail(*_):
-        raise translated(kind(text))
+        raise translate_error(kind(text))
 
     if dist.get_rank() == 1:
         ebc.tables.split.forward = fail

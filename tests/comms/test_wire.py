@@ -74,7 +74,7 @@ MIXTURES = [*[(each,) for each in ALL], (INT8, FP16, INT4), (BF16, SCALED, FP32)
 @pytest.mark.parametrize("formats", MIXTURES, ids=str)
 def test_blocks_of_any_shape_come_back(formats):
     torch.manual_seed(1)
-    encoding = RowEncoding.of(formats)
+    encoding = RowEncoding.from_formats(formats)
     blocks = [
         Block(rows, columns(widths, *formats))
         for rows, widths in [(3, [4, 4]), (2, [4]), (0, [5]), (5, []), (2, [3, 6]), (1, [3, 6])]
@@ -96,7 +96,7 @@ def test_blocks_of_any_shape_come_back(formats):
 
 @pytest.mark.parametrize("wire", ALL, ids=str)
 def test_nothing_is_encoded_to_nothing(wire):
-    encoding = RowEncoding.of([wire])
+    encoding = RowEncoding.from_formats([wire])
     message, _ = encoding.encode(torch.empty(0, dtype=wire.kernel_dtype), [Block(0, columns([4], wire))])
     assert (message.numel(), message.dtype) == (0, wire.unit)
     assert encoding.decode(message, []).dtype is wire.kernel_dtype
@@ -118,10 +118,10 @@ def test_tables_have_formats_of_their_own():
     text = "int8/bf16,a.b:fp32,c:int4/int8"
     wires = TableWires.parse(text)
     assert str(wires) == text
-    assert [str(wires.of(name)) for name in ("x", "a.b", "c")] == ["int8/bf16", "fp32", "int4/int8"]
-    assert CommsPrecision.of(wires).wires == wires
+    assert [str(wires.for_table(name)) for name in ("x", "a.b", "c")] == ["int8/bf16", "fp32", "int4/int8"]
+    assert CommsPrecision.from_wires(wires).wires == wires
     assert (
-        str(TableWires.from_tables({name: wires.of(name) for name in ("x", "y", "c")}))
+        str(TableWires.from_tables({name: wires.for_table(name) for name in ("x", "y", "c")}))
         == "int8/bf16,c:int4/int8"
     )
     for wrong in ("int8,", "int8,a", "int8,a:fp32,a:fp16", "int8,:fp32"):

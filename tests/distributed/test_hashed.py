@@ -64,7 +64,7 @@ def unsharded(keys, sequence=False):
     with torch.no_grad():
         weights[f"{prefix}.u.weight"].copy_(torch.arange(120.0).view(30, 4) / 100)
         if keys is None:
-            weights[f"{prefix}.t.weight"].copy_(storage_of(twin).first_rows(IDS))
+            weights[f"{prefix}.t.weight"].copy_(storage_of(twin).initial_values(IDS))
     return made
 
 

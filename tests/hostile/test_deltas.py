@@ -15,7 +15,7 @@ from meshrec.modules.served_table import INDEX
 from meshrec.ops import keyed
 from meshrec.ops.index import mix
 from meshrec.ops.initial_rows import uniform_rows
-from meshrec.ops.keyed import KeyIndex, UniformInit, buckets_of
+from meshrec.ops.keyed import KeyIndex, UniformInit, pack_buckets
 from meshrec.ops.tbe import LookupOptions, Lookups
 from meshrec.serve.fresh import Deltas, apply_deltas
 from tests.hostile.damage import Tally, crafted, harm, number
@@ -38,7 +38,7 @@ def package_of_items():
     keys = mix(torch.tensor(ITEMS[::2]), FORMULA["seed"]).sort().values
     return {
         "items.weight": torch.ones(len(keys), DIM),
-        "items.buckets": buckets_of(keys),
+        "items.buckets": pack_buckets(keys),
         "items.added": torch.empty(2, 0, dtype=torch.int64),
         "items.added_rows": torch.empty(0, DIM),
     }

@@ -42,7 +42,7 @@ def test_the_predicted_hit_rate_is_near_that_of_the_cache(exponent, share):
         pins.zero_()
         pins[here] = 1
         counts[here] = (counts[here] + 1).clamp(max=3)
-        found, hand = records.victims(counts, pins, hand, int((slots < 0).sum()))
+        found, hand = records.select_victims(counts, pins, hand, int((slots < 0).sum()))
         old = key_of[found]
         slot_of[old[old >= 0]] = -1
         key_of[found], slot_of[keys[slots < 0]] = keys[slots < 0], found

@@ -47,7 +47,7 @@ def test_one_rank_sends_nothing():
 def test_every_pair_can_be_sent():
     assert next(iter(AUC_LOSS)) == FULL_PRECISION
     for wires in AUC_LOSS:
-        assert wires.checked().forward.name in FORMATS
+        assert wires.validated().forward.name in FORMATS
 
 
 def test_a_bound_is_at_least_0():

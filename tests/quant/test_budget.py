@@ -3,7 +3,7 @@ import torch
 
 from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec.quant import choose_precision
-from meshrec.quant.page import page_of, summary
+from meshrec.quant.page import html_page, summary
 
 ROWS, SAMPLES = 200, 3000
 
@@ -46,8 +46,8 @@ def test_tables_that_matter_keep_more_bits(scored):
     assert choice.rise.bound <= 2e-3
     assert choice.num_evaluations == len(calls) <= 3 * 2 + 2
     assert set(choice.rises["steep"]) <= {DataType.INT8, DataType.INT4, DataType.INT2}
-    assert "upper bound" in page_of(choice, "<title>")
-    assert "&lt;title&gt;" in page_of(choice, "<title>")
+    assert "upper bound" in html_page(choice, "<title>")
+    assert "&lt;title&gt;" in html_page(choice, "<title>")
     assert "budget 0.2000%" in summary(choice)
 
 

@@ -17,7 +17,7 @@ from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.table_lookup import storage_of
 from meshrec.ops import nbit
 from meshrec.quant import choose_precision, quantised_about, quantize, quantize_checkpoint, table_bytes
-from meshrec.quant.precision import encoded
+from meshrec.quant.precision import encode_rows
 
 _spec = importlib.util.spec_from_file_location(
     "hashed_models", Path(__file__).parents[1] / "export" / "hashed_models.py"
@@ -57,11 +57,11 @@ def test_rows_are_those_of_a_quantised_table(trained, data_type, rounding):
             ids = made.drawn_ids(1, seen).unique()
             known, rows, _ = source.items()
             storage = source.storage
-            numbers = storage.first_rows(ids).to(storage.dtype)
-            first = numbers = storage.first_rows(ids)
-            expected = encoded(first, data_type, "minmax", "t")
+            numbers = storage.initial_values(ids).to(storage.dtype)
+            first = numbers = storage.initial_values(ids)
+            expected = encode_rows(first, data_type, "minmax", "t")
             place = {int(each): at for at, each in enumerate(known)}
-            coded = encoded(rows, data_type, rounding, "t")
+            coded = encode_rows(rows, data_type, rounding, "t")
             for at, each in enumerate(ids.tolist()):
                 if each in place:
                     expected[at] = coded[place[each]]
@@ -151,7 +151,7 @@ def test_a_row_that_cannot_be_quantised_is_named():
     bags = meshrec.EmbeddingBagCollection([config])
     ids = torch.tensor([5, -7])
     storage = storage_of(config)
-    rows = storage.first_rows(ids)
+    rows = storage.initial_values(ids)
     rows[1, 2] = float("nan")
     name = "embedding_bags.h"
     bags.load_state_dict({f"{name}.weight": rows, f"{name}.ids": ids})

@@ -28,7 +28,7 @@ from meshrec.tables.hashed import memory as growing
 from meshrec.tables.hashed.memory import GrowingRows
 from meshrec.tables.index import Resolved
 from meshrec.tables.storage import ExternalRows
-from meshrec.tables.streamed import streamed
+from meshrec.tables.streamed import streamed_parts
 from meshrec.tables.table import Rectangle, RowBlock
 from meshrec.testing import RankError
 
@@ -88,7 +88,7 @@ class DictTable:
             self._side[key] = {part.name: tensor[slot].clone() for part, tensor in self._memory()}
 
     def tensors(self):
-        return streamed(self)
+        return streamed_parts(self)
 
     def snapshot(self):
         self._write_back()

@@ -4,7 +4,7 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTenso
 from meshrec import distributed as md
 from meshrec.comms.mesh import default_env
 from meshrec.optim import Adagrad, RowWiseAdagrad
-from meshrec.tables.optimizer import distinct
+from meshrec.tables.optimizer import distinct_rules
 from meshrec.tables.updates import slot_major, update_rows
 from meshrec.testing import assert_equal_to_unsharded
 
@@ -24,7 +24,7 @@ def test_order_of_slots_and_rules():
     a, b, c, d = (torch.zeros(n) for n in range(4))
     assert [slot.numel() for slot in slot_major([[a, b], [c, d]])] == [0, 2, 1, 3]
     first, second = object(), object()
-    assert distinct([None, first, second, first]) == [first, second]
+    assert distinct_rules([None, first, second, first]) == [first, second]
 
 
 class Model(torch.nn.Module):

@@ -16,7 +16,7 @@ from meshrec.durable import durable_file
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span
-from meshrec.tables.table import Table, weights_at
+from meshrec.tables.table import Table, read_weights
 
 # Changed rows of a rectangle: IDs [U], first column, end column, rows [U, columns].
 _Piece = tuple[Tensor, int, int, Tensor]
@@ -183,7 +183,7 @@ def _fixed_rows(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
     _, r0, r1, c0, c1 = rows.rectangle
     if extra_ids is not None:
         keys = _union(keys, extra_ids, r0, r1)
-    return keys, c0, c1, weights_at(rows, keys).cpu()
+    return keys, c0, c1, read_weights(rows, keys).cpu()
 
 
 def _hashed_rows(
@@ -211,7 +211,7 @@ def _hashed_rows(
                 torch.cat([keys, owed[alive]]).unique(),
                 torch.cat([evicted_keys, owed[~alive]]),
             )
-        weights = rows.gathered(rows.slots.find(keys), r.columns, ["weight"])["weight"]
+        weights = rows.gather_parts(rows.slots.find(keys), r.columns, ["weight"])["weight"]
         pieces.append((rows.ids_of(keys), r.c0, r.c1, weights))
         evicted.append(rows.ids_of(evicted_keys))
     return _LocalRows(pieces, torch.cat(evicted))

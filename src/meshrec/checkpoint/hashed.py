@@ -125,7 +125,7 @@ def load_hashed(
                 table.load(rows_in_rectangle(table, ids[start:end], values))
     # Occurrence counts of IDs that wait for admission.
     waiting = [f"{prefix}{name}" for name in WAITING]
-    if target.storage.counts and all(name in manifest.tensors for name in waiting):
+    if target.storage.counts_waiting_ids and all(name in manifest.tensors for name in waiting):
         span = (0, manifest.tensors[waiting[0]].shape[0])
         counts = [read_rows(folder, manifest, name, span) for name in waiting]
         for table in target.tables:

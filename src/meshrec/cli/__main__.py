@@ -92,9 +92,9 @@ def _run_command(command: Command, arguments: Sequence[str]) -> int:
         print(f"meshrec: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 1))
     except (MemoryError, RuntimeError) as error:
-        from meshrec.ops.operators import OutOfMemoryError, translated
+        from meshrec.ops.operators import OutOfMemoryError, translate_error
 
-        if not isinstance(error, MemoryError) and not isinstance(translated(error), OutOfMemoryError):
+        if not isinstance(error, MemoryError) and not isinstance(translate_error(error), OutOfMemoryError):
             raise
         reason = str(error).partition("\n")[0] or "Python could not allocate memory"
         print(

@@ -244,7 +244,7 @@ def _make_plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         tables = tuple(choose_wires(tables, topology, batch_size=batch, bound=_wire_bound(options)))
     elif options.wire is not None:
         wires = TableWires.parse(options.wire)
-        tables = tuple(replace(table, wire=wires.of(table.name)) for table in tables)
+        tables = tuple(replace(table, wire=wires.for_table(table.name)) for table in tables)
     return plan_tables(
         tables,
         replace(topology, local_world_size=topology.local_size),

@@ -1,4 +1,4 @@
-"""Collective error handling: if any rank fails, all ranks raise the same error.
+"""Agreement on errors: if any rank fails, all ranks raise the same error.
 
 [Note: how errors reach every rank]
 
@@ -39,16 +39,16 @@ from meshrec.plan.sharding_plan import ShardingPlan
 
 @contextmanager
 def together(axis: Axis, name: str) -> Iterator[None]:
-    """Run a block on every rank; if it fails anywhere, raise the same error on all ranks. Collective.
+    """Run a block on all ranks. If it raises on any rank, all ranks raise the same error. Collective.
 
-    The block must not contain collectives.
+    The block must not contain collectives: a rank that fails would not reach them.
 
     Args:
         axis: participating ranks.
-        name: operation name, for errors in the exchange.
+        name: name of the operation, for errors in the exchange.
 
     Raises:
-        Exception: as `raise_as_one`.
+        Exception: see `raise_as_one`.
     """
     error: Exception | None = None
     try:
@@ -62,15 +62,15 @@ def together(axis: Axis, name: str) -> Iterator[None]:
 
 
 def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
-    """Raise an error on all ranks if any rank has an error. Collective.
+    """Exchange the errors of all ranks, and raise one on every rank if any rank has an error. Collective.
 
     Args:
         error: this rank's error, or None.
         axis: participating ranks.
-        name: operation name, for errors in the exchange.
+        name: name of the operation, for errors in the exchange.
 
     Raises:
-        Exception: the error itself on a single rank; on several ranks, as `combined`.
+        Exception: the error itself on a single rank; on several ranks, see `combined`.
     """
     try:
         if axis.size > 1:
@@ -85,13 +85,13 @@ def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
 def gather_errors(
     error: Exception | None, axis: Axis, name: str, kinds: Sequence[type[Exception]] = KINDS
 ) -> dict[int, Exception]:
-    """Return the errors by rank, for ranks with an error. Collective.
+    """Return the errors of the ranks that have one, by rank. Collective.
 
     Args:
         error: this rank's error, or None.
         axis: participating ranks.
-        name: operation name, for errors in the exchange.
-        kinds: exception types to preserve.
+        name: name of the operation, for errors in the exchange.
+        kinds: exception types to keep; others become RuntimeError.
     """
     # Exceptions of other types may not survive pickling, or have a class that other ranks cannot import.
     local_error = None if error is None else sendable(error, kinds)
@@ -119,6 +119,11 @@ def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> Non
 
 
 def _difference(tables_by_rank: Sequence[Mapping[tuple[str, str], str]]) -> str:
+    """Return the error message for the first table that two ranks place differently.
+
+    Args:
+        tables_by_rank: for each rank, the digest of each table's sharding by (module path, table name).
+    """
     for rank, other in enumerate(tables_by_rank):
         for key in sorted({*tables_by_rank[0], *other}):
             if tables_by_rank[0].get(key) != other.get(key):

@@ -1,4 +1,4 @@
-"""Collectives of sharded modules, started here and awaited where the value is needed.
+"""Collectives of sharded modules. A call starts the collective; the result is awaited where it is needed.
 
 A failed collective raises an error naming the collective, this rank, and unresponsive peers. Peers are
 identified through the process group's store, because a broken connection only reveals an address.
@@ -57,15 +57,15 @@ from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import recorders
 from meshrec.ops import operators
 
-# Within this time, a live peer reports that the same collective has failed there, too.
+# If the same collective has failed on a live peer too, the peer reports it within this time.
 _ANSWER_SECONDS = 3.0
 _GLOO = "gloo/transport"
-"""Source path fragment in every gloo connection error."""
+"""Part of a source path that all connection errors of gloo contain."""
 # all_gather_into_tensor is deprecated in torch versions with all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_traffic: list[Counter[str]] = []
+_traffic: list[Counter[str]] = []  # active counters of measure_traffic
 _logger = logging.getLogger("meshrec")
-_warned_devices: set[str] = set()
+_warned_devices: set[str] = set()  # device types for which the CPU detour has been logged
 
 
 class BlockedTime:
@@ -79,14 +79,14 @@ class BlockedTime:
 
 
 blocked_time = BlockedTime()
-"""Singleton: ranks are processes. Waits in the forward pass add to it directly, because ``blocked`` costs two
-Python calls.
+"""The only instance: a rank is a process. Waits in the forward pass add to it directly, because ``blocked``
+costs two Python calls.
 """
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Count the time inside as blocked in a collective."""
+    """Count the time inside the context as blocked in a collective."""
     start = time.perf_counter()
     try:
         yield
@@ -96,16 +96,16 @@ def blocked() -> Iterator[None]:
 
 @dataclass
 class InFlight:
-    """Collective in flight; ``wait`` returns the result tensor."""
+    """A collective in flight; ``wait`` returns its result."""
 
     tensor: Tensor | None
-    """Result tensor; None if ``wait`` allocates it."""
-    work: Any
+    """Result; None if ``wait`` allocates it."""
+    work: Any  # object with wait(), such as dist.Work or Reading; None once awaited
     name: str
     group: dist.ProcessGroup | None
 
     def wait(self) -> Tensor:
-        """Wait (on CUDA: on the current stream) and return the result. Raises CollectiveError."""
+        """Return the result when it is complete (on CUDA: for the current stream). Raises CollectiveError."""
         if self.work is not None:
             # Waiting again must return the same tensor, not wait for the work twice.
             work, self.work = self.work, None
@@ -124,10 +124,11 @@ class InFlight:
         return self.tensor
 
     def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-        """Wait, and return ``make(tensor, 0, 0)``.
+        """Return a tensor computed from the received messages: ``make(tensor, 0, 0)``.
 
-        On a host link, ``make`` instead reads the messages from peer memory, see ``Reading.wait``, and the
-        tensor is never assembled. Raises CollectiveError, and errors from ``make``.
+        On a host link, the messages are not assembled. ``make`` then gets an empty tensor, the link handle
+        and the exchange number, and reads the messages from peer memory; see ``Reading.wait``. Raises
+        CollectiveError, and errors from ``make``.
         """
         if self.tensor is not None:
             return make(self.wait(), 0, 0)
@@ -145,7 +146,7 @@ class InFlight:
 
 
 class _CopyBack:
-    """Collective on CPU copies; ``wait`` copies the result to the device tensor."""
+    """A collective on CPU copies of device tensors; ``wait`` copies the result to the device."""
 
     def __init__(self, work: Any, arrived: Tensor, target: Tensor) -> None:
         self._work, self._arrived, self._target = work, arrived, target
@@ -155,8 +156,8 @@ class _CopyBack:
         self._target.copy_(self._arrived)
 
 
-class _Watched:
-    """A gloo collective. ``wait`` also ends when a rank has failed alone."""
+class _PolledWork:
+    """A gloo collective. ``wait`` also raises if a rank fails alone before it reaches the collective."""
 
     def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
         self._work, self._group = work, group
@@ -176,22 +177,22 @@ class _Watched:
 
 
 class Splits(NamedTuple):
-    """Elements sent to, and received from, every rank on an axis."""
+    """Number of elements sent to, and received from, each rank on an axis."""
 
     sent: list[int]
     received: list[int]
 
 
 def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: bool = False) -> InFlight:
-    """Start sending consecutive slices of a 1-D tensor to the ranks on an axis.
+    """Start an all-to-all: send consecutive slices of a 1-D tensor to the ranks on an axis.
 
     Args:
         sent: elements to send. Must not be modified, even after the wait: ranks on the same host read it in
             place.
-        splits: elements per rank.
+        splits: number of elements per rank.
         axis: participating ranks.
         name: collective name, for errors and ``measure_traffic``.
-        same: send the whole tensor to every rank instead of slices.
+        same: send the whole tensor to each rank, instead of slices.
 
     Raises:
         CollectiveError: a peer failed.
@@ -203,7 +204,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
         check_group(group)
     Local.num_started += 1
     if _traffic:
-        _count(name, sent, splits.sent, axis.rank)
+        _count_bytes(name, sent, splits.sent, axis.rank)
     try:
         link = links[group] if sent.is_cpu else None
     except RuntimeError as error:
@@ -226,7 +227,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
                     into, out_of, splits.received, splits.sent, group=group, async_op=True
                 )
 
-            work = _started(start, received, sent, group)
+            work = _start_collective(start, received, sent, group)
     except RuntimeError as error:
         raise _collective_error(error, name, group) from error
     # Without overlap, a phase recorder attributes the whole exchange to the phase that starts it.
@@ -237,17 +238,17 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
 
 
 def release_read(axis: Axis) -> None:
-    """Release messages on this axis that all ranks have read, instead of waiting for the next message."""
+    """Free messages on this axis that all ranks have read. They are otherwise freed with the next message."""
     link = links.get(axis.group) if axis.group is not None else None
     if link is not None:
         link.release_read()
 
 
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
-    """Start gathering equal-shaped tensors: ``[axis size, *shape]``.
+    """Start an all-gather of tensors with equal shapes. The result has shape ``[axis size, *shape]``.
 
     Args:
-        sent: this rank's tensor, see ``all_to_all``.
+        sent: tensor of this rank; see ``all_to_all``.
         axis: participating ranks.
         name: collective name.
 
@@ -261,7 +262,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
         check_group(group)
     Local.num_started += 1
     if _traffic:
-        _count(name, sent, [sent.numel()] * axis.size, axis.rank)
+        _count_bytes(name, sent, [sent.numel()] * axis.size, axis.rank)
     sent = sent.contiguous()
     received = operators.new_buffer(sent, axis.size * sent.numel())
     work: Any
@@ -274,7 +275,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
             def start(into: Tensor, out_of: Tensor) -> Any:
                 return _all_gather(into, out_of, group=group, async_op=True)
 
-            work = _started(start, received, sent.view(-1), group)
+            work = _start_collective(start, received, sent.view(-1), group)
     except RuntimeError as error:
         raise _collective_error(error, name, group) from error
     started = InFlight(received.view(axis.size, *sent.shape), work, name, group)
@@ -284,7 +285,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
-    """Sum a tensor over an axis, in place.
+    """Replace a tensor by its sum over the ranks on an axis.
 
     Args:
         tensor: addend and result.
@@ -297,15 +298,15 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
     if _traffic and axis.group is not None and axis.size > 1:
         # A ring all-reduce sends every element twice, in shares of 1 / size.
         share = 2 * tensor.numel() // axis.size
-        _count(name, tensor, [share] * axis.size, axis.rank)
+        _count_bytes(name, tensor, [share] * axis.size, axis.rank)
     _run_on_tensor(lambda part: dist.all_reduce(part, group=axis.group, async_op=True), tensor, axis, name)
 
 
 def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
-    """Copy the tensor from rank ``source`` on an axis to all ranks on the axis, in place.
+    """Replace a tensor on all ranks of an axis by that of rank ``source``.
 
     Args:
-        tensor: source and result.
+        tensor: value on the source rank; overwritten on the others.
         axis: participating ranks.
         name: collective name.
         source: rank on the axis.
@@ -323,10 +324,10 @@ def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None
 
 
 def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
-    """Gather a picklable object from every rank on an axis. For start-up and failures only.
+    """Return the objects of all ranks on an axis, pickled. Slow: for start-up and failures only.
 
     Args:
-        item: this rank's object.
+        item: object of this rank.
         axis: participating ranks.
         name: collective name.
 
@@ -346,7 +347,7 @@ def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
 
 @contextmanager
 def measure_traffic() -> Iterator[Counter[str]]:
-    """Count bytes sent to other ranks, by collective name."""
+    """Count the bytes that this rank sends to others inside the context, by collective name."""
     counter: Counter[str] = Counter()
     _traffic.append(counter)
     try:
@@ -356,7 +357,7 @@ def measure_traffic() -> Iterator[Counter[str]]:
 
 
 def count_sent(name: str, num_bytes: int) -> None:
-    """Count bytes that this rank sends to others outside the collectives of this module.
+    """Count bytes that this rank has sent to others without a collective of this module.
 
     Args:
         name: collective name.
@@ -367,7 +368,7 @@ def count_sent(name: str, num_bytes: int) -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long this process's collectives wait for a rank before they fail.
+    """Set the time that collectives of this process wait for a rank before they fail.
 
     Applies to all existing process groups, and to host links.
 
@@ -383,7 +384,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether this group's collectives need a CPU copy of the tensor.
+    """Return whether a collective of this group needs a copy of the tensor on the CPU.
 
     gloo copies CUDA tensors internally, but not in every collective.
     """
@@ -399,40 +400,41 @@ def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _started(
+def _start_collective(
     start: Callable[[Tensor, Tensor], Any], received: Tensor, sent: Tensor, group: dist.ProcessGroup
 ) -> Any:
-    """Start a collective that fills ``received``, through CPU copies if the group needs them."""
+    """Start a collective that fills ``received``; on CPU copies if the group needs them."""
     if not goes_through_cpu(sent, group):
-        return _watched(start(received, sent), sent, group)
+        return _poll_for_failures(start(received, sent), sent, group)
     arrived = torch.empty_like(received, device="cpu")
     copied = sent.cpu()
-    return _CopyBack(_watched(start(arrived, copied), copied, group), arrived, received)
+    return _CopyBack(_poll_for_failures(start(arrived, copied), copied, group), arrived, received)
 
 
 def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, name: str) -> None:
-    """Run a collective that changes a tensor, through a CPU copy if the group needs it."""
+    """Run a collective that changes a tensor in place; on a CPU copy if the group needs it."""
     if axis.group is None or axis.size == 1:
         return
     count_start(axis.group)
     try:
         copied = tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor
         with blocked():
-            _watched(start(copied), copied, axis.group).wait()
+            _poll_for_failures(start(copied), copied, axis.group).wait()
         if copied is not tensor:
             tensor.copy_(copied)
     except RuntimeError as error:
         raise _collective_error(error, name, axis.group) from error
 
 
-def _watched(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any:
-    return _Watched(work, group) if sent.is_cpu and "gloo" in dist.get_backend(group) else work
+def _poll_for_failures(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any:
+    """Wrap a gloo collective so that waiting for it notices a rank that fails alone."""
+    return _PolledWork(work, group) if sent.is_cpu and "gloo" in dist.get_backend(group) else work
 
 
 def named_failure(error: RuntimeError) -> Exception:
-    """Convert a gloo or NCCL error without a rank to a CollectiveError; return other errors unchanged.
+    """Return a CollectiveError for a gloo or NCCL error that names no rank; other errors unchanged.
 
-    For collectives outside this module: those started by torch, or over small values.
+    For collectives that this module does not start: those of torch, or of small values.
     """
     is_named = isinstance(error, CollectiveError)
     if is_named or not (isinstance(error, dist.DistError) or _GLOO in str(error)):
@@ -442,18 +444,21 @@ def named_failure(error: RuntimeError) -> Exception:
     return failure
 
 
-def _count(name: str, tensor: Tensor, elements: list[int], rank: int) -> None:
+def _count_bytes(name: str, tensor: Tensor, elements: list[int], rank: int) -> None:
+    """Count the bytes of a collective, without the part for this rank."""
     for counter in _traffic:
         counter[name] += (sum(elements) - elements[rank]) * tensor.element_size()
 
 
 def _has_failed(work: Any) -> bool:
-    """Return whether the collective failed, as opposed to the result computation."""
+    """Return whether the collective itself failed, not the computation of its result."""
     return not isinstance(work, Reading) or bool(work.link.failure)
 
 
 def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> Exception:
-    """Return the error of a rank that failed alone, or one naming the collective and unresponsive peers."""
+    """Return the exception for a failed collective: that of a rank that failed alone, or one that names the
+    collective and the ranks that do not answer.
+    """
     if (failure := lone_failure(group)) is not None:
         return failure
     ranks = dist.get_process_group_ranks(group)
@@ -465,10 +470,10 @@ def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup |
 
 
 def _silent_peers(ranks: list[int]) -> str:
-    """Describe which ranks are silent. A live peer soon reports that this collective failed there, too.
+    """Return a description of the ranks that do not answer: live peers soon report the same failure.
 
-    The store may be hosted by the stopped rank, and torch's store calls have no deadline. A daemon thread
-    therefore asks, and is abandoned without an answer.
+    The stopped rank may be the store's host, and torch's store calls have no deadline. They therefore run in
+    a daemon thread, which is abandoned if it does not return.
     """
     store, host = dist.distributed_c10d._get_default_store(), store_host()
     this_rank, silent = dist.get_rank(), [rank for rank in ranks if rank != dist.get_rank()]

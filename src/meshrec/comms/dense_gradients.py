@@ -1,4 +1,4 @@
-"""Gradient averaging for dense parameters: a DDP communication hook.
+"""Averaging of dense gradients over ranks, as a DDP communication hook.
 
 Gradients are added in rank order, so the result bits depend neither on rank placement nor on host links
 (``host_link``); gloo's all-reduce adds in another order. Every rank averages a share of the elements and
@@ -23,30 +23,32 @@ from meshrec.comms.mesh import Axis
 from meshrec.comms.peer_average import PeerAverage
 from meshrec.ops import operators
 
-# R ranks
+# Shape legend: R ranks.
 
 DENSE_GRADIENTS = "gradients of dense parameters"
-"""Collective name in errors and in ``measure_traffic``."""
+"""Name of the collective in errors and in ``measure_traffic``."""
 
 
 class _Bucket(NamedTuple):
-    """DDP gradient bucket in flight."""
+    """A gradient bucket of DDP whose average is in flight."""
 
-    buffer: Tensor
+    buffer: Tensor  # the gradients, flat; finally the means
     sent: Tensor
-    """The buffer in the format of the exchange, which may be the buffer itself."""
+    """The buffer in the dtype of the exchange; may be the buffer itself."""
     terms: InFlight
-    """Peer elements to average on this rank; without ``adds_in_order`` or with a `PeerAverage`, the means."""
-    future: Any
+    """Gradients of all ranks for this rank's share; without ``adds_in_order`` or with a `PeerAverage`, the
+    means.
+    """
+    future: Any  # what DDP waits for
 
 
 class DenseGradients:
-    """State for ``average_gradients``, created by ``for_axis``.
+    """State of the hook ``average_gradients``. Create it with ``for_axis``.
 
     Attributes:
-        is_late: whether averaging is deferred to ``finish``, see ``late``.
+        is_late: whether gradients are averaged in ``finish``, after the backward pass; see ``late``.
         adds_in_order: whether gradients are added in rank order. NCCL chooses the order itself.
-        dtype: type in which gradients are exchanged; None: the type of the gradients.
+        dtype: dtype in which gradients are exchanged; None: that of the gradients.
         ends_with_backward: whether buckets are averaged at the end of the backward pass instead of in the
             last bucket's hook. DistributedDataParallel with a static graph calls hooks in a final callback of
             the backward pass, which would wait for a later callback forever. Set before the first step.
@@ -63,6 +65,7 @@ class DenseGradients:
     ) -> None:
         self._link, self._axis, self.dtype, self._peers = link, axis, dtype, peers
         self.adds_in_order = adds_in_order
+        # Buckets between start() and finish(), in the order of their hooks.
         self._in_progress: list[_Bucket] = []
         self.is_late = False
         self.ends_with_backward = False
@@ -71,13 +74,13 @@ class DenseGradients:
     def for_axis(
         cls, axis: Axis, device: torch.device | None = None, *, dtype: torch.dtype | None = None
     ) -> "DenseGradients | None":
-        """Create the state for the ranks on an axis; None for a single rank. Collective.
+        """Create the state for the ranks of an axis. Returns None for a single rank. Collective.
 
         Args:
             axis: participating ranks.
             device: gradient device; CPU by default.
-            dtype: type in which gradients are exchanged; None: the type of the gradients. CPU ranks add in
-                fp32 and round the mean; NCCL adds in this type.
+            dtype: dtype in which gradients are exchanged; None: that of the gradients. CPU ranks add in
+                fp32 and round the mean; NCCL adds in this dtype.
         """
         group = axis.group
         if group is None or axis.size == 1:
@@ -94,7 +97,7 @@ class DenseGradients:
 
     @contextmanager
     def late(self) -> Iterator[None]:
-        """Defer averaging past the backward pass: call ``finish`` before reading gradients."""
+        """Within the context, average gradients only when ``finish`` is called, after the backward pass."""
         self.is_late = True
         try:
             yield
@@ -105,7 +108,7 @@ class DenseGradients:
             self.is_late = False
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
-        """Publish this rank's gradients to its peers."""
+        """Start the average of a bucket: make this rank's gradients available to its peers."""
         future: Future[Tensor] = Future()
         sizes = self._sizes(buffer)
         local_sizes = [sizes[self._axis.rank]] * self._axis.size
@@ -131,11 +134,11 @@ class DenseGradients:
         return future
 
     def forget(self) -> None:
-        """Forget the buckets of a backward pass that failed."""
+        """Drop the buckets of a backward pass that failed."""
         self._in_progress.clear()
 
     def finish(self) -> None:
-        """Wait for every bucket, and fill it with the means over all ranks.
+        """Wait for the averages of all buckets, and write them to the buffers.
 
         Raises:
             CollectiveError: a rank does not answer.
@@ -152,7 +155,7 @@ class DenseGradients:
                 bucket.future.set_result(bucket.buffer)
 
     def _means(self, bucket: _Bucket) -> InFlight:
-        """Compute this rank's share of the means, and start exchanging shares if needed."""
+        """Average this rank's share of the elements, and start to send the means to all ranks."""
         size, rank, sent = self._axis.size, self._axis.rank, bucket.sent
         average = operators.average_ranks
         if self._link is None and size == 2:
@@ -185,10 +188,11 @@ class DenseGradients:
         return self._in_flight(sent, self._link.start(mean, local_sizes, sent, sizes, same=True))
 
     def _sizes(self, buffer: Tensor) -> list[int]:
-        """Return the number of elements averaged per rank, [R]."""
+        """Return the number of elements that each rank averages, [R]."""
         return list(map(Tensor.numel, buffer.tensor_split(self._axis.size)))
 
     def _in_flight(self, result: Tensor | None, work: object) -> InFlight:
+        """Return a collective in flight with the name of this module."""
         return InFlight(result, work, DENSE_GRADIENTS, self._axis.group)
 
 

@@ -1,7 +1,7 @@
-"""Row messages with several wire formats.
+"""Messages of rows in several wire formats.
 
-A message is a sequence of blocks, and all rows of a block have the same columns. Every column has its own
-format, so tables of a module may use different formats. If all formats in a direction are the same cast,
+A message is a sequence of blocks. All rows of a block have the same columns, and each column has its own
+format, so tables of a module may use different formats. If all formats of a direction are the same cast,
 kernels write the message directly, without this module.
 """
 
@@ -16,18 +16,18 @@ from meshrec.ops import operators
 
 
 class Columns(NamedTuple):
-    """Columns of a row, in message order."""
+    """The columns of a row, in message order. All tuples have one element per column."""
 
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # values per column
     formats: tuple[WireFormat, ...]
     seeds: tuple[int, ...]
-    """Seeds for stochastic rounding."""
+    """Seeds of stochastic rounding."""
     origins: tuple[int, ...]
-    """First column within the whole table."""
+    """Column of the whole table at which the column starts."""
     names: tuple[str, ...]
-    """Column names in warnings, such as "table 't0', feature 'a'"."""
+    """Names of the columns in warnings, such as "table 't0', feature 'a'"."""
     uses: tuple[int, ...]
-    """Use (a feature read from a table) per column."""
+    """Number of the use (a feature read from a table) that the column belongs to."""
 
     @property
     def width(self) -> int:
@@ -36,7 +36,7 @@ class Columns(NamedTuple):
 
 
 class Block(NamedTuple):
-    """``num_rows`` rows with the same columns. Row i seeds the rounding noise with key ``first_key + i``."""
+    """Rows of a message with the same columns. Row i seeds stochastic rounding with key ``first_key + i``."""
 
     num_rows: int
     columns: Columns
@@ -44,24 +44,24 @@ class Block(NamedTuple):
 
 
 class RowEncoding(NamedTuple):
-    """Message dtype and encoding of a module's rows in one direction."""
+    """How the rows of a module are encoded in one direction (embeddings or gradients)."""
 
     unit: torch.dtype
-    """Message dtype."""
+    """Dtype of the message."""
     kernel_dtype: torch.dtype
     """Dtype in which kernels write and read rows."""
     is_cast: bool
-    """Whether kernels write and read the message directly."""
+    """Whether kernels write and read the message directly, without encoding."""
 
     @classmethod
-    def of(cls, formats: Iterable[WireFormat]) -> "RowEncoding":
-        """Choose the encoding for a module's rows in one direction.
+    def from_formats(cls, formats: Iterable[WireFormat]) -> "RowEncoding":
+        """Return the encoding of rows whose tables have these formats.
 
         If all formats are equal, the encoding has the dtypes of that format. If they differ, messages are
         uint8 and kernels use fp32. Without formats, the encoding is an fp32 cast.
 
         Args:
-            formats: format per table; repeats do not matter.
+            formats: format of each table; repeats do not matter.
         """
         distinct = set(formats)
         if len(distinct) == 1:
@@ -70,7 +70,7 @@ class RowEncoding(NamedTuple):
         return cls(torch.uint8 if distinct else torch.float32, torch.float32, not distinct)
 
     def units(self, columns: Columns) -> int:
-        """Return the elements of dtype ``unit`` per encoded row."""
+        """Return the number of message elements, of dtype ``unit``, per row."""
         pairs = zip(columns.formats, columns.widths, strict=True)
         return sum(format.row_bytes(width) for format, width in pairs) // self.unit.itemsize
 
@@ -81,9 +81,9 @@ class RowEncoding(NamedTuple):
 
         Args:
             values: rows, flat, of ``kernel_dtype``.
-            blocks: row shapes.
+            blocks: number of rows and columns of each block.
             step: training step, part of the seed for stochastic rounding.
-            keys: key per row, int64, instead of block keys.
+            keys: key of each row, int64, instead of the blocks' keys.
 
         Returns:
             The message, and the kernels' report on non-finite values (see ``wire_encode``), or None if no
@@ -107,7 +107,7 @@ class RowEncoding(NamedTuple):
         return message.view(self.unit), report
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode the rows of consecutive blocks into flat values, in order."""
+        """Decode a message with these blocks into flat rows of ``kernel_dtype``."""
         blocks = [block for block in blocks if block.num_rows and block.columns.width]
         if not blocks:
             return message.new_empty(0, dtype=self.kernel_dtype)
@@ -133,7 +133,7 @@ class RowEncoding(NamedTuple):
         return torch.cat(parts)
 
     def _encode_by_format(self, values: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Encode with the formats' own methods."""
+        """Encode with the ``encode`` method of each format, instead of kernels."""
         parts, start = [], 0
         for block in blocks:
             end = start + block.num_rows * block.columns.width
@@ -148,17 +148,18 @@ class RowEncoding(NamedTuple):
 
 
 def kernel_columns(columns: Sequence[Columns]) -> tuple[list[int], list[int], list[int]] | None:
-    """Return the columns per source for ``gather_coded``; None if kernels lack a format."""
+    """Return the columns of each source for ``gather_coded``; None if the kernels lack one of the formats."""
     blocks = [Block(0, source) for source in columns]
     return _layout(blocks)[1:] if _in_kernels(blocks) else None
 
 
 def _in_kernels(blocks: Sequence[Block]) -> bool:
+    """Return whether the encoding kernels have all formats of these blocks."""
     return all(format.code is not None for block in blocks for format in block.columns.formats)
 
 
 def _layout(blocks: Sequence[Block]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the first arguments to the kernels: rows, first columns, widths, format codes."""
+    """Return the first arguments of the kernels: rows, first columns, widths, and format codes."""
     starts = [0]
     for block in blocks:
         starts.append(starts[-1] + len(block.columns.widths))

@@ -1,4 +1,4 @@
-"""Propagation of an error that a single rank has between two collectives to the ranks waiting for it.
+"""How an error that a single rank has between two collectives reaches the ranks that wait for that rank.
 
 [Note: a rank that fails alone]
 
@@ -33,33 +33,33 @@ from meshrec.ops.operators import InputError, OutOfMemoryError
 F = TypeVar("F", bound=Callable[..., Any])
 
 KINDS: tuple[type[Exception], ...] = (InputError, ValueError, OutOfMemoryError, MemoryError)
-"""Exception types preserved across ranks; subclasses before their bases."""
-POLL_SECONDS = 0.5
-_SAME_ERROR_SECONDS = 30.0
-_STORE_SECONDS = 3.0
+"""Exception types that keep their type on other ranks; subclasses before their bases."""
+POLL_SECONDS = 0.5  # interval at which a waiting rank reads the store
+_SAME_ERROR_SECONDS = 30.0  # time for all ranks to announce an error that they all have
+_STORE_SECONDS = 3.0  # time for the store to answer
 _AGREED = "is_agreed"
 _lost: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
-"""Error per group with a lone failure."""
+"""Message of the lone failure, for groups that reject collectives because of one."""
 
 
 class Local:
-    """Collectives this rank started, and errors it announced."""
+    """State of this rank: collectives it has started, and errors it has announced. Never instantiated."""
 
     num_started = 0
-    """Collectives of all groups."""
+    """Number of collectives started, of all groups."""
     failed_at: ClassVar[list[int]] = []
-    """``num_started`` at this rank's errors."""
+    """``num_started`` at the time of each error of this rank."""
     has_failed = False
-    """Whether an error was announced, here or by another rank, so that collectives check their group."""
+    """Whether any rank has announced an error. Collectives then check their group first."""
     is_uncertain = False
-    """Whether this rank has yet to check that the other ranks announced its last error, too.
+    """Whether this rank still has to check that the other ranks announced its last error, too.
 
     Set by `announce`, cleared by `check_group`.
     """
 
 
 class _Announcement(NamedTuple):
-    """Store entry per rank: positions of its errors, the last error, and whether another rank raised it."""
+    """Store entry of a rank: positions of its errors, the last error, and whether another rank raised it."""
 
     failed_at: list[int]
     kind: str
@@ -67,7 +67,7 @@ class _Announcement(NamedTuple):
     is_lost: bool
 
     def error(self) -> Exception:
-        """Return the last error."""
+        """Return the last error as an exception."""
         return {kind.__name__: kind for kind in KINDS}.get(self.kind, RuntimeError)(self.text)
 
 
@@ -76,7 +76,10 @@ class CollectiveError(RuntimeError):
 
 
 def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exception:
-    """Convert an error to one of ``kinds``, or else to a RuntimeError with the type's name."""
+    """Return an error that other ranks can unpickle: of one of ``kinds``, or else a RuntimeError.
+
+    A RuntimeError names the original type.
+    """
     for kind in kinds:
         if isinstance(error, kind):
             return kind(str(error) or type(error).__name__)
@@ -86,11 +89,11 @@ def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exce
 def combined(
     errors: Mapping[int, Exception], size: int, kinds: Sequence[type[Exception]] = KINDS
 ) -> Exception:
-    """Combine errors from several ranks into one, with their common type if any, else RuntimeError.
+    """Combine the errors of several ranks into one, of their common type if they have one, else RuntimeError.
 
     Args:
-        errors: error per failed rank.
-        size: rank count. Equal errors on all ranks are reported once.
+        errors: error of each rank that failed.
+        size: number of ranks. Equal errors on all ranks are reported once.
         kinds: allowed types, subclasses before their bases.
     """
     shared = [kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())]
@@ -103,13 +106,13 @@ def combined(
 
 
 def as_agreed(error: Exception) -> Exception:
-    """Mark an error as raised on all ranks."""
+    """Mark an error as raised on all ranks, so that it is not announced. Returns the error."""
     error.__dict__[_AGREED] = True
     return error
 
 
 def announced_on_failure(stage: F) -> F:
-    """Decorate a function to announce exceptions; see [Note: a rank that fails alone]."""
+    """Decorator: announce exceptions of a function to other ranks; see [Note: a rank that fails alone]."""
 
     @functools.wraps(stage)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -127,8 +130,8 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
     """Announce an error to the other ranks in the default group.
 
     Args:
-        error: the error.
-        is_lost: whether another rank failed alone with this error, so that the group rejects collectives.
+        error: error to announce.
+        is_lost: whether another rank failed alone with this error, so that the group must reject collectives.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -141,7 +144,7 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
 
 
 def count_start(group: dist.ProcessGroup) -> None:
-    """Count a collective started by this rank, after `check_group` if an error was announced.
+    """Count a collective that this rank starts. If an error was announced, call `check_group` first.
 
     The collectives of every step inline this function.
 
@@ -154,11 +157,11 @@ def count_start(group: dist.ProcessGroup) -> None:
 
 
 def check_group(group: dist.ProcessGroup) -> None:
-    """Before a collective, check that the group's ranks are still in step.
+    """Check that the ranks of a group are still in step, before a collective.
 
-    If this rank has announced an error since the last check, waits until all other ranks have announced an
-    error at the same collective. If one has not after ``_SAME_ERROR_SECONDS``, or reports a lone failure, the
-    group rejects further collectives.
+    If this rank has announced an error since the last check, the call waits until all other ranks have
+    announced an error at the same collective. If one has not after ``_SAME_ERROR_SECONDS``, or reports a lone
+    failure, the group rejects this and all further collectives.
 
     Raises:
         CollectiveError: a rank has failed alone, so the group rejects collectives.
@@ -174,7 +177,9 @@ def check_group(group: dist.ProcessGroup) -> None:
 
 
 def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
-    """Return the combined error of other ranks that failed alone, and reject the group; else None."""
+    """Return the combined error of other ranks that failed alone, or None. After an error the group rejects
+    collectives.
+    """
     ranks = dist.get_process_group_ranks(group)
     errors = _lone_errors(ranks)
     if not errors:
@@ -187,10 +192,10 @@ def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
 
 
 class Listener:
-    """Polls for announcements while this rank waits for others.
+    """Reads announcements of other ranks while this rank waits for them.
 
     Args:
-        ranks: the collective's ranks.
+        ranks: ranks of the awaited collective.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -198,7 +203,10 @@ class Listener:
         self._next = time.monotonic() + POLL_SECONDS
 
     def check(self) -> None:
-        """Raise RuntimeError if a rank has failed alone. Cheap, so it may be called often."""
+        """Raise RuntimeError if a rank has failed alone.
+
+        Reads the store at most once per ``POLL_SECONDS``.
+        """
         now = time.monotonic()
         if now < self._next:
             return
@@ -209,7 +217,10 @@ class Listener:
 
 
 def _await_same_error(group: dist.ProcessGroup) -> None:
-    """Wait until the other ranks have announced the same error; reject the group if one has not."""
+    """Wait until all other ranks have announced an error at this rank's position.
+
+    If not, reject the group.
+    """
     ranks, local_position = dist.get_process_group_ranks(group), Local.failed_at[-1]
     deadline = time.monotonic() + _SAME_ERROR_SECONDS
     while time.monotonic() < deadline:
@@ -227,7 +238,10 @@ def _await_same_error(group: dist.ProcessGroup) -> None:
 
 
 def _lone_errors(ranks: Sequence[int]) -> dict[int, Exception]:
-    """Return errors of ranks that started fewer collectives, and did not fail where this rank failed."""
+    """Return the errors of ranks that failed before a collective which this rank has started, by rank.
+
+    Errors at a position where this rank failed too are left out.
+    """
     return {
         rank: entry.error()
         for rank, entry in _announcements(ranks).items()
@@ -238,11 +252,12 @@ def _lone_errors(ranks: Sequence[int]) -> dict[int, Exception]:
 
 
 def _key(rank: int) -> str:
+    """Return the store key of a rank's announcement."""
     return f"meshrec/error/{rank}"
 
 
 def _announcements(ranks: Sequence[int]) -> dict[int, _Announcement]:
-    """Return the announcements of other ranks."""
+    """Return the announcements of other ranks, by rank."""
     me, entries = dist.get_rank(), dict[int, _Announcement]()
 
     def ask(store: Any) -> None:
@@ -255,7 +270,7 @@ def _announcements(ranks: Sequence[int]) -> dict[int, _Announcement]:
 
 
 def _ask_store(question: Callable[[Any], object]) -> None:
-    """Query the default group's store, in a daemon thread that may hang if the store's host is stopped."""
+    """Call a function with the default group's store, in a daemon thread: it hangs if the host is stopped."""
     store = dist.distributed_c10d._get_default_store()
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""Message exchange between CPU ranks on the same host by reading peer memory, without sockets.
+"""Exchange of messages between CPU ranks of one host by reading peer memory, without sockets.
 
 Gloo uses TCP sockets even within a host. A link replaces gloo collectives for a process group whose ranks all
 run on the same Linux host and may read each other's memory. The ranks determine this together in the group's
@@ -47,9 +47,9 @@ from meshrec.ops.library import c_entry_points
 _logger = logging.getLogger("meshrec")
 _SWITCH = "MESHREC_HOST_LINK"
 _HOST_NAME = "MESHREC_HOST"
-_FAILED, _NOT_YET = -1, -2
+_FAILED, _NOT_YET = -1, -2  # results of the C functions, as in csrc/host/host_link.h
 _PEER_LOST = "the memory of a peer could not be read"  # prefix of kPeerLost in csrc/host/host_link.h
-_LEAVING_SECONDS = 5.0
+_LEAVING_SECONDS = 5.0  # time at exit for peers to read the last messages
 _ERROR_BYTES = 256
 _MANY = 8  # exchanges in flight above which `start` looks for abandoned ones
 _INT, _POINTER, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64
@@ -66,12 +66,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _Refused(OSError):
-    """No link is possible. A log line gives the reason, and gloo is used instead."""
+    """No link is possible. A log line gives the reason, and the group uses gloo."""
 
 
 class Address(NamedTuple):
-    """Location of a rank's board (see csrc/host/host_link.cpp): process, file descriptor, address, and the
-    token expected on the board.
+    """Where the board of a rank is (see csrc/host/host_link.cpp): process, file descriptor, address, and the
+    token that the board must contain.
     """
 
     pid: int
@@ -82,30 +82,31 @@ class Address(NamedTuple):
 
 @dataclass(eq=False)
 class Reading:
-    """Exchange in flight on a link; ``wait`` fills ``result``. An abandoned exchange does not delay peers for
-    long.
+    """An exchange in flight on a link; ``wait`` fills ``result``.
+
+    Dropping it without a wait does not delay the peers for long.
     """
 
     link: "HostLink"
     number: int
     result: Tensor
-    """The result; empty before ``wait`` if ``wait`` allocates it, which keeps the memory free meanwhile."""
+    """Result. Empty before ``wait`` if ``wait`` allocates it, which keeps the memory free until then."""
     sizes: Any
-    """Elements per source rank."""
+    """Number of elements from each rank, a C array."""
     num_elements: int
-    """Elements from all ranks."""
+    """Number of elements from all ranks."""
     is_finished: bool = False
 
     def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
         """Wait until the result has arrived.
 
         Args:
-            make: computes the result from peer memory, once all peers have started the exchange. Called with
+            make: computes the result from peer memory, after all peers have started the exchange. Called with
                 the empty result, the link handle, and the exchange number.
 
         Raises:
-            RuntimeError: a peer died, or does not answer within the process group's timeout; the link then
-                has a ``failure``. Or ``make`` failed, without a link failure.
+            RuntimeError: a peer died, or does not answer within the timeout of the process group; the link
+                then has a ``failure``. Or ``make`` raised, without a failure of the link.
         """
         link, deadline, name = self.link, 0.0, "arrive"
         listener: Listener | None = None
@@ -140,7 +141,7 @@ class Reading:
 
 
 class HostLink:
-    """Connection between a process group's ranks through mutual memory reads; see ``open_link``.
+    """Connection between the ranks of a process group that read each other's memory; see ``open_link``.
 
     All ranks start the same exchanges in the same order, and wait for them in any order. A message must not
     be modified before all ranks have read it; the link keeps it alive until then.
@@ -151,18 +152,18 @@ class HostLink:
         timeout_seconds: maximum wait for a peer.
 
     Raises:
-        OSError: the system does not allow it.
+        OSError: the system does not allow reading the memory of other processes.
     """
 
     def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
         self.functions, self.timeout_seconds = _functions(), timeout_seconds
         self.failure = ""
-        """The reason for which the link cannot be used any more; empty while it can."""
+        """Why the link cannot be used any longer; empty while it can."""
         self.error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.sent: deque[Tensor] = deque()
-        """The messages that some rank has not read yet."""
+        """Messages that some rank has not read yet, oldest first."""
         self.ranks: Sequence[int] = ()
-        """The global ranks that may announce a failure."""
+        """Global ranks of the group, whose announced failures end a wait. Set by ``open_link``."""
         self._sizes, self._in_progress = _INT * size, list[tuple[int, weakref.ref[Reading]]]()
         # 63 bits: the token travels as a signed 64-bit integer.
         token, descriptor, address = secrets.randbits(63), _INT(), _NUMBER()
@@ -176,7 +177,7 @@ class HostLink:
         """Open the boards of all ranks.
 
         Raises:
-            OSError: the system does not allow it.
+            OSError: the system does not allow reading the memory of other processes.
         """
         for rank, address in enumerate(addresses):
             if address == self.address:
@@ -197,10 +198,10 @@ class HostLink:
 
         Args:
             message: elements to send.
-            sent: elements per destination rank.
+            sent: number of elements for each destination rank.
             result: tensor to fill; None: ``Reading.wait`` allocates it.
-            received: elements per source rank.
-            same: send every rank the start of the message instead of consecutive slices.
+            received: number of elements from each source rank.
+            same: send the start of the message to each rank, instead of consecutive slices.
 
         Raises:
             RuntimeError: too many exchanges are in flight, and a peer does not read them in time.
@@ -228,7 +229,7 @@ class HostLink:
         return reading
 
     def release_read(self) -> None:
-        """Release messages that all ranks have read."""
+        """Free the messages that all ranks have read."""
         num_unread = 0 if self.failure else self.functions["unread"](self.handle)
         while len(self.sent) > num_unread:
             self.sent.popleft()
@@ -245,7 +246,7 @@ class HostLink:
             raise RuntimeError(self.failure)
 
     def close(self) -> None:
-        """Leave the link, after peers have read pending messages."""
+        """Leave the link, after peers have read the last messages or ``_LEAVING_SECONDS`` have passed."""
         handle, self.handle = self.handle, None
         if handle is not None:
             self.functions["close"](handle, 0.0 if self.failure else _LEAVING_SECONDS)
@@ -253,10 +254,11 @@ class HostLink:
         self.sent.clear()
 
     def forget(self) -> None:
-        """Disable the link in a forked child: it belongs to the parent."""
+        """Disable the link in a forked child, because it belongs to the parent."""
         self.handle, self.failure = None, "the link to the other ranks belongs to the parent process"
 
     def _skip_dropped(self) -> None:
+        """Tell peers that they need not wait for exchanges that this rank has dropped without a wait."""
         pending = []
         for number, reference in self._in_progress:
             reading = reference()
@@ -278,23 +280,23 @@ class _LazyLinks(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
 
 
 links: "WeakKeyDictionary[dist.ProcessGroup, HostLink | None]" = WeakKeyDictionary()
-"""Link per group; None if gloo serves the group. ``links[group]`` opens the link on first access, which is
-collective; ``links.get(group)`` does not.
+"""Link of each group; None if the group uses gloo. ``links[group]`` opens the link at the first access, which
+is collective; ``links.get(group)`` does not.
 """
 links.data = _LazyLinks()  # type: ignore[attr-defined]  # a hit stays in C
 _open_links: "weakref.WeakSet[HostLink]" = weakref.WeakSet()
 
 
 def open_links() -> list[HostLink]:
-    """Return this process's open links."""
+    """Return all open links of this process."""
     return list(_open_links)
 
 
 def open_link(group: dist.ProcessGroup) -> HostLink | None:
-    """Open a new link between a group's ranks; None if gloo must serve it. Collective.
+    """Open a link between the ranks of a group. Returns None if the group must use gloo. Collective.
 
     Raises:
-        RuntimeError: a rank does not answer (the backend's error).
+        RuntimeError: a rank does not answer; the error is the backend's.
     """
     # A subclass, such as a slow group in tests, wants its own collectives.
     link = link_or_reason(group)[0] if is_gloo(group) else None
@@ -307,7 +309,7 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Return whether gloo itself, instead of a wrapper, runs a group's CPU collectives."""
+    """Return whether the CPU collectives of a group run in gloo itself, not in a subclass or wrapper."""
     if type(group) is not dist.ProcessGroup:
         return False
     backend: Any = group._get_backend(torch.device("cpu"))
@@ -315,13 +317,16 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def hosts_of_ranks(group: dist.ProcessGroup) -> list[str]:
-    """Return a string per rank, equal for ranks on the same host. Collective."""
-    (hosts,) = _gathered(group, (_host(),))
+    """Return a string for each rank of a group, equal for ranks on the same host. Collective."""
+    (hosts,) = _gather_items(group, (_host(),))
     return list(hosts)
 
 
 def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
-    """Link the ranks of a gloo group, on all ranks or none; otherwise return the reason. Collective."""
+    """Open a link between the ranks of a gloo group.
+
+    If any rank cannot, return None and the reason. Collective.
+    """
     backend: Any = group._get_backend(torch.device("cpu"))
     link, refusal = None, ""
     try:
@@ -331,14 +336,14 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
     except OSError as error:
         refusal = str(error)
     # All ranks must decide alike, so exchange the reasons before anybody joins.
-    hosts, addresses, refusals = _gathered(group, (_host(), link and link.address, refusal))
+    hosts, addresses, refusals = _gather_items(group, (_host(), link and link.address, refusal))
     is_one_host = len(set(hosts)) == 1
     if link is not None and is_one_host and not any(refusals):
         try:
             link.join(addresses)
         except OSError as error:
             refusal = str(error)
-        (refusals,) = _gathered(group, (refusal,))
+        (refusals,) = _gather_items(group, (refusal,))
         if not any(refusals):
             return link, ""
     if link is not None:
@@ -354,8 +359,8 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
     return None, reason if is_one_host else "they are on several hosts"
 
 
-def _gathered(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Gather a tuple from every rank, transposed: a list per item."""
+def _gather_items(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Gather a tuple from each rank. Returns one tuple per item, with a value per rank."""
     items: list[Any] = [None] * group.size()
     dist.all_gather_object(items, mine, group=group)
     return list(zip(*items, strict=True))
@@ -370,6 +375,7 @@ def _host() -> str:
 
 
 def _functions() -> dict[str, Any]:
+    """Return the C functions of the compiled library by short name. Raises _Refused if they are missing."""
     library = c_entry_points()
     if library is None:
         raise _Refused("no compiled kernels")
@@ -384,6 +390,7 @@ def _functions() -> dict[str, Any]:
 
 
 def _forget_links() -> None:
+    """Disable all links. Runs in a forked child."""
     for link in _open_links:
         link.forget()
 

@@ -1,4 +1,4 @@
-"""Rank environment variables: torch's, or translated from MPI, Slurm and Flux."""
+"""Environment variables of ranks: those of torch, or translated from MPI, Slurm and Flux."""
 
 import os
 import re
@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torch needs to form a process group."""
 
 
 class _Launcher(NamedTuple):
-    """Launcher: variables in the order of `_RANK_VARIABLES`, and the option to set a variable."""
+    """A launcher: its variables in the order of `_RANK_VARIABLES`, and the option that sets a variable."""
 
     name: str
     variables: tuple[str, ...]
@@ -43,10 +44,10 @@ _FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?")
 
 
 def launched() -> bool:
-    """Return whether a launcher started this process as one of several ranks.
+    """Return whether a launcher has started this process as one of several ranks.
 
-    Translates the variables of MPI (Open MPI, MVAPICH, MPICH and others with Hydra), Slurm and Flux to
-    torch's.
+    If a launcher other than torchrun has, set torch's variables from those of MPI (Open MPI, MVAPICH, MPICH
+    and others with Hydra), Slurm or Flux.
 
     Raises:
         ValueError: there are several ranks, and a variable is missing or wrong.
@@ -75,12 +76,13 @@ def launched() -> bool:
 
 
 def _size(launcher: _Launcher) -> int:
-    """Return the number of ranks started by a launcher; 0 if it did not start this process."""
+    """Return the number of ranks that a launcher has started; 0 if it did not start this process."""
     rank, size = launcher.variables[:2]
     return _number(size) if rank in os.environ and size in os.environ else 0
 
 
 def _number(name: str, default: str | None = None) -> int:
+    """Return an environment variable as an integer. Raises ValueError if it is not a number."""
     text = os.environ.get(name, default)
     if text is None or not text.isdecimal():
         raise ValueError(f"{name} is {text!r}; it must be a number, as the launcher of ranks sets it.")
@@ -88,6 +90,7 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def _translate(launcher: _Launcher) -> None:
+    """Set torch's variables from those of another launcher."""
     values = dict(zip(_RANK_VARIABLES[:3], map(_number, launcher.variables[:3]), strict=True))
     rank, size = values["RANK"], values["WORLD_SIZE"]
     if launcher.name == "Slurm":
@@ -119,7 +122,7 @@ def _translate(launcher: _Launcher) -> None:
 
 
 def _tasks_of_this_node() -> int:
-    """Return this step's task count on this node. ``2(x3),1`` means two on three nodes, then one."""
+    """Return the number of Slurm tasks on this node. ``2(x3),1``: 2 tasks on each of 3 nodes, then 1."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks: list[int] = []
     for part in text.split(","):
@@ -137,7 +140,7 @@ def _tasks_of_this_node() -> int:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host in a Slurm node list, such as ``gpu[007-010,12]``."""
+    """Return the first host of a Slurm node list: ``gpu007`` for ``gpu[007-010,12]``."""
     match = _FIRST_HOST.match(nodes)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r}; set MASTER_ADDR to the host of rank 0.")

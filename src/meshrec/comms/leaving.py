@@ -1,4 +1,4 @@
-"""Process group shutdown: backend threads must not outlive the interpreter.
+"""Shutdown of process groups: the threads of a backend must end before the interpreter does.
 
 gloo's threads end with the last reference to their group, not with ``destroy_process_group``. At exit such a
 thread may still hold the last work item, such as a DDP communication hook's callback. Freeing it requires the
@@ -31,6 +31,7 @@ def leave_process_group() -> None:
 
 
 def _drop_group_references() -> None:
+    """Drop references to process groups that torch keeps, and collect garbage, so that the groups end."""
     # DDP imports this module, whose functions then hold the default group as a default argument.
     functions = vars(sys.modules.get("torch.distributed.nn.functional", object)).values()
     for function in list(functions):

@@ -1,8 +1,8 @@
-"""Ranks sharing a model, as DeviceMesh axes: ``shard``, ``replicate``, ``node`` and ``local``.
+"""The ranks that share a model, as axes of a DeviceMesh: ``shard``, ``replicate``, ``node`` and ``local``.
 
-Tables are sharded over ``shard``; ``replicate`` holds copies of the whole sharded model. ``node`` x ``local``
-instead of ``shard`` declares which ranks share a node, so that partial sums are reduced within a node before
-they cross the network.
+Tables are sharded over ``shard``; the ranks on ``replicate`` hold copies of the whole sharded model. Axes
+``node`` and ``local`` instead of ``shard`` declare which ranks share a node, so that partial sums are reduced
+within a node before they cross the network.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# Allowed axis names of a mesh; the last entry has all but ``shard``.
 _AXES = (
     ("shard",),
     ("replicate",),
@@ -23,7 +24,7 @@ _AXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """Mesh axis: number of ranks, this rank, and process group (None for a single rank)."""
+    """One axis of a mesh: number of ranks, rank of this process, and process group (None for one rank)."""
 
     size: int = 1
     rank: int = 0
@@ -32,16 +33,16 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingEnv:
-    """Mesh axes used by sharded modules.
+    """The mesh axes that sharded modules use.
 
     Attributes:
         world: all ranks.
-        shard: ranks sharing a copy of the tables. Plans refer to these.
-        replicate: ranks holding the same shards.
+        shard: ranks that share a copy of the tables. Plans refer to these ranks.
+        replicate: ranks that hold the same shards.
         node: outer factor of ``shard``, if the mesh has it.
-        local: inner factor of ``shard``; shard rank = node * local.size + local rank.
-        mesh: the DeviceMesh, or None for a single process.
-        devices: device per ``shard`` rank, if a single process simulates them all.
+        local: inner factor of ``shard``; position on shard = node position * local.size + local position.
+        mesh: the DeviceMesh; None for a single process.
+        devices: device of each rank on ``shard``, if a single process acts for all of them.
 
     Example::
 
@@ -59,10 +60,10 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, devices: Sequence[torch.device | str]) -> "ShardingEnv":
-        """Create the environment for a single process with tables sharded over several devices, for
-        inference.
+        """Create the environment of a single process whose tables are sharded over several devices.
 
-        Device r acts as rank r in plans. The first device holds input and result. Devices may repeat.
+        For inference. Device r acts as rank r in plans. Input and result are on the first device. Devices may
+        repeat.
         """
         if not devices:
             raise ValueError("devices is empty. Name at least one, such as 'cpu' or 'cuda:0'.")
@@ -70,12 +71,12 @@ class ShardingEnv:
 
     @classmethod
     def single_process(cls) -> "ShardingEnv":
-        """Create the environment for world size 1, without a process group."""
+        """Create the environment of a single process without a process group."""
         return cls()
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup, *, device_type: str | None = None) -> "ShardingEnv":
-        """Create the environment with tables sharded over all ranks in ``pg``."""
+        """Create the environment in which tables are sharded over all ranks of ``pg``."""
         kind = device_type or ("cuda" if "nccl" in dist.get_backend(pg) else "cpu")
         mesh = DeviceMesh.from_group(pg, kind, mesh_dim_names=("shard",))
         axis = Axis(size=pg.size(), rank=pg.rank(), group=pg)
@@ -83,10 +84,10 @@ class ShardingEnv:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ShardingEnv":
-        """Create the environment for a mesh with named axes.
+        """Create the environment of a mesh with named axes.
 
         Allowed axes: shard; replicate; replicate, shard; node, local; replicate, node, local. With
-        ``replicate`` alone, every rank holds all tables.
+        ``replicate`` alone, each rank has all tables.
 
         Raises:
             ValueError: the mesh has other axes.
@@ -105,12 +106,12 @@ class ShardingEnv:
 
     @property
     def local_size(self) -> int:
-        """Ranks per node on the ``shard`` axis; all of them without a node axis."""
+        """Number of ranks per node on the ``shard`` axis; all of them if the mesh has no node axis."""
         return self.local.size if self.local is not None else self.shard.size
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """Mesh of the ``shard`` axis only; None for a single process."""
+        """Mesh with only the ``shard`` axis; None for a single process."""
         if self.mesh is None or self.mesh.mesh_dim_names == ("shard",):
             return self.mesh
         if self.shard.group is None:
@@ -119,7 +120,7 @@ class ShardingEnv:
 
     @property
     def dense_mesh(self) -> DeviceMesh | None:
-        """Mesh for FSDP2: (replicate, shard) for HSDP, otherwise all ranks on one axis.
+        """Mesh for the dense parameters under FSDP2: (replicate, shard) for HSDP, otherwise a single axis.
 
         Raises:
             ValueError: the mesh has only a ``replicate`` axis.
@@ -143,6 +144,7 @@ class ShardingEnv:
 
 
 def _wrong_axes(mesh: DeviceMesh) -> str:
+    """Return the error message for a mesh whose axes are not allowed."""
     names, shape = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
     description = "whose axes have no names" if names is None else f"with axes {names}"
     if names is not None and "stage" in names:
@@ -167,20 +169,23 @@ def default_env() -> ShardingEnv:
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the tensor device for collectives in ``group``."""
+    """Return the device on which tensors must be for collectives of ``group``."""
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    """Return an axis of a mesh."""
     group = mesh.get_group(name)
     return Axis(size=group.size(), rank=group.rank(), group=group)
 
 
 def _flat_mesh(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> DeviceMesh:
+    """Return the mesh in which some axes are flattened into one named ``flat_name``."""
     return mesh[names]._flatten(flat_name) if mesh.mesh_dim_names != names else mesh._flatten(flat_name)
 
 
 def _flat_axis(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> Axis:
+    """Return some axes of a mesh, flattened into one."""
     return _axis(_flat_mesh(mesh, names, flat_name), flat_name)

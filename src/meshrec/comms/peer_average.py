@@ -1,15 +1,15 @@
-"""Averages over gloo ranks without a host link, from point-to-point messages.
+"""Averages over gloo ranks without a host link, by point-to-point messages.
 
 Gloo's all-to-all sends the two directions one after the other: between two hosts it takes up to twice as long
 as messages that are sent and received at once. A thread waits for the messages, adds in rank order and sends
 the means, while the program's threads continue.
 
 [Note: messages of an average]
-Every rank averages a share of the elements. It receives this share from all peers (``terms_tag``), and sends
-its mean to the peers on its host and to one rank per other host (``means_tag``). That rank passes the mean on
-within its host (``passed_on_tag``), so that links between hosts carry every mean once. Two ranks exchange all
-elements instead. Gloo matches messages by sender, tag and order. Terms are therefore sent by the caller, and
-means by the thread, with different tags.
+Each rank averages a share of the elements. It receives this share from all peers (``terms_tag``), and sends
+its mean to the peers on its host and to one rank of each other host (``means_tag``). That rank passes the
+mean on within its host (``passed_on_tag``), so that links between hosts carry each mean once. Two ranks
+exchange all elements instead. Gloo matches messages by sender, tag and order. Terms are therefore sent by the
+caller, and means by the thread, with different tags.
 """
 
 import queue
@@ -29,19 +29,19 @@ from meshrec.comms.phase_clock import recorders
 from meshrec.ops import operators
 
 _FIRST_TAG = 1 << 20
-"""Above the tags of other messages on the group."""
+"""Above the tags that other messages of the group use."""
 _BLOCK = 1 << 14
-"""Elements per kernel call. The kernel runs blocks of this size on the calling thread, without a pool."""
+"""Elements per kernel call: few enough that the kernel runs on the calling thread, without a pool."""
 _num_averages: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-"""Averages per group. Tags differ, because the threads of two models may send means in any order."""
+"""Number of PeerAverages of each group. Each has its own tags, because threads may send in any order."""
 
 
 class PeerAverage:
-    """Averages tensors over the ranks on an axis, one after the other. The constructor is collective.
+    """Averages tensors over the ranks of an axis, one tensor after another. The constructor is collective.
 
     Args:
         axis: participating ranks, on a gloo group.
-        hosts: a name per rank, equal for ranks on the same host.
+        hosts: host name of each rank.
         name: collective name, for errors and ``measure_traffic``.
     """
 
@@ -52,12 +52,13 @@ class PeerAverage:
         self.terms_tag, self.means_tag, self.passed_on_tag = range(first_tag, first_tag + 3)
         self.rank, self.size, self.routes = axis.rank, axis.size, Routes(hosts)
         self._name = name
+        # Read by the thread, which starts with the first average and ends at None.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)  # ends the thread, which holds the queue only
 
     def start(self, sent: Tensor) -> InFlight:
-        """Start averaging a 1-D tensor, which must not be modified before the wait. Collective."""
+        """Start to average a 1-D tensor. Do not modify it before the wait. Collective."""
         count_start(self.group)
         job = _Job(self, sent)
         if self._thread is None:
@@ -73,7 +74,7 @@ class PeerAverage:
         return in_flight
 
     def send(self, tensor: Tensor, ranks: Sequence[int], tag: int) -> list[Any]:
-        """Start sending a tensor to some ranks.
+        """Start to send a tensor to some ranks.
 
         Args:
             tensor: tensor to send; an empty tensor is not sent.
@@ -81,7 +82,7 @@ class PeerAverage:
             tag: message tag; see [Note: messages of an average].
 
         Returns:
-            Work to wait for, per receiver.
+            One work object per receiver, to wait for.
         """
         if not tensor.numel():
             return []
@@ -89,7 +90,7 @@ class PeerAverage:
         return [self.group.send([tensor], rank, tag) for rank in ranks]
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> list[Any]:
-        """Start receiving a tensor from a rank.
+        """Start to receive a tensor from a rank.
 
         Args:
             tensor: tensor to fill; for an empty tensor, nothing is received.
@@ -97,16 +98,18 @@ class PeerAverage:
             tag: message tag; see [Note: messages of an average].
 
         Returns:
-            Work to wait for: one item, or none for an empty tensor.
+            A work object to wait for, in a list; no element for an empty tensor.
         """
         return [self.group.recv([tensor], rank, tag)] if tensor.numel() else []
 
 
 class Routes:
-    """Who sends the mean of which share to whom, see [Note: messages of an average].
+    """Which rank sends the mean of which share to which rank; see [Note: messages of an average].
+
+    The owner of a mean is the rank that computes it.
 
     Args:
-        hosts: a name per rank.
+        hosts: host name of each rank.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -116,25 +119,28 @@ class Routes:
             self._on_host.setdefault(host, []).append(rank)
 
     def receiver(self, owner: int, host: str) -> int | None:
-        """Return the rank that passes an owner's mean on within another host; None on the owner's host."""
+        """Return the rank on ``host`` that receives an owner's mean and passes it on.
+
+        None on the owner's host.
+        """
         if host == self._hosts[owner]:
             return None
         ranks = self._on_host[host]
         return ranks[self._on_host[self._hosts[owner]].index(owner) % len(ranks)]
 
     def source(self, owner: int, rank: int) -> int:
-        """Return the rank from which a rank receives an owner's mean."""
+        """Return the rank that sends an owner's mean to ``rank``."""
         receiver = self.receiver(owner, self._hosts[rank])
         return owner if receiver is None or receiver == rank else receiver
 
     def targets(self, owner: int, sender: int) -> list[int]:
-        """Return the ranks to which ``sender`` sends an owner's mean, ascending."""
+        """Return the ranks to which ``sender`` sends the mean of ``owner``, ascending."""
         ranks = range(len(self._hosts))
         return [rank for rank in ranks if rank != owner and self.source(owner, rank) == sender != rank]
 
 
 class _Job:
-    """A tensor whose mean is in flight; ``wait`` returns when ``mean`` is complete."""
+    """A tensor whose average is in flight; ``wait`` returns when ``mean`` is complete."""
 
     def __init__(self, average: PeerAverage, sent: Tensor) -> None:
         self._average, self._rank, self._size = average, average.rank, average.size
@@ -159,7 +165,7 @@ class _Job:
         ]
 
     def run(self) -> None:
-        """Average, on the thread."""
+        """Receive, average, and send the means. Runs on the thread."""
         try:
             _wait(self._receiving)
             terms = [self._terms[rank] for rank in range(self._size)]
@@ -176,7 +182,7 @@ class _Job:
             self._terms.clear()
 
     def wait(self) -> None:
-        """Wait for the mean.
+        """Wait until ``mean`` is complete.
 
         Raises:
             RuntimeError: a message failed, or another rank has failed alone.
@@ -189,6 +195,7 @@ class _Job:
             raise self._error
 
     def _distribute(self) -> None:
+        """Send this rank's mean, receive the others, and pass them on within the host."""
         shares, average, routes = self.mean.tensor_split(self._size), self._average, self._average.routes
         owners = [owner for owner in range(self._size) if owner != self._rank]
         receiving: dict[int, list[Any]] = {}
@@ -209,11 +216,13 @@ class _Job:
 
 
 def _wait(works: list[Any]) -> None:
+    """Wait for all messages."""
     for work in works:
         work.wait()
 
 
 def _run(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    """Run jobs until None. The thread's function: it must not hold the PeerAverage, whose end stops it."""
     while (job := jobs.get()) is not None:
         job.run()
         del job  # an idle thread must not keep the last buffers

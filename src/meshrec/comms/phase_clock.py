@@ -1,4 +1,4 @@
-"""Training step time by phase on this rank, measured while a recorder is active."""
+"""Time of a training step by phase, on this rank. Measured only inside ``record_phases``."""
 
 import time
 from collections.abc import Iterator
@@ -9,31 +9,32 @@ from typing import NamedTuple
 import torch
 
 DENSE = "dense"
-"""Phase name for time outside the tables' phases: dense model, dense optimizer, everything else."""
+"""Phase for the time outside the phases of tables: dense model, dense optimizer, everything else."""
 
 OFF = nullcontext()
+"""Context manager that does nothing."""
 recorders: list["Recorder"] = []
 """The active recorder, or empty. Callers write ``with phase(...) if recorders else OFF``, which costs nothing
-when inactive.
+while no recorder is active.
 """
 
 
 @contextmanager
 def record_phases(*, device: torch.device | None = None, overlap: bool = True) -> Iterator[dict[str, float]]:
-    """Record a step. When the block ends, the yielded dict holds seconds by phase.
+    """Measure a training step. When the context ends, the yielded dict has the seconds of each phase.
 
-    Phases are those of ``meshrec.planner.estimators.PHASES`` that occurred, and ``"dense"`` for the remaining
-    time; they sum to the block's duration. Sharded modules are not timed outside such a block.
+    The phases are those of ``meshrec.planner.estimators.PHASES`` that occurred, and ``"dense"`` for all other
+    time. They sum to the duration of the context.
 
     Args:
-        device: model device. On CUDA, times are measured with events on the current stream, and the end of
-            the block synchronizes.
-        overlap: False waits for every collective where it starts, so the phase includes the whole exchange
-            instead of the part not hidden by other work. Planner estimates refer to these times. The step
-            takes longer.
+        device: device of the model. On CUDA, times are measured by events on the current stream, and the end
+            of the context synchronizes.
+        overlap: if False, each collective is awaited where it starts. Its phase then includes the whole
+            exchange, not only the part that no other work hides. Estimates of the planner refer to these
+            times. The step takes longer.
 
     Raises:
-        ValueError: nested inside another such block.
+        ValueError: the context is inside another one.
 
     Example::
 
@@ -54,40 +55,46 @@ def record_phases(*, device: torch.device | None = None, overlap: bool = True) -
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Attribute the time inside to this phase, except nested phases. Requires an active recorder."""
+    """Count the time inside the context for a phase, except that of nested phases.
+
+    Needs an active recorder.
+    """
     return _RecordedPhase(recorders[0], name)
 
 
 class _Mark(NamedTuple):
-    """Start of ``phase``; ``stamp`` is in seconds, or a CUDA event."""
+    """Start of a phase; ``stamp`` is a time in seconds, or a CUDA event."""
 
     phase: str
     stamp: float | torch.cuda.Event
 
 
 class Recorder:
-    """Phase starts of a step. Without ``overlap``, callers wait for collectives where they start."""
+    """Records when each phase of a step starts.
+
+    Without ``overlap``, collectives are awaited where they start.
+    """
 
     def __init__(self, *, on_cuda: bool, overlap: bool) -> None:
         self.seconds: dict[str, float] = {}
         self.overlap = overlap
         self._on_cuda = on_cuda
-        self._marks: list[_Mark] = []
-        self._nested: list[str] = []
+        self._marks: list[_Mark] = []  # in time order
+        self._nested: list[str] = []  # phases that are open now, outermost first
         self.enter(DENSE)
 
     def enter(self, name: str) -> None:
-        """Start phase ``name``."""
+        """Start a phase. It ends with ``leave``."""
         self._nested.append(name)
         self._mark(name)
 
     def leave(self) -> None:
-        """Return to the enclosing phase."""
+        """End the present phase, and continue the enclosing one."""
         self._nested.pop()
         self._mark(self._nested[-1])
 
     def finish(self) -> None:
-        """Sum the seconds by phase."""
+        """Compute ``seconds`` from the recorded starts."""
         self._mark(DENSE)
         if self._on_cuda:
             # Event times can only be read after the events have completed.
@@ -97,6 +104,7 @@ class Recorder:
             self.seconds[mark.phase] = self.seconds.get(mark.phase, 0.0) + seconds
 
     def _mark(self, name: str) -> None:
+        """Record that phase ``name`` starts or continues now."""
         stamp: float | torch.cuda.Event = time.perf_counter()
         if self._on_cuda:
             stamp = torch.cuda.Event(enable_timing=True)
@@ -105,7 +113,7 @@ class Recorder:
 
 
 class _RecordedPhase(AbstractContextManager[None]):
-    """Context manager for a recorded phase."""
+    """Context manager of ``phase``."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name
@@ -120,6 +128,7 @@ class _RecordedPhase(AbstractContextManager[None]):
 
 
 def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
+    """Return the seconds between two stamps."""
     if isinstance(first, torch.cuda.Event):
         assert isinstance(second, torch.cuda.Event)
         return float(first.elapsed_time(second)) / 1e3

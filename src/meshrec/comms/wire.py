@@ -1,9 +1,9 @@
-"""Wire formats: encodings of embedding rows and row gradients exchanged between ranks.
+"""Wire formats: how embedding rows and row gradients are encoded when ranks exchange them.
 
-A format defines the bytes per row of D values, encodes and decodes rows, and bounds the error. Sharded
-modules send the encoded rows, and the planner prices their size; neither depends on anything else, so a new
-format is a class here and an entry in ``FORMATS``. ``encoding.py`` combines rows in several formats into one
-message. This file depends only on tensors: the planner uses it on machines without training.
+A format defines the bytes of a row with D values, encodes and decodes rows, and bounds the error. Sharded
+modules send encoded rows, and the planner estimates the time from their size. To add a format, write a class
+here and add it to ``FORMATS``. ``encoding.py`` combines rows in several formats into one message. This file
+depends only on tensors: the planner uses it on machines without training.
 """
 
 import itertools
@@ -19,25 +19,25 @@ from typing_extensions import override
 from meshrec.ops import operators
 from meshrec.ops.dist import wire_naive as ops
 
-# N rows, D values of a row, U units of an encoded row
+# Shape legend: N rows, D values of a row, U units of an encoded row.
 
 AcrossNodes = Literal["sums", "rows"]
-"""Exchange between nodes, see [Note: two levels] in distributed/node_rows.py."""
+"""What nodes exchange: sums of pooled rows, or rows; see [Note: two levels] in distributed/node_rows.py."""
 
 
 class WireFormat(ABC):
-    """Encoding of fp32 rows, independent per row.
+    """Encoding of fp32 rows. Each row is encoded independently of the others.
 
     Attributes:
         name: name in recipes, options and saved plans.
-        unit: message dtype.
+        unit: dtype of the message.
         kernel_dtype: dtype in which kernels write the input of ``encode`` and read the output of ``decode``.
         is_cast: whether kernels write and read the message directly, because ``unit`` is ``kernel_dtype`` and
             a row is D values. ``encode`` and ``decode`` are then not called, and ranks on the same host may
             read rows in place.
         value_bytes: bytes per value.
         row_overhead: additional bytes per row, such as a scale.
-        code: format code in the encoding kernels; None: use ``encode`` and ``decode``.
+        code: number of the format in the encoding kernels; None: use ``encode`` and ``decode``.
         stochastic: whether rounding is stochastic and unbiased.
         feedback: whether the sender adds a row's rounding error to the next gradient of the same bag (error
             feedback).
@@ -56,16 +56,16 @@ class WireFormat(ABC):
     row_overhead: int
 
     def row_bytes(self, dim: int) -> int:
-        """Return the bytes of an encoded row with ``dim`` values."""
+        """Return the number of bytes of an encoded row with ``dim`` values."""
         return math.ceil(dim * self.value_bytes) + self.row_overhead
 
     def row_units(self, dim: int) -> int:
-        """Return the message elements, of dtype ``unit``, per encoded row with ``dim`` values."""
+        """Return the number of message elements, of dtype ``unit``, of an encoded row with ``dim`` values."""
         return self.row_bytes(dim) // self.unit.itemsize
 
     @abstractmethod
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode rows [N, D] to [N, U] of dtype ``unit``, with U = ``row_units(D)``."""
+        """Encode rows [N, D] as a message [N, U] of dtype ``unit``, with U = ``row_units(D)``."""
 
     @abstractmethod
     def decode(self, message: Tensor, dim: int) -> Tensor:
@@ -94,7 +94,7 @@ class WireFormat(ABC):
 
 
 class _Cast(WireFormat):
-    """Values rounded to the nearest value of a floating-point dtype."""
+    """Format that rounds values to a floating-point dtype."""
 
     is_cast = True
     row_overhead = 0
@@ -122,9 +122,12 @@ class _Cast(WireFormat):
 
 
 class CodedRows(WireFormat):
-    """Quantized rows with scale and midpoint per row, see ``ops/dist/wire_naive.py``.
+    """Format of codes with a scale and a midpoint per row; see ``ops/dist/wire_naive.py``.
 
-    ``bits``: 8, or 4 for embeddings only.
+    Args:
+        bits: bits per code: 8, or 4 for embeddings only.
+        stochastic: round stochastically, without bias.
+        feedback: add the rounding error of a bag's gradient to the next gradient of the bag.
     """
 
     unit = torch.uint8
@@ -177,7 +180,7 @@ _VARIANTS = (
 FORMATS: dict[str, WireFormat] = {
     format.name: format for format in (FP32, FP16, BF16, INT8, INT4, *_VARIANTS)
 }
-"""Wire formats, by name.
+"""All wire formats, by name.
 
 ``+stochastic`` rounds stochastically and unbiased: the noise is a function of step, table, and ID (or bag
 position in the batch). ``+feedback`` adds a bag's gradient rounding error to the next gradient of the same
@@ -185,14 +188,14 @@ bag.
 """
 
 Wire = WireFormat | torch.dtype | str
-"""Accepted format arguments: a format, a format name, or a cast's dtype."""
+"""Ways to name a format in an argument: a format, its name, or the dtype of a cast."""
 
 
 def wire_format(given: Wire) -> WireFormat:
-    """Return the format named by ``given``.
+    """Return the wire format that an argument names.
 
     Raises:
-        ValueError: unknown format.
+        ValueError: the format does not exist.
     """
     if isinstance(given, WireFormat):
         return given
@@ -208,9 +211,9 @@ def wire_format(given: Wire) -> WireFormat:
 
 
 class WireFormats(NamedTuple):
-    """Formats for embeddings (forward) and their gradients (backward).
+    """Wire formats of a table in both directions: embeddings (forward), and their gradients (backward).
 
-    As a string ``"fp16/bf16"``, or a single name if both are equal.
+    ``str()`` gives ``"fp16/bf16"``, or a single name if both are equal.
     """
 
     forward: WireFormat = FP32
@@ -218,17 +221,17 @@ class WireFormats(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "WireFormats":
-        """Parse the output of ``str``. Raises ValueError for other strings."""
+        """Parse a string in the form of ``str()``. Raises ValueError for other strings."""
         names = text.split("/") if isinstance(text, str) else []
         if not 1 <= len(names) <= 2:
             raise ValueError(
                 f"wire formats {text!r:.100}: give one of {', '.join(FORMATS)}, or two as FORWARD/BACKWARD, "
                 "such as fp16/bf16."
             )
-        return cls(wire_format(names[0]), wire_format(names[-1])).checked()
+        return cls(wire_format(names[0]), wire_format(names[-1])).validated()
 
-    def checked(self) -> "WireFormats":
-        """Return these formats. Raises ValueError if a format is not allowed in that direction."""
+    def validated(self) -> "WireFormats":
+        """Return these formats. Raises ValueError if a format is not allowed in its direction."""
         if not self.backward.is_for_gradients:
             allowed = ", ".join(name for name, format in FORMATS.items() if format.is_for_gradients)
             raise ValueError(
@@ -255,7 +258,7 @@ FULL_PRECISION = WireFormats()
 class TableWires(NamedTuple):
     """Wire formats of a module: a default, and exceptions by table name.
 
-    As a string ``"int8/bf16"``, or ``"int8/bf16,users:fp32,items:int4/int8"``.
+    ``str()`` gives ``"int8/bf16"``, or ``"int8/bf16,users:fp32,items:int4/int8"`` with exceptions.
     """
 
     default: WireFormats = FULL_PRECISION
@@ -263,7 +266,7 @@ class TableWires(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "TableWires":
-        """Parse the output of ``str``. Raises ValueError for other strings."""
+        """Parse a string in the form of ``str()``. Raises ValueError for other strings."""
         if not isinstance(text, str):
             return cls(WireFormats.parse(text))
         first, *exceptions = text.split(",")
@@ -280,13 +283,13 @@ class TableWires(NamedTuple):
 
     @classmethod
     def from_tables(cls, wires: Mapping[str, WireFormats]) -> "TableWires":
-        """Return the formats by table, with the most frequent one as the default."""
+        """Build from the formats of each table. The most frequent one becomes the default."""
         formats = list(wires.values())
         default = max(formats, key=formats.count, default=FULL_PRECISION)
         return cls(default, {name: wire for name, wire in wires.items() if wire != default})
 
-    def of(self, table: str) -> WireFormats:
-        """Return a table's formats."""
+    def for_table(self, table: str) -> WireFormats:
+        """Return the formats of a table."""
         return self.tables.get(table, self.default)
 
     @override
@@ -299,7 +302,7 @@ FULL_WIRES = TableWires()
 
 
 class CommsPrecision(NamedTuple):
-    """Wire formats requested from a sharder: names (``"int8"``), dtypes (``torch.float16``), or formats.
+    """Wire formats that a user requests: names (``"int8"``), dtypes (``torch.float16``), or formats.
 
     Args:
         forward: format for embeddings.
@@ -317,16 +320,16 @@ class CommsPrecision(NamedTuple):
     tables: Mapping[str, "CommsPrecision"] = {}
 
     @classmethod
-    def of(cls, wires: TableWires) -> "CommsPrecision":
-        """Return the request for already resolved formats."""
+    def from_wires(cls, wires: TableWires) -> "CommsPrecision":
+        """Return the request that gives these formats."""
         return cls(*wires.default, {name: cls(*formats) for name, formats in wires.tables.items()})
 
     @property
     def formats(self) -> WireFormats:
-        """Formats for tables without exceptions. Raises ValueError for unknown formats."""
-        return WireFormats(wire_format(self.forward), wire_format(self.backward)).checked()
+        """Formats of tables without an exception. Raises ValueError if a format does not exist."""
+        return WireFormats(wire_format(self.forward), wire_format(self.backward)).validated()
 
     @property
     def wires(self) -> TableWires:
-        """Formats for every table. Raises ValueError for unknown formats."""
+        """Formats of all tables. Raises ValueError if a format does not exist."""
         return TableWires(self.formats, {name: table.formats for name, table in self.tables.items()})

@@ -46,8 +46,8 @@ from meshrec.tables.optimizer import (
     rules_of,
 )
 from meshrec.tables.placeholder import placeholder
-from meshrec.tables.storage import RowStorage, cut
-from meshrec.tables.table import Rectangle, RowBlock, Span, start_rows
+from meshrec.tables.storage import RowStorage, slice_parts
+from meshrec.tables.table import Rectangle, RowBlock, Span, initialize_rows
 
 
 class SourceTable(NamedTuple):
@@ -477,7 +477,7 @@ def _allocate(
         for table in shard.tables:
             source, rule = sources[table.rectangle.table], rules[table.rectangle.table]
             first = functools.partial(_initial_blocks, table.rectangle, source, rule, seed)
-            start_rows(table, first, lazily=source.weight.is_meta)
+            initialize_rows(table, first, lazily=source.weight.is_meta)
     return held
 
 
@@ -513,7 +513,7 @@ def _initial_blocks(
             tensors: parts by name.
             rows: positions in ``tensors``.
         """
-        return RowBlock(range(first, end), (c0, c1), cut(storage, tensors, rows, (c0, c1)))
+        return RowBlock(range(first, end), (c0, c1), slice_parts(storage, tensors, rows, (c0, c1)))
 
     if not source.weight.is_meta:
         tensors = dict(zip(names, storage.parts(source.weight.detach(), dim), strict=True))

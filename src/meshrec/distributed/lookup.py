@@ -12,10 +12,10 @@ from meshrec.distributed.routing import RankWork, Route, Routing
 from meshrec.ops import tbe
 from meshrec.ops.tbe import LookupOptions
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
-from meshrec.tables.index import Index, KeyReader, slots_of
+from meshrec.tables.index import Index, KeyReader, replace_ids_by_slots
 from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.packing import RowGradients
-from meshrec.tables.storage import RowStorage, lookup_of
+from meshrec.tables.storage import RowStorage, lookup_function
 from meshrec.tables.updates import LookedUp, TableGradient
 
 # K: routes on this rank, L: lookups, T: rectangles
@@ -69,7 +69,7 @@ class LookupTables:
         self.held = cast(LocalShards, held)  # FetchedRows has all attributes that lookups need
         # Packed parameters may get other memory, so only the unpacked weights are listed in advance.
         self._plain = None if held.is_packed else list(held.weights)
-        self._look_up = lookup_of(held.storages)
+        self._look_up = lookup_function(held.storages)
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
         self._dim = sum(lookup.width for lookup in work.lookups)
@@ -131,7 +131,7 @@ class LookupTables:
             return ids
         bounds = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
         num_keys = len(self.work.routes)
-        values, pins = slots_of(ids.values, bounds, self._readers, num_keys=num_keys, train=train)
+        values, pins = replace_ids_by_slots(ids.values, bounds, self._readers, num_keys=num_keys, train=train)
         return ids._replace(values=values, pins=pins)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:

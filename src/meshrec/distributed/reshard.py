@@ -345,7 +345,10 @@ class _TableTransport:
                         continue
                     source = shards.tables[transfer.source.number]
                     assert has_growable_rows(source)
-                    keys, columns = source.listed((transfer.r0, transfer.r1))[0], (transfer.c0, transfer.c1)
+                    keys, columns = (
+                        source.live_keys((transfer.r0, transfer.r1))[0],
+                        (transfer.c0, transfer.c1),
+                    )
                     for some in keys.split(_TRANSFER_BYTES // keys.itemsize):
                         block = RowBlock(some, columns, {})
                         if transfer.target.rank == self._axis.rank:

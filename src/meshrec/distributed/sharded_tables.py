@@ -115,7 +115,7 @@ class ShardedTables:
         self._env = env
         # A list, because every step iterates over it.
         self._fused = list(fused.values())
-        wires = [wire.of(table.name) for table in routing.tables]
+        wires = [wire.for_table(table.name) for table in routing.tables]
         split, here, ranks = held[0], routing, env
         self._nodes, looked_up = None, list[LocalShards | FetchedRows](held)
         # Only traffic between nodes is encoded; inside a node everything stays fp32.
@@ -325,7 +325,7 @@ class ShardedTables:
         Runs in the forward pass of `_Send`.
         """
         # Counted before rows are read, so that ``send_grad`` notices any later write.
-        batch.foreign_writes = self._writes.foreign() if batch.trains else ()
+        batch.foreign_writes = self._writes.foreign_writes() if batch.trains else ()
         if self._nodes is not None:
             assert batch.fetch is not None
             batch.fetched = self._nodes.fetched.weights = self._nodes.look_up(batch.fetch)
@@ -428,7 +428,7 @@ class ShardedTables:
             grads = [
                 grad
                 for updates, gradient in zip(self._updates, gradients, strict=False)
-                for grad in updates.ordinary(gradient)
+                for grad in updates.ordinary_gradients(gradient)
             ]
             self._apply(gradients, deferred=False)
             if self.watch is not None:

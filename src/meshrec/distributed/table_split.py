@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrec.comms.collectives import all_reduce
 from meshrec.comms.mesh import Axis
 from meshrec.optim.optimizers import StateSlot
-from meshrec.tables.hashed.admission import parts_of
+from meshrec.tables.hashed.admission import waiting_counts
 from meshrec.tables.hashed.admission_eviction import AdmissionEviction
 from meshrec.tables.hashed.io import WAITING
 from meshrec.tables.hashed.table import IDS
@@ -123,7 +123,7 @@ class GrowableSplit:
         joined = self._key_ordered(module)
         parts = {part.name: joined(part.name, part.dtype, part.per_row) for part in module.storage.row_parts}
         parts[IDS] = joined(IDS, torch.int64, True)
-        if self._admission_eviction.storages[self._table].counts:
+        if self._admission_eviction.storages[self._table].counts_waiting_ids:
             parts |= self._admission_counts(module)
         return parts
 
@@ -170,7 +170,7 @@ class GrowableSplit:
         """
         intervals = self._admission_eviction.intervals[self._table]
         sizes = torch.zeros(len(intervals), dtype=torch.int64)
-        counts = [parts_of(table.admission_counts) for table in module.tables]
+        counts = [waiting_counts(table.admission_counts) for table in module.tables]
         for table, parts in zip(module.tables, counts, strict=True):
             r = table.rectangle
             # All column shards count the same IDs, so only the shard with column 0 is counted.

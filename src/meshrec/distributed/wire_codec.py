@@ -49,7 +49,7 @@ class Codec:
         self._formats: list[WireFormat] = [pair[direction] for pair in wires]
         split = list(compress(self._formats, map(operator.not_, routing.replicated)))
         # Data-parallel tables send no rows, but without any other table the encoding needs some format.
-        self.encoding = RowEncoding.of(split or self._formats)
+        self.encoding = RowEncoding.from_formats(split or self._formats)
         self._watch = _NonFiniteWatch(_PAYLOADS[direction])
         self.feedback = ErrorFeedback() if any(wire_format.feedback for wire_format in split) else None
         """Error feedback of this rank; None if no format has it."""

@@ -24,7 +24,7 @@ from meshrec.export.whole_tables import with_whole_tables
 from meshrec.modules import DataType, EmbeddingBagCollection, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.interaction.naive import dot_interaction
-from meshrec.quant.quantize import copied_but_for
+from meshrec.quant.quantize import copy_except
 from meshrec.sparse import KeyedJaggedTensor, KeyedTensor
 
 # B samples, N ids of a feature, D width, V width of vectors
@@ -119,7 +119,7 @@ class OnnxModel(nn.Module):
             id(child): _PlainBags(child) for child in model.modules() if isinstance(child, TableCollection)
         }
         self._bags = list(collections.values())
-        self.model = collections.get(id(model)) or copied_but_for(model, collections)
+        self.model = collections.get(id(model)) or copy_except(model, collections)
         self._features, self._scores = list(features), scores
 
     def forward(self, dense: Tensor, values: list[Tensor], lengths: list[Tensor]) -> Tensor:

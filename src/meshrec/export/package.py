@@ -53,7 +53,7 @@ from meshrec.export.weights import Weights
 from meshrec.export.whole_tables import with_served_tables, with_whole_tables
 from meshrec.modules.embedding_configs import BoundsCheckMode
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.modules.served_table import ServedRows, ServedTable, first_rows_of
+from meshrec.modules.served_table import ServedRows, ServedTable, unknown_row_init
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -299,7 +299,7 @@ def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
     formulas = {}
     for path, child in model.named_modules():
         if isinstance(child, ServedTable):
-            first, storage = first_rows_of(child.storage), child.storage
+            first, storage = unknown_row_init(child.storage), child.storage
             formulas[f"{path}.weight"] = {
                 "seed": storage.keys.seed,
                 "max_rows": storage.max_rows,

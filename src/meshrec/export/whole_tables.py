@@ -15,7 +15,7 @@ from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.served_table import ServedRows
 from meshrec.modules.table_lookup import storage_for
 from meshrec.quant.collections import empty_like
-from meshrec.quant.quantize import copied_but_for
+from meshrec.quant.quantize import copy_except
 from meshrec.tables.streamed import StreamedPart
 
 _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
@@ -39,7 +39,7 @@ def with_whole_tables(model: nn.Module) -> nn.Module:
                 "a checkpoint, and export from it: `meshrec export`, or load it into the unsharded model."
             )
     whole: dict[int, nn.Module] = {id(module): _merge_shards(module) for module in sharded}
-    result = whole.get(id(inner)) or copied_but_for(inner, whole)
+    result = whole.get(id(inner)) or copy_except(inner, whole)
     return result.to("cpu").train(model.training)
 
 
@@ -83,7 +83,7 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
             tensors: dict[str, ServedRows | Tensor] = {"weight": rows, **rows.index()}
             where = f"{path}." if path else ""
             real |= {f"{where}{prefix}.{config.name}.{name}": tensor for name, tensor in tensors.items()}
-    return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model), real
+    return memo.get(id(model)) or (copy_except(model, memo) if memo else model), real
 
 
 def allocate_rows(collection: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:

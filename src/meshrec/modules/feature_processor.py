@@ -13,27 +13,27 @@ from meshrec.modules.embedding_modules import EmbeddingBagCollection
 from meshrec.modules.parameters import InitializedDict
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-# K keys, B bags of all keys, N IDs
+# Shape legend: K keys, B bags of all keys, N IDs.
 
 
 class FeatureProcessor(nn.Module, ABC):
-    """Base class for modules that transform a feature's bags before the lookup and weight their IDs."""
+    """Base class for modules that transform the bags of one feature before the lookup, and weight the IDs."""
 
     @abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """Return the transformed, weighted bags."""
+        """Return the transformed bags, with a weight per ID."""
 
 
 class FeatureProcessorsCollection(nn.Module, ABC):
-    """Base class for modules that transform many features' bags before the lookup and weight their IDs."""
+    """Base class for modules that transform the bags of features before the lookup, and weight the IDs."""
 
     @abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the transformed, weighted bags, with the same keys."""
+        """Return the transformed bags, with a weight per ID and the same keys."""
 
 
 class PositionWeightedModule(FeatureProcessor):
-    """Position weights: the i-th ID in a bag gets the i-th of ``max_feature_length`` learned weights.
+    """Position weights for one feature: the i-th ID in a bag gets the i-th of ``max_feature_length`` weights.
 
     Args:
         max_feature_length: Maximum bag length.
@@ -68,7 +68,7 @@ class PositionWeightedModule(FeatureProcessor):
 
 
 class PositionWeightedModuleCollection(FeatureProcessorsCollection):
-    """``PositionWeightedModule`` for many features, with parameters ``position_weights.<feature>``.
+    """Position weights for many features, with parameters ``position_weights.<feature>``.
 
     Args:
         max_feature_lengths: Maximum bag length, by feature.
@@ -112,7 +112,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         )
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return the weight per ID, [N]: learned for processed keys, 1 for others."""
+        """Return the weight of each ID, [N]: learned for features with position weights, else 1."""
         learned = dict(self.position_weights.items())
         device = features.values().device
         key_weights = [learned[key] for key in features.keys() if key in learned]  # noqa: SIM118  not a dict
@@ -139,6 +139,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         return table[starts[keys_N] + positions_N]
 
     def _check_bag_lengths(self, features: KeyedJaggedTensor) -> None:
+        """Raise ValueError if a bag has more IDs than its feature has weights. Checks CPU tensors only."""
         lengths = features.lengths()
         if not _can_check(lengths):
             return
@@ -153,11 +154,11 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):
-    """A weighted EmbeddingBagCollection with weights from feature processors.
+    """An EmbeddingBagCollection whose per-ID weights come from feature processors.
 
     Args:
-        embedding_bag_collection: Tables, with ``is_weighted=True``. They are sharded like any others.
-        feature_processors: Processor by feature name, for all features of the tables; or a module for all
+        embedding_bag_collection: Tables, with ``is_weighted=True``. Sharders treat them like other tables.
+        feature_processors: Processor by feature name, for all features of the tables; or one module for all
             features.
 
     Raises:
@@ -198,6 +199,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         return self._embedding_bag_collection(self._process(features))  # type: ignore[no-any-return]
 
     def _process(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Apply the processors."""
         processors = self._feature_processors
         if not isinstance(processors, nn.ModuleDict):
             return processors(features)  # type: ignore[no-any-return]
@@ -207,18 +209,24 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
 
 def _bag_indices(lengths: Tensor, num_ids: int) -> Tensor:
-    """Return the bag index per ID, [N]."""
+    """Return the bag of each ID, int64 [N]."""
     return torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
         lengths, output_size=num_ids
     )
 
 
 def _positions(offsets: Tensor, bags: Tensor) -> Tensor:
-    """Return the position within the bag per ID, [N]."""
+    """Return the position of each ID within its bag, [N].
+
+    Args:
+        offsets: Bag boundaries, [B + 1].
+        bags: Bag of each ID, [N].
+    """
     return torch.arange(bags.numel(), device=bags.device) - offsets[bags]
 
 
 def _can_check(lengths: Tensor) -> bool:
+    """Return whether bag lengths can be checked without a synchronization or a graph break."""
     # On a GPU the check would synchronize; there the gather asserts instead.
     return lengths.is_cpu and not torch.compiler.is_compiling()
 

@@ -24,11 +24,13 @@ def fuse(
     update: UpdateMode = "in_backward",
     seed: int = DEFAULT_SEED,
 ) -> _M:
-    """Attach optimizers to the embedding tables in a module, in place. Needs no process group.
+    """Attach optimizers to the embedding tables of a module: from then on, ``backward()`` updates the tables.
 
-    Every ``EmbeddingBagCollection`` and ``EmbeddingCollection`` in ``module`` (or ``module`` itself) gets a
-    ``fused_optimizer``. A module with several collections gets a ``fused_optimizer`` that combines theirs. On
-    CPUs the process keeps freed memory from then on; see ``keep_freed_memory``.
+    Changes the module in place. Needs no process group.
+
+    Each ``EmbeddingBagCollection`` and ``EmbeddingCollection`` in ``module`` (or ``module`` itself) gets an
+    attribute ``fused_optimizer``. If ``module`` contains collections, it gets a ``fused_optimizer`` that
+    combines theirs. On CPUs the process keeps freed memory from then on; see ``keep_freed_memory``.
 
     Args:
         module: A collection, or a model with collections.
@@ -90,7 +92,7 @@ def fuse(
 
 
 def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | None) -> list[TrainedTable]:
-    """Return the tables of a collection with their optimizers.
+    """Return the tables of a collection, each with its optimizer.
 
     Args:
         path: Module path for errors.

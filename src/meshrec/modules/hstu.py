@@ -9,30 +9,38 @@ from torch import Tensor, nn
 from meshrec.modules.linear import Linear
 from meshrec.ops.attention import Bias, Mask, jagged_attention
 
-# N tokens of all samples, M new tokens, K cached tokens, B samples, E token width, S width of keys and values
-# of all heads, H heads, P relative positions, T time buckets
+# Shape legend: N tokens of all samples, M new tokens, K cached tokens, B samples, E token width, S width of
+# keys and values of all heads, H heads, P relative positions, T time buckets.
 
 
 class Tokens(NamedTuple):
-    """Layout of the tokens of all samples, and which of them are new (not in the KV cache)."""
+    """Where the tokens of each sample are, and which of them are new (not in the KV cache)."""
 
     offsets_B1: Tensor
-    """First token per sample, then N; int64 [B + 1]."""
+    """Index of the first token of each sample, followed by N; int64 [B + 1]."""
     timestamps_N: Tensor | None = None
     """Token times in seconds, int64."""
     num_targets_B: Tensor | None = None
-    """Number of targets at the end of every sample, int64 [B]; None: no targets."""
+    """Number of targets at the end of each sample, int64 [B]; None: no targets."""
     new_offsets_B1: Tensor | None = None
-    """First new token per sample, counted among new tokens only, then M; int64 [B + 1]. New tokens come last
-    in their sample. None: all tokens are new."""
+    """Index of the first new token of each sample, counting new tokens only, followed by M; int64 [B + 1].
+
+    New tokens are the last ones of their sample. None: all tokens are new.
+    """
     order_N: Tensor | None = None
-    """Index per token into the concatenation of all cached tokens and all new tokens. None: identity, as for
-    a single sample.
+    """For each token, its index in the concatenation of all cached and all new tokens; int64 [N].
+
+    None: the concatenation is in sample order already, as for a single sample.
     """
 
     @staticmethod
     def after(cached_B: Tensor, new_B: Tensor) -> "Tokens":
-        """Build the layout for samples with ``cached_B`` cached and ``new_B`` new tokens."""
+        """Build the layout of samples with ``cached_B`` cached tokens, followed by ``new_B`` new tokens.
+
+        Args:
+            cached_B: Number of cached tokens per sample, integers [B].
+            new_B: Number of new tokens per sample, integers [B].
+        """
         cached_B, new_B = cached_B.long(), new_B.long()
         # A single sample needs no reordering, so serving avoids the index_select below.
         if cached_B.shape[0] == 1:
@@ -53,7 +61,7 @@ class Tokens(NamedTuple):
         return Tokens(offsets_B1, new_offsets_B1=new_B1, order_N=order_N)
 
     def in_order(self, cached: Tensor, new: Tensor, *, dim: int = 0) -> Tensor:
-        """Merge per-token tensors of cached and new tokens into sample order.
+        """Merge tensors with one entry per cached token and per new token into sample order.
 
         Args:
             cached: Values for cached tokens, K along ``dim``.
@@ -64,7 +72,15 @@ class Tokens(NamedTuple):
         return both if self.order_N is None else both.index_select(dim, self.order_N)
 
     def extend_cache(self, cached: Tensor, num_new: int) -> Tensor:
-        """Return cached keys and values [layers, K, S] with space for new tokens, [layers, N, S]."""
+        """Return keys and values of cached tokens, merged with uninitialized entries for new tokens.
+
+        Args:
+            cached: Keys and values of cached tokens, [layers, K, S].
+            num_new: Number of new tokens, M.
+
+        Returns:
+            [layers, N, S], in sample order.
+        """
         num_layers, _, width = cached.shape
         return self.in_order(cached, cached.new_empty(num_layers, num_new, width), dim=1)
 
@@ -86,7 +102,7 @@ class HSTUBlock(nn.Module):
             position among the targets.
         num_time_buckets: Number of time bias entries T; 0: no time bias. See `ops.attention.time_buckets`.
         dropout: Dropout probability.
-        mask: Which tokens a token attends to.
+        mask: Which tokens each token attends to.
         device: Parameter device.
 
     Attributes:
@@ -152,9 +168,9 @@ class HSTUBlock(nn.Module):
 
         Args:
             tokens_NE: Tokens, sample by sample.
-            offsets_B1: First token per sample, then N, int64 [B + 1].
+            offsets_B1: Index of the first token of each sample, followed by N, int64 [B + 1].
             timestamps_N: Token times in seconds, int64; required for a time bias.
-            num_targets_B: Number of targets at the end of every sample, int64 [B].
+            num_targets_B: Number of targets at the end of each sample, int64 [B].
 
         Raises:
             ValueError: A sample is longer than ``max_length``, or timestamps are missing.
@@ -162,7 +178,7 @@ class HSTUBlock(nn.Module):
         return self._attend(tokens_NE, Tokens(offsets_B1, timestamps_N, num_targets_B), None)
 
     def extend(self, tokens_ME: Tensor, all_NS: Tensor, new_at: slice | Tensor, tokens: Tokens) -> Tensor:
-        """Apply the layer to new tokens only, with cached keys and values for the tokens before them.
+        """Apply the layer to new tokens only, given cached keys and values of the tokens before them.
 
         Args:
             tokens_ME: New tokens, sample by sample, [M, E].
@@ -219,12 +235,15 @@ class HSTUBlock(nn.Module):
 
 
 def _bias(size: int, device: torch.device | None) -> nn.Parameter | None:
-    """Create a bias parameter, or None for size 0: DDP waits for a gradient of every parameter."""
+    """Create a bias parameter.
+
+    Returns None for size 0, because DDP waits for a gradient of every parameter.
+    """
     return nn.Parameter(nn.init.normal_(torch.empty(size, device=device), std=0.02)) if size else None
 
 
 def cache_shape(blocks: nn.ModuleList) -> tuple[int, int]:
-    """Return the layer count, and the width of a token's cached keys and values per layer."""
+    """Return the shape of a token's KV cache: number of layers, and width of keys and values per layer."""
     block = blocks[0]
     assert isinstance(block, HSTUBlock)
     return len(blocks), block.cache_width
@@ -232,7 +251,7 @@ def cache_shape(blocks: nn.ModuleList) -> tuple[int, int]:
 
 @torch.no_grad()
 def extend_all(blocks: nn.ModuleList, tokens_ME: Tensor, all_LNS: Tensor, tokens: Tokens) -> Tensor:
-    """Run all layers on new tokens with a KV cache, without gradients; see `HSTUBlock.extend`.
+    """Apply all layers to new tokens with a KV cache, without gradients; see `HSTUBlock.extend`.
 
     Args:
         blocks: Layers, `HSTUBlock`.

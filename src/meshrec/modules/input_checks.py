@@ -1,4 +1,4 @@
-"""Input validation for collections, sharded or not."""
+"""Checks of the input to embedding collections, sharded or not, and of the keys they read."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 def check_features(features: object) -> None:
-    """Check that a collection's input is a KeyedJaggedTensor or acts as one.
+    """Check that the input to a collection is a KeyedJaggedTensor, or has its methods.
 
     torch.fx proxies and awaitable inputs have the methods without the type.
 
@@ -45,7 +45,7 @@ def check_device(values: Tensor, table: str, device: torch.device) -> None:
 
 
 def sample_weights(features: KeyedJaggedTensor, *, is_weighted: bool) -> Tensor | None:
-    """Return the input's per-ID weights as fp32 [N]; None if the collection is not weighted.
+    """Return the weights of the input's IDs as fp32 [N]; None if the collection is not weighted.
 
     Raises:
         ValueError: The collection is weighted, but the input is not.
@@ -63,12 +63,12 @@ def sample_weights(features: KeyedJaggedTensor, *, is_weighted: bool) -> Tensor 
 
 
 def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[str]) -> list[int]:
-    """Return the key position for every feature.
+    """Return the position of each feature in the keys of the input.
 
     Args:
         keys: Keys of the input.
         features: Features to look up.
-        tables: Table name per feature, for errors.
+        tables: Table that reads each feature, for errors.
 
     Raises:
         ValueError: A feature is missing from the keys.
@@ -88,18 +88,18 @@ def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[
 def with_copied_keys(
     features: KeyedJaggedTensor, positions: Sequence[int], uses: Sequence[int]
 ) -> tuple[KeyedJaggedTensor, list[int]]:
-    """Give some lookups a private copy of a shared key.
+    """Give some lookups their own copy of a key that several lookups read.
 
-    Lookups of the same feature share a key. A table that replaces IDs, by hashes or slots, needs a copy of
-    the IDs, so that the other lookups still see the originals.
+    Lookups of the same feature read the same key. A table that replaces IDs, by hashes or slots, needs a copy
+    of the IDs, so that the other lookups still see the originals.
 
     Args:
         features: Input.
-        positions: Position of the key that a lookup reads, for every lookup.
-        uses: Indices of the lookups that get a copied key.
+        positions: Position of the key that each lookup reads.
+        uses: Indices of the lookups to give a copy.
 
     Returns:
-        The input with a copied key appended per entry of ``uses``, and the updated ``positions``.
+        The input with one copied key appended per entry of ``uses``, and the new ``positions``.
     """
     if not uses:
         return features, list(positions)
@@ -110,7 +110,7 @@ def with_copied_keys(
 
 
 def inverse_rows(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[Tensor]:
-    """Return the bag index per sample, int64 [B], for every key in ``keys``.
+    """Return, for each key, the bag index of each sample, int64 [B], from the inverse indices.
 
     Raises:
         ValueError: The input has no inverse indices, or they lack a key.
@@ -133,11 +133,11 @@ def inverse_rows(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[Tenso
 
 
 def key_bounds(offsets: Tensor, segments: Tensor | None, num_keys: int) -> list[int]:
-    """Return the first ID per key, then N, as K + 1 integers. Synchronizes with the device.
+    """Return the index of the first ID of each key, followed by N: K + 1 integers. Synchronizes.
 
     Args:
         offsets: Bag boundaries, [B + 1].
-        segments: First bag per key, then B; None: all keys have the same number of bags.
+        segments: First bag of each key, followed by B; None: all keys have the same number of bags.
         num_keys: Number of keys K.
     """
     # Equal strides: key boundaries are every step-th offset.
@@ -154,21 +154,21 @@ def key_bounds(offsets: Tensor, segments: Tensor | None, num_keys: int) -> list[
 
 
 def mix_ids(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> Tensor:
-    """Replace the IDs of some keys by a bijective hash.
+    """Replace the IDs of some keys by a bijective hash, int64 [N]. Other keys are copied.
 
     See [Note: the keys of hashed tables] in tables/hashed/keys.py.
 
     Args:
         values: IDs of all keys, int32 or int64 [N].
-        bounds: First ID per key, then N.
+        bounds: Index of the first ID of each key, followed by N.
         seeds: Hash seed by key position.
 
     Raises:
         ValueError: The IDs are not integers.
     """
     check_integers(values)
-    parts = [(bounds[key], bounds[key + 1], seed) for key, seed in sorted(seeds.items())]
-    return mix_spans(values.long().contiguous(), parts)
+    spans = [(bounds[key], bounds[key + 1], seed) for key, seed in sorted(seeds.items())]
+    return mix_spans(values.long().contiguous(), spans)
 
 
 def check_integers(values: Tensor) -> None:

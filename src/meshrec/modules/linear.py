@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshrec.modules.precision import bf16_copy, bf16_weight, computes_in_bf16, is_autocast
 
-# B batch, I input columns, O output columns
+# Shape legend: B batch, I input columns, O output columns.
 
 
 class Linear(nn.Linear):
@@ -34,7 +34,7 @@ class Linear(nn.Linear):
         return torch.relu(out) if relu else out
 
     def _takes_onednn(self, input: Tensor) -> bool:
-        """Return whether oneDNN's operator takes the input: a plain fp32 matrix on the CPU."""
+        """Return whether the oneDNN operator supports the input: a plain fp32 matrix on the CPU."""
         return (
             type(input) is Tensor  # first: proxies fail on the other attributes
             and input.is_cpu
@@ -62,7 +62,7 @@ class LogitLinear(Linear):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
-    """Compute ``nn.functional.linear``; in bf16 with a copied weight where `computes_in_bf16`.
+    """Compute ``nn.functional.linear``, in bf16 where `computes_in_bf16` is true.
 
     Args:
         input: [..., I].
@@ -82,6 +82,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: b
 
 
 def _bf16_linear(input: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    """Compute the layer in bf16 for an input with any number of dimensions."""
     rows = input.to(torch.bfloat16).reshape(-1, input.shape[-1])
     out: Tensor = _BF16Linear.apply(rows, weight, bias, relu)  # type: ignore[no-untyped-call]
     return out.view(*input.shape[:-1], -1)
@@ -89,6 +90,7 @@ def _bf16_linear(input: Tensor, weight: Tensor, bias: Tensor | None, relu: bool)
 
 @functools.cache
 def _has_bf16_products() -> bool:
+    """Return whether this torch build and processor have oneDNN's bf16 linear operator."""
     # Private operators: they may be missing in other torch versions or builds.
     mkldnn = torch.ops.mkldnn
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
@@ -99,7 +101,10 @@ def _has_bf16_products() -> bool:
 
 
 class _BF16Linear(torch.autograd.Function):
-    """Autograd function for bf16 x [B, I] @ fp32 w [O, I]^T + fp32 b [O], with an optional ReLU."""
+    """Linear layer in bf16: bf16 x [B, I], fp32 w [O, I] and b [O], optional ReLU.
+
+    Weight gradients are fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, relu: bool) -> Tensor:
@@ -136,6 +141,7 @@ class _BF16Linear(torch.autograd.Function):
 
 @functools.cache
 def _prefer_onednn() -> bool:
+    """Return whether oneDNN multiplies fp32 matrices faster than MKL on this processor."""
     mkldnn = torch.backends.mkldnn
     if not (torch.backends.mkl.is_available() and mkldnn.is_available() and mkldnn.enabled):
         return False
@@ -151,7 +157,7 @@ def _prefer_onednn() -> bool:
 
 
 class _OneDNNLinear(torch.autograd.Function):
-    """Autograd function for x [B, I] @ w [O, I]^T + b [O]."""
+    """Linear layer in fp32 with oneDNN: x [B, I] @ w [O, I]^T + b [O]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from meshrec.modules.precision import bf16_weight, computes_in_bf16
 
 
 class MemberLinear(nn.Module):
-    """Linear layer shared by M members, with input and output scales per member.
+    """Linear layer whose weight is shared by M members; each member has input and output scales and a bias.
 
     Member m computes ``(x * r[m]) @ W.T * s[m] + b[m]``.
 
@@ -24,8 +24,8 @@ class MemberLinear(nn.Module):
         in_size: Input columns I.
         out_size: Output columns O.
         num_members: Members M.
-        signs: Initialize input scales with random signs, so that members differ from the start; otherwise
-            with 1.
+        signs: Initialize the input scales with random signs, so that members differ from the start. Otherwise
+            they are 1.
         device: Parameter device.
     """
 

@@ -13,6 +13,7 @@ from meshrec.modules.precision import computes_in_bf16
 
 TensorFunction = Callable[[Tensor], Tensor]
 Activation = str | nn.Module | TensorFunction | Callable[[], nn.Module]
+"""Argument ``activation`` of `MLP`."""
 
 _NAMED: dict[str, TensorFunction] = {"relu": relu, "sigmoid": torch.sigmoid}
 _SWISH = "swish_layernorm"
@@ -56,11 +57,11 @@ class Perceptron(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear layers with an activation after every layer, with parameters in ``_mlp.<i>._linear``.
+    """Linear layers, each followed by an activation, with parameters in ``_mlp.<i>._linear``.
 
     Args:
         in_size: Input columns.
-        layer_sizes: Output columns per layer.
+        layer_sizes: Output columns of each layer.
         bias: Add a bias to every layer.
         activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a tensor function, a module shared by
             all layers, or a class or function without arguments that builds a module per layer.
@@ -102,7 +103,7 @@ class MLP(nn.Module):
 
 
 def _activation(activation: Activation, size: int, device: torch.device | None) -> nn.Module | TensorFunction:
-    """Resolve an ``activation`` argument for a layer with ``size`` columns.
+    """Return the activation function of one layer, given the ``activation`` argument of `MLP`.
 
     Args:
         activation: As in `MLP`.

@@ -18,12 +18,12 @@ from meshrec.modules.precision import is_autocast
 class PiecewiseLinear(nn.Module):
     """Piecewise linear encoding of numeric features.
 
-    Entry t of a feature is 0 for values below bin t, 1 for values above it, and linear in between. A linear
-    function of the entries is a piecewise linear function of the feature. The module has no parameters.
+    Entry t is 0 if the value lies below bin t, 1 if it lies above, and rises linearly within the bin. A
+    linear function of the entries is a piecewise linear function of the value. The module has no parameters.
 
     Args:
-        edges: Increasing bin edges per feature, at least two. A feature with fewer edges is passed through as
-            a single entry.
+        edges: Increasing bin edges of each feature, at least two. A feature with fewer edges is passed
+            through unchanged as entry 0.
         device: Device for the buffers.
 
     Raises:
@@ -35,6 +35,7 @@ class PiecewiseLinear(nn.Module):
         tensor([[[1.0000, 0.5000]]])
     """
 
+    # Read by export: these buffers may be folded into a program as constants.
     constant_buffers = ("first", "scale", "low", "high")
     first: Tensor  # lower bin edge, [N, T]
     scale: Tensor  # 1 / bin width, [N, T]; 0 for bins a feature does not have
@@ -65,20 +66,20 @@ class PiecewiseLinear(nn.Module):
 
     @property
     def widths(self) -> Tensor:
-        """Bin widths, [N, T]; 1 for a feature without edges, 0 for bins a feature does not have."""
+        """Bin widths, [N, T]; 1 for a feature without bins, 0 for bins that a feature does not have."""
         return torch.where(self.scale > 0, 1.0 / self.scale, 0.0)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Encode values [B, N] as [B, N, T]. Entries for bins a feature does not have are 0."""
+        """Encode values [B, N] as [B, N, T]. Entries for bins that a feature does not have are 0."""
         reached = (values.unsqueeze(-1) - self.first) * self.scale
         return torch.minimum(torch.maximum(reached, self.low), self.high)
 
 
 class NumberEmbedding(nn.Module):
-    """Numeric feature embeddings: a linear layer per feature over the piecewise linear encoding.
+    """Embeddings of numeric features: one linear layer per feature over its piecewise linear encoding.
 
     Args:
-        edges: Increasing bin edges per feature; see `PiecewiseLinear`.
+        edges: Increasing bin edges of each feature; see `PiecewiseLinear`.
         dim: Embedding width D.
         std: Standard deviation of the initial weights.
         device: Parameter and buffer device.
@@ -106,18 +107,19 @@ class NumberEmbedding(nn.Module):
         return self._embed(values)
 
     def _embed(self, values: Tensor) -> Tensor:
+        """Map values [B, N] to embeddings [B, N, D], in the dtype of the values."""
         # A batched matmul per feature.
         encoded_NBT = self.encoding(values).transpose(0, 1)
         return torch.bmm(encoded_NBT, self.weight).transpose(0, 1) + self.bias
 
 
 class PeriodicEmbedding(nn.Module):
-    """Numeric feature embeddings from sines and cosines at learned frequencies.
+    """Embeddings of numeric features from sines and cosines at learned frequencies.
 
-    A linear layer per feature maps the 2 K waves to D columns, followed by a ReLU.
+    One linear layer per feature maps its 2 K sines and cosines to D columns, followed by a ReLU.
 
     Args:
-        num_numbers: Number of features N.
+        num_features: Number of features N.
         dim: Embedding width D.
         num_frequencies: Frequencies K per feature.
         std: Standard deviation of the initial frequencies. Larger values separate closer numbers.
@@ -126,7 +128,7 @@ class PeriodicEmbedding(nn.Module):
 
     def __init__(
         self,
-        num_numbers: int,
+        num_features: int,
         dim: int,
         *,
         num_frequencies: int = 16,
@@ -134,12 +136,12 @@ class PeriodicEmbedding(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.frequency = nn.Parameter(std * torch.randn(num_numbers, num_frequencies, device=device))
+        self.frequency = nn.Parameter(std * torch.randn(num_features, num_frequencies, device=device))
         # Uniform initialization as in nn.Linear.
         bound = 1.0 / math.sqrt(2 * num_frequencies)
-        weight = torch.empty(num_numbers, 2 * num_frequencies, dim, device=device).uniform_(-bound, bound)
+        weight = torch.empty(num_features, 2 * num_frequencies, dim, device=device).uniform_(-bound, bound)
         self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.zeros(num_numbers, dim, device=device))
+        self.bias = nn.Parameter(torch.zeros(num_features, dim, device=device))
 
     def forward(self, values: Tensor) -> Tensor:
         """Map values [B, N] to embeddings [B, N, D]."""

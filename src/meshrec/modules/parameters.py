@@ -1,11 +1,11 @@
-"""Parameter containers with reset_parameters, which modules built on ``meta`` need."""
+"""Lists and dicts of parameters with ``reset_parameters``, which modules built on ``meta`` need."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
 Init = Callable[[Tensor], object]
-"""Fills a tensor in place, such as ``torch.nn.init.zeros_``."""
+"""Function that fills a tensor in place, such as ``torch.nn.init.zeros_``."""
 
 
 class InitializedList(nn.ParameterList):
@@ -18,7 +18,7 @@ class InitializedList(nn.ParameterList):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize every tensor, in order."""
+        """Initialize all tensors, in order."""
         for parameter in self:
             self._init(parameter)
 
@@ -32,10 +32,11 @@ class InitializedDict(nn.ParameterDict):
             self[name] = nn.Parameter(
                 tensor
             )  # not super().__init__, which sorts the names and changes initialization order
+        # Kept for reset_parameters, after to_empty.
         self._init = init
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize every tensor, in order."""
+        """Initialize all tensors, in order."""
         for parameter in self.values():
             self._init(parameter)

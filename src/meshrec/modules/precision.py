@@ -18,23 +18,24 @@ from torch import Tensor
 
 
 class _Copy(NamedTuple):
-    """bf16 copy of a weight."""
+    """bf16 copy of a weight, valid while the weight has the same version."""
 
     weight: Tensor
     version: int
-    """``weight``'s version counter when it was copied."""
+    """Version counter of ``weight`` when it was copied."""
     values: Tensor
 
 
-# Set by `cast_weights_once`. Keyed by identity: hashing tensors by value is not possible.
+# A dict inside `cast_weights_once`, else None. Keyed by id: tensors compare by value.
 _copies: ContextVar[dict[int, _Copy] | None] = ContextVar("bf16_weights", default=None)
 
 
 @contextmanager
 def cast_weights_once() -> Iterator[None]:
-    """Cast every weight at most once inside the context, unless it changes.
+    """Within the context, cast each weight to bf16 only once, unless it changes.
 
-    A training step is such a context: all the step's batches share copies. Outside, each use casts weights.
+    A training step is such a context: all batches of the step share the copies. Outside, each use of a weight
+    casts it.
     """
     token = _copies.set({})
     try:
@@ -44,7 +45,7 @@ def cast_weights_once() -> Iterator[None]:
 
 
 def computes_in_bf16(input: Tensor) -> bool:
-    """Return whether dense layers take our bf16 path for ``input``: under bf16 autocast, on a CPU."""
+    """Return whether dense layers compute in bf16 for ``input``: on a CPU, under bf16 autocast."""
     # Traced, compiled, vmapped and wrapped tensors follow autocast's own rules.
     return (
         type(input) is Tensor  # first: proxies fail on the other attributes
@@ -58,18 +59,18 @@ def computes_in_bf16(input: Tensor) -> bool:
 
 
 def is_autocast(input: Tensor) -> bool:
-    """Return whether operators on ``input`` follow autocast; False for traced and meta tensors."""
+    """Return whether autocast is enabled for operators on ``input``; False for traced and meta tensors."""
     device = input.device.type if type(input) is Tensor else ""
     return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def as_activations(input: Tensor) -> Tensor:
-    """Cast ``input`` to bf16 if dense layers compute in it, and return it as it is otherwise."""
+    """Return ``input`` in bf16 if dense layers compute in bf16 for it, else unchanged."""
     return input.to(torch.bfloat16) if computes_in_bf16(input) else input
 
 
 def bf16_copy(weight: Tensor) -> Tensor:
-    """Return a bf16 copy of an fp32 parameter, detached; see `cast_weights_once`."""
+    """Return a detached bf16 copy of an fp32 parameter, shared within `cast_weights_once`."""
     copies = _copies.get()
     if copies is None or weight.is_inference():  # inference tensors have no version counter
         return weight.detach().to(torch.bfloat16)
@@ -82,11 +83,13 @@ def bf16_copy(weight: Tensor) -> Tensor:
 
 
 def bf16_weight(weight: Tensor) -> Tensor:
-    """Return a bf16 copy of an fp32 parameter, differentiable, with fp32 gradients."""
+    """Return a differentiable bf16 copy of an fp32 parameter. Its gradients are fp32."""
     return _Cast.apply(weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Cast(torch.autograd.Function):
+    """Cast of an fp32 weight to bf16, with an fp32 gradient."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         # Every use gets its own tensor, because autograd attaches a graph node to it.

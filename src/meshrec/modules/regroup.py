@@ -1,4 +1,4 @@
-"""Module that regroups several KeyedTensors."""
+"""Module that regroups the pieces of several KeyedTensors."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ class KTRegroupAsDict(nn.Module):
     """``KeyedTensor.regroup_as_dict`` with fixed groups.
 
     Args:
-        groups: Features per group. A feature may be in several groups.
-        keys: Name per group.
-        emb_dtype: Output data type; None: as the embeddings.
+        groups: Features of each group. A feature may be in several groups.
+        keys: Name of each group.
+        emb_dtype: Output data type; None: that of the embeddings.
 
     Raises:
         ValueError: Groups and keys differ in number.
@@ -35,7 +35,7 @@ class KTRegroupAsDict(nn.Module):
         self._dtype = None if emb_dtype is None else emb_dtype.dtype
 
     def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """Return a tensor [B, sum of D] per group, by name.
+        """Return one tensor [B, sum of D] per group, by name.
 
         Raises:
             ValueError: A feature is not in any KeyedTensor.

@@ -10,15 +10,15 @@ from meshrec.ops.index import mix
 from meshrec.ops.keyed import KeyIndex, UniformInit, pack_buckets
 from meshrec.tables.hashed.table import HashedRows, HashedTable
 
-# n rows, C row memory columns
+# Shape legend: n rows, C elements per row in memory (packed codes of quantized rows).
 
 INDEX = ("buckets", "added", "added_rows")
-"""Buffers of the row index; see ``ops.keyed.naive``."""
+"""Names of the key index buffers; see ``ops.keyed.naive``."""
 
 
 @final
 class ServedRows:
-    """Rows of an unsharded hashed table in key order, copied block by block.
+    """Source of the rows of an unsharded hashed table in key order, copied block by block into a package.
 
     Args:
         table: Table to read, which must not change while this object is used.
@@ -26,16 +26,16 @@ class ServedRows:
 
     def __init__(self, table: HashedTable) -> None:
         self._table = table
-        self._keys, self._slots = table.listed()
+        self._keys, self._slots = table.live_keys()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the row memory."""
+        """Dtype of the rows in memory."""
         return self._table.rows.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows, and row memory columns."""
+        """Number of rows, and elements per row in memory."""
         return len(self._keys), self._table.rows.shape[1]
 
     def empty(self) -> Tensor:
@@ -48,16 +48,16 @@ class ServedRows:
             yield self._table.rows.detach()[slots]
 
     def index(self) -> dict[str, Tensor]:
-        """Return the row index tensors by buffer name (``INDEX``)."""
+        """Return the key index tensors by buffer name (``INDEX``)."""
         tensors = pack_buckets(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
         return dict(zip(INDEX, tensors, strict=True))
 
 
 class ServedTable(nn.Module):
-    """A read-only hashed table: ``weight`` [n, C] in key order, and the index buffers.
+    """Hashed table in an exported program: ``weight`` [n, C] in key order, and key index buffers.
 
-    It holds example tensors with the right dtypes, so that a program can be traced. The exported package
-    contains the real tensors.
+    The tensors are examples with the right dtypes, so that a program can be traced. The exported package
+    contains the real ones.
 
     It is not a ``TableModule``, because it does not hold a ``Table``: there are no rows to stream, load,
     update or snapshot. torch.export needs row memory and index as plain tensors of free size that the kernel
@@ -83,14 +83,14 @@ class ServedTable(nn.Module):
             self.register_buffer(name, tensor)
 
     def key_index(self) -> KeyIndex:
-        """Return the index tensors and the initialization of unknown rows, for the kernels."""
+        """Return the key index, with the initialization of rows for unknown IDs."""
         buckets, added, added_rows = (self.get_buffer(name) for name in INDEX)
-        first = first_rows_of(self.storage)
+        first = unknown_row_init(self.storage)
         return KeyIndex(buckets, added, added_rows, self.storage.keys.seed, first)
 
 
-def first_rows_of(storage: HashedRows) -> UniformInit:
-    """Return the initialization of rows for unknown IDs.
+def unknown_row_init(storage: HashedRows) -> UniformInit:
+    """Return how rows for unknown IDs are initialized.
 
     Raises:
         ValueError: The table has a Python ``init_fn``.

@@ -1,4 +1,4 @@
-"""The lookup shared by both collections: maps features to tables, and runs all in a single kernel call."""
+"""The lookup shared by both collections: maps features to tables, and reads all tables in one kernel call."""
 
 import functools
 import itertools
@@ -30,10 +30,10 @@ from meshrec.tables.cached.rows import FileBackedRows
 from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.hashed.table import HashedRows, HashedTable
-from meshrec.tables.index import Index, KeyReader, pin, pins_of, slots_of
-from meshrec.tables.storage import RowStorage, lookup_of
+from meshrec.tables.index import Index, KeyReader, pin, pins_of, replace_ids_by_slots
+from meshrec.tables.storage import RowStorage, lookup_function
 
-# F features in table order, B samples, N IDs, D width
+# Shape legend: F features in table order, B samples, N IDs, D width.
 
 _BLOCK_ELEMENTS = 1 << 20  # 4 MiB of fp32: bounds the memory of quantized initialization
 
@@ -45,8 +45,8 @@ class TableLookup:
 
     Args:
         tables: Table configs with unique names.
-        pooling: Pooling per table.
-        is_weighted: Scale rows by the input's weights.
+        pooling: Pooling type of each table.
+        is_weighted: Multiply rows by the input's weights.
         bounds_check: Handling of IDs outside their table.
         output_dtype: Output dtype; None: the widest dtype among the tables, fp32 for quantized tables.
 
@@ -81,21 +81,22 @@ class TableLookup:
         storages = [storage_of(table) for table in tables]
         self._quantised = any(not storage.is_trainable for storage in storages)
         self._bits = [storage.bits for storage in storages]
-        self._look_up = lookup_of(storages)
+        self._look_up = lookup_function(storages)
         indexes = [
             storage.index(0, table.num_embeddings) for storage, table in zip(storages, tables, strict=True)
         ]
         self._indexes = {table_index: index for table_index, index in enumerate(indexes) if index is not None}
         self.hashed = {n: table for n, table in enumerate(tables) if table.keys is not None}
-        """Hashed tables by index."""
-        self._served: dict[int, ServedTable] = {}  # set by serve()
+        """Configs of hashed tables by table index."""
+        self._served: dict[int, ServedTable] = {}  # by table index; set by serve(), for export
         self.bounds_check = bounds_check
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
         self._checks_ids = bounds_check is BoundsCheckMode.ERROR
-        self._num_clamped = torch.zeros((), dtype=torch.int64)
+        self._num_clamped = torch.zeros((), dtype=torch.int64)  # total of all batches so far
         self._table_names = [table.name for table in tables]
         self._num_rows = [table.num_embeddings for table in tables]
         readers = Counter(self.features)
+        # Lookups that need their own copy of a key: the table replaces IDs, and another table reads them too.
         self._split_keys = [
             use
             for use, (index, feature) in enumerate(pairs)
@@ -117,11 +118,15 @@ class TableLookup:
         return int(self._num_clamped)
 
     def serve(self, tables: Mapping[int, ServedTable]) -> None:
-        """Read these hashed tables, by index, in the exported read-only form from now on."""
+        """Read some hashed tables in their exported read-only form from now on.
+
+        Args:
+            tables: Exported form by table index.
+        """
         self._served = dict(tables)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the key position per lookup.
+        """Return the position of the key that each lookup reads.
 
         Raises:
             ValueError: A feature is missing.
@@ -146,9 +151,9 @@ class TableLookup:
 
         Args:
             features: IDs and optional weights.
-            weights: Weight per table.
+            weights: Weight of each table.
             flat: Lay out the output lookup after lookup, instead of as [B, sum of D].
-            hashed: Hashed tables by index.
+            hashed: Hashed tables by table index.
 
         Raises:
             ValueError: A feature or weights are missing, or the input is on another device.
@@ -188,14 +193,14 @@ class TableLookup:
         updater: WholeTables | None,
         hashed: Mapping[int, HashedTable] | None = None,
     ) -> Tensor:
-        """Look up the batch, given the arguments built by ``lookups``.
+        """Look up and pool a batch, given the arguments that ``lookups`` built.
 
         Args:
-            weights: Row memory per table.
+            weights: Tensor with the rows of each table.
             lookups: Kernel arguments.
             out_size: Batch size, or the number of output elements if flat.
             updater: Receives the gradients; None: autograd does.
-            hashed: Hashed tables by index.
+            hashed: Hashed tables by table index.
 
         Returns:
             [B, sum of D], or flat [out_size].
@@ -223,13 +228,13 @@ class TableLookup:
         return self._look_up(weights, lookups, options)
 
     def _can_probe_in_kernel(self, tables: Mapping[int, HashedTable]) -> bool:
-        """Return whether the kernel can resolve hashed IDs: no training, and all rows in memory."""
+        """Return whether the lookup kernel itself can find the slots: no training, and all rows in memory."""
         if torch.is_grad_enabled() or self._indexes:
             return False
         return all(table.file is None for table in tables.values())
 
     def _resolve_hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
-        """Replace the IDs of hashed tables by slots, which stay pinned as long as the batch."""
+        """Replace the IDs of hashed tables by slots. The slots stay pinned while the result exists."""
         return self._resolve_slots(
             lookups, tables, {t: table.storage.keys.seed for t, table in tables.items()}
         )
@@ -244,8 +249,8 @@ class TableLookup:
 
         Args:
             lookups: Kernel arguments.
-            indexes: Index by table.
-            seeds: Hash seed by table; without a seed IDs are keys already.
+            indexes: Index of each such table, by table index.
+            seeds: Seed of the ID mix, by table index. Without a seed, IDs are keys already.
         """
         num_keys = lookups.num_keys
         readers = {
@@ -255,7 +260,7 @@ class TableLookup:
         }
         bounds = key_bounds(lookups.offsets, lookups.segments, num_keys)
         train = torch.is_grad_enabled()
-        values, pins = slots_of(
+        values, pins = replace_ids_by_slots(
             lookups.values, bounds, readers, num_keys=num_keys, train=train, at_once=not train
         )
         # Pins live as long as the values tensor. Eviction must not reuse a slot that a backward still needs.
@@ -281,7 +286,7 @@ class TableLookup:
 
 
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
-    """Allocate and initialize a table weight; on ``meta`` allocate only.
+    """Allocate and initialize the weight of a table; on ``meta`` allocate only.
 
     Returns:
         [num_embeddings, embedding_dim], or packed quantized rows.
@@ -299,7 +304,7 @@ def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.
 
 
 def storage_error(config: BaseEmbeddingConfig, device: torch.device | None) -> str:
-    """Return the error message for an unsharded table with a file storage on a real device."""
+    """Return the error message for an unsharded table with file storage on a real device."""
     return (
         f"table {config.name!r} has storage=FileRows(...), and the module was given the device "
         f"{device or 'cpu'}: an unsharded module would hold the whole table in memory. Build it with "
@@ -309,7 +314,7 @@ def storage_error(config: BaseEmbeddingConfig, device: torch.device | None) -> s
 
 
 def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
-    """Initialize a weight as configured; quantized weights block by block."""
+    """Initialize a weight as its config says. Quantized weights are initialized block by block."""
     storage = storage_of(config)
     if storage.is_trainable:
         return config.init_weight(weight)
@@ -322,11 +327,11 @@ def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 
 def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
-    """Return the row storage of a table.
+    """Return the row storage (memory format) of a table.
 
     Args:
         config: Table config.
-        weight: Current weight, which gives the dtype if the module was cast after construction.
+        weight: Present weight, which gives the dtype if the module was cast after construction.
     """
     if config.keys is not None:
         return HashedRows(
@@ -351,11 +356,11 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
 
 
 def storage_for(data_type: DataType) -> RowStorage:
-    """Return the in-memory row storage for a data type."""
+    """Return the row storage of an in-memory table with a data type."""
     return QuantisedRows(data_type.bits) if data_type.bits else DenseRows(data_type.dtype)
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, end) per consecutive piece, given the sizes."""
+    """Return the (start, end) of consecutive pieces with the given sizes: [2, 3] gives [(0, 2), (2, 5)]."""
     ends = list(itertools.accumulate(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))

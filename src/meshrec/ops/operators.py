@@ -1,4 +1,4 @@
-"""Operators as Python functions, with translate_error errors.
+"""Operators as Python functions, with translated errors.
 
 [Note: errors of operators]
 

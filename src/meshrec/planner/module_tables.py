@@ -90,7 +90,7 @@ def tables_of_model(
                 weight_bytes=_weight_bytes(config, weight),
                 optimizer=default if spec is None else optimizer_kind(spec),
                 module_path=path,
-                wire=default_wires.of(name) if wires is None else wires.of(config.name),
+                wire=default_wires.for_table(name) if wires is None else wires.for_table(config.name),
             )
             tables.append(replace(table, name=name))
     return tables

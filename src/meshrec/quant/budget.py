@@ -1,13 +1,13 @@
-"""Select a precision per table, so that the loss on validation data rises by at most a budget.
+"""Selection of a data type per table, so that the loss on validation data rises by at most a budget.
 
-The same samples are scored before and after. A sample's change in log loss has much lower variance than the
-loss, so a few thousand samples reveal rises below a per mille. Normalized entropy is log loss divided by a
-data constant, so both rise by the same fraction.
+The same samples are scored with the original and the quantized model. The change in a sample's log loss has
+much lower variance than the loss, so a few thousand samples reveal rises below a per mille. Normalized
+entropy is log loss divided by a constant of the data, so both rise by the same fraction.
 
-Each table is quantized alone to 4 bits, then to 2 bits, or to 8 bits if 4 bits alone exceed the budget. The
-rise for several tables is predicted as the sum of their per-sample changes. Tables are shrunk greedily by
-bytes saved per rise. Then all types are measured together. While the rise exceeds the budget, the table with
-the largest predicted rise goes back by a step.
+Each table is quantized alone, to 4 bits, then to 2 bits, or to 8 bits if 4 bits alone exceed the budget. The
+rise with several quantized tables is predicted as the sum of their per-sample changes. Greedily, the change
+of type that saves the most bytes per rise comes next. Then all selected types are measured together. While
+the rise exceeds the budget, the table with the largest predicted rise gets the next larger type.
 """
 
 import math
@@ -25,33 +25,33 @@ from meshrec.quant.collections import rows_by_table
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
 
-# N samples
+# Shape legend: N samples.
 
 INT8, INT4, INT2, FP16, FP32 = DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32
 
 _QUANTILE = 1.6448536269514722
-"""Normal distribution's 95 % quantile."""
+"""95 % quantile of the normal distribution."""
 _STEPS = 17
-"""Quantization step ratio, 4 bits to 8 bits."""
+"""Ratio of the quantization steps with 4 and with 8 bits: 255 / 15."""
 
 
 class Rise(NamedTuple):
-    """Relative loss increase: mean, and upper bound with 95 % confidence."""
+    """Relative increase of the loss: mean, and upper bound with 95 % confidence. 0.001 is 0.1 %."""
 
     mean: float
     bound: float
 
 
 class Choice(NamedTuple):
-    """``choose_precision`` result.
+    """Result of ``choose_precision``.
 
     Attributes:
-        types: selected type per table.
-        num_bytes: bytes per table and type.
-        rises: rise by each table alone, for measured types.
+        types: selected data type of each table.
+        num_bytes: bytes of each table in each data type.
+        rises: rise with only this table in this data type, where it was measured.
         rise: measured rise with all selected types.
         budget: maximum rise.
-        num_evaluations: ``losses`` call count.
+        num_evaluations: number of calls to ``losses``.
     """
 
     types: dict[str, DataType]
@@ -69,13 +69,13 @@ def choose_precision(
     max_loss: float,
     rounding: Rounding = "search",
 ) -> Choice:
-    """Select data types with few bytes whose measured rise stays below the budget.
+    """Select data types that save many bytes, with a measured rise of the loss within the budget.
 
     Takes at most three evaluations per table, plus two.
 
     Args:
         model: unsharded, unquantized model.
-        losses: returns the log loss of every validation sample [N] for a model, in a fixed order.
+        losses: returns the log loss of each validation sample, [N], for a model; always in the same order.
         max_loss: maximum relative loss increase: 0.0002 is 0.02 %.
         rounding: see ``quantize``.
 
@@ -91,6 +91,8 @@ def choose_precision(
 
 
 class _Search:
+    """State of one ``choose_precision`` call."""
+
     def __init__(
         self, model: nn.Module, losses: Callable[[nn.Module], Tensor], budget: float, rounding: Rounding
     ) -> None:
@@ -120,14 +122,15 @@ class _Search:
             raise ValueError("there are fewer than two validation samples. Give the run validation data.")
 
     def run(self) -> Choice:
+        """Run the search; see the module docstring."""
         # The first question is whether fp16 may replace fp32 everywhere, because it is the start of the
         # shrinking.
-        halves = self._measured(dict.fromkeys(self._num_bytes, FP16))
+        halves = self._measure(dict.fromkeys(self._num_bytes, FP16))
         # If fp16 alone exceeds the budget, tables which are not quantized stay fp32.
-        first = FP16 if self._rise(halves).bound <= self._budget else FP32
+        first = FP16 if self._relative_rise(halves).bound <= self._budget else FP32
         changes = {name: self._changes_of(name) for name in self._num_bytes}
         rises = {
-            name: {data_type: self._rise(c) for data_type, c in table_changes.items()}
+            name: {data_type: self._relative_rise(c) for data_type, c in table_changes.items()}
             for name, table_changes in changes.items()
         }
         for table_changes in changes.values():
@@ -146,30 +149,36 @@ class _Search:
             if all(data_type is FP32 for data_type in types.values()):
                 rise = Rise(0.0, 0.0)
                 break
-            rise = self._rise(self._measured(types))
+            rise = self._relative_rise(self._measure(types))
             if rise.bound <= self._budget:
                 break
             # No quantized table is left, so fp16 itself exceeds the budget.
-            if not self._back(types, changes):
+            if not self._step_back(types, changes):
                 types = dict.fromkeys(types, FP32)
         else:
             types, rise = dict.fromkeys(types, FP32), Rise(0.0, 0.0)
         return Choice(types, self._num_bytes, rises, rise, self._budget, self._num_evaluations)
 
     def _changes_of(self, name: str) -> dict[DataType, Tensor]:
-        """Measure per-sample loss changes for two precisions of a table."""
+        """Measure the per-sample loss changes of two data types of one table: INT4, and INT2 or INT8."""
         other_types = dict.fromkeys(self._num_bytes, FP32)
-        changes = {INT4: self._measured({**other_types, name: INT4})}
-        more = INT2 if self._rise(changes[INT4]).bound <= self._budget else INT8
-        changes[more] = self._measured({**other_types, name: more})
+        changes = {INT4: self._measure({**other_types, name: INT4})}
+        more = INT2 if self._relative_rise(changes[INT4]).bound <= self._budget else INT8
+        changes[more] = self._measure({**other_types, name: more})
         return changes
 
     def _shrink(
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]], total: Tensor
     ) -> None:
-        """Shrink tables while the summed changes stay within the budget."""
+        """Give tables smaller types, as long as the bound of the summed changes stays within the budget.
+
+        Args:
+            types: data type of each table; modified.
+            changes: per-sample change by table and type.
+            total: per-sample change common to all tables.
+        """
         while True:
-            rise = self._rise(total).bound
+            rise = self._relative_rise(total).bound
             best: tuple[float, str, DataType, Tensor] | None = None
             for name, now in types.items():
                 for data_type, change in changes[name].items():
@@ -179,7 +188,7 @@ class _Search:
                     # Per-sample changes are summed before the bound is taken: noise of different tables
                     # partly cancels.
                     after = total - changes[name][now] + change
-                    bound = self._rise(after).bound
+                    bound = self._relative_rise(after).bound
                     # Noise can make a change look free or helpful. The floor keeps such a table from winning
                     # without saving much.
                     value = saved / max(bound - rise, 1e-3 * self._budget)
@@ -189,8 +198,10 @@ class _Search:
                 return
             _, name, types[name], total = best
 
-    def _back(self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]]) -> bool:
-        """Give the table with the largest rise the next larger type. False: no table is quantized."""
+    def _step_back(
+        self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]]
+    ) -> bool:
+        """Give the table with the largest rise the next larger type. Returns False if none is quantized."""
         small = [name for name, candidate in types.items() if candidate.bits]
         if not small:
             return False
@@ -203,13 +214,14 @@ class _Search:
         types[name] = min(larger, key=lambda candidate: self._num_bytes[name][candidate])
         return True
 
-    def _measured(self, types: dict[str, DataType]) -> Tensor:
-        """Measure the loss change per sample."""
+    def _measure(self, types: dict[str, DataType]) -> Tensor:
+        """Return the measured loss change of each sample with these data types, fp64 [N]."""
         self._num_evaluations += 1
         quantised = quantize(self._model, FP32, per_table=types, output_dtype=FP32, rounding=self._rounding)
         return self._losses(quantised).double() - self._before
 
-    def _rise(self, change: Tensor) -> Rise:
+    def _relative_rise(self, change: Tensor) -> Rise:
+        """Return the rise of the loss, given the change of each sample."""
         mean = float(change.mean())
         error = float(change.std()) / math.sqrt(change.numel())
         loss = float(self._before.mean())

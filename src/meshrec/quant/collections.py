@@ -1,4 +1,4 @@
-"""Collections with the same tables in other data types."""
+"""Embedding collections with the same tables in other data types."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from meshrec.modules import (
 )
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.index import mix
-from meshrec.quant.precision import Rounding, encoded
+from meshrec.quant.precision import Rounding, encode_rows
 from meshrec.tables.hashed.table import HashedRows
 from meshrec.tables.table import RowBlock, Span
 
@@ -28,12 +28,12 @@ def empty_like(
     Args:
         module: collection, sharded or not.
         types: data type by table name.
-        bounds_check: how to handle IDs outside a table.
+        bounds_check: what happens to IDs outside a table.
         output_dtype: output data type.
     """
     if hasattr(module, "embedding_bag_configs"):
         collection: TableCollection = EmbeddingBagCollection(
-            tables=[_retyped(config, types) for config in module.embedding_bag_configs()],
+            tables=[_with_data_type(config, types) for config in module.embedding_bag_configs()],
             is_weighted=module.is_weighted(),
             device="meta",
             bounds_check=bounds_check,
@@ -41,7 +41,7 @@ def empty_like(
         )
     else:
         collection = EmbeddingCollection(
-            tables=[_retyped(config, types) for config in module.embedding_configs()],
+            tables=[_with_data_type(config, types) for config in module.embedding_configs()],
             device="meta",
             bounds_check=bounds_check,
             output_dtype=output_dtype,
@@ -50,7 +50,7 @@ def empty_like(
 
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
-    """Return the row count per table; for a hashed table, the current number."""
+    """Return the number of rows of each table; for a hashed table, the present number."""
     hashed = module.hashed_tables()
     return {
         config.name: hashed[config.name].num_alive if config.name in hashed else config.num_embeddings
@@ -61,7 +61,7 @@ def rows_by_table(module: TableCollection) -> dict[str, int]:
 def converted_blocks(
     stored: Iterable[tuple[Tensor, Tensor]], storage: HashedRows, data_type: DataType, rounding: Rounding
 ) -> Iterator[RowBlock]:
-    """Convert rows of an unsharded hashed table to another data type, block by block.
+    """Yield the rows of an unsharded hashed table in another data type, block by block.
 
     Args:
         stored: IDs [n] and rows [n, D], in key order.
@@ -73,12 +73,12 @@ def converted_blocks(
         ValueError: a value is NaN, infinite or out of range; the error names table and ID.
     """
     for ids, rows in stored:
-        converted = encoded(rows, data_type, rounding, storage.name, ids=ids)
-        yield block_of(converted, mix(ids, storage.keys.seed), storage, (0, storage.dim))
+        converted = encode_rows(rows, data_type, rounding, storage.name, ids=ids)
+        yield make_block(converted, mix(ids, storage.keys.seed), storage, (0, storage.dim))
 
 
-def block_of(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> RowBlock:
-    """Create a row block from rows that are already in the memory format of ``storage``.
+def make_block(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> RowBlock:
+    """Return a row block, given rows that are already in the memory format of ``storage``.
 
     Args:
         rows: rows [n, ...].
@@ -91,7 +91,8 @@ def block_of(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> 
     return RowBlock(keys, columns, {part.name: values for part, values in parts})
 
 
-def _retyped(config: Any, types: Mapping[str, DataType]) -> Any:
+def _with_data_type(config: Any, types: Mapping[str, DataType]) -> Any:
+    """Return the config with the table's new data type, in memory."""
     assert isinstance(config, BaseEmbeddingConfig)
     keys = config.keys
     if keys is not None:  # with max_bytes, another row size would change max_rows and the initial rows

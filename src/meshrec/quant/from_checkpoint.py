@@ -1,4 +1,4 @@
-"""Quantize directly from a checkpoint, streaming tables through memory."""
+"""Quantization directly from a checkpoint: tables pass through memory in blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.index import mix
 from meshrec.quant.collections import converted_blocks, empty_like, rows_by_table
-from meshrec.quant.precision import Rounding, check_rounding, encoded
-from meshrec.quant.quantize import checked_types, copied_but_for, finish
+from meshrec.quant.precision import Rounding, check_rounding, encode_rows
+from meshrec.quant.quantize import checked_types, copy_except, finish_copy
 from meshrec.tables.hashed.table import IDS, HashedRows, is_growable
 
 
@@ -31,7 +31,7 @@ def quantize_checkpoint(
     rounding: Rounding = "minmax",
     entry: str = "model",
 ) -> nn.Module:
-    """Quantize a model with weights from a checkpoint, saved under any plan; see ``quantize``.
+    """Quantize a model whose weights are in a checkpoint, saved under any plan; see ``quantize``.
 
     Tables are processed in blocks, so in addition to the result this needs only tens of megabytes.
 
@@ -43,7 +43,7 @@ def quantize_checkpoint(
         output_dtype: see ``quantize``.
         dense: see ``quantize``.
         rounding: see ``quantize``.
-        entry: the model's state entry in the checkpoint.
+        entry: name of the model's state in the checkpoint.
 
     Raises:
         ValueError: as in ``quantize``, or a tensor is missing from the checkpoint or has another shape.
@@ -59,7 +59,7 @@ def quantize_checkpoint(
         id(m): empty_like(m, types[where], m.bounds_check, output_dtype or DataType.FP32)
         for where, m in collections.items()
     }
-    result = memo.get(id(model)) or copied_but_for(model, memo)
+    result = memo.get(id(model)) or copy_except(model, memo)
     tables: set[str] = set()
     for where in collections:
         target_module = result.get_submodule(where)
@@ -78,7 +78,7 @@ def quantize_checkpoint(
                 module.tables[0].load(converted_blocks(stored, module.storage, config.data_type, rounding))
                 continue
             blocks = _blocks(folder, manifest, f"{entry}.{full}", size)
-            rows = _streamed(config, blocks, rounding)
+            rows = _encode_blocks(config, blocks, rounding)
             holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
     other_names = {name for name in result.state_dict() if not any(map(name.startswith, tables))}
     for name, tensor in result.state_dict().items():
@@ -89,14 +89,14 @@ def quantize_checkpoint(
             for block in _blocks(folder, manifest, f"{entry}.{name}", tuple(tensor.shape)):
                 target[first : first + len(block)] = block
                 first += len(block)
-    finish(result, dense)
+    finish_copy(result, dense)
     return result
 
 
 def _hashed_blocks(
     folder: Path, manifest: Manifest, name: str, storage: HashedRows
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield IDs and rows of a hashed table in blocks, by key. For a fixed table, IDs are row numbers."""
+    """Yield the IDs and rows of a hashed table in blocks, by key. A fixed table has row numbers as IDs."""
     record, prefix = manifest.tensors.get(name), name.removesuffix("weight")
     if record is None or len(record.shape) != 2 or not _is_within(record.shape, storage):
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
@@ -115,20 +115,23 @@ def _hashed_blocks(
 
 
 def _is_within(shape: Sequence[int], storage: HashedRows) -> bool:
+    """Return whether a saved table of this shape fits into the hashed table."""
     return shape[0] <= storage.max_rows and shape[1] == storage.dim
 
 
-def _streamed(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:
+def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:
+    """Return a whole table in its new data type, given its rows in blocks."""
     storage, first = storage_of(config), 0
     rows = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), None)
     for block in blocks:
-        coded = encoded(block, config.data_type, rounding, config.name, first_row=first)
+        coded = encode_rows(block, config.data_type, rounding, config.name, first_row=first)
         rows[first : first + len(block)] = coded
         first += len(block)
     return rows
 
 
 def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Return the blocks of a saved tensor. Raises ValueError if the checkpoint lacks it or shapes differ."""
     record: TensorRecord | None = manifest.tensors.get(name)
     if record is None or tuple(record.shape) != shape:
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
@@ -140,10 +143,10 @@ def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...])
 
 
 def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
-    """Describe a quantized model for a manifest.
+    """Return a description of a quantized model for a manifest.
 
-    Has the data type, bytes and padding bits per row of each table, and ``source``, such as the run and step
-    of the model.
+    It has the data type, bytes and padding bits per row of each table, and the items of ``source``, such as
+    the run and step of the model.
     """
     tables = {}
     for module in model.modules():

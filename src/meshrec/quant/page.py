@@ -1,4 +1,4 @@
-"""HTML page with bytes, loss increase and selected precision per table."""
+"""HTML page with the bytes, loss increase and selected data type of each table."""
 
 from html import escape
 
@@ -14,8 +14,8 @@ _STYLE = (
 )
 
 
-def page_of(choice: Choice, title: str) -> str:
-    """Return a self-contained HTML page."""
+def html_page(choice: Choice, title: str) -> str:
+    """Return the result of a selection as a self-contained HTML page."""
     head = "".join(f"<th>{data_type}</th>" for data_type in _TYPES)
     rows = "".join(
         f"<tr><td>{escape(name)}</td>{''.join(_cell(choice, name, data_type) for data_type in _TYPES)}</tr>"
@@ -31,7 +31,7 @@ def page_of(choice: Choice, title: str) -> str:
 
 
 def summary(choice: Choice) -> str:
-    """Summarize a selection in a line: bytes before and after, and the loss increase."""
+    """Return a selection as one line of text: bytes before and after, and the loss increase."""
     before = sum(by_type[DataType.FP32] for by_type in choice.num_bytes.values())
     after = sum(choice.num_bytes[name][data_type] for name, data_type in choice.types.items())
     return (
@@ -42,6 +42,7 @@ def summary(choice: Choice) -> str:
 
 
 def _cell(choice: Choice, name: str, data_type: DataType) -> str:
+    """Return the table cell with the bytes and rise of one table in one data type."""
     rise = choice.rises[name].get(data_type)
     rise_text = "" if rise is None else f"<br><small>{rise.mean:+.4%}, &lt; {rise.bound:+.4%}</small>"
     mark = " class=chosen" if choice.types[name] is data_type else ""

@@ -1,4 +1,4 @@
-"""Convert tables to a data type, and check their values."""
+"""Conversion of table rows to a data type, and checks of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -9,13 +9,13 @@ from torch import Tensor
 from meshrec.modules import DataType
 from meshrec.ops import nbit
 from meshrec.optim.table_names import by_full_name, full_names
-from meshrec.quant.search import searched_params
+from meshrec.quant.search import search_params
 
-# D width
+# Shape legend: D width.
 
 Rounding = Literal["minmax", "search"]
-"""Scale and bias of a row: "minmax" uses minimum and maximum, as FBGEMM does; "search" reduces the
-squared error.
+"""How scale and bias of a row are chosen: "minmax" takes minimum and maximum, as FBGEMM does; "search"
+reduces the squared error.
 """
 
 # Values per block in the search (16 MiB as fp32), and rows per block in the check, which bound the
@@ -26,7 +26,7 @@ _BLOCK_VALUES, _BLOCK_ROWS = 1 << 22, 1 << 16
 def types_by_table(
     tables: Mapping[str, Sequence[str]], weights: DataType, per_table: Mapping[str, DataType] | None
 ) -> dict[str, dict[str, DataType]]:
-    """Return data types by module path and table name.
+    """Return the data type of each table, by module path and table name.
 
     Args:
         tables: table names by module path.
@@ -41,7 +41,7 @@ def types_by_table(
         if not isinstance(data_type, DataType):
             raise ValueError(
                 f"{where} is {data_type!r}, which is not a DataType. Choose one of "
-                f"{', '.join(f'DataType.{known_type}' for known_type in DataType)}."
+                f"{', '.join(f'DataType.{data_type}' for data_type in DataType)}."
             )
     names, given = full_names(tables), by_full_name(per_table, tables, "per_table names")
     return {
@@ -51,12 +51,12 @@ def types_by_table(
 
 
 def check_rounding(rounding: Rounding) -> None:
-    """Raise ValueError for an unknown rounding."""
+    """Raise ValueError unless the rounding is "minmax" or "search"."""
     if rounding not in ("minmax", "search"):
         raise ValueError(f"rounding must be 'minmax' or 'search', got {rounding!r}.")
 
 
-def encoded(
+def encode_rows(
     values: Tensor,
     data_type: DataType,
     rounding: Rounding,
@@ -65,16 +65,15 @@ def encoded(
     first_row: int = 0,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """Convert whole rows [n, D] to another type. Rows which already have the type are returned without a
-    copy.
+    """Convert whole rows [n, D] to another data type. Rows that have it already are not copied.
 
     Args:
         values: rows [n, D].
         data_type: target type.
         rounding: see ``quantize``.
-        table: table name in errors.
-        first_row: first row index, for errors.
-        ids: IDs of a hashed table's rows, for errors.
+        table: table name for errors.
+        first_row: index of the first row, for errors.
+        ids: IDs of the rows of a hashed table, for errors.
 
     Raises:
         ValueError: a value is NaN, infinite or out of range; the error names table and row.
@@ -85,7 +84,7 @@ def encoded(
             check_rows(rows, data_type, table, first_row=first_row, ids=ids)
         return rows
     try:
-        return _coded(values, data_type.bits, rounding)
+        return _quantize_rows(values, data_type.bits, rounding)
     except ValueError:
         # The kernel's error does not name the row. Scale and bias are fp16, so a row outside that range is at
         # fault.
@@ -100,10 +99,10 @@ def check_rows(
 
     Args:
         rows: rows [n, D].
-        data_type: type named in the error.
-        table: table name in errors.
-        first_row: first row index, for errors.
-        ids: IDs of a hashed table's rows, for errors.
+        data_type: data type to name in the error.
+        table: table name for errors.
+        first_row: index of the first row, for errors.
+        ids: IDs of the rows of a hashed table, for errors.
     """
     for first, block in zip(range(0, len(rows), _BLOCK_ROWS), rows.split(_BLOCK_ROWS), strict=True):
         bad = ~block.isfinite().all(1)
@@ -117,12 +116,13 @@ def check_rows(
             )
 
 
-def _coded(values: Tensor, bits: int, rounding: Rounding) -> Tensor:
+def _quantize_rows(values: Tensor, bits: int, rounding: Rounding) -> Tensor:
+    """Return quantized rows, uint8 [n, row_bytes(D, bits)]."""
     if rounding == "minmax":
         return nbit.quantize(values, bits)
     blocks = values.split(max(1, _BLOCK_VALUES // values.shape[1]))
     rows = torch.empty(len(values), nbit.row_bytes(values.shape[1], bits), dtype=torch.uint8)
     for block, target in zip(blocks, rows.split([len(block) for block in blocks]), strict=True):
         first = nbit.quantize(block, bits)
-        target.copy_(nbit.quantize(block, bits, searched_params(block, first, bits)))
+        target.copy_(nbit.quantize(block, bits, search_params(block, first, bits)))
     return rows

@@ -1,4 +1,4 @@
-"""Quantize a trained model's tables."""
+"""Quantization of the embedding tables of a trained model."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_of
 from meshrec.optim.table_names import full_names
 from meshrec.quant.collections import converted_blocks, empty_like, rows_by_table
-from meshrec.quant.precision import Rounding, check_rounding, encoded, types_by_table
+from meshrec.quant.precision import Rounding, check_rounding, encode_rows, types_by_table
 from meshrec.quant.sharded import configs_of, quantised_shards
 from meshrec.tables.hashed.table import HashedTable, is_growable
 
@@ -27,9 +27,9 @@ def quantize(
     dense: DataType | None = None,
     rounding: Rounding = "minmax",
 ) -> nn.Module:
-    """Return a copy of ``model`` for inference with quantized tables.
+    """Return a copy of a model for inference, with quantized embedding tables.
 
-    Every EmbeddingBagCollection and EmbeddingCollection is replaced by one with the same tables in other data
+    Each EmbeddingBagCollection and EmbeddingCollection is replaced by one with the same tables in other data
     types. No table is copied as fp32: a table with unchanged type shares memory with ``model``.
 
     Args:
@@ -56,9 +56,9 @@ def quantize(
         types = checked_types({path: configs_of(m) for path, m in sharded.items()}, weights, per_table)
         moved = quantised_shards(sharded, types, output_dtype, rounding)
         quantised = model.with_sharded(
-            copied_but_for(model.module, {id(sharded[p]): m for p, m in moved.items()}), moved
+            copy_except(model.module, {id(sharded[p]): m for p, m in moved.items()}), moved
         )
-        finish(quantised, dense)
+        finish_copy(quantised, dense)
         return quantised
     collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
     if not collections:
@@ -69,10 +69,10 @@ def quantize(
     configs = {path: [config for config, _ in m.tables().values()] for path, m in collections.items()}
     types = checked_types(configs, weights, per_table)
     memo: dict[int, nn.Module] = {
-        id(m): _quantised(m, types[path], output_dtype, rounding) for path, m in collections.items()
+        id(m): _quantize_collection(m, types[path], output_dtype, rounding) for path, m in collections.items()
     }
-    result = memo.get(id(model)) or copied_but_for(model, memo)
-    finish(result, dense)
+    result = memo.get(id(model)) or copy_except(model, memo)
+    finish_copy(result, dense)
     return result
 
 
@@ -81,7 +81,7 @@ def checked_types(
     weights: DataType,
     per_table: Mapping[str, DataType] | None,
 ) -> dict[str, dict[str, DataType]]:
-    """Return data types by module path and table name; see ``quantize`` for errors.
+    """Return the data type of each table, by module path and table name; see ``quantize`` for errors.
 
     Args:
         configs: table configs by module path.
@@ -99,10 +99,14 @@ def checked_types(
     return types_by_table(names, weights, per_table)
 
 
-def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """Deep-copy a model with some modules (by ``id``) replaced.
+def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
+    """Return a deep copy of a model in which some modules are replaced instead of copied.
 
-    Optimizers, which ``meshrec.fuse`` stores as module attributes, are omitted.
+    Optimizers, which ``meshrec.fuse`` stores as module attributes, are left out.
+
+    Args:
+        model: model to copy.
+        replaced: replacement by ``id`` of the replaced module.
     """
     optimizers = {
         (path, name): value
@@ -120,14 +124,14 @@ def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Mo
 
 
 class BFloat16Linear(nn.Linear):
-    """Linear layer with bf16 weights and products. Outputs have the input's type."""
+    """Linear layer with bf16 weights that computes in bf16. The output has the dtype of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(torch.bfloat16)).to(input.dtype)
 
 
 def in_bfloat16(model: nn.Module) -> None:
-    """Replace every ``nn.Linear`` below ``model`` by a ``BFloat16Linear``, in place."""
+    """Replace each ``nn.Linear`` inside ``model`` by a ``BFloat16Linear``, in place."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -143,15 +147,15 @@ def in_bfloat16(model: nn.Module) -> None:
                 setattr(module, name, replacement)
 
 
-def finish(model: nn.Module, dense: DataType | None) -> None:
-    """Finish a copy: convert linear layers to bf16 if requested, and switch to evaluation mode."""
+def finish_copy(model: nn.Module, dense: DataType | None) -> None:
+    """Convert linear layers of a quantized copy to bf16 if requested, and switch it to evaluation mode."""
     if dense is DataType.BF16:
         in_bfloat16(model)
     model.eval()
 
 
 def table_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the size of all rows of every table in bytes, without optimizer state.
+    """Return the bytes of the rows of each table, without optimizer state.
 
     A hashed table counts its current rows. The result is keyed by table name, or by ``path.name`` if tables
     of several modules have the same name.
@@ -169,12 +173,13 @@ def table_bytes(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _quantised(
+def _quantize_collection(
     module: TableCollection,
     types: Mapping[str, DataType],
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> TableCollection:
+    """Return a collection with the tables of ``module`` in other data types."""
     collection = empty_like(module, types, module.bounds_check, output_dtype)
     _, holders = collection.table_holders()
     hashed = module.hashed_tables()
@@ -193,15 +198,15 @@ def _quantised(
                 target.tables[0].load(blocks)
         else:
             values, data_type = weight.detach(), types[config.name]
-            rows = encoded(values, data_type, rounding, config.name)
+            rows = encode_rows(values, data_type, rounding, config.name)
             holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
-    # finish() switches to eval later. Until then the copy has the mode of the original.
+    # finish_copy() switches to eval later. Until then the copy has the mode of the original.
     collection.train(module.training)
     return collection
 
 
 def _rows_with_ids(table: HashedTable) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield IDs and rows of a hashed table, in key order."""
+    """Yield the IDs and rows of a hashed table in blocks, in key order."""
     for block in table.stream():
         # Blocks without weights are admission counts, which inference does not need.
         if "weight" in block.parts:

@@ -1,8 +1,9 @@
-"""Search for a row's scale and bias with lower squared error than minimum and maximum give.
+"""Search for the scale and bias of each row with a lower squared error than minimum and maximum give.
 
-Outliers stretch all quantization steps. So start from ranges shrunk by several factors, and alternate two
-steps which each reduce the squared error: assign every value to the nearest code, then fit scale and bias to
-the codes (linear regression of values on codes). This is Lloyd's algorithm for a uniform quantizer.
+Outliers stretch all quantization steps. The search therefore starts from ranges shrunk by several factors,
+and alternates two steps that each reduce the squared error: assign each value to the nearest code, then fit
+scale and bias to the codes (linear regression of values on codes). This is Lloyd's algorithm for a uniform
+quantizer.
 """
 
 import torch
@@ -10,15 +11,15 @@ from torch import Tensor
 
 from meshrec.ops.nbit.naive import split_rows
 
-# D width
+# Shape legend: D width.
 
-_SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)
+_SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)  # factors by which the initial range is shrunk
 # Alternations per starting range; more gain little.
 _TURNS = 4
 
 
-def searched_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
-    """Return the best scale and bias per row, fp16 [n, 2]; never worse than the given ones.
+def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
+    """Return the best scale and bias found for each row, fp16 [n, 2]; never worse than those of ``rows``.
 
     Args:
         original: rows [n, D].
@@ -32,20 +33,21 @@ def searched_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
     scale, bias = best.float().unbind(1)
     middle = bias + scale * top / 2
     for shrink in _SHRINKS:
-        params = _halves(scale * shrink, middle - scale * shrink * top / 2)
+        params = _to_half(scale * shrink, middle - scale * shrink * top / 2)
         for _ in range(_TURNS):
             error = _error(values32, params, top)
             better = error < least_error
             best[better], least_error = params[better], torch.minimum(error, least_error)
             # The error of the last fit is checked after the loop.
-            params = _fitted(values32, params, top)
+            params = _fit_params(values32, params, top)
         error = _error(values32, params, top)
         better = error < least_error
         best[better], least_error = params[better], torch.minimum(error, least_error)
     return best
 
 
-def _halves(scale: Tensor, bias: Tensor) -> Tensor:
+def _to_half(scale: Tensor, bias: Tensor) -> Tensor:
+    """Return scale and bias in fp16, [n, 2]."""
     scale = scale.half()
     # Rounded to fp16 before the error is measured, because the rows store fp16. A scale of 0 would divide by
     # zero.
@@ -53,24 +55,28 @@ def _halves(scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def _codes(values: Tensor, params: Tensor, top: int) -> Tensor:
+    """Return the nearest code of each value, 0 to ``top``, as floats."""
     scale, bias = params.float().unbind(1)
     return ((values - bias[:, None]) * (1 / scale)[:, None]).clamp_(0, top).round_()
 
 
 def _error(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Return the squared error per row; infinite if scale or bias is NaN."""
+    """Return the squared error of each row; infinite if scale or bias is NaN."""
     scale, bias = params.float().unbind(1)
     error = (_codes(values, params, top) * scale[:, None] + bias[:, None] - values).square_().sum(1)
     return error.nan_to_num_(nan=torch.inf)
 
 
-def _fitted(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Fit scale and bias by least squares; keep ``params`` for rows with equal codes."""
+def _fit_params(values: Tensor, params: Tensor, top: int) -> Tensor:
+    """Fit scale and bias to the present codes by least squares.
+
+    Rows whose codes are all equal keep ``params``.
+    """
     codes = _codes(values, params, top)
     code_mean, value_mean = codes.mean(1, keepdim=True), values.mean(1, keepdim=True)
     spread = (codes - code_mean).square().sum(1)
     scale = ((codes - code_mean) * (values - value_mean)).sum(1) / spread
     bias = value_mean[:, 0] - scale * code_mean[:, 0]
-    fitted = _halves(scale, bias)
+    fitted = _to_half(scale, bias)
     usable = (spread > 0) & fitted.isfinite().all(1)
     return torch.where(usable[:, None], fitted, params)

@@ -1,4 +1,4 @@
-"""Quantize sharded tables under the same plan: every rank quantizes local shards."""
+"""Quantization of sharded tables under the same plan: each rank quantizes its own shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +16,8 @@ from meshrec.distributed.routing import Routing
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.table_lookup import storage_for
 from meshrec.ops import nbit
-from meshrec.quant.collections import block_of, empty_like
-from meshrec.quant.precision import Rounding, check_rows, encoded
+from meshrec.quant.collections import empty_like, make_block
+from meshrec.quant.precision import Rounding, check_rows, encode_rows
 from meshrec.tables.hashed.admission import in_span
 from meshrec.tables.hashed.keys import key_at
 from meshrec.tables.hashed.table import HashedRows, HashedTable, has_growable_rows, is_growable
@@ -26,17 +26,17 @@ from meshrec.tables.packing import Packing
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import RowBlock, Table
 
-# R rows of a block
+# Shape legend: R rows of a block.
 
 _BLOCK_ROWS = 1 << 18
 _NAME = "quantising"
-"""Collective name."""
+"""Name of the collectives in errors."""
 
 Sharded = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
 def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
-    """Return a sharded module's table configs."""
+    """Return the table configs of a sharded module."""
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     result: list[BaseEmbeddingConfig] = configs()
     return result
@@ -48,7 +48,7 @@ def quantised_shards(
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> dict[str, Any]:
-    """Return quantized sharded modules by path. Collective.
+    """Return sharded modules with quantized tables, by path. Collective.
 
     Args:
         modules: sharded modules by path.
@@ -57,8 +57,8 @@ def quantised_shards(
         rounding: see ``quantize``.
 
     Raises:
-        ValueError: a row cannot be quantized, or the plan splits columns within a byte; raised on every rank,
-            as are all other errors.
+        ValueError: a row cannot be quantized, or the plan splits columns within a byte. Like all other
+            errors, it is raised on every rank.
     """
     for path, module in modules.items():
         if module.built.env.devices:
@@ -70,13 +70,15 @@ def quantised_shards(
         check_cuts(_storages(module, types[path]), module.plan)
         _check_search(module, types[path], rounding)
     return {
-        path: _sharded(module, _Quantised(module.built, types[path], rounding), types[path], output_dtype)
+        path: _build_module(
+            module, _QuantizedTables(module.built, types[path], rounding), types[path], output_dtype
+        )
         for path, module in modules.items()
     }
 
 
-class _Quantised:
-    """A module's quantized tables on this rank. Construction and errors are collective."""
+class _QuantizedTables:
+    """The tables of one module on this rank, quantized. The constructor is collective."""
 
     def __init__(self, built: ModuleParts, types: Mapping[str, DataType], rounding: Rounding) -> None:
         self._types, self._rounding, self._built = types, rounding, built
@@ -101,10 +103,13 @@ class _Quantised:
         # An error on one rank is raised on all of them. Otherwise the other ranks would wait in the next
         # collective.
         with together(built.env.world, _NAME):
-            self.split, self.local = self._converted(split, params), self._converted(local, {})
+            self.split, self.local = self._convert(split, params), self._convert(local, {})
 
     def _params_of_whole_rows(self, held: LocalShards, table: int) -> Tensor:
-        """Return whole-row scale and bias, fp16 [rows, 2], from the columns on all ranks. Collective."""
+        """Return the scale and bias of whole rows, fp16 [rows, 2], from the columns on all ranks.
+
+        Collective.
+        """
         env, num_rows = self._built.env, self._built.routing.tables[table].num_rows
         here = held.of_table(table)
         tables = [] if here is None else here.tables
@@ -115,12 +120,16 @@ class _Quantised:
         least, greatest = torch.cat(blocks, 1)
         return nbit.params_of(least, greatest, self.storages[table].bits)
 
-    def _converted(self, held: LocalShards, params: Mapping[int, Tensor]) -> LocalShards:
+    def _convert(self, held: LocalShards, params: Mapping[int, Tensor]) -> LocalShards:
+        """Return the shards in their new data types.
+
+        ``params``: scales and biases of tables split by columns.
+        """
         converted: list[LocalShard] = []
         for shard in held.held:
             storage = self.storages[shard.packing.table]
             if is_growable(storage):
-                converted.append(self._hashed(shard, storage))
+                converted.append(self._convert_hashed(shard, storage))
                 continue
             packing = Packing(shard.packing.rectangles, storage)
             rows = storage.allocate(*packing.shape, shard.parameter.device)
@@ -128,7 +137,7 @@ class _Quantised:
                 for block in table.stream():
                     assert isinstance(block.keys, range)
                     first = block.keys.start - table.rectangle.r0
-                    target[first : first + len(block.keys)] = self._encoded(
+                    target[first : first + len(block.keys)] = self._encode_block(
                         table.rectangle.table, block, params
                     )
             no_state: list[list[Tensor]] = [[] for _ in packing.rectangles]
@@ -137,16 +146,18 @@ class _Quantised:
             )
         return LocalShards(converted)
 
-    def _hashed(self, held: LocalShard, storage: HashedRows) -> LocalShard:
+    def _convert_hashed(self, held: LocalShard, storage: HashedRows) -> LocalShard:
+        """Return the shard of a hashed table in its new data type."""
         packing = Packing(held.packing.rectangles, storage)
         rows = storage.allocate(0, packing.shape[1], None)
         tables = [storage.table(rectangle, None, None) for rectangle in packing.rectangles]
         for source, target in zip(held.tables, tables, strict=True):
             assert has_growable_rows(source)
-            target.load(self._blocks_of(source, storage))
+            target.load(self._converted_blocks(source, storage))
         return table_shard(nn.Parameter(rows, requires_grad=False), packing, tables)
 
-    def _blocks_of(self, table: HashedTable, storage: HashedRows) -> Iterator[RowBlock]:
+    def _converted_blocks(self, table: HashedTable, storage: HashedRows) -> Iterator[RowBlock]:
+        """Yield the rows of a hashed table in the new data type, block by block."""
         data_type, columns = self._types[storage.name], table.rectangle.columns
         if table.storage.form == storage.form:
             # Same format: rows are passed through, without optimizer state.
@@ -161,21 +172,22 @@ class _Quantised:
             weights, ids = block.parts["weight"], table.ids_of(block.keys)
             by_key = self._by_key.get(table.rectangle.table)
             if by_key is None:
-                rows = encoded(weights, data_type, self._rounding, storage.name, ids=ids)
+                rows = encode_rows(weights, data_type, self._rounding, storage.name, ids=ids)
             else:
                 row_params = by_key.params[torch.searchsorted(by_key.keys, block.keys)]
                 for checked in (weights.half(), row_params):
                     check_rows(checked, data_type, storage.name, ids=ids)
                 rows = nbit.quantize(weights, storage.bits, row_params)
-            yield block_of(rows, block.keys, storage, columns)
+            yield make_block(rows, block.keys, storage, columns)
 
-    def _encoded(self, table: int, block: RowBlock, params: Mapping[int, Tensor]) -> Tensor:
+    def _encode_block(self, table: int, block: RowBlock, params: Mapping[int, Tensor]) -> Tensor:
+        """Return the rows of a block of a fixed table in the new data type."""
         assert isinstance(block.keys, range)
         weights, first = block.parts["weight"], block.keys.start
         name = self._built.routing.tables[table].name
         data_type = self._types[name]
         if table not in params:
-            return encoded(weights, data_type, self._rounding, name, first_row=first)
+            return encode_rows(weights, data_type, self._rounding, name, first_row=first)
         row_params = params[table][first : block.keys.stop]
         check_rows(weights.half(), data_type, name, first_row=first)
         check_rows(row_params, data_type, name, first_row=first)
@@ -183,14 +195,14 @@ class _Quantised:
 
 
 class _RowParams(NamedTuple):
-    """Whole-row scale and bias, fp16 [n, 2], by key, int64 [n] ascending."""
+    """Scale and bias of whole rows, fp16 [n, 2], and their keys, int64 [n] ascending."""
 
     keys: Tensor
     params: Tensor
 
 
 def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEnv) -> _RowParams:
-    """Return whole-row scale and bias for the keys on this rank. Collective."""
+    """Return the scale and bias of whole rows, for the keys on this rank. Collective."""
     with together(env.world, _NAME):
         extremes = [(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))]
         for table in tables:
@@ -199,20 +211,20 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
                     assert isinstance(block.keys, Tensor)
                     rows = block.parts["weight"].float()
                     extremes.append((block.keys, rows.amin(1), rows.amax(1)))
-        keys, least, greatest = _by_key(extremes)
+        keys, least, greatest = _merge_extremes(extremes)
     # Key ranges bound the size of a gathered message, whatever the table's size.
     for first in range(0, storage.max_rows, _BLOCK_ROWS):
         span = [key_at(min(row, storage.max_rows), storage.max_rows) for row in (first, first + _BLOCK_ROWS)]
         inside = in_span(keys, (span[0], span[1]))
         local = keys[inside], least[inside], greatest[inside]
-        all_keys, low, high = _by_key(gather_objects(local, env.shard, _NAME))
+        all_keys, low, high = _merge_extremes(gather_objects(local, env.shard, _NAME))
         positions = torch.searchsorted(all_keys, local[0])
         least[inside], greatest[inside] = low[positions], high[positions]
     return _RowParams(keys, nbit.params_of(least, greatest, storage.bits))
 
 
-def _by_key(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge keys, with minimum and maximum over their rows."""
+def _merge_extremes(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge (keys, minima, maxima): return distinct keys, with the minimum and maximum of each."""
     keys, least, greatest = (torch.cat(part) for part in zip(*parts, strict=True))
     distinct, inverse = torch.unique(keys, return_inverse=True)
     low = torch.full((len(distinct),), torch.inf).scatter_reduce_(0, inverse, least, "amin")
@@ -235,9 +247,10 @@ def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -
     return torch.stack([everywhere[:, 0].amin(0), everywhere[:, 1].amax(0)])
 
 
-def _sharded(
-    module: Sharded, quantised: _Quantised, types: Mapping[str, DataType], output_dtype: DataType | None
+def _build_module(
+    module: Sharded, quantised: _QuantizedTables, types: Mapping[str, DataType], output_dtype: DataType | None
 ) -> Sharded:
+    """Build the sharded module with quantized tables."""
     old = module.built
     options = replace(old.options, optimizer=None, optimizer_tables=None, output_dtype=output_dtype)
     num_tables = len(quantised.storages)
@@ -263,6 +276,7 @@ def _sharded(
 
 
 def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorage]:
+    """Return the new storage of each table, by table name."""
     built = module.built
     return {
         table.name: _storage(types[table.name], storage)
@@ -271,6 +285,7 @@ def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorag
 
 
 def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
+    """Return the storage of a table in its new data type, given the present storage."""
     if is_growable(before):
         return replace(before, dtype=data_type.dtype, bits=data_type.bits, file=None)
     stays = before.dtype == data_type.dtype and before.rows_in_parameter
@@ -278,6 +293,7 @@ def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
 
 
 def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding) -> None:
+    """Raise ValueError if "search" is requested for a table split by columns."""
     for table, is_cut in zip(module.built.routing.tables, _cut_by_columns(module.built.routing), strict=True):
         if is_cut and rounding == "search" and types[table.name].bits:
             raise ValueError(
@@ -287,7 +303,7 @@ def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding
 
 
 def _cut_by_columns(routing: Routing) -> list[bool]:
-    """Return, per table, whether some rank holds only part of a row."""
+    """Return, for each table, whether a rank has only some columns of a row."""
     cut = [False] * len(routing.tables)
     for work in routing.work:
         for rectangle in work.rectangles:

@@ -25,7 +25,7 @@ from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.index import mix
 from meshrec.quant.collections import empty_like
-from meshrec.quant.quantize import copied_but_for
+from meshrec.quant.quantize import copy_except
 from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.runs.recommending import ItemValues
 from meshrec.runs.saved_recipe import load_recipe
@@ -285,10 +285,10 @@ def _unhash_items(
 
 def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
     """Return the rows of a hashed table for IDs, fp32 [N, D]; an ID without a row gets initial values."""
-    rows = table.storage.first_rows(ids_N)
+    rows = table.storage.initial_values(ids_N)
     slots = table.slots.find(mix(ids_N, table.storage.keys.seed))
     is_alive = slots >= 0
-    rows[is_alive] = table.gathered(slots[is_alive], (0, rows.shape[1]))["weight"].float()
+    rows[is_alive] = table.gather_parts(slots[is_alive], (0, rows.shape[1]))["weight"].float()
     return rows
 
 
@@ -305,7 +305,7 @@ def _allocate_rows(model: nn.Module) -> nn.Module:
         types = {config.name: config.data_type for config in configs}
         memo[id(child)] = collection = empty_like(child, types, child.bounds_check, child.output_dtype)
         allocate_rows(collection, configs)
-    return memo.get(id(model)) or (copied_but_for(model, memo) if memo else model)
+    return memo.get(id(model)) or (copy_except(model, memo) if memo else model)
 
 
 def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -329,7 +329,7 @@ def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Mo
             collection = empty_like(child, types, child.bounds_check, child.output_dtype)
             allocate_rows(collection, [config for config, _ in child.tables().values()])
             memo[id(child)] = collection
-    result = memo.get(id(model)) or copied_but_for(model, memo)
+    result = memo.get(id(model)) or copy_except(model, memo)
     load(checkpoint, {"model": result})
     return result, description
 

@@ -10,7 +10,7 @@ from meshrec.metrics.binary import log_losses
 from meshrec.modules import DataType
 from meshrec.quant.budget import Choice, choose_precision
 from meshrec.quant.from_checkpoint import quantised_about
-from meshrec.quant.page import page_of
+from meshrec.quant.page import html_page
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
 from meshrec.runs.scoring import TrainedModel, load_trained_model
@@ -85,7 +85,7 @@ def quantize_run(
         about |= {"budget": choice.budget, "rise": choice.rise.mean, "rise_bound": choice.rise.bound}
     save(folder, {"model": quantised, "quantised": about})
     if choice is not None:
-        (folder / "report.html").write_text(page_of(choice, f"Precisions of {run.name}"))
+        (folder / "report.html").write_text(html_page(choice, f"Precisions of {run.name}"))
     return QuantisedRun(quantised, choice)
 
 

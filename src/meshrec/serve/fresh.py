@@ -238,7 +238,7 @@ class Deltas:
         if not self._codes.types:
             return delta
         from meshrec.modules import DataType
-        from meshrec.quant.precision import encoded
+        from meshrec.quant.precision import encode_rows
 
         def coded(name: str, values: Tensor) -> Tensor:
             if name not in self._codes.types or values.dtype == torch.uint8:
@@ -248,7 +248,7 @@ class Deltas:
                     f"delta {record.number}: the package does not record the rounding of {name!r}. Export it "
                     "with rounding=, or from a checkpoint of `meshrec quantize`."
                 )
-            return encoded(values, DataType[self._codes.types[name]], self._codes.rounding, name)  # type: ignore[arg-type]
+            return encode_rows(values, DataType[self._codes.types[name]], self._codes.rounding, name)  # type: ignore[arg-type]
 
         return Delta(
             {name: (ids, coded(name, rows)) for name, (ids, rows) in delta.rows.items()},

@@ -1,4 +1,7 @@
-"""Tables and rectangles: rows, optimizer state, and updates, unsharded and sharded."""
+"""Embedding tables in memory, whole or sharded: rows, optimizer state, and updates.
+
+A rectangle is the rows [r0, r1) and columns [c0, c1) of a table; a shard consists of rectangles.
+"""
 
 from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.dense.table import FixedTable

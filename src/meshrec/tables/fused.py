@@ -1,4 +1,4 @@
-"""Fused optimizer in the backward pass, for whole tables in a single process."""
+"""Fused optimizer for whole (unsharded) tables in a single process: the backward pass updates the tables."""
 
 import functools
 import threading
@@ -30,7 +30,7 @@ from meshrec.tables.updates import LookedUp, TableGradient, TableUpdates, WriteC
 
 
 class UpdateLock:
-    """A lock that copies as a new lock: table copies share no state to protect."""
+    """A lock that is replaced by a new lock when it is copied or pickled, together with the tables."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class UpdateLock:
 
 
 class TrainedTable(NamedTuple):
-    """A table and the training settings."""
+    """A table of a collection, and how it is trained."""
 
     name: str
     """Parameter name."""
@@ -55,11 +55,11 @@ class TrainedTable(NamedTuple):
     """Fused optimizer; None: ordinary gradients."""
     storage: RowStorage
     train_hashed: Callable[[OptimizerSpec | None], HashedTable] | None = None
-    """Allocates optimizer state in a table with hashed keys; None for other tables."""
+    """Returns the hashed table with optimizer state allocated; None for other tables."""
 
 
 class WholeTables(tbe.Updater):
-    """Tables in a fused collection, which passes in the gradient for every lookup.
+    """Tables of a fused collection. Receives the gradient of each lookup, and updates the tables with it.
 
     Args:
         tables: tables in the module's lookup order.
@@ -77,7 +77,7 @@ class WholeTables(tbe.Updater):
             raise ValueError(f"update must be 'in_backward' or 'on_step', got {update!r}.")
         check_seed(seed)
         self.plain_tables = [index for index, table in enumerate(tables) if table.spec is None]
-        """Tables left to ordinary gradients."""
+        """Indices of the tables that get ordinary gradients."""
         held: list[LocalShard] = []
         fused: dict[int, FusedTable] = {}
         hashed: dict[int, HashedTable] = {}
@@ -117,11 +117,11 @@ class WholeTables(tbe.Updater):
         self._updates = TableUpdates(
             LocalShards(held), fused, writes=self._writes, admission_eviction=admission_eviction
         )
-        # The first ``take`` checks for other optimizers; the lock serializes updates from several threads.
+        # The first gradient checks for other optimizers; the lock serializes updates from several threads.
         self._has_taken, self._updating = False, UpdateLock()
         named = {tables[index].name: table for index, table in fused.items()}
         self.optimizer = FusedOptimizer(named, Deferred(self._step) if update == "on_step" else None)
-        """The optimizer that the collection exposes."""
+        """The collection's ``fused_optimizer``."""
 
     @property
     def admission_evictions(self) -> list[AdmissionEviction]:
@@ -129,7 +129,7 @@ class WholeTables(tbe.Updater):
         return [] if self._updates.admission_eviction is None else [self._updates.admission_eviction]
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Return external write counts by fused table.
+        """Return, for each fused table, the number of in-place writes made by anything but the updates.
 
         Raises:
             ValueError: a fused parameter was replaced, so the new parameter would not be trained.
@@ -138,22 +138,24 @@ class WholeTables(tbe.Updater):
         if self._hashed:
             # Hashed tables pass their row memory; versions are counted on the parameter.
             weights = [self._hashed.get(t, weight) for t, weight in enumerate(weights)]
-        self._writes.check_held([w for t, w in enumerate(weights) if t not in plain] if plain else weights)
-        return self._writes.foreign()
+        self._writes.check_parameters(
+            [w for t, w in enumerate(weights) if t not in plain] if plain else weights
+        )
+        return self._writes.foreign_writes()
 
     def check_tables(self, before: list[int]) -> None:
-        """Raise ValueError if ``foreign_writes`` has changed since it returned ``before``."""
+        """Raise ValueError if ``foreign_writes`` no longer returns ``before``: a table was changed."""
         self._writes.check(before)
 
     def take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
-        """Update the tables from a lookup gradient, or add sparse gradients to ``parameter.grad``.
+        """Update the tables with a lookup gradient. With ``"on_step"``, add it to ``parameter.grad`` instead.
 
-        Tables without ``requires_grad`` (now, not when they were fused) are left alone. Threads take turns:
-        two updates that read the same step would count once.
+        Tables whose parameter does not require a gradient now are not changed. Threads take turns: two
+        updates that read the same step number would count as one.
 
         Args:
-            grad: output gradient.
-            lookups: the lookup.
+            grad: gradient of the lookup output.
+            lookups: the batch.
         """
         gradient = TableGradient(LookedUp(grad, lookups), {}, pins_of(lookups.values))
         # A second backward pass must fail before anything changes.
@@ -170,12 +172,13 @@ class WholeTables(tbe.Updater):
                 release_pins(gradient.pins)
 
     def _step(self) -> None:
+        """Apply the collected gradients: ``optimizer.step()`` with ``"on_step"``."""
         with self._updating:
             collected = self._updates.collected()
             self._updates.apply(self._updates.prepare(collected, deferred=True), collected)
 
 
 def _slots_of(table: HashedTable, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the optimizer state for a table's current rows."""
+    """Return the optimizer state of a table's present rows, by slot name."""
     tensors = table.tensors()
     return {name: tensors[name] for name in names}

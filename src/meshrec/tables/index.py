@@ -1,4 +1,4 @@
-"""Index protocol: slot lookup for keys whose slot is not simply ``key - r0``."""
+"""Protocol of an index: finds the slots (memory rows) of keys, where a slot is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
@@ -20,39 +20,39 @@ from meshrec.ops.index import (
 
 
 class Resolved(NamedTuple):
-    """Slots for a batch of keys."""
+    """Slots for a batch of keys, and the pin that keeps them valid."""
 
     slots: Tensor
-    """int64, a slot per key."""
+    """int64, one slot per key."""
     pin: object = None
     """A ``Pin`` that keeps the slots valid; None if slots never change.
 
     ``release_pins`` ends the pin after the batch's update. Without an update, the pin lives as long as the
-    batch. It is an ``ArrivingRows`` if rows may still be in flight to the slots.
+    batch. The pin is an ``ArrivingRows`` if rows may still be being read from a file into the slots.
     """
 
 
 class Pin:
-    """Slots in use by a batch."""
+    """Keeps the slots that a batch uses from being given to other keys."""
 
     is_released = False
 
     def release(self) -> None:
-        """Release the slots, which other keys may then get. Later calls do nothing."""
+        """Release the slots. Calls after the first do nothing."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class ArrivingRows(Protocol):
-    """Rows in flight to memory."""
+    """Rows on their way from a file to memory."""
 
     band: tuple[int, int, int]
-    """Table, first row that may arrive, and end row."""
+    """Table number, first row that may arrive, and end row."""
     trace: int
-    """Fingerprint over the slots assigned by the index so far."""
+    """Fingerprint of the slots that the index has assigned so far, to compare ranks."""
 
     def wait(self) -> None:
-        """Wait until the rows are in memory. Later calls return at once.
+        """Wait until the rows are in memory. Calls after the first return at once.
 
         Raises:
             Exception: the rows cannot arrive.
@@ -60,16 +60,17 @@ class ArrivingRows(Protocol):
 
 
 class Index(Protocol):
-    """Slots for a rectangle's keys.
+    """Map from the keys of a rectangle to slots.
 
     The same calls in the same order must assign the same slots: column shards are looked up and compared by
     slot, on the same rank and across ranks.
 
-    An index may have ``slot_keys``, the key by slot, int64: 16-bit rows are then rounded by key.
+    An index may have an attribute ``slot_keys``, the key of each slot, int64: stochastic rounding of 16-bit
+    rows then depends on the key instead of the slot.
     """
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return a slot per key, in [0, rows in memory), and start bringing the rows there.
+        """Return a slot for each key, and start to bring the rows there.
 
         Args:
             keys: int64 [N], whole-table keys within the rectangle's rows; they may repeat.
@@ -77,18 +78,21 @@ class Index(Protocol):
         """
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys whose rows occupy these slots now, int64 [N]."""
+        """Return the keys whose rows are in these slots now, int64 [N]."""
 
 
 class SearchableIndex(Protocol):
-    """An index on a hash index. A single call searches several such indexes."""
+    """An index that is based on a `HashIndex`. One kernel call searches several such indexes."""
 
     slots: HashIndex
 
     def release(self, *more: Self) -> None:
-        """Free slots no batch needs any more, here and in ``more``; called before a search."""
+        """Free the slots that no batch uses any longer, in this index and in ``more``.
 
-    def hold(
+        Called before a search.
+        """
+
+    def pin_slots(
         self,
         parts: Sequence[Tensor],
         *,
@@ -97,27 +101,30 @@ class SearchableIndex(Protocol):
         fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> object:
-        """Pin a batch's slots and return the pin.
+        """Pin the slots that a batch uses, and return the pin.
 
         Args:
-            parts: the slots.
+            parts: slots that the batch uses.
             train: whether the rows will be updated.
-            fills: collects writes to the slots.
-            fresh: keys with newly assigned slots, whose rows start now.
-            num_absent: entries in ``parts`` with new keys.
+            fills: queue to which writes to the slots are added.
+            fresh: keys that have just been assigned slots, whose rows must be initialized.
+            num_absent: number of entries in ``parts`` that belong to such keys.
         """
 
 
 class KeyReader(NamedTuple):
-    """Rectangles with the same rows that a feature reads."""
+    """The rectangles that a feature reads: column shards of the same rows."""
 
     indexes: Sequence[Index]
     first_row: int
     mix_seed: int | None = None
-    """Seed for the mix from IDs to keys; None: IDs are keys. Set for all readers or none."""
+    """Seed of the mix from IDs to keys; None: IDs are keys.
+
+    Either all readers in a call have one, or none.
+    """
 
 
-def slots_of(
+def replace_ids_by_slots(
     values: Tensor,
     bounds: Sequence[int],
     readers: Mapping[int, KeyReader],
@@ -126,22 +133,22 @@ def slots_of(
     train: bool,
     at_once: bool = False,
 ) -> tuple[Tensor, list[object]]:
-    """Replace some features' keys by slots, with a single call per index.
+    """Replace the IDs of some features by slots, with one call per index.
 
     Args:
-        values: int [N], block-major: IDs for feature 0 in block 0, for feature 1, and so on; counted from the
-            first row in the rectangle.
-        bounds: start offset by block and feature, followed by N.
-        readers: rectangles by feature.
-        num_keys: features per block.
+        values: int [N], block by block, in each block feature by feature. IDs are relative to the first row
+            of the reader.
+        bounds: index of the first ID of each block and feature, followed by N.
+        readers: rectangles to search, by feature.
+        num_keys: number of features per block.
         train: whether the rows will be updated.
-        at_once: whether the slots are used before any other call; existing keys then need no pins.
+        at_once: whether the slots are used before any other call. Slots of existing keys are then not pinned.
 
     Returns:
-        The values [N], in the same dtype, and the pins (see ``Resolved``).
+        A copy of the values in which IDs of the features in ``readers`` are slots; and the pins.
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
-    replaced, missing = _searched(values, bounds, readers, num_keys)
+    replaced, missing = _find_slots(values, bounds, readers, num_keys)
     # A second tensor on the same memory, not a view: slots hold the pins, and pins must not hold the slots.
     memory = replaced.new_empty(0).set_(replaced.untyped_storage(), 0, replaced.shape, replaced.stride())
     pins: list[object] = []
@@ -160,9 +167,9 @@ def slots_of(
             indexes: list[SearchableIndex] = list(reader.indexes)  # type: ignore[arg-type]
             if num_missing == 0:
                 if not at_once:
-                    pins += [index.hold(parts, train=train, fills=fills) for index in indexes]
+                    pins += [index.pin_slots(parts, train=train, fills=fills) for index in indexes]
                 continue
-            ids, slots = (_joined(x, bounds, segments).long().contiguous() for x in (values, memory))
+            ids, slots = (_concatenate(x, bounds, segments).long().contiguous() for x in (values, memory))
             # Every column shard's index assigns its own copy; equal call order gives equal slots.
             slots_by_index = [slots, *(slots.clone() for _ in indexes[1:])]
             jobs = [
@@ -171,48 +178,48 @@ def slots_of(
             ]
             unseen.append((parts, indexes, jobs))
             continue
-        given = _joined(values, bounds, segments).long()
+        given = _concatenate(values, bounds, segments).long()
         if reader.mix_seed is not None:
             given = mix(given, reader.mix_seed)
         resolved = [index.resolve(given + reader.first_row, train=train) for index in reader.indexes]
         pins += [result.pin for result in resolved]
-        _write(resolved[0].slots, parts)
+        _copy_slots(resolved[0].slots, parts)
     # New keys from all tables get slots in a single call.
     fresh = iter(assign_slots([job for _, _, jobs in unseen for job in jobs]))
     for parts, indexes, jobs in unseen:
         for index, job in zip(indexes, jobs, strict=True):
             pins.append(
-                index.hold(
+                index.pin_slots(
                     [job.slots], train=train, fills=fills, fresh=next(fresh), num_absent=job.num_absent
                 )
             )
-        _write(jobs[0].slots, parts)
+        _copy_slots(jobs[0].slots, parts)
     # Fills from all tables are written together.
     fills.run()
     return replaced, pins
 
 
-def _joined(values: Tensor, bounds: Sequence[int], segments: Sequence[int]) -> Tensor:
-    """Return the values at some positions: a view for a single position, else a copy."""
+def _concatenate(values: Tensor, bounds: Sequence[int], segments: Sequence[int]) -> Tensor:
+    """Return the values of some segments: a view for a single segment, else a copy."""
     parts = [values[bounds[segment] : bounds[segment + 1]] for segment in segments]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _write(slots: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write slots to their positions, unless they already share memory."""
+def _copy_slots(slots: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy concatenated slots to their segments, unless they share memory."""
     if slots.data_ptr() == parts[0].data_ptr():
         return
     for part, part_slots in zip(parts, slots.split([len(part) for part in parts]), strict=True):
         part.copy_(part_slots)
 
 
-def _searched(
+def _find_slots(
     values: Tensor, bounds: Sequence[int], readers: Mapping[int, KeyReader], num_keys: int
 ) -> tuple[Tensor, dict[int, int]]:
-    """Replace keys by slots in all hash indexes with a single call; other keys stay.
+    """Replace the IDs of all hash indexes by slots, in one kernel call. Other IDs are copied.
 
     Returns:
-        The values, and the number of keys without a slot, by searched position.
+        The values, and the number of IDs without a slot by searched segment.
     """
     searched: dict[int, tuple[KeyReader, list[SearchableIndex]]] = {}
     for key, reader in sorted(readers.items()):
@@ -237,25 +244,26 @@ def _searched(
 
 
 def _is_searchable(index: Index) -> TypeGuard[SearchableIndex]:
+    """Return whether the index is based on a `HashIndex`."""
     # Not isinstance, which takes 10 us on a protocol: every lookup asks this for every table.
     return isinstance(getattr(index, "slots", None), HashIndex)
 
 
 def arriving_rows(pins: Sequence[object]) -> list[ArrivingRows]:
-    """Return the rows that may still be in flight to pinned slots."""
+    """Return the rows that may still be on their way to pinned slots."""
     arriving = [getattr(pin, "arriving", pin) for pin in pins]  # rows in hashed tables are pinned twice
     return [rows for rows in arriving if isinstance(rows, ArrivingRows)]
 
 
 def release_pins(pins: Sequence[object]) -> None:
-    """Release a batch's slots at the batch's end, after the update."""
+    """Release the slots of a batch. Called when the batch ends, after the update."""
     for pin in pins:
         if isinstance(pin, Pin):
             pin.release()
 
 
 def check_pinned(pins: Sequence[object]) -> None:
-    """Check that a backward pass still owns its batch's slots.
+    """Check that the slots of a batch are still pinned when its backward pass starts.
 
     Raises:
         ValueError: the batch has ended, so this is a second backward pass.
@@ -269,11 +277,11 @@ def check_pinned(pins: Sequence[object]) -> None:
 
 
 def pin(slots: Tensor, pins: Sequence[object]) -> None:
-    """Store pins in the slot tensor, so they live as long as the tensor."""
+    """Attach pins to a slot tensor, so that they live as long as the tensor."""
     vars(slots)["_pins"] = pins
 
 
 def pins_of(slots: Tensor) -> Sequence[object]:
-    """Return the pins stored in a slot tensor."""
+    """Return the pins attached to a slot tensor by ``pin``."""
     pins: Sequence[object] = vars(slots).get("_pins", ())
     return pins

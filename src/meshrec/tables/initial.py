@@ -1,7 +1,7 @@
-"""Initial values for tables built on ``meta``, equal under every plan and on any number of ranks.
+"""Initial rows of tables built on ``meta``: the same under any plan and on any number of ranks.
 
-Tables are drawn in blocks of whole rows. Every block has a separate generator, seeded by (seed, table,
-block), so a rank draws only the blocks that its rectangles touch, with the same values as any other rank.
+Rows are drawn in blocks of whole rows. Each block has its own random seed, derived from (seed, table, block),
+so a rank draws only the blocks that its rectangles touch, and gets the same values as any other rank.
 """
 
 import hashlib
@@ -13,22 +13,22 @@ from torch import Tensor
 
 from meshrec.tables.table import Span
 
-# Part of the format: another value changes the initial rows for a given seed.
+# Part of the format: another value changes the initial rows for a given seed. 1 MiB of fp32.
 _BLOCK_ELEMENTS = 1 << 18
 
 
 def initial_rows(
     rows: Span, *, table: str, size: Span, init_fn: Callable[[Tensor], Any], seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Draw initial fp32 values for rows [r0, r1) in blocks of whole rows, as (first row, values).
+    """Draw the initial fp32 values of rows [r0, r1). Yields (first row, values) for one block after another.
 
-    A block is valid until the next block is requested. ``init_fn`` fills blocks on the CPU from torch's
-    default generator. It must treat all rows alike, because it does not know which rows it gets.
+    The next block overwrites the values. ``init_fn`` fills blocks on the CPU from torch's default generator.
+    It must treat all rows alike, because it does not know which rows it gets.
 
     Args:
         rows: the row interval [r0, r1).
         table: table name, part of the seed.
-        size: (rows, columns) in the whole table.
+        size: (rows, columns) of the whole table.
         init_fn: fills a block in place.
         seed: the seed.
     """
@@ -41,20 +41,20 @@ def initial_rows(
         # Always draw the whole block, even if only some rows are needed.
         values = memory[: num_rows - start]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_seed(seed, table, block))
+            torch.default_generator.manual_seed(_block_seed(seed, table, block))
             init_fn(values)
         low, high = max(start, r0), min(start + len(values), r1)
         yield low, values[low - start : high - start]
 
 
 def block_rows(num_rows: int, dim: int) -> int:
-    """Return the number of rows drawn together."""
+    """Return the number of rows in a block."""
     return min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
 
 
 @torch.no_grad()
 def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], seed: int) -> None:
-    """Fill a whole table; see ``initial_rows``.
+    """Fill a whole table with initial values; see ``initial_rows``.
 
     Args:
         target: the table, [rows, columns].
@@ -69,25 +69,26 @@ def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], 
         target[first : first + len(rows)].copy_(rows)
 
 
-def _seed(seed: int, table: str, block: int) -> int:
+def _block_seed(seed: int, table: str, block: int) -> int:
+    """Return the seed of one block: 63 bits of a hash."""
     digest = hashlib.blake2b(f"{seed}\n{table}\n{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_of_rows(name: str, seed: int) -> int:
-    """Return the initial-row seed for a hashed table, from the name and seed."""
+    """Return the seed of the initial rows of a hashed table: 62 bits of a hash of table name and seed."""
     digest = hashlib.blake2b(f"{seed}\n{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
-def drawn_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, columns: Span) -> Tensor:
-    """Draw rows with separate seeds from torch's default generator.
+def draw_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, columns: Span) -> Tensor:
+    """Draw rows one by one, each with its own seed, from torch's default generator.
 
     Args:
-        seeds: int64 [N].
+        seeds: seed of each row, int64 [N].
         init_fn: fills a row ``[1, dim]``.
-        dim: whole-row width.
-        columns: requested columns.
+        dim: width of a whole row.
+        columns: columns to return.
 
     Returns:
         fp32 [N, columns].

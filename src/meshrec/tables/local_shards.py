@@ -1,4 +1,4 @@
-"""Local shards: a parameter per table, for any number of rectangles."""
+"""The shards of tables that a rank holds: one parameter per table, with any number of rectangles."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.dense.table import FixedTable
-from meshrec.tables.packing import Packing, RowGradients, sum_of_rows
+from meshrec.tables.packing import Packing, RowGradients, add_sparse
 from meshrec.tables.placeholder import placeholder
 from meshrec.tables.storage import ExternalRows, RowStorage
 from meshrec.tables.table import Rectangle, Table
 
 
 class GradientBuffer:
-    """Collected gradient for a rectangle whose rows are outside the parameter.
+    """Gradient that the backward pass has collected for a rectangle whose rows are outside its parameter.
 
-    A gradient has the parameter's shape, and such a table's parameter has no rows. The values are therefore
-    the ``grad`` of another parameter, ``[U, D]``, in the optimizer's group: a GradScaler unscales it and
-    ``zero_grad`` drops it, like any other gradient. Slots are stored here, with the pins that keep them
-    valid.
+    ``parameter.grad`` must have the parameter's shape, and the parameter of such a table has no rows. The
+    gradient values are therefore the ``grad`` of another parameter, ``[U, D]``, in the optimizer's group: a
+    GradScaler unscales it and ``zero_grad`` drops it, like any other gradient. The touched slots are stored
+    here, with the pins that keep them valid.
     """
 
     def __init__(self, width: int) -> None:
@@ -34,7 +34,12 @@ class GradientBuffer:
         return {**vars(self), "_rows": self._rows[:0], "pins": []}
 
     def collect(self, new: RowGradients, pins: Sequence[object]) -> bool:
-        """Add a gradient; return whether the accumulated gradient is finite."""
+        """Add a gradient. Returns whether the accumulated gradient is finite.
+
+        Args:
+            new: gradient by slot.
+            pins: pins of the slots, kept until the gradient is applied.
+        """
         rows, grads = new
         if self.parameter.grad is not None:
             both = torch.cat([self._rows, rows])
@@ -50,20 +55,20 @@ class GradientBuffer:
         return bool(grads.isfinite().all())
 
     def collected(self) -> RowGradients | None:
-        """Return the gradient collected since ``zero_grad``."""
+        """Return the gradient collected since ``zero_grad``, or None."""
         grad = self.parameter.grad
         return None if grad is None else RowGradients(self._rows, grad)
 
 
 class LocalShard(NamedTuple):
-    """A table on this rank: the parameter and the rectangles."""
+    """The part of a table on this rank: its parameter and its rectangles."""
 
     parameter: nn.Parameter
-    packing: Packing
+    packing: Packing  # where the rectangles are in the parameter
     tables: Sequence[Table]
-    """Table by rectangle."""
+    """One table per rectangle."""
     gradient_buffers: Sequence[GradientBuffer] = ()
-    """Gradient buffer by rectangle, for rows outside the parameter."""
+    """One gradient buffer per rectangle, for rows outside the parameter."""
 
     @property
     def is_fixed(self) -> bool:
@@ -71,16 +76,16 @@ class LocalShard(NamedTuple):
         return isinstance(self.tables[0], FixedTable)
 
     def rows(self) -> Sequence[Tensor]:
-        """Return the kernel-visible memory by rectangle."""
+        """Return the memory that kernels read, one tensor per rectangle."""
         if self.is_fixed:
             return self.packing.views(self.parameter.detach())
         return [table.rows for table in self.tables]
 
 
 class LocalShards:
-    """Tables looked up together on a rank.
+    """All tables on a rank that are looked up together.
 
-    Every table has a parameter and a packing; every rectangle has a ``Table``. Rectangles are numbered across
+    Each table has a parameter and a packing; each rectangle has a ``Table``. Rectangles are numbered across
     all tables.
     """
 
@@ -89,15 +94,15 @@ class LocalShards:
         self.parameters = [shard.parameter for shard in held]
         self.packings = [shard.packing for shard in held]
         self.rectangles = [rectangle for packing in self.packings for rectangle in packing.rectangles]
-        self._owners = [i for i, shard in enumerate(held) for _ in shard.tables]
+        self._owners = [i for i, shard in enumerate(held) for _ in shard.tables]  # shard of each rectangle
 
         tables = [table for shard in held for table in shard.tables]
         self.state = [table.state for table in tables]
         self.is_packed = len(tables) > len(self.held)
-        """Whether some parameter holds several rectangles."""
+        """Whether a parameter holds several rectangles."""
         self._rows = [table.rows for table in tables]
         self.indexes = {i: table.index for i, table in enumerate(tables) if table.index is not None}
-        """Indexes by rectangle number, for rectangles with an index."""
+        """Index of each rectangle that has one, by rectangle number."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Row memory belongs to the tables, so a copy takes the copied tables' memory and not a second copy.
@@ -105,50 +110,58 @@ class LocalShards:
 
     @property
     def storages(self) -> list[RowStorage]:
-        """Storage by rectangle."""
+        """Storage of each rectangle."""
         return [packing.storage for packing in self.packings for _ in packing.rectangles]
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """Memory by rectangle. Packed parameters return new views, because their memory may change."""
+        """Row memory of each rectangle. Packed parameters give new views, because their memory may change."""
         if not self.is_packed:
             return self._rows
         return [rows for shard in self.held for rows in shard.rows()]
 
     def of_table(self, table: int) -> "LocalShard | None":
-        """Return a table's local shard; None if there is none."""
+        """Return the local shard of a table; None if this rank has none."""
         return next((shard for shard in self.held if shard.packing.table == table), None)
 
     def gradient(self, rectangle: int) -> Tensor | None:
-        """Return ``grad`` on the parameter that holds the rectangle."""
+        """Return the ``grad`` of the parameter that holds a rectangle."""
         return self.parameters[self._owners[rectangle]].grad
 
     def is_trained(self, rectangle: int) -> bool:
-        """Return whether the rectangle's table requires a gradient now."""
+        """Return whether a rectangle's parameter requires a gradient now."""
         return self.parameters[self._owners[rectangle]].requires_grad
 
     def gradients(self, parts: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Merge rectangle gradients by parameter; None for a parameter without any."""
+        """Merge the gradients of rectangles into one per parameter; None for a parameter without gradient.
+
+        Args:
+            parts: dense gradients by rectangle.
+        """
         return [
             packing.pack([parts[i] for i in group]) if group[0] in parts else None
             for group, packing in zip(self._rectangles(), self.packings, strict=True)
         ]
 
     def collect(self, parts: Mapping[int, RowGradients]) -> bool:
-        """Add sparse gradients to ``parameter.grad``; return whether all gradients are finite."""
+        """Add sparse gradients to ``parameter.grad``. Returns whether all accumulated gradients are finite.
+
+        Args:
+            parts: gradients by rectangle.
+        """
         finite = True
         for group, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
             if group[0] in parts:
                 new = packing.pack_rows([parts[i] for i in group], parameter.dtype)
-                parameter.grad = new if parameter.grad is None else sum_of_rows(parameter.grad, new)
+                parameter.grad = new if parameter.grad is None else add_sparse(parameter.grad, new)
                 finite &= bool(parameter.grad._values().isfinite().all())
         return finite
 
     def collected(self, names: Mapping[int, str]) -> dict[int, RowGradients]:
-        """Return the sparse gradients gathered by ``collect``, by rectangle.
+        """Return the sparse gradients that ``collect`` has added, by rectangle.
 
         Args:
-            names: requested tables, with names for messages.
+            names: names of the tables to return, by table number, for messages.
 
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.
@@ -165,7 +178,7 @@ class LocalShards:
         return gradients
 
     def gradient_buffers(self) -> dict[int, GradientBuffer]:
-        """Return gradient buffers by rectangle number, for rows outside a parameter."""
+        """Return the gradient buffers by rectangle number. Only rows outside a parameter have one."""
         return {
             i: gradient_buffer
             for group, held in zip(self._rectangles(), self.held, strict=True)
@@ -173,7 +186,7 @@ class LocalShards:
         }
 
     def _rectangles(self) -> list[list[int]]:
-        """Return rectangle numbers by parameter."""
+        """Return the rectangle numbers of each parameter."""
         ends = list(accumulate((len(packing.rectangles) for packing in self.packings), initial=0))
         return [list(range(start, end)) for start, end in pairwise(ends)]
 
@@ -184,12 +197,12 @@ def parameter_shard(
     state: Sequence[Sequence[Tensor]],
     spec: OptimizerSpec | None,
 ) -> LocalShard:
-    """Create rectangles with rows in a parameter.
+    """Create a shard whose rows are in its parameter.
 
     Args:
-        parameter: holds all rectangles.
-        packing: the rectangle layout.
-        state: optimizer slots by rectangle.
+        parameter: tensor that holds all rectangles.
+        packing: where the rectangles are in the parameter.
+        state: optimizer state of each rectangle.
         spec: the fused optimizer; None: ordinary gradients.
     """
     tables = [FixedTable(parameter, packing, i, slots, spec) for i, slots in enumerate(state)]
@@ -197,12 +210,12 @@ def parameter_shard(
 
 
 def table_shard(parameter: nn.Parameter, packing: Packing, tables: Sequence[Table]) -> LocalShard:
-    """Create a shard whose tables keep their rows outside the parameter.
+    """Create a shard whose rows are outside its parameter.
 
     Args:
-        parameter: the placeholder.
-        packing: the rectangle layout.
-        tables: table by rectangle.
+        parameter: placeholder without rows.
+        packing: the rectangles.
+        tables: table of each rectangle.
     """
     gradient_buffers = [GradientBuffer(table.rectangle.c1 - table.rectangle.c0) for table in tables]
     return LocalShard(parameter, packing, tables, gradient_buffers)
@@ -217,14 +230,14 @@ def allocate(
     *,
     device: torch.device,
 ) -> LocalShards:
-    """Allocate rectangles, table by table, with initial optimizer state.
+    """Allocate the rectangles of a rank, with initial optimizer state. Rows are not initialized.
 
     Args:
-        rectangles: the rectangles, grouped by table.
-        names: table names by table number.
-        storages: storage by table number.
-        specs: fused optimizer by table number; None: ordinary gradients.
-        trained: whether the parameter requires a gradient, by table number.
+        rectangles: rectangles, grouped by table.
+        names: table names, indexed by table number.
+        storages: row storage, indexed by table number.
+        specs: fused optimizer, indexed by table number; None: ordinary gradients.
+        trained: whether the parameter requires a gradient, indexed by table number.
         device: memory device.
     """
     held = []

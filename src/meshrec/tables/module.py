@@ -1,4 +1,4 @@
-"""Module for a single table: whole or partial, any storage, trained or not."""
+"""Module with the rows of a single table: whole or a shard, in any storage, trained or not."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -12,9 +12,9 @@ from typing_extensions import Self
 from meshrec.optim.optimizers import OptimizerSpec, StateSlot
 from meshrec.tables.dense.table import FixedTable
 from meshrec.tables.hashed.io import (
-    joined_by_key,
     key_ordered_parts,
     load_full_table,
+    merge_by_key,
     shows_current_rows,
     state_dict_names,
 )
@@ -23,49 +23,49 @@ from meshrec.tables.hashed.table import is_growable
 from meshrec.tables.local_shards import LocalShard
 from meshrec.tables.packing import Packing
 from meshrec.tables.placeholder import placeholder
-from meshrec.tables.storage import RowStorage, check_loadable, cut
+from meshrec.tables.storage import RowStorage, check_loadable, slice_parts
 from meshrec.tables.streamed import is_same
 from meshrec.tables.table import Rectangle, RowBlock, Table
 
 
 class TableSplit(Protocol):
-    """Ranks that share a split table, as far as state dicts need them."""
+    """The ranks that share a split table, as far as state dicts need them."""
 
     @property
     def is_split(self) -> bool:
         """Whether a rank may hold only part of the table."""
 
     def full_parts(self, module: "TableModule") -> dict[str, Tensor]:
-        """Return the whole table's row parts by name, without a copy."""
+        """Return the row parts of the whole table by name, without a copy."""
 
     def full_state(self, module: "TableModule", slot: StateSlot) -> Tensor:
-        """Return a whole table's optimizer state, fp32, without a copy."""
+        """Return the optimizer state of the whole table, fp32, without a copy."""
 
     def any_rank(self, condition: bool) -> bool:
-        """Return whether a condition holds on some rank. Collective if the table is split."""
+        """Return whether a condition holds on any rank. Collective if the table is split."""
 
     def rows_loaded(self) -> None:
-        """Tell all ranks that a growable table's rows were replaced. Collective."""
+        """Tell all ranks that the rows of a growable table were replaced. Collective."""
 
 
 class TableModule(nn.Module):
-    """Rows from a single table in this process, under the whole table's name.
+    """The rows of one table in this process.
 
-    The state dict has the whole table's row parts (``weight``, scales and biases for quantised rows, IDs for
-    hashed tables), whatever parameters hold them. A split table's entry is a ``SplitTensor``, which
+    The state dict has the row parts of the whole table (``weight``, scales and biases of quantised rows, IDs
+    of hashed tables), whatever parameters hold them. The entries of a split table are ``SplitTensor``s, which
     torch.distributed.checkpoint saves, and loads in place, under any plan; ``full_tensor()`` returns the
-    whole. Tables in a single process have plain tensors, or tensors that stream. Loading takes all parts or
-    none.
+    whole. Tables in a single process have plain tensors, or tensors that stream their values. Loading copies
+    all parts or none.
 
     Args:
         name: table name.
         size: number of rows (for a hashed table: the limit) and dimension.
         storage: row storage.
-        weight: the parameter ``weight``, the whole fixed table or this rank's rectangles; None if ``shards``
-            lie on several devices, which then have parameters ``part0``, ``part1``, ...
-        tables: rectangles in an unsharded hashed table.
-        shards: this process's rectangles in a sharded module, an entry per device.
-        split: ranks for a sharded table; None if this process has the whole.
+        weight: the parameter ``weight``: a whole table, or this rank's rectangles. None if ``shards`` are on
+            several devices; the parameters are then ``part0``, ``part1``, ...
+        tables: rectangles of an unsharded hashed table.
+        shards: local shards of a sharded module, one per device.
+        split: the ranks that share a sharded table; None if this process has the whole table.
     """
 
     def __init__(
@@ -96,18 +96,20 @@ class TableModule(nn.Module):
             for number, shard in enumerate(self.local_shards):
                 self.register_parameter(f"part{number}", shard.parameter)
         # State dicts show the whole table, whatever parameters store it.
-        self.register_state_dict_post_hook(_put_full_parts)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_take_full_parts)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_save_full_parts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_load_full_parts)  # type: ignore[no-untyped-call]
 
     @classmethod
     def hashed(cls, storage: Any, device: torch.device | None) -> Self:
-        """Create an unsharded hashed table without rows.
+        """Create the module of an unsharded hashed table without rows.
 
-        ``device``: parameter device; may be ``meta``.
+        Args:
+            storage: row storage, a ``HashedRows``.
+            device: parameter device; may be ``meta``.
         """
         rows = storage.allocate(0, storage.columns(storage.dim), device)
         weight = placeholder(rows, storage.name, storage.is_trainable)
-        table = storage.table(_whole(storage.dim), None, None)
+        table = storage.table(_all_rows(storage.dim), None, None)
         return cls(storage.name, (storage.max_rows, storage.dim), storage, weight, tables=[table])
 
     @property
@@ -122,7 +124,7 @@ class TableModule(nn.Module):
 
     @property
     def tables(self) -> Sequence[Any]:
-        """This process's rectangles, as ``Table``."""
+        """Rectangles in this process, as ``Table`` objects."""
         if self._tables is not None:
             return self._tables
         # Created per call: conversions and quantisation replace the parameter, which may be a buffer.
@@ -133,35 +135,42 @@ class TableModule(nn.Module):
 
     @property
     def rectangles(self) -> list[Rectangle]:
-        """Local rectangles of the whole table."""
+        """Rectangles of the table in this process."""
         return [table.rectangle for table in self.tables]
 
     def shards(self) -> list[Tensor]:
-        """Return memory by rectangle: ``weight``, or views into it if it holds several."""
+        """Return the row memory of each rectangle: ``weight``, or views into it if it holds several."""
         return [table.rows for table in self.tables]
 
     # ---- unsharded hashed tables ------------------------------------------------------------------
 
     def train_with(self, spec: OptimizerSpec | None) -> Any:
-        """Allocate optimizer state for a hashed table's rows, and return the table."""
+        """Allocate optimizer state for the rows of an unsharded hashed table. Returns the new table.
+
+        Args:
+            spec: fused optimizer; None: no state.
+        """
         (before,) = self.tables
-        table = self.storage.table(_whole(self.dim), spec, None)  # type: ignore[attr-defined]
+        table = self.storage.table(_all_rows(self.dim), spec, None)  # type: ignore[attr-defined]
         table.load(before.stream())
         self._tables = [table]
         return table
 
     def share(self, table: Table) -> None:
-        """Read the rows in another module's hashed table, on the CPU. They are not trained here."""
+        """Use the rows of another module's hashed table, on the CPU, without a copy. They are not trained."""
         self.to_empty(device="cpu")
         self._tables = [table]
         self.weight.requires_grad_(False)
 
     def use_storage(self, storage: RowStorage) -> None:
-        """Replace an unsharded hashed table's options."""
+        """Replace the storage options of an unsharded hashed table. The rows stay."""
         self.storage = self.tables[0].storage = storage
 
     def reset_parameters(self) -> None:
-        """Remove a hashed table's rows, or zero quantised rows, which have no random initial values."""
+        """Remove all rows of a hashed table.
+
+        Set quantised rows to zero: they have no random initial values.
+        """
         if self.is_growable:
             self.tables[0].clear()
         else:
@@ -170,18 +179,18 @@ class TableModule(nn.Module):
     # ---- state dicts ------------------------------------------------------------------------------
 
     def part_names(self) -> list[str]:
-        """Return the names of this table's state dict tensors."""
+        """Return the names of the table's tensors in the state dict."""
         if is_growable(self.storage):
             return state_dict_names(self.storage)
         return [part.name for part in self.storage.row_parts]
 
     def full_parts(self) -> dict[str, Tensor]:
-        """Return the whole table's row parts by name: without a copy, except over several devices."""
+        """Return the row parts of the whole table by name. Copied only from several devices."""
         if self.split is not None:
             return self.split.full_parts(self)
         if self.over_devices:
             if is_growable(self.storage):
-                return joined_by_key(self.tables, self.storage)
+                return merge_by_key(self.tables, self.storage)
             return self._copied_parts()
         if self.is_growable:
             return key_ordered_parts(self.tables[0])
@@ -189,7 +198,7 @@ class TableModule(nn.Module):
         return {name: tensors[name] for name in self.part_names()}
 
     def full_state(self, slot: StateSlot) -> Tensor:
-        """Return an optimizer state for the table, fp32 for any row dtype, without a copy."""
+        """Return one optimizer state tensor of the whole table, fp32 for any row dtype, without a copy."""
         if self.split is not None:
             return self.split.full_state(self, slot)
         # Not detached: pickle deduplicates the same tensor object, but not two tensors that share memory.
@@ -197,9 +206,9 @@ class TableModule(nn.Module):
         return state
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
-        """Copy parts from a whole table, or from a table split by the same plan, to the local rows.
+        """Load row parts of a whole table, or of a table split by the same plan, into the local rows.
 
-        Either everything is copied, or nothing if a part does not fit. Collective for growable tables.
+        If a part does not fit, nothing is copied. Collective for growable tables.
 
         Args:
             values: parts by name.
@@ -228,7 +237,7 @@ class TableModule(nn.Module):
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, part in full.items():
             try:
-                pairs += _pairs(part, values[name])
+                pairs += _copy_pairs(part, values[name])
             except Exception as error:
                 error.args = (f"{prefix}{name}: {error}",)
                 raise
@@ -239,7 +248,7 @@ class TableModule(nn.Module):
         if self.over_devices:
             for table in self.tables:
                 _, r0, r1, c0, c1 = table.rectangle
-                parts = cut(self.storage, full, slice(r0, r1), (c0, c1))
+                parts = slice_parts(self.storage, full, slice(r0, r1), (c0, c1))
                 table.load([RowBlock(range(r0, r1), (c0, c1), parts)])
         elif not self.storage.rows_in_parameter:
             increment_version(
@@ -247,13 +256,14 @@ class TableModule(nn.Module):
             )  # the rows are elsewhere, and a batch in flight must see the change
 
     def rows_loaded(self) -> None:
-        """Notify batches in flight, and all ranks, of replaced rows. Collective for growable tables."""
+        """Tell batches in flight, and all ranks, that rows were replaced. Collective for growable tables."""
         if not self.over_devices:
             increment_version(self.weight)
         if self.split is not None:
             self.split.rows_loaded()
 
     def _load_growable(self, values: Mapping[str, Tensor], prefix: str) -> None:
+        """Implement ``load`` for a hashed table."""
         # Loading a table's own rows is a no-op, which all ranks must skip together.
         is_other = self.over_devices or not shows_current_rows(values, self.tables)
         if self.split is not None:
@@ -265,16 +275,17 @@ class TableModule(nn.Module):
                 self.rows_loaded()
 
     def _empty_parts(self) -> dict[str, Tensor]:
+        """Return the row parts of the whole table on the CPU, filled with zeros."""
         rows = self.storage.allocate(self.num_rows, self.storage.columns(self.dim), torch.device("cpu"))
         return dict(zip(self.part_names(), self.storage.parts(rows.zero_(), self.dim), strict=True))
 
     def _copied_parts(self) -> dict[str, Tensor]:
-        """Return a fixed table's parts copied from several devices to the CPU."""
+        """Return the row parts of a fixed table, copied from several devices to the CPU."""
         full = self._empty_parts()
         for table in self.tables:
             for block in table.stream():
                 rows = slice(block.keys.start, block.keys.stop)
-                for name, target in cut(self.storage, full, rows, block.columns).items():
+                for name, target in slice_parts(self.storage, full, rows, block.columns).items():
                     target.copy_(block.parts[name])
         return full
 
@@ -302,15 +313,16 @@ class TableModule(nn.Module):
         return f"{self.weight.shape[0]}, {self.dim}, bits={self.storage.bits}"
 
 
-def _whole(dim: int) -> Rectangle:
+def _all_rows(dim: int) -> Rectangle:
+    """Return the rectangle of a whole hashed table."""
     return Rectangle(0, *ALL_KEYS, 0, dim)
 
 
-def _pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return (local memory, new values) pairs.
+def _copy_pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return (local memory, new values) pairs to copy, given a state dict entry and its new value.
 
     Raises:
-        ValueError: the value holds other rectangles.
+        ValueError: the value has other rectangles than this rank.
     """
     # A SplitTensor has ``local``; the class is slow to import.
     local: Any = getattr(full, "local", None)
@@ -323,9 +335,10 @@ def _pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(local.local_shards(), local.parts_of(value), strict=True))
 
 
-def _put_full_parts(
+def _save_full_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
 ) -> None:
+    """Put the parts of the whole table into a state dict. Registered as a state dict post-hook."""
     assert isinstance(module, TableModule)
     # Remove torch's own entries (placeholders, parts) before the whole parts replace them.
     for name in module._parameters:
@@ -333,7 +346,7 @@ def _put_full_parts(
     state_dict.update({prefix + name: part for name, part in module.full_parts().items()})
 
 
-def _take_full_parts(
+def _load_full_parts(
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -343,6 +356,7 @@ def _take_full_parts(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
+    """Load the parts of the whole table from a state dict. Registered as a load pre-hook."""
     assert isinstance(module, TableModule)
     names = module.part_names()
     values = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}

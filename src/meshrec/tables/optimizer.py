@@ -1,4 +1,4 @@
-"""Fused-table optimizers: the update rule, and the optimizer for training loops."""
+"""Optimizers of fused tables: the update rule, and the optimizer object for training loops."""
 
 import dataclasses
 import operator
@@ -13,10 +13,10 @@ from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, StepHyper
 
 
 class UpdateRule:
-    """A spec shared by several tables, which are updated in a single kernel call.
+    """Optimizer spec and current hyperparameters of tables that one kernel call updates together.
 
-    A step reads the rule when rows have displaced everything else from the processor's caches, so whatever
-    can be computed ahead of the step is.
+    A step reads the rule when rows have displaced all other data from the processor's caches, so the rule
+    computes what it can ahead of the step.
 
     Args:
         spec: the optimizer spec.
@@ -26,7 +26,7 @@ class UpdateRule:
 
     def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
         self.spec = spec
-        """The spec, with the hyperparameters from the last update."""
+        """Spec with the hyperparameters of the last ``refresh``."""
         self.deferred, self.seed = deferred, seed
         self.slot_names = [slot.name for slot in spec.state_slots()]
         hyper = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
@@ -39,16 +39,16 @@ class UpdateRule:
 
     @property
     def code(self) -> int:
-        """Formula code in the kernels."""
+        """Number of the optimizer in the kernels."""
         return self.spec.code
 
     @property
     def name(self) -> str:
-        """Optimizer name for users."""
+        """Name of the optimizer class, such as ``"Adam"``."""
         return type(self.spec).__name__
 
     def refresh(self) -> None:
-        """Take over the current hyperparameters from the param_group.
+        """Read the current hyperparameters from the param_group, which schedulers change.
 
         Raises:
             ValueError: a hyperparameter is out of range.
@@ -62,29 +62,31 @@ class UpdateRule:
             self._values = tuple(values)
 
     def hyper_at(self, step: int) -> Tensor:
-        """Return update ``step``'s hyperparameters as of the last ``refresh``, valid until the next call."""
+        """Return the hyperparameters of update ``step``, float64. The next call overwrites the tensor."""
         return self._hyper.at(step)
 
     def hyper(self, step: int, row_dim: int) -> Tensor:
-        """Return hyperparameters for update ``step``, as of the last ``refresh``, in a new tensor.
+        """Return the hyperparameters of update ``step`` in a new tensor, float64.
 
-        ``row_dim``: see ``OptimizerSpec.hyper``.
+        Args:
+            step: update number, counted from 1.
+            row_dim: see ``OptimizerSpec.hyper``.
         """
         return self.spec.hyper(lr=self.spec.lr, step=step, seed=self.seed, row_dim=row_dim)
 
 
-def distinct(rules: Sequence[UpdateRule | None]) -> list[UpdateRule]:
-    """Return the distinct rules, in table order."""
+def distinct_rules(rules: Sequence[UpdateRule | None]) -> list[UpdateRule]:
+    """Return the distinct rules, in the order of first use."""
     return list({id(rule): rule for rule in rules if rule is not None}.values())
 
 
 def rules_of(
     specs: Sequence[OptimizerSpec | None], *, deferred: bool = False, seed: int = DEFAULT_SEED
 ) -> list[UpdateRule | None]:
-    """Return the rules by table. Tables with equal specs share a rule and are updated together.
+    """Return the update rule of each table. Tables with equal specs share a rule.
 
     Args:
-        specs: optimizer specs by table; None: ordinary gradients.
+        specs: optimizer spec of each table; None: ordinary gradients.
         deferred: see ``UpdateRule``.
         seed: see ``UpdateRule``.
     """
@@ -96,68 +98,69 @@ def rules_of(
 
 
 UpdateMode = Literal["in_backward", "on_step"]
+"""Whether the backward pass updates tables, or ``optimizer.step()`` does; see ``FusedOptimizer``."""
 
 
 class KeyOrderedState(dict[str, Any]):
-    """Growable table's optimizer state: ``"step"``, and slots read when they are listed.
+    """Optimizer state of a growable table: ``"step"``, and slots that are computed when they are listed.
 
     Args:
-        step: updates so far.
-        key_ordered: returns the current slots in key order.
+        step: number of updates so far.
+        key_ordered: returns the present slots in key order, by slot name.
     """
 
     def __init__(self, step: int, key_ordered: Callable[[], Mapping[str, Tensor]]) -> None:
         super().__init__(step=step)
-        self._at_rest = key_ordered
+        self._read_slots = key_ordered
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KeyOrderedState, (self["step"], self._at_rest)
+        return KeyOrderedState, (self["step"], self._read_slots)
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]
-        """Return the current slot names."""
-        self.update(self._at_rest())
+        """Read the slots, and return their names and ``"step"``."""
+        self.update(self._read_slots())
         return super().keys()
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """Return the current slots."""
-        self.update(self._at_rest())
+        """Read the slots, and return them and ``"step"``."""
+        self.update(self._read_slots())
         return super().items()
 
 
 class FusedTable(NamedTuple):
-    """A table with a fused rule on a rank: parameter, rule, and optimizer state."""
+    """A table that a fused optimizer updates: parameter, rule, and optimizer state."""
 
     weight: nn.Parameter
-    """Parameter under the table's name; without rows if this rank holds none."""
+    """Parameter with the table's name; without rows if this rank has none."""
     rule: UpdateRule
     state: dict[str, Any]
-    """Whole-table state by slot, and ``"step"``, the number of updates so far.
+    """State of the whole table by slot name, and ``"step"``, the number of updates so far.
 
     Every update reads and writes ``"step"`` here, so a loaded state dict takes effect at once.
     """
     label: str
     """Table name in messages."""
     dim: int
-    """Whole-table width."""
+    """Width of the whole table."""
     gradient_buffers: Sequence[nn.Parameter] = ()
-    """Parameters with the collected gradients for rows outside the parameter, see
+    """Parameters whose ``grad`` collects the gradients of rows outside the parameter, see
     ``local_shards.GradientBuffer``.
     """
 
 
 class Deferred(NamedTuple):
-    """Hooks through which ``FusedOptimizer.step`` applies collected gradients."""
+    """How ``FusedOptimizer.step`` applies the gradients that the backward pass has collected."""
 
     step: Callable[[], None]
     signal: nn.Parameter | None = None
-    """Parameter whose ``grad`` tells whether all ranks' gradients are finite; see
+    """Parameter whose ``grad`` tells whether the gradients of all ranks are finite; see
     ``distributed.sharded_tables.GradientSignal``.
     None in a single process.
     """
 
 
 class _Shared(NamedTuple):
-    """Objects that a KeyedOptimizer shares with wrappers: mutated in place, never replaced."""
+    """Mappings that a FusedOptimizer shares with wrappers: changed in place, never replaced."""
 
     params: dict[str, Tensor]
     state: dict[Tensor, dict[str, Any]]
@@ -165,17 +168,17 @@ class _Shared(NamedTuple):
 
 
 class FusedOptimizer(KeyedOptimizer):
-    """Optimizer for fused tables, unsharded or sharded, keyed by parameter name.
+    """Optimizer of fused tables, unsharded or sharded, with state keyed by parameter name.
 
     It updates tables from lookup gradients and never builds a whole-table gradient. With
     ``update="in_backward"`` the backward pass applies the updates and ``step`` does nothing. With
     ``"on_step"`` the backward pass adds sparse gradients to ``parameter.grad`` and ``step`` applies them;
     accumulation, clipping and gradient scaling then work as with any torch optimizer.
 
-    A table's state has an fp32 tensor per state slot (``[rows]`` or ``[rows, D]``) and ``"step"``, the number
-    of updates to this table. Tables that share a spec may have different steps. Split tables have whole-table
-    DTensors. ``param_groups`` holds a group per spec; the hyperparameters (``lr``, ``weight_decay``, ...) are
-    read at every update, so learning rate schedulers work.
+    The state of a table has one fp32 tensor per state slot (``[rows]`` or ``[rows, D]``) and ``"step"``, the
+    number of updates of this table. Tables that share a spec may have different steps. Split tables have
+    DTensors of the whole table. ``param_groups`` has one group per spec. The hyperparameters (``lr``,
+    ``weight_decay``, ...) are read at each update, so learning rate schedulers work.
 
     Args:
         tables: fused tables by parameter name.
@@ -190,9 +193,9 @@ class FusedOptimizer(KeyedOptimizer):
         self.defaults = {}
 
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
-        """Take over tables that have moved to other parameters.
+        """Replace the tables, after they have moved to other parameters.
 
-        Everyone who holds this optimizer, its state, or its groups sees the new tables.
+        All code that holds this optimizer, its state, or its groups sees the new tables.
         """
         params, state, groups = self._shared
         self.tables, self._deferred = dict(tables), deferred
@@ -214,19 +217,19 @@ class FusedOptimizer(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether there are tables and the backward pass updates them."""
+        """Whether the backward pass updates tables. False without tables."""
         return bool(self.tables) and self._deferred is None
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Apply the collected gradients, after evaluating the closure. Collective for sharded tables."""
+        """Evaluate the closure, then apply the collected gradients. Collective for sharded tables."""
         loss = run_closure(closure)
         if self._deferred is not None:
             self._deferred.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Reject the group: tables join an optimizer when their module is fused or sharded.
+        """Raise ValueError: tables get their optimizer when their module is fused or sharded.
 
         Raises:
             ValueError: always.
@@ -238,4 +241,4 @@ class FusedOptimizer(KeyedOptimizer):
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Do nothing: tables come with their state."""
+        """Do nothing: fused tables have state from the start."""

@@ -1,4 +1,4 @@
-"""Layout for several rectangles of a table in a single parameter."""
+"""Layout of several rectangles of a table in a single parameter."""
 
 import math
 from collections.abc import Sequence
@@ -11,41 +11,42 @@ from torch import Tensor
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import Rectangle
 
-# U: touched rows, D: columns in a rectangle
+# Shape legend: U touched rows, D columns of a rectangle.
 
 
 class RowGradients(NamedTuple):
-    """Touched rows in a rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
+    """Touched rows of a rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
 
     rows: Tensor
     grads: Tensor
 
 
 class Packing:
-    """Layout for a table's rectangles in a single parameter.
+    """Layout of several rectangles of a table in a single parameter.
 
-    Rectangles lie one after the other, in rows as wide as the greatest common divisor of all widths. A single
-    rectangle fills the whole parameter.
+    The rectangles lie one after the other. The parameter is as wide as the greatest common divisor of all
+    rectangle widths: rectangles with 8 and 12 columns share a parameter with 4 columns, and take 2 and 3
+    parameter rows per row. A single rectangle is the whole parameter.
     """
 
     def __init__(self, rectangles: Sequence[Rectangle], storage: RowStorage) -> None:
         self.rectangles, self.storage = list(rectangles), storage
         self._shapes = [(r.r1 - r.r0, storage.columns(r.c1 - r.c0)) for r in rectangles]
         self._width = math.gcd(*(width for _, width in self._shapes))
-        # Packed rows per rectangle row, and the first packed row by rectangle.
-        self._stretch = [width // self._width for _, width in self._shapes]
-        rows = [height * n for (height, _), n in zip(self._shapes, self._stretch, strict=True)]
-        self._begin = list(accumulate(rows, initial=0))
+        # Parameter rows per rectangle row; then the first parameter row of each rectangle, and the end.
+        self._rows_per_row = [width // self._width for _, width in self._shapes]
+        rows = [height * n for (height, _), n in zip(self._shapes, self._rows_per_row, strict=True)]
+        self._starts = list(accumulate(rows, initial=0))
 
     @property
     def table(self) -> int:
-        """Number of the table with these rectangles."""
+        """Number of the table that the rectangles belong to."""
         return self.rectangles[0].table
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Parameter shape."""
-        return self._begin[-1], self._width
+        """Shape of the parameter."""
+        return self._starts[-1], self._width
 
     def views(self, packed: Tensor) -> list[Tensor]:
         """Return the rectangles as views into the parameter's memory."""
@@ -53,20 +54,20 @@ class Packing:
             return [packed]
         return [
             packed[start:end].view(shape)
-            for start, end, shape in zip(self._begin, self._begin[1:], self._shapes, strict=False)
+            for start, end, shape in zip(self._starts, self._starts[1:], self._shapes, strict=False)
         ]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Merge the rectangles' gradients."""
+        """Concatenate dense gradients of all rectangles into a gradient of the parameter."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)
 
     def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
-        """Merge the rectangles' sparse gradients into a coalesced gradient."""
+        """Concatenate sparse gradients of all rectangles into a coalesced gradient of the parameter."""
         rows = [
-            _stretched(part.rows, n) + start
-            for part, n, start in zip(parts, self._stretch, self._begin, strict=False)
+            _parameter_rows(part.rows, n) + start
+            for part, n, start in zip(parts, self._rows_per_row, self._starts, strict=False)
         ]
         grads = [part.grads.reshape(-1, self._width) for part in parts]
         return torch.sparse_coo_tensor(
@@ -78,18 +79,18 @@ class Packing:
         )
 
     def unpack_rows(self, gradient: Tensor) -> list[RowGradients]:
-        """Split a coalesced gradient by rectangle: the inverse of ``pack_rows``."""
+        """Split a coalesced gradient of the parameter by rectangle: the inverse of ``pack_rows``."""
         rows, grads = gradient._indices()[0], gradient._values().float()
         # Coalesced rows ascend, so every rectangle is a contiguous range.
-        bounds = torch.searchsorted(rows, torch.tensor(self._begin, device=rows.device)).tolist()
+        bounds = torch.searchsorted(rows, torch.tensor(self._starts, device=rows.device)).tolist()
         return [
             RowGradients((rows[low:high:n] - start) // n, grads[low:high].reshape(-1, n * self._width))
-            for low, high, n, start in zip(bounds, bounds[1:], self._stretch, self._begin, strict=False)
+            for low, high, n, start in zip(bounds, bounds[1:], self._rows_per_row, self._starts, strict=False)
         ]
 
 
-def sum_of_rows(one: Tensor, other: Tensor) -> Tensor:
-    """Add two sparse gradients and coalesce the sum. torch's own addition does not support fp16."""
+def add_sparse(one: Tensor, other: Tensor) -> Tensor:
+    """Return the coalesced sum of two sparse gradients. torch's own addition does not support fp16."""
     return torch.sparse_coo_tensor(
         torch.cat([one._indices(), other._indices()], 1),
         torch.cat([one._values(), other._values()]),
@@ -98,6 +99,6 @@ def sum_of_rows(one: Tensor, other: Tensor) -> Tensor:
     ).coalesce()
 
 
-def _stretched(rows: Tensor, n: int) -> Tensor:
-    """Return the ``n`` packed rows per row."""
+def _parameter_rows(rows: Tensor, n: int) -> Tensor:
+    """Return the parameter rows of rectangle rows, ``n`` each: rows [0, 2] with n = 2 give [0, 1, 4, 5]."""
     return rows if n == 1 else (rows[:, None] * n + torch.arange(n, device=rows.device)).view(-1)

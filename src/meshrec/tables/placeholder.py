@@ -1,4 +1,4 @@
-"""Placeholder parameters for tables with rows outside the parameter."""
+"""Placeholder parameters of tables whose rows are outside the parameter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 
 _aten = torch.ops.aten
-_ALIASES = (_aten.detach.default, _aten.alias.default)
-_NEW = (_aten.new_empty.default, _aten.new_empty_strided.default)
+_ALIASES = (_aten.detach.default, _aten.alias.default)  # they return a placeholder of the same table
+_NEW = (_aten.new_empty.default, _aten.new_empty_strided.default)  # they return ordinary tensors
 
 
 class PlaceholderTensor(Tensor):
-    """A tensor ``[0, columns]`` that stands for a table's rows.
+    """A tensor ``[0, columns]`` that stands for the rows of a table.
 
-    A module needs a parameter under the table's name, for optimizers and hooks. Arithmetic on an ordinary
-    empty tensor would succeed and do nothing: ``p.zero_()``, model averaging and ``nn.init`` would skip the
-    table silently. This tensor refuses them and names the table.
+    A module needs a parameter with the table's name, for optimizers and hooks. On an ordinary empty tensor,
+    arithmetic would succeed and do nothing: ``p.zero_()``, model averaging and ``nn.init`` would skip the
+    table silently. This tensor raises ValueError instead, and names the table.
 
     Args:
         table: table name.
-        like: supplies columns, dtype and device.
-        owner: equal in all aliases of a parameter.
+        like: tensor that gives columns, dtype and device.
+        owner: object that is the same for all aliases of one parameter.
     """
 
     table: str
@@ -42,8 +42,8 @@ class PlaceholderTensor(Tensor):
         return f"PlaceholderTensor({self.table!r}, {list(self.shape)}, {self.dtype})"
 
     def share_memory_(self) -> "PlaceholderTensor":
-        """Raise ValueError: the rows are in this process's memory, or in a file that it owns."""
-        raise _refusal(self.table, "share_memory_")
+        """Raise ValueError: the rows are in memory of this process, or in a file that it owns."""
+        raise _unsupported(self.table, "share_memory_")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = placeholder(self, self.table, self.requires_grad)
@@ -53,7 +53,7 @@ class PlaceholderTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {name: value for name, value in vars(self).items() if name not in ("table", "owner")}
         like = torch.empty(0, self.shape[1], dtype=self.dtype, device=self.device)
-        return _restored, (like, self.table, self.requires_grad, attributes)
+        return _rebuild, (like, self.table, self.requires_grad, attributes)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -71,36 +71,39 @@ class PlaceholderTensor(Tensor):
                 return PlaceholderTensor(first.table, torch.empty(0, first.shape[1], **options))
             if func is _aten.copy_.default and getattr(args[1], "owner", None) is first.owner:
                 return first  # torch loads a state dict: the table has taken its rows already
-        table = next(tensor.table for tensor in _tensors(args) if isinstance(tensor, PlaceholderTensor))
-        raise _refusal(table, func.name().removeprefix("aten::"))
+        table = next(tensor.table for tensor in _flatten(args) if isinstance(tensor, PlaceholderTensor))
+        raise _unsupported(table, func.name().removeprefix("aten::"))
 
 
 def placeholder(rows: Tensor, table: str, requires_grad: bool) -> nn.Parameter:
-    """Return a table's parameter, with the dtype, columns and device from ``rows``.
+    """Return the placeholder parameter of a table.
 
     Args:
-        rows: a tensor like the rows.
+        rows: tensor that gives columns, dtype and device.
         table: table name.
         requires_grad: whether the table is trained.
     """
     return nn.Parameter(PlaceholderTensor(table, rows), requires_grad)
 
 
-def _restored(rows: Tensor, table: str, requires_grad: bool, attributes: dict[str, Any]) -> nn.Parameter:
+def _rebuild(rows: Tensor, table: str, requires_grad: bool, attributes: dict[str, Any]) -> nn.Parameter:
+    """Create a placeholder from its pickled form."""
     parameter = placeholder(rows, table, requires_grad)
     vars(parameter).update(attributes)
     return parameter
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Any]:
+def _flatten(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield all elements of nested lists and tuples."""
     for value in values:
         if isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from _flatten(value)
         else:
             yield value
 
 
-def _refusal(table: str, call: str) -> ValueError:
+def _unsupported(table: str, call: str) -> ValueError:
+    """Return the exception for an operation that needs rows."""
     return ValueError(
         f"{call} is not for the parameter of table {table!r}, which has no rows: an index finds them, or "
         "they are in a file. Read and replace rows with state_dict() and load_state_dict(), choose first "

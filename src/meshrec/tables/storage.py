@@ -1,7 +1,7 @@
-"""Row formats: a protocol for the memory layout of rows, in whole tables and in rectangles.
+"""Row storage: protocol for the formats in which rows are kept in memory.
 
-Everything else about a table is format-independent: rectangles on a rank, packing, optimizer, state dict,
-routing and output.
+All other code is independent of the format: rectangles on a rank, packing, optimizer, state dict, routing and
+output.
 """
 
 import functools
@@ -17,23 +17,23 @@ from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.index import Index
 from meshrec.tables.table import ExternalTable, Rectangle, RowPart, Span
 
-# D width
+# Shape legend: D width.
 
 
 class RowStorage(Protocol):
-    """Format that stores rows of ``dim`` values as rows of ``columns(dim)`` elements of ``dtype``."""
+    """Format that keeps rows of ``dim`` values as rows of ``columns(dim)`` elements of ``dtype``."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Memory dtype."""
+        """Dtype of the memory."""
 
     @property
     def bits(self) -> int:
-        """Bits per code in quantised rows; 0 for floating-point rows."""
+        """Bits per code of quantised rows; 0 for floating-point rows."""
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """Row parts, ``weight`` first."""
+        """Tensors that a row consists of, ``weight`` first."""
 
     @property
     def is_trainable(self) -> bool:
@@ -45,58 +45,68 @@ class RowStorage(Protocol):
 
     @property
     def is_growable(self) -> bool:
-        """Whether the number of rows changes during training: keys are hashed IDs, admitted and evicted."""
+        """Whether the number of rows changes in training: keys are hashed IDs, which are admitted and
+        evicted.
+        """
 
     @property
     def may_fail(self) -> bool:
-        """Whether rows may fail to arrive on a single rank: ranks then agree before every lookup."""
+        """Whether reading rows may fail on a single rank. Ranks then agree before each lookup."""
 
     @property
     def collects_gradients(self) -> bool:
-        """Whether gradients can be collected for ``optimizer.step()``."""
+        """Whether the backward pass can collect gradients for ``optimizer.step()``."""
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether evictions depend on whole rows, so plans should not cut columns."""
+        """Whether eviction depends on whole rows, so that plans should not split columns."""
 
     def columns(self, dim: int) -> int:
-        """Return the elements per row of ``dim`` values."""
+        """Return the number of elements that a row of ``dim`` values takes in memory."""
 
     def part_column(self, column: int) -> int:
-        """Return the offset in the part ``weight`` at which ``column`` starts."""
+        """Return the element of the part ``weight`` at which table column ``column`` starts."""
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """Allocate uninitialized memory ``[num_rows, columns]``.
 
         Args:
-            num_rows: rows.
+            num_rows: number of rows.
             columns: elements per row, see ``columns``.
             device: memory device.
         """
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Create the index for a rectangle's rows. Return None if a key's slot is ``key - first_row``."""
+        """Create the index of a rectangle's rows.
+
+        Returns None if the slot of a key is ``key - first_row``.
+        """
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes for ``num_rows`` rows of ``dim`` values, without optimizer state."""
+        """Return the bytes that ``num_rows`` rows of ``dim`` values take, without optimizer state."""
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create optimizer state for ``num_rows`` new rows, a tensor per slot in ``spec``.
+        """Create the optimizer state of ``num_rows`` new rows: one tensor per slot of ``spec``.
 
         Args:
             spec: the optimizer; None: no state.
-            num_rows: rows.
+            num_rows: number of rows.
             dim: values per row.
             device: memory device.
         """
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Return the ``row_parts`` for rows of ``dim`` values, as views into their memory."""
+        """Return the ``row_parts`` of rows in memory, as views.
+
+        Args:
+            rows: memory, [n, columns(dim)].
+            dim: values per row.
+        """
 
     def encode(self, values: Tensor) -> Tensor:
-        """Convert whole rows of values ``[n, dim]`` to this format.
+        """Convert whole rows of values ``[n, dim]`` to this format, ``[n, columns(dim)]``.
 
         Raises:
             ValueError: the format cannot represent a value.
@@ -104,10 +114,10 @@ class RowStorage(Protocol):
 
 
 class ExternalRows(ABC):
-    """Storage whose tables keep their rows outside a parameter's memory.
+    """Base class for storages whose tables keep their rows outside the memory of a parameter.
 
-    A sharded module asks it for tables. An unsharded module has ordinary memory (``RowStorage.allocate``).
-    List it before other bases, so these capabilities win.
+    A sharded module asks the storage for tables. An unsharded module has ordinary memory
+    (``RowStorage.allocate``). List this class before other bases, so that its attributes take precedence.
     """
 
     rows_in_parameter = False
@@ -116,28 +126,28 @@ class ExternalRows(ABC):
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether evictions depend on whole rows."""
+        """Whether eviction depends on whole rows."""
         return False
 
     @property
     @abstractmethod
     def may_fail(self) -> bool:
-        """Whether rows may fail to arrive on a single rank: ranks then agree before every lookup."""
+        """Whether reading rows may fail on a single rank. Ranks then agree before each lookup."""
 
     @abstractmethod
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> ExternalTable:
-        """Create a table for a rectangle; see [Note: the parts of a table] in ``tables/table.py``.
+        """Create the table of a rectangle; see [Note: the parts of a table] in ``tables/table.py``.
 
         Args:
-            rectangle: keys and columns.
-            spec: the rows' optimizer; None: no state.
+            rectangle: keys and columns of the table.
+            spec: optimizer of the rows; None: no state.
             device: the module's device.
         """
 
 
-def cut(
+def slice_parts(
     storage: RowStorage,
     tensors: Mapping[str, Tensor],
     rows: slice,
@@ -145,13 +155,13 @@ def cut(
     *,
     first_column: int = 0,
 ) -> dict[str, Tensor]:
-    """Cut rows and columns from a table's parts.
+    """Return rows and columns of a table's parts, as views.
 
     Args:
         storage: row format.
         tensors: row parts and optimizer state by name.
-        rows: positions in these tensors.
-        columns: table columns.
+        rows: positions of the rows in these tensors.
+        columns: table columns to return.
         first_column: table column at which the tensors start.
     """
     start, first, end = map(storage.part_column, (first_column, *columns))
@@ -162,12 +172,12 @@ def cut(
 
 
 def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
-    """Raise ValueError for a state dict's ``weight`` that read-only rows would have to encode.
+    """Raise ValueError if read-only rows are to be loaded from values of another dtype.
 
-    Such rows load values in their own dtype only.
+    Quantised rows can only load codes; they do not encode values.
 
     Args:
-        value: the state dict's tensor.
+        value: ``weight`` from the state dict.
         name: name in messages.
         storage: the table's row format.
     """
@@ -179,10 +189,10 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
 
 
 LookUp = Callable[[Sequence[Tensor], tbe.Lookups, tbe.LookupOptions], Tensor]
-"""Lookup function for some storages, with the arguments of ``ops.tbe.forward``."""
+"""Lookup function of some storages, with the arguments of ``ops.tbe.forward``."""
 
 
-def lookup_of(storages: Sequence[RowStorage]) -> LookUp:
-    """Return the function that looks up rows in several tables at once, given storage by table."""
+def lookup_function(storages: Sequence[RowStorage]) -> LookUp:
+    """Return the function that looks up rows of several tables at once, given the storage of each table."""
     bits = [storage.bits for storage in storages]
     return functools.partial(nbit.forward, bits) if any(bits) else tbe.forward

@@ -1,4 +1,4 @@
-"""State dict tensors for tables that read and write values on request."""
+"""State dict tensors of tables without a single backing tensor: they read and write values on request."""
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -12,16 +12,16 @@ from meshrec.tables.table import ExternalTable, RowBlock, RowPart, Span, TableSn
 _aten = torch.ops.aten
 
 saves_key_ordered: ContextVar[bool] = ContextVar("saves_key_ordered", default=False)
-"""Whether the saver can also load growable tables; ``meshrec.checkpoint`` sets it while saving."""
+"""Whether the present save can also load growable tables; ``meshrec.checkpoint`` sets it while it saves."""
 
 
 @final
 class StreamedPart(Tensor):
-    """A row part from a table without a single backing tensor.
+    """A row part of a table that has no single tensor with all rows.
 
-    It has the shape, dtype and device that tensor would have. Slices are rows and columns in the same table.
-    ``clone()`` reads the values; ``copy_`` in either direction reads or writes them block by block. All other
-    arithmetic is refused, because it would need the whole in memory.
+    It has the shape, dtype and device which that tensor would have. Slices select rows and columns of the
+    same table. ``clone()`` reads the values; ``copy_`` in either direction reads or writes them block by
+    block. Other operations raise an error, because they would need all rows in memory.
     """
 
     table: ExternalTable
@@ -29,7 +29,7 @@ class StreamedPart(Tensor):
     keys: Span
     columns: Span
     source: ExternalTable | TableSnapshot
-    """Table or snapshot that supplies the values."""
+    """Table or snapshot that the values are read from."""
 
     @staticmethod
     def __new__(
@@ -53,7 +53,7 @@ class StreamedPart(Tensor):
         super().__init__()
 
     def blocks(self) -> Iterator[tuple[Span, Tensor]]:
-        """Stream the values in row blocks, as ((first row, end), values)."""
+        """Yield ((first row, end row), values) for one block of rows after another."""
         position = 0
         for block in self.source.stream(self.columns, keys=self.keys):
             assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"
@@ -64,28 +64,30 @@ class StreamedPart(Tensor):
         assert position == self.keys[1] - self.keys[0]
 
     def read(self) -> Tensor:
-        """Read the values into an ordinary tensor."""
+        """Return the values as an ordinary tensor."""
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for (start, end), rows in self.blocks():
             values[start:end] = rows
         return values
 
     def frozen(self, snapshot: TableSnapshot) -> "StreamedPart":
-        """Return the same part from a table snapshot."""
+        """Return the same part of a snapshot of the table."""
         return StreamedPart(self.table, self.part, keys=self.keys, columns=self.columns, source=snapshot)
 
     def is_same(self, other: object) -> bool:
-        """Return whether both stand for the same values in the same table."""
+        """Return whether both tensors stand for the same values of the same table."""
         return isinstance(other, StreamedPart) and other._identity() == self._identity()
 
     def _identity(self) -> tuple[object, ...]:
+        """Return what two tensors of the same values have in common."""
         return id(self.source), self.part.name, self.keys, self.columns
 
     def _slice(
         self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
     ) -> "StreamedPart":
+        """Implement ``tensor[start:end]`` along a dimension."""
         if step != 1:
-            raise _refusal("a slice with a step")
+            raise _unsupported("a slice with a step")
         span = self.columns if dim else self.keys
         first, last, _ = slice(start, end).indices(span[1] - span[0])
         selected = span[0] + first, span[0] + max(first, last)
@@ -93,6 +95,7 @@ class StreamedPart(Tensor):
         return StreamedPart(self.table, self.part, keys=keys, columns=columns, source=self.source)
 
     def _load(self, source: Tensor) -> None:
+        """Implement ``self.copy_(source)``: write the values to the table, block by block."""
         # Loading a table's own stream is a no-op.
         if self.is_same(source):
             return
@@ -112,12 +115,12 @@ class StreamedPart(Tensor):
         )
 
     def check_saver(self, name: str) -> None:
-        """Refuse torch.distributed.checkpoint (DCP) for a growable table.
+        """Raise an error if torch.distributed.checkpoint (DCP) saves a growable table.
 
-        DCP loads into a state dict's tensors, whose sizes differ by then.
+        DCP loads into the tensors of a state dict, and their sizes differ once rows were admitted or evicted.
 
         Raises:
-            ValueError: DCP saves the tensor.
+            ValueError: DCP saves the tensor, and the table is growable.
         """
         if getattr(self.table, "is_growable", False) and not saves_key_ordered.get():
             raise ValueError(
@@ -127,7 +130,7 @@ class StreamedPart(Tensor):
             )
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """Return, for DCP, the whole tensor as a single item."""
+        """Return the write items of this tensor for DCP: a single item with the whole tensor."""
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             MetadataIndex,
@@ -171,14 +174,14 @@ class StreamedPart(Tensor):
             return first._slice(*args[1:], **kwargs)
         if func in _READING:
             return func(*map(values_of, args), **kwargs)
-        raise _refusal(str(func))
+        raise _unsupported(str(func))
 
 
-_READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)
+_READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)  # run on the values
 
 
-def streamed(table: ExternalTable) -> dict[str, Tensor]:
-    """Return a table's parts by name, as streaming tensors. The table needs a row for every key."""
+def streamed_parts(table: ExternalTable) -> dict[str, Tensor]:
+    """Return the parts of a table by name, as streamed tensors. All keys must have a row."""
     r = table.rectangle
     return {
         part.name: StreamedPart(table, part, keys=(r.r0, r.r1), columns=r.columns) for part in table.parts
@@ -186,7 +189,7 @@ def streamed(table: ExternalTable) -> dict[str, Tensor]:
 
 
 def values_of(value: Any) -> Any:
-    """Return an ordinary tensor with the same values; any other object unchanged."""
+    """Return a streamed tensor as an ordinary one; any other object unchanged."""
     return value.read() if isinstance(value, StreamedPart) else value
 
 
@@ -197,7 +200,8 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr()
 
 
-def _refusal(call: str) -> ValueError:
+def _unsupported(call: str) -> ValueError:
+    """Return the exception for an operation that needs all rows in memory."""
     return ValueError(
         f"{call} is not for a table whose rows are not in one tensor. Read the rows that are wanted first: "
         "part[first:end].clone()."

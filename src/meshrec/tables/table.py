@@ -1,16 +1,16 @@
-"""Table protocol, for all code that reads, writes or moves rows.
+"""Table protocol: the interface through which all code reads, writes and moves rows.
 
 [Note: the parts of a table]
 
-A ``Table`` holds the rows in a single rectangle on a single rank. It has three parts: an index (keys to
-slots), the memory that kernels read (``rows`` and ``state``, indexed by slot), and the backing for that
-memory. Only a ``FixedTable`` has rows in a parameter's memory, at slot ``key - r0``. Any other table's
-parameter has no rows, so DDP, FSDP2, clipping and ``parameters()`` have nothing to touch; its name,
-``requires_grad`` and optimizer still belong to the table.
+A ``Table`` holds the rows of a single rectangle on a single rank. It has three parts: an index (keys to
+slots), the memory that kernels read (``rows`` and ``state``, indexed by slot), and the storage behind that
+memory, such as a file. Only a ``FixedTable`` has its rows in the memory of a parameter, at slot ``key - r0``.
+The parameter of any other table has no rows, so DDP, FSDP2, clipping and ``parameters()`` have nothing to
+touch; its name, ``requires_grad`` and optimizer still belong to the table.
 
 Rows leave a table through ``stream`` and enter it through ``load``, in blocks with ascending keys.
-Checkpoints, resharding and state dicts know nothing else about it. A fixed table's blocks are its memory:
-nothing is copied before it is written or sent.
+Checkpoints, resharding and state dicts use nothing else. The blocks of a fixed table are its memory: nothing
+is copied before it is written or sent.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ from torch import Tensor
 from meshrec.tables.index import Index
 
 Span = tuple[int, int]
-"""An interval: first row or column, and end."""
+"""An interval of rows or columns: first, and end (exclusive)."""
 
 
 class Rectangle(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) in a table."""
+    """Rows [r0, r1) and columns [c0, c1) of a table."""
 
-    table: int
+    table: int  # table number
     r0: int
     r1: int
     c0: int
@@ -46,36 +46,36 @@ class Rectangle(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """A tensor with part of a table's rows or optimizer state."""
+    """Name, dtype and shape of a tensor that holds a part of a table's rows or optimizer state."""
 
     name: str
-    """``weight``, another state dict part such as a scale, or an optimizer slot."""
+    """``weight``, another row part such as a scale, or an optimizer slot."""
     dtype: torch.dtype
     per_row: bool
-    """Whether the shape is ``[rows]``, a value for all columns; otherwise ``[rows, width]``."""
+    """Whether the shape is ``[rows]``, one value per row; otherwise ``[rows, width]``."""
 
 
 class RowBlock(NamedTuple):
-    """Rows in a table, or some of their columns."""
+    """Some rows of a table, or some columns of these rows."""
 
     keys: range | Tensor
-    """Ascending keys: a range if they are consecutive, otherwise int64 [n]."""
+    """Ascending keys of the rows: a range if they are consecutive, otherwise int64 [n]."""
     columns: Span
-    """Table columns in ``parts``."""
+    """Table columns that ``parts`` contain."""
     parts: Mapping[str, Tensor]
-    """Values by ``RowPart`` name. A block may hold only some parts."""
+    """Values by ``RowPart`` name, one row per key. A block may have only some parts."""
 
 
 class Table(Protocol):
-    """Table rows on a rank, whole or a rectangle. See [Note: the parts of a table]."""
+    """Rows of a table on a rank: all or a rectangle. See [Note: the parts of a table]."""
 
     @property
     def rectangle(self) -> Rectangle:
-        """Keys and columns in this table."""
+        """Keys and columns of this table."""
 
     @property
     def parts(self) -> Sequence[RowPart]:
-        """Row parts, ``weight`` first, followed by optimizer state."""
+        """Parts of a row, ``weight`` first, followed by optimizer state."""
 
     @property
     def is_growable(self) -> bool:
@@ -87,77 +87,77 @@ class Table(Protocol):
 
     @property
     def rows(self) -> Tensor:
-        """Kernel-visible memory, indexed by slot."""
+        """Memory that the kernels read, indexed by slot."""
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Optimizer state changed by the kernels, by optimizer slot; indexed as ``rows``."""
+        """Optimizer state that the kernels change: one tensor per state slot, indexed like ``rows``."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the parts by name for state dicts: the memory, or ``StreamedPart`` tensors."""
+        """Return the parts by name, as a state dict has them: the memory, or ``StreamedPart`` tensors."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Stream the rows in blocks with ascending keys.
+        """Yield the rows in blocks with ascending keys.
 
         A block is valid until the table changes. The table must not change before the last block.
 
         Args:
-            columns: requested columns; None: all.
-            keys: requested keys [first, end); None: all.
+            columns: columns to return; None: all.
+            keys: keys to return, [first, end); None: all.
         """
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace the rows, or row parts, in the blocks. All other rows stay.
+        """Write the rows, or parts of rows, that the blocks contain. Other rows stay.
 
         A block is copied before the next block is requested.
         """
 
 
 class TableSnapshot(Protocol):
-    """Table rows at a fixed moment, while training continues."""
+    """The rows of a table at a fixed moment, readable while training continues."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Stream the rows as ``Table.stream`` would have at that moment.
+        """Yield the rows as ``Table.stream`` would have at that moment.
 
         A background checkpoint calls this in a forked process. There, memory shared between processes
         continues to change, and previously open files are closed.
         """
 
     def close(self) -> None:
-        """Remove the memory or files with the old rows."""
+        """Free the memory or files that hold the old rows."""
 
 
 class ExternalTable(Table, Protocol):
-    """A rectangle with rows outside a parameter's memory."""
+    """Table whose rows are outside the memory of a parameter."""
 
     def snapshot(self) -> TableSnapshot:
-        """Return a snapshot of the rows."""
+        """Return a snapshot of the present rows."""
 
 
 @runtime_checkable
 class LazyRows(Protocol):
-    """A table with initial rows created on demand."""
+    """A table that computes initial rows when they are first needed."""
 
-    def start_with(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
-        """Take initial row values from a function of the keys."""
+    def set_initial_rows(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
+        """Set the function that returns the initial rows of a key interval."""
 
 
-def start_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]], *, lazily: bool) -> None:
-    """Give a table the initial rows.
+def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]], *, lazily: bool) -> None:
+    """Write the initial rows of a table, or let the table compute them when they are needed.
 
     Args:
         table: the table.
-        initial: returns initial rows for a key interval.
-        lazily: whether a table may call ``initial`` later, when it needs the rows.
+        initial: returns the initial rows of a key interval.
+        lazily: whether a table may call ``initial`` later, for the rows that it needs.
     """
     if lazily and isinstance(table, LazyRows):
-        table.start_with(initial)
+        table.set_initial_rows(initial)
     else:
         table.load(initial((table.rectangle.r0, table.rectangle.r1)))
 
 
-def weights_at(table: Table, keys: Tensor) -> Tensor:
-    """Read ``weight`` at some keys, int64 [n], ascending. All keys must have a row."""
+def read_weights(table: Table, keys: Tensor) -> Tensor:
+    """Return the ``weight`` of some keys, int64 [n], ascending. Each key must have a row."""
     if len(keys) == 0:
         return table.rows.new_empty(0, table.rows.shape[1])
     weights = []

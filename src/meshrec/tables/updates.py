@@ -1,12 +1,12 @@
-"""The update path shared by unsharded and sharded tables: from a gradient to a rank's changed rows.
+"""Updates of the tables on a rank, unsharded or sharded: from a gradient to changed rows.
 
 [Note: what makes an update deterministic]
 
 The same gradient gives the same bits, for any number of threads and any message order:
 
-1. The kernels sort a batch's looked-up rows, add equal rows' gradients in batch order, and change every
-touched
-   row once (``csrc/tbe/fused_update.cpp``). Threads split work between rows, never within a row.
+1. The kernels sort the rows that a batch has looked up, add the gradients of equal rows in batch order, and
+   change each touched row once (``csrc/tbe/fused_update.cpp``). Threads split work between rows, never within
+   a row.
 2. Partial sums from several ranks are added in rank order (``distributed/row_stats.py``,
    ``distributed/output_dist.py``).
 3. Stochastic rounding draws from (seed, step, row and column in the whole table), so a rectangle rounds
@@ -39,63 +39,64 @@ from meshrec.ops.tbe.layout import NONE
 from meshrec.ops.versions import in_place_change_message
 from meshrec.tables.hashed.admission_eviction import AdmissionEviction, TableChanges
 from meshrec.tables.local_shards import LocalShards
-from meshrec.tables.optimizer import FusedTable, UpdateRule, distinct
+from meshrec.tables.optimizer import FusedTable, UpdateRule, distinct_rules
 from meshrec.tables.packing import RowGradients
 
-_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")  # number of in-place writes
 
 
 class WriteCounter:
-    """Counter for in-place writes that the tables' own updates have made.
+    """Counts the in-place writes that updates of fused tables have made, to detect all other writes.
 
-    torch counts all in-place writes to a tensor. A gradient stays valid when another batch's update changes
-    the table in between (it does not depend on the rows), but not when the user loads or writes weights; the
-    difference between the two counts tells them apart.
+    torch counts all in-place writes to a tensor. A gradient stays valid if the update of another batch
+    changes the table in between (it does not depend on the rows), but not if the user loads or writes
+    weights. The difference between the two counts is the number of other writes.
 
     Args:
-        names: table names, for messages.
+        names: table names for messages.
         weights: table parameters.
     """
 
     def __init__(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         self._names, self._weights = list(names), list(weights)
-        self._own = [0] * len(self._weights)
+        self._counted = [0] * len(self._weights)  # writes made by updates, per table
         self._lock = threading.Lock()
 
     def index_of(self, weight: Tensor) -> int:
-        """Return the index of a parameter in ``weights``, as ``count`` takes it."""
+        """Return the index of a parameter in ``weights``, for ``count``."""
         return next(index for index, parameter in enumerate(self._weights) if parameter is weight)
 
-    def foreign(self) -> list[int]:
-        """Return external write counts by table."""
+    def foreign_writes(self) -> list[int]:
+        """Return, for each table, the number of in-place writes that updates did not make."""
         with self._lock:
-            return list(map(operator.sub, map(_version, self._weights), self._own))
+            return list(map(operator.sub, map(_version, self._weights), self._counted))
 
     def count(self, indices: Sequence[int]) -> None:
-        """Count an own write for the tables at ``indices`` in ``weights``."""
+        """Count one write by an update for the tables at ``indices`` in ``weights``."""
         with self._lock:
             increment_version([self._weights[index] for index in indices])
             for index in indices:
-                self._own[index] += 1
+                self._counted[index] += 1
 
     def check(self, before: Sequence[int]) -> None:
-        """Raise if a table was written externally since ``foreign`` returned ``before``.
+        """Raise if anything but an update has written to a table since ``foreign_writes`` returned
+        ``before``.
 
         Raises:
-            ValueError: names the table.
+            ValueError: a table was written to; the message names it.
         """
-        counts = self.foreign()
+        counts = self.foreign_writes()
         if counts == before:
             return
         for name, now, then in zip(self._names, counts, before, strict=True):
             if now != then:
                 raise ValueError(in_place_change_message(name))
 
-    def check_held(self, weights: Sequence[Tensor]) -> None:
-        """Raise if a module has other parameters than the updated parameters.
+    def check_parameters(self, weights: Sequence[Tensor]) -> None:
+        """Raise if a parameter of a module is not the one that updates change.
 
         Raises:
-            ValueError: names the replaced parameter.
+            ValueError: a parameter was replaced; the message names it.
         """
         if all(map(operator.is_, weights, self._weights)):
             return
@@ -112,29 +113,30 @@ class WriteCounter:
 
 
 class LookedUp(NamedTuple):
-    """Output-shaped gradient for a lookup; ``lookups.tables`` are rectangles."""
+    """Gradient of a lookup output, and the lookup. ``lookups.tables`` are rectangle numbers."""
 
     grad: Tensor
     lookups: tbe.Lookups
 
 
 class TableGradient(NamedTuple):
-    """Gradient for a rank's tables.
+    """Gradient of a rank's tables.
 
-    It is a lookup's gradient, except for the rectangles in ``rows``, which are already summed by row.
+    The gradient of a lookup output, except for rectangles in ``rows``, whose gradients are already summed by
+    row.
     """
 
     looked_up: LookedUp | None
     rows: Mapping[int, RowGradients]
     pins: Sequence[object] = ()
-    """Objects to keep the slots valid; see ``tables.index.Resolved``."""
+    """Pins that keep the slots valid; see ``tables.index.Resolved``."""
 
 
 class Touched(NamedTuple):
-    """Touched rows in a rectangle.
+    """Touched rows of a rectangle, as input to whole-row statistics.
 
-    ``rows`` is int64 [U], ``grad`` and ``weight`` fp32 [U, D], ``slots`` the state. Weight and state are
-    empty if sums need only the gradient (``needs_gradient_only``).
+    ``rows`` is int64 [U], ``grad`` and ``weight`` are fp32 [U, D], ``slots`` the optimizer state. Weight and
+    state are empty if the statistics need only the gradient (``needs_gradient_only``).
     """
 
     rows: Tensor
@@ -144,61 +146,67 @@ class Touched(NamedTuple):
 
 
 class RowPeers(Protocol):
-    """Ranks with other columns in the same rows, for tables under a single rule. Collective."""
+    """The ranks that hold other columns of the same rows, for tables of one rule.
+
+    All methods are collective.
+    """
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """Return mean squared gradients over whole rows; see ``distributed.row_stats``.
+        """Return the mean squared gradient of each whole row; see ``distributed.row_stats``.
 
         Args:
-            squares: sums over local columns, fp32 [total rows].
-            counts: rows by rectangle.
-            row_dims: whole-row columns by rectangle.
+            squares: sum of squares over local columns of each row, fp32 [total rows].
+            counts: number of rows of each rectangle.
+            row_dims: columns of a whole row, for each rectangle.
         """
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """Return ``row_stats`` for ``tbe_update`` by rectangle.
+        """Return the ``row_stats`` argument of ``tbe_update`` for each rectangle.
 
         Args:
-            touched: touched rows by rectangle.
+            touched: touched rows of each rectangle.
             optimizer: optimizer code.
-            hyper: hyperparameters by rectangle.
+            hyper: hyperparameters of each rectangle.
         """
 
 
 FindPeers = Callable[[UpdateRule, Sequence[int]], "tuple[frozenset[int], RowPeers | None]"]
-"""Maps a rule and its tables to the tables with rows on several ranks, and those ranks."""
+"""Given a rule and its table numbers, returns the tables with rows on several ranks, and those ranks."""
 
 
 class _Group:
-    """Rectangles under a single rule: ``whole`` needs no other rank, ``split`` has columns elsewhere."""
+    """Tables and rectangles of one update rule.
+
+    Rows of rectangles in ``whole`` are complete on this rank; those in ``split`` have columns on other ranks.
+    """
 
     def __init__(self, rule: UpdateRule, tables: list[int], peers: RowPeers | None) -> None:
         self.rule, self.tables, self.peers = rule, tables, peers
         self.whole: list[int] = []
         self.split: list[int] = []
         self.state: list[Tensor] = []
-        """Optimizer state for ``whole``, cached because every update needs it."""
+        """Optimizer state of the rectangles in ``whole``, cached because every update needs it."""
         self.origins: list[int] = []
-        """Origins of ``whole``."""
+        """First row and column of each rectangle in ``whole``."""
         self.weights: list[Tensor] | None = None
-        """Row memory for ``whole``; None if it may change, as in packed parameters."""
+        """Row memory of the rectangles in ``whole``; None if it may change, as in packed parameters."""
         self.members: list[tuple[int, FusedTable, dict[str, Any]]] = []
-        """Number, table and state by table: every step walks them."""
+        """Number, table and state of each table, listed once because every step iterates over them."""
 
 
 class _RowUpdate(NamedTuple):
-    """Update for touched rows in a rectangle, with sums over their other columns."""
+    """Update of the touched rows of one rectangle, with statistics over whole rows."""
 
     rectangle: int
     rows: RowGradients
     hyper: Tensor
-    sums: Tensor
+    sums: Tensor  # the row_stats argument of tbe_update
 
 
 class _RunUpdate(NamedTuple):
-    """``tbe_update`` arguments for rows with columns on other ranks.
+    """Arguments of ``tbe_update`` for rows that have columns on other ranks.
 
-    ``mean_squares`` covers whole rows.
+    ``runs`` saves the second sort, and ``mean_squares`` covers whole rows; see ``naive.tbe_update``.
     """
 
     runs: Tensor
@@ -206,33 +214,33 @@ class _RunUpdate(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A group's prepared update: everything except the gradient."""
+    """Prepared update of one group: everything except the gradient."""
 
     group: _Group
     steps: dict[int, list[int]]
-    """Tables to update, by update number."""
+    """Tables to update, by their update number."""
     split: list[_RowUpdate] | _RunUpdate
 
 
 class PreparedUpdates(NamedTuple):
-    """All groups' updates, and their effect on hashed-table IDs."""
+    """Prepared updates of all groups, and the IDs of hashed tables to admit and evict."""
 
     groups: list[Prepared]
     admission_eviction: TableChanges | None
 
 
 class TableUpdates:
-    """Fused updates for the tables a rank holds together.
+    """Updates the fused tables that a rank looks up together.
 
-    Tables without a rule get ordinary gradients. Every table counts its own updates: tables that were frozen
-    for a while, or loaded from different checkpoints, continue from their own step.
+    Tables without a rule get ordinary gradients. Each table counts its own updates: tables that were frozen
+    for a while, or loaded from different checkpoints, continue from their own step number.
 
     Args:
         held: the tables.
-        fused: tables with a fused rule, by number, including tables without rows on this rank.
-        writes: counts the writes made by updates.
-        peers: finds tables split by columns; None if all rows are whole here.
-        admission_eviction: admits and evicts hashed-table IDs at every update; None without such tables.
+        fused: tables with a rule, by table number, including tables without rows on this rank.
+        writes: counts the writes that updates make.
+        peers: finds the tables split by columns; None if all rows are whole on this rank.
+        admission_eviction: admits and evicts IDs of hashed tables at each update; None without such tables.
     """
 
     def __init__(
@@ -250,7 +258,7 @@ class TableUpdates:
         # Index of each fused table's parameter in ``writes``, which both ``TableUpdates`` of a module share.
         self._write_index = {number: writes.index_of(table.weight) for number, table in fused.items()}
         self._groups: list[_Group] = []
-        for rule in distinct([table.rule for table in fused.values()]):
+        for rule in distinct_rules([table.rule for table in fused.values()]):
             tables = [number for number, table in fused.items() if table.rule is rule]
             split, row_peers = (frozenset[int](), None) if peers is None else peers(rule, tables)
             group = _Group(rule, tables, row_peers)
@@ -273,14 +281,18 @@ class TableUpdates:
             and held.weights[i].dtype is not torch.float32
         }
         self._deferred = [i for group in deferred for i in group.whole + group.split]
-        self._carriers = {
+        self._gradient_buffers = {
             i: gradient_buffer
             for i, gradient_buffer in held.gradient_buffers().items()
             if self._rectangles[i].table in fused
         }
 
     def prepare(self, gradient: TableGradient, *, deferred: bool) -> PreparedUpdates:
-        """Prepare the deferred updates, or all others: everything that can fail.
+        """Prepare an update: do everything that can fail, and change nothing.
+
+        Args:
+            gradient: gradient of all tables.
+            deferred: whether to update the tables of ``optimizer.step()``, or those of the backward pass.
 
         Collective over the ranks with other columns in the same rows.
 
@@ -291,7 +303,7 @@ class TableUpdates:
         for group in groups:
             # Schedulers change the param_group between steps.
             group.rule.refresh()
-        prepared = [self._prepared(group, gradient) for group in groups]
+        prepared = [self._prepare_group(group, gradient) for group in groups]
         if self.admission_eviction is None:
             return PreparedUpdates(prepared, None)
         # Only tables updated now admit and evict; frozen tables keep their rows.
@@ -301,7 +313,7 @@ class TableUpdates:
         return PreparedUpdates(prepared, decision)
 
     def apply(self, prepared: PreparedUpdates, gradient: TableGradient) -> None:
-        """Apply the updates and count them."""
+        """Apply a prepared update: change rows and optimizer state, and increment the step numbers."""
         decision = prepared.admission_eviction
         if self.admission_eviction is not None and decision is not None:
             self.admission_eviction.apply(decision)
@@ -325,27 +337,28 @@ class TableUpdates:
         if self.admission_eviction is not None and decision is not None:
             self.admission_eviction.finish(decision)
 
-    def ordinary(self, gradient: TableGradient) -> list[Tensor | None]:
-        """Return the gradients for autograd by parameter; None for fused parameters."""
+    def ordinary_gradients(self, gradient: TableGradient) -> list[Tensor | None]:
+        """Return the dense gradient of each parameter for autograd; None for parameters of fused tables."""
         if not self._ordinary:
             return [None] * len(self._held.parameters)
-        return self._held.gradients(self._dense(gradient))
+        return self._held.gradients(self._dense_gradients(gradient))
 
     def collect(self, gradient: TableGradient) -> bool:
-        """Add deferred tables' gradients to ``parameter.grad``; return whether the accumulated gradients are
-        finite.
+        """Add the gradients of deferred tables to ``parameter.grad``.
+
+        Returns whether all accumulated gradients are finite.
         """
         if not self._deferred:
             return True
-        parts = self._by_row(gradient, self._trained(self._deferred))
+        parts = self._row_gradients(gradient, self._trained(self._deferred))
         finite = True
-        for i, gradient_buffer in self._carriers.items():
+        for i, gradient_buffer in self._gradient_buffers.items():
             if i in parts:
                 finite &= gradient_buffer.collect(parts.pop(i), gradient.pins)
         return self._held.collect(parts) and finite
 
     def collected(self) -> TableGradient:
-        """Return the collected gradients.
+        """Return the gradients that ``collect`` has added, of all deferred tables.
 
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.
@@ -353,13 +366,14 @@ class TableUpdates:
         deferred = {self._rectangles[i].table for i in self._deferred}
         rows = self._held.collected({t: self._fused[t].label for t in deferred})
         pins: list[object] = []
-        for i, gradient_buffer in self._carriers.items():
+        for i, gradient_buffer in self._gradient_buffers.items():
             if (gradient := gradient_buffer.collected()) is not None:
                 rows[i] = gradient
                 pins += [pin for pin in gradient_buffer.pins if pin not in pins]
         return TableGradient(None, rows, pins)
 
-    def _prepared(self, group: _Group, gradient: TableGradient) -> Prepared:
+    def _prepare_group(self, group: _Group, gradient: TableGradient) -> Prepared:
+        """Prepare the update of one rule's tables, without frozen tables."""
         members = [member for member in group.members if member[1].weight.requires_grad]
         if group.rule.deferred:
             members = [member for member in members if not self._lacks_gradient(member[1])]
@@ -369,15 +383,16 @@ class TableUpdates:
             for count in sorted(counts)
         }
         return Prepared(
-            group, steps, [] if group.peers is None else self._split(group, group.peers, gradient)
+            group, steps, [] if group.peers is None else self._prepare_split(group, group.peers, gradient)
         )
 
     def _lacks_gradient(self, table: FusedTable) -> bool:
+        """Return whether the backward pass has collected no gradient for a deferred table."""
         # A rank without rows counts the step along with the ranks that have rows.
         return table.weight.numel() > 0 and table.weight.grad is None
 
     def _update_whole(self, rectangles: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
-        """Update rectangles with whole rows: a single kernel call per gradient kind."""
+        """Update rectangles whose rows are whole on this rank, with one kernel call per kind of gradient."""
         rule, hyper = group.rule, group.rule.hyper_at(step)
         together = [i for i in rectangles if i not in gradient.rows] if gradient.rows else rectangles
         # The common case, with the group's cached state and origins.
@@ -392,22 +407,22 @@ class TableUpdates:
                 hyper,
                 None,
                 group.origins,
-                *self._trailing(together),
+                *self._trailing_arguments(together),
             )
             return
         if together and gradient.looked_up is not None:
-            self._call(gradient.looked_up, together, rule, hyper)
+            self._run_kernel(gradient.looked_up, together, rule, hyper)
         if summed := [i for i in rectangles if i in gradient.rows]:
             parts = [gradient.rows[i] for i in summed]
             lookups = rows_as_lookups(
                 [part.rows for part in parts], [part.grads.shape[1] for part in parts], summed
             )
             grads = [part.grads.reshape(-1) for part in parts]
-            self._call(
+            self._run_kernel(
                 LookedUp(grads[0] if len(grads) == 1 else torch.cat(grads), lookups), summed, rule, hyper
             )
 
-    def _call(
+    def _run_kernel(
         self,
         looked_up: LookedUp,
         rectangles: Sequence[int],
@@ -417,7 +432,16 @@ class TableUpdates:
         sums: Tensor | None = None,
         runs: tuple[Tensor, Tensor] | tuple[()] = (),
     ) -> None:
-        """Run the kernel, which changes every touched row in these rectangles once."""
+        """Call the update kernel, which changes each touched row of the rectangles once.
+
+        Args:
+            looked_up: gradient and lookups.
+            rectangles: rectangles to update.
+            rule: update rule.
+            hyper: hyperparameters.
+            sums: whole-row statistics per ID, or None.
+            runs: ``runs`` and ``mean_squares``, or empty.
+        """
         weights, grad, lookups = self._held.weights, *looked_up
         tbe.update(
             grad,
@@ -428,39 +452,42 @@ class TableUpdates:
             hyper,
             sums,
             [start for i in rectangles for start in self._rectangles[i].origin],
-            *self._trailing(rectangles, runs),
+            *self._trailing_arguments(rectangles, runs),
         )
 
-    def _trailing(
+    def _trailing_arguments(
         self, rectangles: Sequence[int], runs: tuple[Tensor, Tensor] | tuple[()] = ()
     ) -> Sequence[object]:
-        """Return the kernel's last arguments, as far as these rectangles need them."""
+        """Return the last arguments of the kernel, as far as these rectangles need them."""
         if not self._row_keys:
             return runs
         nothing = torch.empty(0, dtype=torch.int64)
         return *(runs or (None, None)), [self._row_keys.get(i, nothing) for i in rectangles]
 
     def _update_split(self, prepared: Prepared, gradient: TableGradient, tables: set[int]) -> None:
+        """Update the group's rectangles whose rows have columns on other ranks."""
         group, split = prepared.group, prepared.split
         if isinstance(split, _RunUpdate):
             assert gradient.looked_up is not None
             for step, members in prepared.steps.items():
                 rectangles = [i for i in group.split if self._rectangles[i].table in members]
                 assert rectangles == group.split, "runs are of all split rectangles at once"
-                self._call(gradient.looked_up, rectangles, group.rule, group.rule.hyper_at(step), runs=split)
+                self._run_kernel(
+                    gradient.looked_up, rectangles, group.rule, group.rule.hyper_at(step), runs=split
+                )
             return
         for i, rows, hyper, sums in split:
             if self._rectangles[i].table in tables:
                 lookups = rows_as_lookups([rows.rows], [rows.grads.shape[1]], [i])
-                self._call(LookedUp(rows.grads.reshape(-1), lookups), [i], group.rule, hyper, sums=sums)
+                self._run_kernel(LookedUp(rows.grads.reshape(-1), lookups), [i], group.rule, hyper, sums=sums)
 
-    def _split(
+    def _prepare_split(
         self, group: _Group, peers: RowPeers, gradient: TableGradient
     ) -> list[_RowUpdate] | _RunUpdate:
-        """Prepare the updates for a group's split rectangles.
+        """Prepare the updates of rectangles whose rows have columns on other ranks. Collective.
 
-        All are updated at once if the row statistics do not need summed rows. The ranks exchange the same
-        data either way.
+        One kernel call updates all of them if the statistics need only the gradient. The ranks exchange the
+        same data either way.
         """
         rule, split, looked_up = group.rule, group.split, gradient.looked_up
         dims = [self._fused[self._rectangles[i].table].dim for i in split]
@@ -470,20 +497,21 @@ class TableUpdates:
         at_once = all(needs_gradient_only(rule.code, h) for h in values) and len(set(steps)) == 1
         at_once &= self._trained(split) == split and not gradient.rows.keys() & split
         if not split or looked_up is None or not at_once:
-            return self._touched(group, peers, gradient, hypers)
+            return self._prepare_row_updates(group, peers, gradient, hypers)
         lookups = looked_up.lookups.of_tables(split)
         # The kernel sorts the rows once here; ``runs`` saves the second sort in the update.
         squares, counts, runs = tbe.row_squares(looked_up.grad, lookups, self._heights(split))
         return _RunUpdate(runs, peers.mean_squares(squares, counts.tolist(), dims))
 
-    def _touched(
+    def _prepare_row_updates(
         self, group: _Group, peers: RowPeers, gradient: TableGradient, hypers: Sequence[Tensor]
     ) -> list[_RowUpdate]:
+        """Prepare the update of each split rectangle separately, with statistics from all ranks."""
         weights, rule = self._held.weights, group.rule
         values = [Hyper.from_tensor(hyper) for hyper in hypers]
-        parts = self._by_row(gradient, group.split)
+        parts = self._row_gradients(gradient, group.split)
         touched = [
-            self._rows(i, parts.get(i) or _no_rows(weights[i]), not needs_gradient_only(rule.code, h))
+            self._touched_rows(i, parts.get(i) or _no_rows(weights[i]), not needs_gradient_only(rule.code, h))
             for i, h in zip(group.split, values, strict=True)
         ]
         stats = peers.row_stats(touched, rule.code, values)
@@ -492,15 +520,16 @@ class TableUpdates:
             for i, part, hyper, sums in zip(group.split, touched, hypers, stats, strict=True)
         ]
 
-    def _rows(self, i: int, part: RowGradients, with_weights: bool) -> Touched:
+    def _touched_rows(self, i: int, part: RowGradients, with_weights: bool) -> Touched:
+        """Return the touched rows of rectangle ``i``, with weights and state if needed."""
         rows, grad = part
         if not with_weights:
             return Touched(rows, grad, grad.new_empty(0), [])
         weight = self._held.weights[i].detach()
         return Touched(rows, grad, weight[rows].float(), [slot[rows] for slot in self._held.state[i]])
 
-    def _by_row(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
-        """Return gradients by rectangle and touched row."""
+    def _row_gradients(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
+        """Return the gradients by rectangle, summed by touched row."""
         by_rectangle = {i: gradient.rows[i] for i in rectangles if i in gradient.rows}
         if gradient.looked_up is not None and (remaining := [i for i in rectangles if i not in by_rectangle]):
             grad, lookups = gradient.looked_up
@@ -508,8 +537,8 @@ class TableUpdates:
             by_rectangle.update({i: RowGradients(*pair) for i, pair in zip(remaining, pairs, strict=True)})
         return by_rectangle
 
-    def _dense(self, gradient: TableGradient) -> dict[int, Tensor]:
-        """Return the ordinary gradients by rectangle."""
+    def _dense_gradients(self, gradient: TableGradient) -> dict[int, Tensor]:
+        """Return the dense gradients of ordinary (not fused) tables, by rectangle."""
         weights = self._held.weights
         trained = self._trained(self._ordinary)
         by_rectangle = {
@@ -524,32 +553,34 @@ class TableUpdates:
         return by_rectangle
 
     def _heights(self, rectangles: Sequence[int]) -> list[int]:
+        """Return the number of rows in memory of each rectangle."""
         weights = self._held.weights
         return [weights[i].shape[0] for i in rectangles]
 
     def _trained(self, rectangles: Sequence[int]) -> list[int]:
-        """Return the rectangles in tables that are not frozen now."""
+        """Return the rectangles whose tables are not frozen now."""
         return [i for i in rectangles if self._held.is_trained(i)]
 
 
 def _no_rows(weight: Tensor) -> RowGradients:
+    """Return an empty gradient."""
     return RowGradients(
         torch.empty(0, dtype=torch.int64, device=weight.device),
         torch.empty(0, weight.shape[1], device=weight.device),
     )
 
 
-# U: touched rows, D: width
+# Shape legend: U touched rows, D width.
 
 
 def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequence[int]) -> tbe.Lookups:
-    """Return lookups that read every row once, unpooled, so their gradients are the sparse gradients.
+    """Return lookups that read each row once, without pooling, so that their gradient is the row gradient.
 
-    The matching gradient is ``[U, D]`` by table, flattened, one table after the other.
+    The matching output gradient is the row gradients ``[U, D]`` of all tables, flattened and concatenated.
 
     Args:
-        rows: touched rows by table, int64 [U]. Repeated rows add their gradients.
-        dims: widths by table.
+        rows: touched rows of each table, int64 [U]. Gradients of repeated rows are added.
+        dims: width of each table.
         tables: table indices.
     """
     counts = torch.tensor([0, *(len(rows_U) for rows_U in rows)], dtype=torch.int64)
@@ -577,13 +608,13 @@ def update_rows(
     optimizer: int,
     hyper: Tensor,
 ) -> None:
-    """Update distinct rows in a whole table in place.
+    """Apply an optimizer step to distinct rows of a whole table, in place.
 
     Args:
         weight: the table, [rows, D].
-        state: optimizer slots.
+        state: optimizer state, one tensor per slot.
         rows: distinct rows, int64 [U].
-        grad: row gradients, fp32 [U, D].
+        grad: gradient of each row, fp32 [U, D].
         optimizer: optimizer code.
         hyper: hyperparameters.
     """
@@ -592,5 +623,5 @@ def update_rows(
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return slot 0 for all tables, then slot 1."""
+    """Reorder optimizer state from tables to slots: first slot 0 of all tables, then slot 1."""
     return [slot for slots in zip(*state, strict=True) for slot in slots]

@@ -97,7 +97,7 @@ def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: 
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
     )
     plan = make_plan(recipe, model, dataset, topology, ranks.control)
-    update, precision = _update_mode(recipe), CommsPrecision.of(wires_of(plan))
+    update, precision = _update_mode(recipe), CommsPrecision.from_wires(wires_of(plan))
     sharders: list[Sharder] = [
         EmbeddingBagCollectionSharder(recipe.tables, update=update, precision=precision),
         EmbeddingCollectionSharder(recipe.tables, update=update, precision=precision),

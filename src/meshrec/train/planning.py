@@ -102,7 +102,7 @@ def _check_wire_formats(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedSha
         return plan
     wires = TableWires.parse(recipe.placement.wire)
     for table in plan.required_inputs().tables:
-        if table.wire != wires.of(table.name):
+        if table.wire != wires.for_table(table.name):
             raise ValueError(
                 f"placement.plan {recipe.placement.plan} was made for {table.wire} between ranks (table "
                 f"{table.name!r}), and placement.wire is {wires}. Set placement.wire to "

@@ -27,7 +27,7 @@ def test_flat_pieces_follow_one_another():
     per_id = make_layout(offsets, segments, 2, [0, 1], [4, 2], pooling=[NONE, NONE], flat=True)
     assert [p.flat for p in per_id.pieces] == [slice(0, 12), slice(12, 14)]
     assert (pooled.out_size, per_id.out_size) == (10, 14)
-    assert per_id.pieces[1].of(torch.arange(14), 2).tolist() == [[12, 13]]
+    assert per_id.pieces[1].view_of(torch.arange(14), 2).tolist() == [[12, 13]]
 
 
 def test_without_segments_bags_are_shared_evenly():

@@ -267,7 +267,7 @@ def fails_on_one_rank(folder):
     if default_env().world.rank == 1:
         for table in tables_of(model):
             table._workers.error = RowFileError("the disk is gone")
-            table._last_read = table._workers.reader.submit(table._bring, None, [])
+            table._last_read = table._workers.reader.submit(table._read_and_log, None, [])
     found = []
     pipeline, feed = TrainPipeline(model, model.fused_optimizer), FIXED.batches(range(2, 6))
     for _ in range(4):

@@ -29,7 +29,7 @@ def test_ids_that_nobody_trains_leave_no_rows(tmp_path):
         for batch in batches(range(20, 24)):
             model(batch)
     assert same(whole(model), before)
-    assert [len(table.file.table._born.keys) for table in tables_of(model)] == [0, 0, 0]
+    assert [len(table.file.table._new_rows.keys) for table in tables_of(model)] == [0, 0, 0]
     assert sum(t.file.table.counts.num_written for t in tables_of(model)) - sum(written) < 100
 
 

@@ -34,7 +34,7 @@ def read(module, *ids, train=True):
 def test_no_row_is_lost_when_the_index_grows():
     module, table = make(Hashed(max_rows=60_000))
     drawn = torch.randint(-(2**63), 2**63 - 1, (50_000,), generator=torch.Generator().manual_seed(0))
-    expected, begin = table.storage.first_rows(drawn), 0
+    expected, begin = table.storage.initial_values(drawn), 0
     for size in (1, 6, 1, 50, 500, 9, 5000, 44_433):
         read(module, drawn[begin : begin + size].tolist())
         expected[begin : begin + size] -= 0.5
@@ -49,14 +49,14 @@ def test_no_id_is_reserved():
     ids = [-1, 0, 2**63 - 1, -(2**63), 2**62, 1]
     module, table = make(Hashed(max_rows=6))
     first = read(module, ids)
-    assert torch.equal(first, table.storage.first_rows(torch.tensor(ids)))
+    assert torch.equal(first, table.storage.initial_values(torch.tensor(ids)))
     assert torch.equal(read(module, ids, train=False), first - 0.5)
     assert sorted(table.items()[0].tolist()) == sorted(ids)
 
 
 def test_evaluation_between_the_passes_of_a_batch_leaves_its_new_rows():
     module, table = make(Hashed(max_rows=4))
-    first = table.storage.first_rows(torch.tensor([1, 2, 3]))
+    first = table.storage.initial_values(torch.tensor([1, 2, 3]))
     out = module(KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.ones(2).int())).values()
     for ids in ([1, 2], [3, 1, 2], [1, 2]):
         assert torch.equal(read(module, ids, train=False), first[torch.tensor(ids) - 1])
@@ -105,7 +105,7 @@ def test_cells_of_a_sketch_stay_full(times):
 def test_large_counts_keep_their_order():
     module, table = make(Hashed(max_rows=2, evict=LFU(half_life=100)))
     read(module, [1, 2])
-    table.memory["uses"][table.slots.find(table.listed()[0])] = (1 << 62) - 1
+    table.memory["uses"][table.slots.find(table.live_keys()[0])] = (1 << 62) - 1
     read(module, [2])
     read(module, [3])  # 1 goes, read less by one than 2
     assert set(table.items()[0].tolist()) == {2, 3}

@@ -135,7 +135,7 @@ def follow(case, keys, options, batches):
         step(module, ids)
         model.step(ids)
         table.release()
-        found = table.ids_of(table.listed()[0]).tolist()
+        found = table.ids_of(table.live_keys()[0]).tolist()
         assert set(found) == model.alive.keys()
         assert len(found) == table.num_alive == table.slots.num_live <= keys.max_rows
         step(module, [*ids, 10**9], train=False)
@@ -169,11 +169,11 @@ def test_many_operations_equal_a_plain_model(case):
 def test_the_smallest_rows_go():
     module, table = table_of(Hashed(max_rows=6, evict=LowestNorm()))
     step(module, [1, 2, 3, 4, 5, 6])
-    keys, slots = table.listed()
+    keys, slots = table.live_keys()
     norms = dict(zip(table.ids_of(keys).tolist(), table.rows[slots].norm(dim=1).tolist(), strict=True))
     step(module, [7, 8])
     kept = set(sorted(norms, key=norms.get)[2:])
-    assert set(table.ids_of(table.listed()[0]).tolist()) == kept | {7, 8}
+    assert set(table.ids_of(table.live_keys()[0]).tolist()) == kept | {7, 8}
 
 
 def test_a_sketch_is_never_late_and_says_how_often_it_is_early():
@@ -182,7 +182,7 @@ def test_a_sketch_is_never_late_and_says_how_often_it_is_early():
     for ids in drawn(50, 2, 300):
         step(module, ids)
         counts.update(ids)
-        alive = set(table.ids_of(table.listed()[0]).tolist())
+        alive = set(table.ids_of(table.live_keys()[0]).tolist())
         assert all(each in alive for each in set(ids) if counts[each] >= 3)
         early += sum(counts[each] < 3 for each in alive & set(ids))
     assert 0 <= table.report.early < 0.2
@@ -194,7 +194,7 @@ def test_chance_is_a_function_of_seed_id_and_update():
         module, table = table_of(Hashed(max_rows=10_000, admit=Probability(p), seed=seed))
         for number in range(4):
             step(module, list(range(1000 * number, 1000 * number + 1500)))
-        return set(table.ids_of(table.listed()[0]).tolist())
+        return set(table.ids_of(table.live_keys()[0]).tolist())
 
     one = alive(0, 0.25)
     assert one == alive(0, 0.25) != alive(1, 0.25)
@@ -207,7 +207,7 @@ def test_rows_go_after_their_time_of_events():
     for seconds, ids in ((1000, [1, 2]), (1050, [2]), (1100, [3])):
         set_event_time(module, seconds)
         step(module, ids)
-    assert set(table.ids_of(table.listed()[0]).tolist()) == {2, 3}
+    assert set(table.ids_of(table.live_keys()[0]).tolist()) == {2, 3}
 
 
 def test_rows_of_the_same_time_that_come_later_go_in_their_turn():
@@ -223,7 +223,7 @@ def test_rows_of_the_same_time_that_come_later_go_in_their_turn():
                 del alive[each]
         alive |= dict.fromkeys(ids, seconds)
         step(module, list(ids))
-        assert set(table.ids_of(table.listed()[0]).tolist()) == alive.keys()
+        assert set(table.ids_of(table.live_keys()[0]).tolist()) == alive.keys()
 
 
 def test_rows_that_are_loaded_go_by_the_score_that_they_bring():
@@ -234,7 +234,7 @@ def test_rows_that_are_loaded_go_by_the_score_that_they_bring():
     block = RowBlock(mix(torch.tensor(old), 0), (0, 2), {"last": torch.zeros(len(old), dtype=torch.int32)})
     table.load([block])
     step(module, list(range(1000, 1040)))
-    alive = set(table.ids_of(table.listed()[0]).tolist())
+    alive = set(table.ids_of(table.live_keys()[0]).tolist())
     assert table.num_alive == len(alive) == 630
     assert not alive & set(sorted(old, key=key_of)[:40])
 
@@ -246,30 +246,30 @@ def test_an_update_that_is_refused_leaves_the_order_of_eviction():
     with pytest.raises(ValueError, match=r"100 distinct.*IDs"):
         step(module, [*range(10, 60), *range(100, 150)])
     step(module, [200, 201, 202])
-    assert set(table.ids_of(table.listed()[0]).tolist()) == {*range(10, 70), 200, 201, 202}
+    assert set(table.ids_of(table.live_keys()[0]).tolist()) == {*range(10, 70), 200, 201, 202}
 
 
 def test_refused_ids_read_their_first_rows_and_are_not_trained():
     module, table = table_of(Hashed(max_rows=10, admit=MinCount(3)))
-    first = table.storage.first_rows(torch.tensor([5, -1]))
+    first = table.storage.initial_values(torch.tensor([5, -1]))
     for number in range(2):
         assert torch.equal(step(module, [5, -1]), first)
         assert table.report.refused == 2 * (number + 1)
     step(module, [5])
     assert not torch.equal(step(module, [5, -1], train=False), first)
     assert torch.equal(step(module, [-1], train=False), first[1:])
-    assert table.ids_of(table.listed()[0]).tolist() == [5]
+    assert table.ids_of(table.live_keys()[0]).tolist() == [5]
 
 
 def test_a_batch_without_an_update_leaves_nothing_behind():
     module, table = table_of(Hashed(max_rows=10))
     step(module, [1, 2])
-    ids, slots = table.listed()
+    ids, slots = table.live_keys()
     out = module(KeyedJaggedTensor(["f"], torch.tensor([7, 1]), lengths=torch.ones(2).int()))
     assert table.slots.num_live == 3
     del out
     table.release()
-    assert [each.tolist() for each in table.listed()] == [ids.tolist(), slots.tolist()]
+    assert [each.tolist() for each in table.live_keys()] == [ids.tolist(), slots.tolist()]
     assert table.slots.num_live == table.num_alive == 2
 
 
@@ -279,11 +279,11 @@ def test_a_row_that_goes_while_a_batch_has_it_begins_anew():
     ahead = module(KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.ones(1).int())).values()
     step(module, [3])  # 1 or 2 goes
     step(module, [4])
-    assert set(table.ids_of(table.listed()[0]).tolist()) == {3, 4}
+    assert set(table.ids_of(table.live_keys()[0]).tolist()) == {3, 4}
     ahead.sum().backward()
-    expected = table.storage.first_rows(torch.tensor([1])) - 0.1
+    expected = table.storage.initial_values(torch.tensor([1])) - 0.1
     assert torch.equal(step(module, [1], train=False), expected)
-    assert 1 in table.ids_of(table.listed()[0]).tolist()
+    assert 1 in table.ids_of(table.live_keys()[0]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_too_many_ids_are_an_error_before_anything_changes(evict, match):
         step(module, [8, 9] if evict is None else [7, 8, 9])
     table.release()
     assert table.num_alive == before[0]
-    assert torch.equal(table.rows[: len(before[1])][table.listed()[1]], before[1][table.listed()[1]])
+    assert torch.equal(table.rows[: len(before[1])][table.live_keys()[1]], before[1][table.live_keys()[1]])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 from meshrec.compat.bridge.table_configs import SettableConfig
 from meshrec.modules import BaseEmbeddingConfig, EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.quant.quantize import copied_but_for
+from meshrec.quant.quantize import copy_except
 
 # Module attribute that set_pruning_data sets and quantization reads. State dicts do not contain it.
 _NUM_ROWS = "_rows_after_pruning"
@@ -45,7 +45,7 @@ def pruned(module: nn.Module) -> nn.Module:
             replaced[id(child)] = _with_first_rows(child, getattr(child, _NUM_ROWS, {}))
     if all(id(replacement) == original for original, replacement in replaced.items()):
         return module
-    return replaced.get(id(module)) or copied_but_for(module, replaced)
+    return replaced.get(id(module)) or copy_except(module, replaced)
 
 
 def _with_first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> TableCollection:

@@ -203,7 +203,7 @@ def precision_of(
             is_split = placed.sharding_type in by_rows
             op = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER if is_split else CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
         codecs = (registry or {}).get(op.name, QuantizedCommCodecs())
-        tables[name] = WireFormats(codecs.forward.format, codecs.backward.format).checked()
+        tables[name] = WireFormats(codecs.forward.format, codecs.backward.format).validated()
     return CommsPrecision(tables={name: CommsPrecision(*formats) for name, formats in tables.items()})
 
 

@@ -19,7 +19,7 @@ from meshrec.planner.calibration.fit import fit
 from meshrec.planner.calibration.trials import make_trials, measure
 from meshrec.planner.hardware import HardwareProfile, Link, get_profile
 from meshrec.planner.types import Topology
-from meshrec.tables.cached.file import RowFile, file_in
+from meshrec.tables.cached.file import RowFile, new_path
 
 _logger = logging.getLogger("meshrec")
 # A small message shows the latency. The difference to the large message shows the bandwidth.
@@ -204,7 +204,7 @@ def measure_disk(folder: Path, *, num_rows: int = 500_000, batches: int = 8) -> 
     Raises:
         RowFileError: full or failing disk.
     """
-    path = file_in(folder, "calibration")
+    path = new_path(folder, "calibration")
     file = RowFile(path, "calibration", [4 * _DISK_WIDTH], first_key=0, num_rows=num_rows)
     try:
         step = 1 << 16

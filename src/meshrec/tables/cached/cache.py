@@ -1,4 +1,4 @@
-"""In-memory row cache, and victim selection."""
+"""Cache of table rows in memory, with CLOCK eviction."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,42 +12,42 @@ from meshrec.ops.index import HashIndex
 from meshrec.ops.memory import empty_pages
 from meshrec.tables.table import RowPart
 
-_MOST_CHANCES = 3
+_MOST_CHANCES = 3  # maximum reference count of a row
 _SERIAL_ELEMENTS = 1 << 15
-"""Copies with at least this many elements use several threads in torch."""
+"""Number of elements from which torch copies with several threads."""
 _BYTES_PER_SLOT = 16 + 8 + 1 + 4 + 8 + 1
-"""Bytes per slot in addition to the row: index, key, dirty flag, pins, stamp, and count."""
+"""Bytes per slot in addition to the row: index, key, dirty flag, pins, stamp, and reference count."""
 
 
 def slot_bytes(part_bytes: int) -> int:
-    """Return the total memory per cached row: parts, key, and bookkeeping."""
+    """Return the memory of a cached row in bytes: its parts, key, and bookkeeping."""
     return part_bytes + _BYTES_PER_SLOT
 
 
 class Misses(NamedTuple):
-    """Rows entering the cache, and their victims."""
+    """Rows that enter the cache, and the dirty rows that they replace."""
 
     keys: Tensor
-    """int64 [M], ascending: keys without a row in memory."""
+    """int64 [M], ascending: keys of the rows that enter."""
     slots: Tensor
-    """int64 [M]: their slots."""
+    """int64 [M]: slots assigned to these keys."""
     old_keys: Tensor
-    """int64 [E], ascending: keys of dirty victims."""
+    """int64 [E], ascending: keys of evicted rows that must be written to the file."""
     old_rows: list[Tensor]
-    """The dirty victims' parts."""
+    """Copies of these rows, one tensor per part."""
 
 
 class RowCache:
-    """Slots for rows in memory, indexed by key.
+    """Rows in memory, in slots that an index finds by key.
 
-    A clock selects victims: whenever a batch uses a row, the row gets another chance, up to three. New keys
-    take slots in ascending order, so the same calls give the same slots. Slots used by batches in flight are
-    pinned.
+    The CLOCK policy selects victims: each batch that uses a row increments the row's reference count, up to
+    three. New keys take slots in ascending order, so the same calls give the same slots. Slots that batches
+    in flight use are pinned.
 
     Args:
-        parts: row parts.
+        parts: parts of a row.
         width: number of columns.
-        num_slots: rows in memory.
+        num_slots: number of rows in memory.
     """
 
     def __init__(self, parts: Sequence[RowPart], width: int, *, num_slots: int) -> None:
@@ -56,24 +56,24 @@ class RowCache:
             empty_pages(shape, part.dtype, None) for shape, part in zip(shapes, parts, strict=True)
         ]
         self.keys = torch.full((num_slots,), -1, dtype=torch.int64)
-        """Key by slot; -1: none."""
+        """Key of each slot; -1: free."""
         self.dirty = torch.zeros(num_slots, dtype=torch.bool)
-        """Whether the row may differ from the file, by slot."""
+        """Whether the row in a slot may differ from the file."""
         self.pins = torch.zeros(num_slots, dtype=torch.int32)
         self.released: deque[Tensor] = deque()
-        """Slots from finished batches, whose pins are removed at the next use."""
-        # Clock state by slot: chances left, and the last batch that used the slot.
+        """Slots of finished batches. Their pins are removed at the next ``use``."""
+        # CLOCK state by slot: reference count, and number of the last batch that used the slot.
         self._counts = torch.zeros(num_slots, dtype=torch.uint8)
         self._stamps = torch.full((num_slots,), -1, dtype=torch.int64)
         self._index = HashIndex(num_slots, name="the cache of rows")
         self._hand, self._batch = 0, 0
 
     def find(self, keys: Tensor) -> Tensor:
-        """Return slots by key, int64; -1 for rows not in memory."""
+        """Return the slot of each key, int64; -1 for rows that are not in memory."""
         return self._index.find(keys.contiguous())
 
     def use(self, slots: Tensor) -> Tensor:
-        """Return a new batch's distinct slots, without -1. They are pinned and get another chance."""
+        """Register a new batch. Returns its distinct slots, without -1; they are pinned until released."""
         while self.released:
             self.pins[self.released.popleft()] -= 1
         self._batch += 1
@@ -83,9 +83,13 @@ class RowCache:
         return used
 
     def admit(self, keys: Tensor) -> Misses | None:
-        """Assign slots to keys without a slot, int64 [M] and ascending, and pin them.
+        """Assign slots to keys that have none, and pin them. Evicts rows if necessary.
 
-        Return None if too many slots are pinned.
+        Args:
+            keys: int64 [M], ascending.
+
+        Returns:
+            The rows to read and to write. None if too many slots are pinned; nothing has changed then.
         """
         num_free = len(self.keys) - self._index.num_live
         victims = keys[:0]
@@ -99,7 +103,7 @@ class RowCache:
         old_keys, order = self.keys[leaving].sort()
         leaving = leaving[order]
         # Copy before the slots are reused; the writer thread reads the copy.
-        old_rows = [_copied(part, leaving) for part in self.memory]
+        old_rows = [_copy_rows(part, leaving) for part in self.memory]
         self._index.remove(self.keys[victims])
         self.keys[victims] = -1
         slots = self._index.insert(keys)
@@ -112,11 +116,11 @@ class RowCache:
         return Misses(keys, slots, old_keys, old_rows)
 
     def forget(self, misses: Misses) -> None:
-        """Free the slots for unreadable rows. Their pins stay until the batch is done."""
+        """Free the slots of rows that could not be read. Their pins stay until the batch releases them."""
         self.drop(misses.keys[self.keys[misses.slots] == misses.keys])
 
     def drop(self, keys: Tensor) -> None:
-        """Free the keys' slots, if any, without writing the rows to the file."""
+        """Free the slots of keys, where they have one, without writing the rows to the file."""
         slots = self.find(keys)
         here = slots >= 0
         self._index.remove(keys[here])
@@ -125,23 +129,23 @@ class RowCache:
 
     @property
     def trace(self) -> int:
-        """Fingerprint over the slots assigned by the cache so far."""
+        """Fingerprint of the slots that the cache has assigned so far."""
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:
-        """Return the slots used by batches in flight."""
+        """Return the slots that batches in flight use, int64."""
         while self.released:
             self.pins[self.released.popleft()] -= 1
         return ((self.pins > 0) & (self.keys >= 0)).nonzero()[:, 0]
 
     @property
     def num_pinned(self) -> int:
-        """Number of slots used by batches in flight."""
+        """Number of slots that batches in flight use."""
         return int((self.pins > 0).sum())
 
 
-def _copied(part: Tensor, slots: Tensor) -> Tensor:
-    """Copy slots' rows in this thread."""
+def _copy_rows(part: Tensor, slots: Tensor) -> Tensor:
+    """Copy the rows at some slots in the calling thread only."""
     # Reader and writer threads keep the processors busy, and a torch thread may wait milliseconds for
     # a processor.
     copied = part.new_empty(len(slots), *part.shape[1:])

@@ -1,4 +1,4 @@
-"""File for a table larger than memory: rows and optimizer state in fixed-width records.
+"""File with the rows and optimizer state of a table larger than memory, in fixed-width records.
 
 [Note: the scratch file of a table]
 
@@ -7,9 +7,9 @@ writes a new file from its checkpoint, which has separate files. So the file is 
 anything a checkpoint promises, and need not survive a crash. When the table's next file is created in that
 folder, the scratch folders left by killed processes are removed.
 
-Rows lie in regions. A region is written whole before any record in it is read: with initial values, which are
-a function of the seed, the table and the row, or with loaded values. So a record that does not match its
-checksum is damaged, including a record with only zeros.
+Rows are grouped in regions. A region is written whole before any record in it is read: with initial values,
+which are a function of the seed, the table and the row, or with loaded values. So a record that does not
+match its checksum is damaged, even if all its bytes are zero.
 """
 
 import contextlib
@@ -28,24 +28,24 @@ from meshrec.ops import records
 from meshrec.ops.library import has_kernels
 from meshrec.tables.table import RowPart
 
-_SECTOR = 512
+_SECTOR = 512  # unit of direct I/O
 _NAME = "rows"
 IN_FLIGHT = 128
 """Concurrent disk requests. More requests did not increase throughput on the disks that were measured."""
 
 
 class RowFileError(RuntimeError):
-    """A table's file could not be read or written."""
+    """The row file of a table could not be created, read or written."""
 
 
 class RowFile:
-    """A file with the records for keys [first_key, first_key + num_rows).
+    """File with one record per key in [first_key, first_key + num_rows).
 
     Args:
-        path: a new file, from `file_in`.
+        path: new file, from `new_path`.
         label: table name in messages.
-        part_bytes: bytes per row, by part.
-        first_key: the first key.
+        part_bytes: bytes per row of each part.
+        first_key: first key.
         num_rows: number of rows.
     """
 
@@ -61,48 +61,49 @@ class RowFile:
         self.num_bytes = -(-num_rows // per_block) * block
         self._owner = os.getpid()
         try:
-            self._file, self.is_direct = _created(path, self.num_bytes)
+            self._file, self.is_direct = _create_file(path, self.num_bytes)
         except OSError as error:
             raise self._error(error.errno or 0, 0, "make") from error
         # Removes the file when the table is dropped, in the owner process only.
         self._close = weakref.finalize(self, _remove, self._file, path.parent, self._owner)
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Read rows to their slots in ``parts``.
+        """Read rows from the file to their slots in memory.
 
         Args:
-            keys: int64 [N], ascending.
-            parts: memory by part, indexed by slot.
-            slots: int64 [N].
+            keys: keys of the rows, int64 [N], ascending.
+            parts: memory of each part, indexed by slot.
+            slots: slot of each row, int64 [N].
 
         Raises:
             RowFileError: a record is damaged, or the disk fails.
         """
-        with self._opened() as (file, in_flight):
+        with self._open_file() as (file, in_flight):
             failures = records.read(file, self.layout, keys, parts, slots, in_flight=in_flight)
         self._check(failures, keys, "read")
 
     def write(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Write rows from their slots in ``parts``.
+        """Write rows from their slots in memory to the file.
 
         Args:
-            keys: int64 [N], ascending.
-            parts: memory by part, indexed by slot.
-            slots: int64 [N].
+            keys: keys of the rows, int64 [N], ascending.
+            parts: memory of each part, indexed by slot.
+            slots: slot of each row, int64 [N].
 
         Raises:
             RowFileError: the disk is full, or fails. Some rows may have been written.
         """
-        with self._opened() as (file, in_flight):
+        with self._open_file() as (file, in_flight):
             failures = records.write(file, self.layout, keys, parts, slots, in_flight=in_flight)
         self._check(failures, keys, "write")
 
     def close(self) -> None:
-        """Remove the file and the folder."""
+        """Remove the file and its folder."""
         self._close()
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[int, int]]:
+    def _open_file(self) -> Iterator[tuple[int, int]]:
+        """Yield a file descriptor, and the number of concurrent requests to use."""
         # A forked child has neither the threads nor, in a background checkpoint, the open file.
         if os.getpid() == self._owner:
             yield self._file, IN_FLIGHT
@@ -114,11 +115,13 @@ class RowFile:
             os.close(file)
 
     def _check(self, failures: Tensor, keys: Tensor, verb: str) -> None:
+        """Raise RowFileError for the first failure of a read or write."""
         if len(failures):
             number, cause = failures[0].tolist()
             raise self._error(cause, int(keys[number]), verb)
 
     def _error(self, cause: int, key: int, verb: str) -> RowFileError:
+        """Return the exception for a failure: ``verb`` is "make", "read" or "write"."""
         if verb == "make":
             return RowFileError(
                 f"{self._label}: its file {self.path} cannot be made: {os.strerror(cause)}. Give FileRows a "
@@ -144,8 +147,8 @@ class RowFile:
         )
 
 
-def file_in(folder: Path, name: str) -> Path:
-    """Return a new path for a table's rows, in a scratch folder.
+def new_path(folder: Path, name: str) -> Path:
+    """Create a scratch folder for the rows of a table in ``folder``. Returns the path of the file to create.
 
     Raises:
         RowFileError: the folder cannot be created.
@@ -162,12 +165,12 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
-    """Return bytes per row by part, for rows with ``width`` columns."""
+    """Return the bytes per row of each part, for rows with ``width`` columns."""
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
 
 def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
-    """Return the index of each requested key among ascending keys, int64 [N]; -1 if it is missing."""
+    """Return the index of each requested key in ascending ``keys``, int64 [N]; -1 if it is missing."""
     if len(keys) == 0:
         return torch.full_like(requested, -1)
     positions = torch.searchsorted(keys, requested).clamp_(max=len(keys) - 1)
@@ -175,27 +178,27 @@ def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
 
 
 def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tensor]:
-    """Allocate uninitialized row memory, a tensor per part.
+    """Allocate uninitialized memory for rows, one tensor per part.
 
     Args:
-        parts: row parts.
-        num_rows: rows.
-        width: columns.
+        parts: parts of a row.
+        num_rows: number of rows.
+        width: number of columns.
     """
     return [
         torch.empty((num_rows,) if part.per_row else (num_rows, width), dtype=part.dtype) for part in parts
     ]
 
 
-def _created(path: Path, num_bytes: int) -> tuple[int, bool]:
-    """Create a sparse file. Return it, and whether it bypasses the system's page cache."""
+def _create_file(path: Path, num_bytes: int) -> tuple[int, bool]:
+    """Create a sparse file. Returns its descriptor, and whether I/O bypasses the page cache (O_DIRECT)."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(file, num_bytes)
     except BaseException:
         remove_scratch(path.parent)
         raise
-    direct = _direct(path)
+    direct = _open_direct(path)
     if direct is None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
@@ -204,8 +207,8 @@ def _created(path: Path, num_bytes: int) -> tuple[int, bool]:
     return direct, True
 
 
-def _direct(path: Path) -> int | None:
-    """Open a file for sector-sized I/O past the page cache; None if that is impossible."""
+def _open_direct(path: Path) -> int | None:
+    """Open a file for I/O that bypasses the page cache. Returns None if the system does not support it."""
     if not hasattr(os, "O_DIRECT") or not has_kernels:
         return None  # plain Python cannot allocate sector-aligned memory
     try:
@@ -223,6 +226,7 @@ def _direct(path: Path) -> int | None:
 
 
 def _remove(file: int, folder: Path, owner: int) -> None:
+    """Close and remove the file, in the process that created it."""
     if os.getpid() == owner:
         remove_scratch(folder)
         with contextlib.suppress(OSError):

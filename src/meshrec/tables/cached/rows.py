@@ -1,4 +1,4 @@
-"""``meshrec.FileRows``: tables larger than memory, with rows in a file and a cache in memory."""
+"""``meshrec.FileRows``: tables larger than memory, with all rows in a file and a cache in memory."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.cached.cache import slot_bytes
-from meshrec.tables.cached.file import RowFile, file_in, part_bytes
+from meshrec.tables.cached.file import RowFile, new_path, part_bytes
 from meshrec.tables.cached.regions import RowRegions
 from meshrec.tables.cached.table import FileTable, RowPartStart
 from meshrec.tables.dense.rows import DenseRows
@@ -20,18 +20,18 @@ from meshrec.tables.table import Rectangle, RowPart, Span
 
 @dataclass(frozen=True, kw_only=True)
 class FileRows:
-    """A table's rows and optimizer state in a file, with a row cache in memory.
+    """Option of a table: rows and optimizer state in a file, with a cache of rows in memory.
 
-    Give the cache size in rows or bytes, for the whole table: a table split over ranks has a proportional
-    share on every rank. Training gives the same bits as with the table in memory.
+    Give the size of the cache in rows or bytes, for the whole table: if the table is split over ranks, each
+    rank has a proportional share. Training gives the same bits as with the table in memory.
 
     The files are scratch: they are created when the module is sharded, removed with it, and rewritten from a
     checkpoint. Use a local disk.
 
     Args:
-        path: a folder; it is created if it does not exist.
-        cache_rows: rows in memory. It must hold the distinct rows in two batches.
-        cache_bytes: cache memory in bytes, including optimizer state and bookkeeping.
+        path: folder for the files; created if it does not exist.
+        cache_rows: number of rows in memory. The cache must hold the distinct rows of two batches.
+        cache_bytes: memory of the cache in bytes, including optimizer state and bookkeeping.
 
     Raises:
         ValueError: neither size is given, or both are, or a size is below 1.
@@ -53,7 +53,7 @@ class FileRows:
                 raise ValueError(f"FileRows: {name} must be an integer >= 1, got {value!r}.")
 
     def num_cached(self, row_bytes: int) -> int:
-        """Return the number of cached rows; ``row_bytes``: bytes per whole row with optimizer state."""
+        """Return the number of rows in memory, given the bytes of a whole row with optimizer state."""
         if self.cache_rows is not None:
             return self.cache_rows
         assert self.cache_bytes is not None
@@ -62,9 +62,13 @@ class FileRows:
 
 @dataclass(frozen=True)
 class FileBackedRows(ExternalRows, DenseRows):
-    """Floating-point rows, as in `DenseRows`, for a table in a file.
+    """Storage of floating-point rows in a file; see ``FileRows``.
 
-    ``size``: rows and columns in the whole table.
+    Args:
+        dtype: dtype of the rows.
+        options: file and cache.
+        name: table name.
+        size: rows and columns of the whole table.
     """
 
     options: FileRows
@@ -77,12 +81,12 @@ class FileBackedRows(ExternalRows, DenseRows):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> FileTable:
-        """Create a rectangle and the file.
+        """Create the table of a rectangle, with its file.
 
         Args:
-            rectangle: keys and columns.
-            spec: the rows' optimizer; None: no state.
-            device: the module's device, which must be the CPU.
+            rectangle: rows and columns.
+            spec: optimizer of the rows; None: no state.
+            device: device of the module, which must be the CPU.
 
         Raises:
             ValueError: the device is not the CPU.
@@ -96,14 +100,15 @@ class FileBackedRows(ExternalRows, DenseRows):
         parts = parts_of(self, spec)
         name = re.sub(r"\W", "_", self.name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
         label = f"table {self.name!r}"
-        path = file_in(Path(self.options.path), name)
+        path = new_path(Path(self.options.path), name)
         file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
         # Regions match the blocks of ``initial_rows``, so a region draws only its own block.
-        starts = _starts(parts, spec)
+        starts = _initial_values(parts, spec)
         stored = RowRegions(file, starts, rectangle, block_rows(*self.size))
         return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=label)
 
     def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
+        """Return the number of rows in memory for a rectangle."""
         num_rows, dim = self.size
         height = rectangle.r1 - rectangle.r0
         cached = self.options.num_cached(sum(part_bytes(parts, dim)))
@@ -111,6 +116,7 @@ class FileBackedRows(ExternalRows, DenseRows):
         return max(1, min(height, -(-cached * height // num_rows)))
 
 
-def _starts(parts: list[RowPart], spec: OptimizerSpec | None) -> list[RowPartStart]:
+def _initial_values(parts: list[RowPart], spec: OptimizerSpec | None) -> list[RowPartStart]:
+    """Return each part with its initial value: 0 for weights, that of the spec for optimizer state."""
     values = {slot.name: slot.initial_value for slot in spec.state_slots()} if spec is not None else {}
     return [RowPartStart(part, float(values.get(part.name, 0.0))) for part in parts]

@@ -1,4 +1,4 @@
-"""Table larger than memory: a rectangle with rows in a file and a cache in memory.
+"""Table larger than memory: all rows of a rectangle in a file, and a cache in memory.
 
 [Note: rows on their way to the cache]
 
@@ -13,12 +13,12 @@ Results do not depend on any of this: a row has the same bits in its slot, in a 
 
 [Note: how a table in a file is frozen]
 
-From the mark on, the first batch that may change a row first writes the unchanged row to the snapshot's log.
-(Rows used by batches in flight at the mark are written at once.) So a row's state at the mark is in the log;
-or else the row is unchanged, and is where the table has it, in memory or in the file. A background checkpoint
-reads all this in a forked process, in which memory stays as at the fork while training continues to change
-the files. It reads a row from the table's file first and checks the log afterward: a row overwritten during
-the read is in the log by then.
+From the moment of the snapshot on, the first batch that may change a row first writes the unchanged row to
+the snapshot's log. (Rows in use by batches in flight at that moment are logged at once.) So a row's state at
+that moment is in the log; or else the row is unchanged, and is where the table has it, in memory or in the
+file. A background checkpoint reads all this in a forked process, in which memory stays as at the fork while
+training continues to change the files. It reads a row from the table's file first and checks the log
+afterward: a row overwritten during the read is in the log by then.
 """
 
 import dataclasses
@@ -41,39 +41,39 @@ from meshrec.tables.cached.cache import Misses, RowCache
 from meshrec.tables.cached.file import RowFileError, memory_for, positions_in
 from meshrec.tables.cached.regions import FirstBlocks, StoredRows
 from meshrec.tables.index import Pin, Resolved
-from meshrec.tables.streamed import streamed
+from meshrec.tables.streamed import streamed_parts
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 _SECTOR = 512
-_STREAM_BYTES = 1 << 22
+_STREAM_BYTES = 1 << 22  # file bytes per block of a stream
 _MOST_WRITES = 4
-"""Maximum batches of rows on their way to the file. Further batches wait."""
+"""Maximum number of batches whose victims are being written. Further batches wait."""
 
 
 class RowPartStart(NamedTuple):
-    """A row part with its initial value (for rows without other initial values)."""
+    """A part of a row, and its initial value in rows without other initial values."""
 
     part: RowPart
     value: float
 
 
-class _Leaving(NamedTuple):
-    """Rows evicted from memory and not yet in the file."""
+class _UncachedRows(NamedTuple):
+    """Rows that are neither in the cache nor in the file: evicted and being written, or new."""
 
     keys: Tensor
     """int64 [N], ascending."""
     rows: list[Tensor]
-    written: "Future[None]"
+    written: "Future[None]"  # done when the rows are in the file
 
-    def without(self, keys: Tensor) -> "_Leaving":
-        """Return the rows whose keys are not among the ascending ``keys``."""
+    def without(self, keys: Tensor) -> "_UncachedRows":
+        """Return these rows except those with the given keys, which ascend."""
         stays = positions_in(keys, self.keys) < 0
         return (
             self if stays.all() else self._replace(keys=self.keys[stays], rows=[p[stays] for p in self.rows])
         )
 
-    def plus(self, keys: Tensor, rows: Sequence[Tensor]) -> "_Leaving":
-        """Return the rows merged with new rows, which replace rows with the same keys."""
+    def plus(self, keys: Tensor, rows: Sequence[Tensor]) -> "_UncachedRows":
+        """Return these rows merged with new rows, which replace rows with the same keys."""
         both = self.without(keys)
         ascending, order = torch.cat([both.keys, keys]).sort()
         joined = [torch.cat(pair)[order] for pair in zip(both.rows, rows, strict=True)]
@@ -82,29 +82,30 @@ class _Leaving(NamedTuple):
 
 @dataclasses.dataclass
 class RowCounts:
-    """Counters for rows used, read and written so far."""
+    """Counters of rows used, read and written since the table was created."""
 
     num_used: int = 0
-    """Distinct batch rows that were in memory."""
+    """Distinct rows of batches that were in memory."""
     num_read: int = 0
-    """Distinct batch rows that were not in memory."""
+    """Distinct rows of batches that were not in memory."""
     num_written: int = 0
-    """Dirty rows evicted from memory."""
+    """Dirty rows that were evicted from memory."""
     num_snapshots: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of distinct batch rows that were in memory."""
+        """Fraction of the distinct rows of batches that were in memory."""
         return self.num_used / max(1, self.num_used + self.num_read)
 
 
 class _Workers:
-    """The reader thread, the writer thread, and the failed reads."""
+    """The reader thread and the writer thread of a table, and failed reads."""
 
     def __init__(self) -> None:
         self.reader = ThreadPoolExecutor(1, "meshrec-rows-read")
         self.writer = ThreadPoolExecutor(1, "meshrec-rows-write")
         self.owner = os.getpid()  # a forked child has no threads
+        # Set by the reader thread, cleared by _finish_reads.
         self.failed: list[Misses] = []
         self.error: RowFileError | None = None
 
@@ -114,7 +115,7 @@ class _Workers:
 
 
 class RowsInFlight(Pin):
-    """A batch's cached rows, as a ``Pin``."""
+    """Pin of the rows that a batch uses in a cache, some of which may still be being read."""
 
     def __init__(
         self, band: tuple[int, int, int], cache: RowCache, used: Tensor, arrival: "Future[None] | Exception"
@@ -134,7 +135,7 @@ class RowsInFlight(Pin):
         self._arrival.result()
 
     def release(self) -> None:
-        """Queue the slots. The cache removes their pins when the next batch uses it."""
+        """Release the slots. The cache removes their pins when the next batch starts."""
         if not self.is_released:
             self.is_released = True
             self._released.append(self._used)
@@ -145,13 +146,13 @@ class RowsInFlight(Pin):
 
 @final
 class FileTable:
-    """A rectangle in a file-backed table; see [Note: rows on their way to the cache].
+    """A rectangle of a table with rows in a file; see [Note: rows on their way to the cache].
 
     Args:
         rectangle: rows and columns.
         starts: parts of rows and optimizer state.
-        stored: rows in the file.
-        num_slots: rows in memory.
+        stored: the rows in the file.
+        num_slots: number of rows in memory.
         name: table name in messages.
     """
 
@@ -171,13 +172,13 @@ class FileTable:
         r = rectangle
         self._cache = RowCache(self.parts, r.c1 - r.c0, num_slots=num_slots)
         self.stored = stored
-        self._born = _Leaving(
+        self._new_rows = _UncachedRows(
             torch.empty(0, dtype=torch.int64), memory_for(self.parts, 0, r.c1 - r.c0), _finished()
         )
-        """New rows that a batch will bring to memory and that are not in the file."""
-        # In write order: a later copy of a row must reach the file last.
-        self._leaving: deque[_Leaving] = deque()
-        # Open snapshots, from ``snapshot`` until ``leave``.
+        """Rows set by ``start_rows`` that are neither in memory nor in the file."""
+        # Victims being written, in write order: a later copy of a row must reach the file last.
+        self._victims: deque[_UncachedRows] = deque()
+        # Open snapshots, from ``snapshot`` until ``end_snapshot``.
         self._snapshots: list[RowLog] = []
         self._lock = threading.RLock()
         self._workers = _Workers()
@@ -187,39 +188,39 @@ class FileTable:
 
     @property
     def index(self) -> "FileTable":
-        """The table itself."""
+        """The table itself, which is its own index."""
         return self
 
     @property
     def rows(self) -> Tensor:
-        """Rows in memory."""
+        """Memory of the cached rows."""
         return self._cache.memory[0]
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Optimizer state in memory."""
+        """Memory of the cached optimizer state."""
         return self._cache.memory[1:]
 
     @property
     def slot_keys(self) -> Tensor:
-        """Key by slot."""
+        """Key of each slot."""
         return self._cache.keys
 
-    def start_with(self, first: FirstBlocks) -> None:
-        """Take initial values from ``first`` for rows never written, when they are needed."""
+    def set_initial_rows(self, first: FirstBlocks) -> None:
+        """Set the function that returns initial rows. It is called when rows are first needed."""
         self.stored.first = first
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys whose rows occupy these slots now."""
+        """Return the keys whose rows are in these slots now."""
         return self._cache.keys[slots]
 
     @torch.no_grad()
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Assign slots to keys and start bringing the rows there. The pin's ``wait`` waits for the rows."""
+        """Assign slots to keys, and start to bring the rows there. The pin's ``wait`` waits for the rows."""
         with self._lock:
             cache = self._cache
             if self._last_read.done():
-                self._settle_reads()
+                self._finish_reads()
             slots = cache.find(keys)
             # Pin the hits before admission, which must not evict them.
             used = cache.use(slots)
@@ -229,10 +230,10 @@ class FileTable:
                 self.counts.num_used += len(used)
                 self.counts.num_read += len(missing)
                 self._check_written()
-                if regions := self.stored.missing(missing):
-                    self._settle_writes()  # a single thread must write blocks with rows from two regions
-                    self.stored.make(regions)
-                misses = self._admitted(missing) if len(missing) else None
+                if regions := self.stored.unwritten(missing):
+                    self._finish_writes()  # a single thread must write blocks with rows from two regions
+                    self.stored.write_initial(regions)
+                misses = self._admit(missing) if len(missing) else None
             except Exception as error:  # raised when the rows are waited for, on all ranks
                 return Resolved(slots.clamp_(min=0), RowsInFlight(self.rectangle[:3], cache, used, error))
             if misses is not None:
@@ -241,18 +242,18 @@ class FileTable:
             if train:
                 # Before the update, which will change these rows.
                 cache.dirty[used] = True
-            arrival = self._brought(misses, used, train)
+            arrival = self._start_reads(misses, used, train)
             return Resolved(slots, RowsInFlight(self.rectangle[:3], cache, used, arrival))
 
     @torch.no_grad()
     def start_rows(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
-        """Give keys new rows, replacing any previous rows.
+        """Set new rows for keys, replacing any previous rows.
 
-        Rows outside memory are stored separately until a batch resolves them, or until ``drop``.
+        Rows that are not in memory are kept separately until a batch resolves them, or until ``drop``.
 
         Args:
             keys: int64 [N], ascending.
-            rows: row parts.
+            rows: one tensor per part.
         """
         with self._lock:
             slots = self._cache.find(keys)
@@ -263,19 +264,19 @@ class FileTable:
                     part[slots[here]] = values[here]
                 self._cache.dirty[slots[here]] = True
             if not here.all():
-                self._born = self._born.plus(keys[~here], [values[~here] for values in rows])
+                self._new_rows = self._new_rows.plus(keys[~here], [values[~here] for values in rows])
 
     def drop(self, keys: Tensor) -> None:
-        """Remove rows, int64 [N] keys and ascending, that no batch in flight uses.
+        """Remove the rows of keys, int64 [N], ascending, that no batch in flight uses.
 
-        Nothing reads them before ``start_rows`` or ``load`` replaces them.
+        They must not be read before ``start_rows`` or ``load`` has replaced them.
         """
         with self._lock:
             self._cache.drop(keys)
-            self._born = self._born.without(keys)
+            self._new_rows = self._new_rows.without(keys)
 
     def log(self, keys: Tensor) -> None:
-        """Write rows about to be dropped or replaced to the snapshot logs.
+        """Write rows to the logs of all snapshots, before they are dropped or replaced.
 
         Raises:
             RowFileError: a row cannot be read, or a log cannot be written.
@@ -287,13 +288,13 @@ class FileTable:
                     log.append_rows(some, rows)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return ``StreamedPart`` tensors by name."""
-        return streamed(self)
+        """Return the parts by name, as ``StreamedPart`` tensors."""
+        return streamed_parts(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Stream the rows in blocks."""
+        """Yield the rows in blocks."""
         for first, end in self.spans(keys):
-            yield self.block_of(range(first, end), self.rows_at(torch.arange(first, end)), columns)
+            yield self.make_block(range(first, end), self.rows_at(torch.arange(first, end)), columns)
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
@@ -307,43 +308,43 @@ class FileTable:
                 rows = slice(start, start + self._rows_per_block)
                 parts = {name: part[rows] for name, part in block.parts.items()}
                 with self._lock:
-                    self._settle_reads()
-                    self._settle_writes()
+                    self._finish_reads()
+                    self._finish_writes()
                     self._load(RowBlock(block.keys[rows], block.columns, parts))
 
     def snapshot(self) -> "RowLog":
-        """Return the current rows as a snapshot; see [Note: how a table in a file is frozen]."""
+        """Return a snapshot of the present rows; see [Note: how a table in a file is frozen]."""
         with self._lock:
-            self._settle_reads()
+            self._finish_reads()
             self.counts.num_snapshots += 1
             path, width = self.stored.file.path, self.rectangle.c1 - self.rectangle.c0
             path = path.with_name(f"{path.name}.log-{self.counts.num_snapshots}")
             # Rows used by batches in flight may change at any time, so log them now.
             log = RowLog(self, path, (self.parts, width), len(self._cache.keys))
             pinned = self._cache.pinned()
-            log.append(self._cache.keys, self._cache.memory, log.fresh(pinned, pinned))
+            log.append(self._cache.keys, self._cache.memory, log.mark_logged(pinned, pinned))
             self._snapshots.append(log)
             return log
 
-    def leave(self, snapshot: "RowLog") -> None:
-        """Stop writing to a snapshot's log."""
+    def end_snapshot(self, snapshot: "RowLog") -> None:
+        """Stop writing to the log of a snapshot."""
         with self._guard():
             self._snapshots = [log for log in self._snapshots if log is not snapshot]
             self._last_read.exception()  # a read in flight may write to the log
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
-        """Split a key interval into row blocks."""
+        """Yield the intervals, one per block, into which a key interval is split."""
         r, step = self.rectangle, self._rows_per_block
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         for start in range(first, end, step):
             yield start, min(start + step, end)
 
-    def block_of(self, keys: range, parts: Sequence[Tensor], columns: Span | None) -> RowBlock:
-        """Return a row block from row parts.
+    def make_block(self, keys: range, parts: Sequence[Tensor], columns: Span | None) -> RowBlock:
+        """Return a row block, given rows of all columns.
 
         Args:
             keys: consecutive keys.
-            parts: row parts.
+            parts: rows, one tensor per part.
             columns: table columns to include; None: all.
         """
         c0, _ = self.rectangle.columns
@@ -356,20 +357,20 @@ class FileTable:
 
     @torch.no_grad()
     def rows_at(self, keys: Tensor, unneeded: Tensor | None = None) -> list[Tensor]:
-        """Return current row parts.
+        """Return the present rows of keys, one tensor per part, wherever they are.
 
         Args:
             keys: int64 [N], ascending.
-            unneeded: bool [N], keys whose rows are not needed; None: all are needed.
+            unneeded: bool [N], keys whose rows are not needed: the result has arbitrary values there.
         """
         with self._guard():
-            self._settle_reads()
+            self._finish_reads()
             parts = memory_for(self.parts, len(keys), self.rectangle.c1 - self.rectangle.c0)
             absent = torch.ones(len(keys), dtype=torch.bool) if unneeded is None else ~unneeded
             slots = self._cache.find(keys)
             sources = [(slots, self._cache.memory)]
             # Newest copy first, then the file.
-            copies = (self._born, *reversed(self._leaving))
+            copies = (self._new_rows, *reversed(self._victims))
             sources += [(positions_in(copy.keys, keys), copy.rows) for copy in copies]
             for positions, rows in sources:
                 here = absent & (positions >= 0)
@@ -395,14 +396,15 @@ class FileTable:
 
     @property
     def _rows_per_block(self) -> int:
+        """Number of rows per block of a stream."""
         return max(1, _STREAM_BYTES // self.stored.file.layout.record_bytes)
 
     def _guard(self) -> AbstractContextManager[Any]:
         """Return the lock; a forked child, which reads alone, must not wait for it."""
         return self._lock if os.getpid() == self._workers.owner else nullcontext()
 
-    def _settle_reads(self) -> None:
-        """Wait for rows in flight to memory, and free the slots for unreadable rows."""
+    def _finish_reads(self) -> None:
+        """Wait until all reads have ended, and free the slots of rows that could not be read."""
         if os.getpid() != self._workers.owner:
             return  # a snapshot was made before the fork, and waited
         self._last_read.exception()
@@ -411,39 +413,44 @@ class FileTable:
         self._workers.error = None
 
     def _check_written(self) -> None:
-        """Release rows that have reached the file, and retry failed writes.
+        """Forget victims that are in the file by now, and retry failed writes.
 
         Raises:
             RowFileError: a write fails again.
         """
-        if len(self._leaving) >= _MOST_WRITES:
-            self._leaving[0].written.exception()
-        while self._leaving and self._leaving[0].written.done():
-            if self._leaving[0].written.exception() is not None:
-                self._settle_writes()
+        if len(self._victims) >= _MOST_WRITES:
+            self._victims[0].written.exception()
+        while self._victims and self._victims[0].written.done():
+            if self._victims[0].written.exception() is not None:
+                self._finish_writes()
                 return
-            self._leaving.popleft()
+            self._victims.popleft()
 
-    def _settle_writes(self) -> None:
-        """Wait until all dirty victims are in the file.
+    def _finish_writes(self) -> None:
+        """Wait until all victims are in the file.
 
         Raises:
-            RowFileError: rows cannot be written; they stay in memory.
+            RowFileError: rows cannot be written. They stay in memory.
         """
-        for leaving in self._leaving:
+        for leaving in self._victims:
             leaving.written.exception()
         again = False
-        while self._leaving:
-            leaving = self._leaving[0]
+        while self._victims:
+            leaving = self._victims[0]
             again |= leaving.written.exception() is not None
             if again:  # in order: a later copy of a row goes last
                 self._write(leaving.keys, leaving.rows)
-            self._leaving.popleft()
+            self._victims.popleft()
 
     def _write(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
+        """Write rows to the file."""
         self.stored.file.write(keys, rows, torch.arange(len(keys)))
 
-    def _admitted(self, missing: Tensor) -> Misses:
+    def _admit(self, missing: Tensor) -> Misses:
+        """Assign slots to keys that have none, and start to write dirty victims.
+
+        Raises ValueError if full.
+        """
         misses = self._cache.admit(missing)
         if misses is None:
             raise ValueError(
@@ -455,22 +462,25 @@ class FileTable:
         if len(misses.old_keys):
             self.counts.num_written += len(misses.old_keys)
             written = self._workers.writer.submit(self._write, misses.old_keys, misses.old_rows)
-            self._leaving.append(_Leaving(misses.old_keys, misses.old_rows, written))
+            self._victims.append(_UncachedRows(misses.old_keys, misses.old_rows, written))
         return misses
 
-    def _brought(self, misses: Misses | None, used: Tensor, train: bool) -> "Future[None]":
-        """Start bringing rows to their slots; return a future for all batches' rows up to this batch."""
+    def _start_reads(self, misses: Misses | None, used: Tensor, train: bool) -> "Future[None]":
+        """Start to bring a batch's rows to their slots.
+
+        The returned future covers all earlier batches too.
+        """
         new = misses.slots if misses is not None else used[:0]
-        logs = [(log, log.fresh(used, new, train=train)) for log in self._snapshots]
-        reads = self._from_copies(misses) if misses is not None else None
+        logs = [(log, log.mark_logged(used, new, train=train)) for log in self._snapshots]
+        reads = self._take_from_copies(misses) if misses is not None else None
         if reads is not None or any(len(slots) for _, slots in logs):
-            self._last_read = self._workers.reader.submit(self._bring, reads, logs)
+            self._last_read = self._workers.reader.submit(self._read_and_log, reads, logs)
         return self._last_read
 
-    def _from_copies(self, misses: Misses) -> Misses | None:
-        """Take rows missing in the file from their copies; return the remaining rows."""
+    def _take_from_copies(self, misses: Misses) -> Misses | None:
+        """Copy rows that are not in the file to their slots. Returns the rows that must be read, or None."""
         absent = torch.ones(len(misses.keys), dtype=torch.bool)
-        for copy in (self._born, *reversed(self._leaving)):
+        for copy in (self._new_rows, *reversed(self._victims)):
             if copy.keys is misses.old_keys:
                 continue
             positions = positions_in(copy.keys, misses.keys)
@@ -480,14 +490,14 @@ class FileTable:
             self._last_read.exception()  # a read for an abandoned batch may go to these slots
             for part, rows in zip(self._cache.memory, copy.rows, strict=True):
                 part[misses.slots[here]] = rows[positions[here]]
-            if copy is self._born:
+            if copy is self._new_rows:
                 self._cache.dirty[misses.slots[here]] = True
             absent &= ~here
-        self._born = self._born.without(misses.keys)
+        self._new_rows = self._new_rows.without(misses.keys)
         return misses._replace(keys=misses.keys[absent], slots=misses.slots[absent]) if absent.any() else None
 
-    def _bring(self, reads: Misses | None, logs: "Sequence[tuple[RowLog, Tensor]]") -> None:
-        """Read rows to their slots, and log rows before they change. Runs in the reader thread."""
+    def _read_and_log(self, reads: Misses | None, logs: "Sequence[tuple[RowLog, Tensor]]") -> None:
+        """Read rows to their slots, and log rows that will change. Runs in the reader thread."""
         workers, cache = self._workers, self._cache
         try:
             if workers.error is not None:
@@ -503,6 +513,7 @@ class FileTable:
             raise
 
     def _load(self, block: RowBlock) -> None:
+        """Replace the rows of one block, in memory and in the file."""
         span = block.keys if isinstance(block.keys, range) else None
         keys = torch.arange(span.start, span.stop) if span is not None else block.keys
         assert isinstance(keys, Tensor)
@@ -511,7 +522,9 @@ class FileTable:
         # Snapshots need the old rows.
         self.log(keys)
         is_new = span is not None and is_whole  # then regions within it need no initial values
-        stored.make(stored.partly_covered(span.start, span.stop) if span and is_new else stored.missing(keys))
+        stored.write_initial(
+            stored.partly_covered(span.start, span.stop) if span and is_new else stored.unwritten(keys)
+        )
         rows = memory_for(self.parts, len(keys), r.c1 - r.c0) if is_whole else self.rows_at(keys)
         low, high = block.columns[0] - r.c0, block.columns[1] - r.c0
         for part, tensor in zip(self.parts, rows, strict=True):
@@ -520,7 +533,7 @@ class FileTable:
         stored.file.write(keys, rows, torch.arange(len(keys)))
         if span is not None:
             stored.mark_written(span.start, span.stop)
-        self._born = self._born.without(keys)
+        self._new_rows = self._new_rows.without(keys)
         slots = self._cache.find(keys)
         here = slots >= 0
         for to, tensor in zip(self._cache.memory, rows, strict=True):
@@ -529,20 +542,22 @@ class FileTable:
 
 @final
 class RowLog:
-    """A table snapshot; see [Note: how a table in a file is frozen].
+    """Log of the rows that have changed since a snapshot; see [Note: how a table in a file is frozen].
 
     Args:
-        table: the table.
-        path: a new file for the log.
-        parts: row parts, and number of columns.
-        num_slots: slots in the table's cache.
+        table: table.
+        path: new file for the log.
+        parts: parts of a row, and number of columns.
+        num_slots: number of slots in the table's cache.
     """
 
     def __init__(
         self, table: FileTable, path: Path, parts: tuple[Sequence[RowPart], int], num_slots: int
     ) -> None:
         self._table, self._path, self._parts = table, path, parts
+        # Whether the row in a slot is in the log.
         self._is_logged = torch.zeros(num_slots, dtype=torch.bool)
+        # Number of entries written, and the keys of those read.
         self._num_rows, self._seen = 0, torch.empty(0, dtype=torch.int64)
         kinds, width = parts
         record = 8 + sum((1 if part.per_row else width) * part.dtype.itemsize for part in kinds) + 4
@@ -550,12 +565,12 @@ class RowLog:
         self._file, created = Created.file(path, 0o600)
         self._end = weakref.finalize(self, _remove, self._file, created, os.getpid())
 
-    def fresh(self, slots: Tensor, new: Tensor, *, train: bool = True) -> Tensor:
-        """Return the slots whose rows must be logged before the batch changes them.
+    def mark_logged(self, slots: Tensor, new: Tensor, *, train: bool = True) -> Tensor:
+        """Return the slots whose rows must be logged before a batch changes them, and mark them as logged.
 
         Args:
-            slots: a batch's slots.
-            new: slots with another row now.
+            slots: slots that the batch uses.
+            new: slots that have just got another row.
             train: whether the batch may change rows.
         """
         self._is_logged[new] = False
@@ -564,11 +579,11 @@ class RowLog:
         return unlogged
 
     def append(self, keys: Tensor, memory: Sequence[Tensor], slots: Tensor) -> None:
-        """Write rows to the log.
+        """Write the rows at some slots to the log.
 
         Args:
-            keys: key by slot.
-            memory: row parts, indexed by slot.
+            keys: key of each slot.
+            memory: memory of each part, indexed by slot.
             slots: slots to write.
 
         Raises:
@@ -590,13 +605,13 @@ class RowLog:
         self.append(keys, rows, torch.arange(len(keys)))
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Stream the rows as at the mark; see ``tables.table.TableSnapshot``."""
+        """Yield the rows at the moment of the snapshot; see ``tables.table.TableSnapshot``."""
         for first, end in self._table.spans(keys):
             parts = self.rows_at(torch.arange(first, end))
-            yield self._table.block_of(range(first, end), parts, columns)
+            yield self._table.make_block(range(first, end), parts, columns)
 
     def rows_at(self, keys: Tensor) -> list[Tensor]:
-        """Return row parts as at the mark, for int64 [N] ascending keys.
+        """Return the rows of keys (int64 [N], ascending) at the moment of the snapshot, one tensor per part.
 
         Raises:
             RowFileError: a row or a log entry is damaged.
@@ -611,14 +626,14 @@ class RowLog:
         return parts
 
     def close(self) -> None:
-        """Remove the log."""
-        self._table.leave(self)
+        """Stop logging, and remove the log."""
+        self._table.end_snapshot(self)
         self._end()
 
     def _entries(self, keys: Tensor) -> Tensor:
-        """Return every key's first log entry; -1 for keys without an entry."""
+        """Return the first log entry of each key; -1 for keys without an entry."""
         with suppress(FileNotFoundError):
-            self._catch_up()
+            self._read_new_entries()
         positions = positions_in(keys, self._seen)
         here = (positions >= 0).nonzero()[:, 0]
         none = len(self._seen)
@@ -626,7 +641,8 @@ class RowLog:
         first_entries = torch.full_like(keys, none).scatter_reduce_(0, positions[here], here, "amin")
         return torch.where(first_entries < none, first_entries, -1)
 
-    def _catch_up(self) -> None:
+    def _read_new_entries(self) -> None:
+        """Read the keys of log entries written since the last call."""
         count = os.stat(self._path).st_size // self._layout.block_bytes
         entries = torch.arange(len(self._seen), count)
         if len(entries):
@@ -634,6 +650,7 @@ class RowLog:
             self._seen = torch.cat([self._seen, new_keys])
 
     def _read(self, entries: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the keys and rows of log entries."""
         kinds, width = self._parts
         keys, rows = torch.empty(len(entries), dtype=torch.int64), memory_for(kinds, len(entries), width)
         if len(entries):
@@ -653,12 +670,14 @@ class RowLog:
 
 
 def _remove(file: int, created: Created, owner: int) -> None:
+    """Close and remove the log, in the process that created it."""
     if os.getpid() == owner:
         os.close(file)
         created.remove()
 
 
 def _finished() -> "Future[None]":
+    """Return a future that is done."""
     future: Future[None] = Future()
     future.set_result(None)
     return future

@@ -1,4 +1,4 @@
-"""Fixed-table row formats: floating-point rows, and codes with a scale and a bias."""
+"""Row storage of fixed tables: floating-point rows, and quantised rows with a scale and a bias."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,10 @@ from meshrec.tables.table import RowPart
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Floating-point rows: fp32, fp16 or bf16, ``dim`` elements per row, with separate fp32 state."""
+    """Storage of floating-point rows, fp32, fp16 or bf16: ``dim`` elements per row.
+
+    Optimizer state is fp32.
+    """
 
     dtype: torch.dtype
     is_trainable = True
@@ -37,7 +40,7 @@ class DenseRows:
         """Allocate uninitialized memory.
 
         Args:
-            num_rows: rows.
+            num_rows: number of rows.
             columns: elements per row.
             device: memory device.
         """
@@ -52,11 +55,12 @@ class DenseRows:
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create fp32 state, a tensor ``[num_rows]`` or ``[num_rows, dim]`` per slot in the spec.
+        """Create initial optimizer state, fp32: a tensor ``[num_rows]`` or ``[num_rows, dim]`` per
+        state slot.
 
         Args:
             spec: the optimizer; None: no state.
-            num_rows: rows.
+            num_rows: number of rows.
             dim: values per row.
             device: memory device.
         """
@@ -74,9 +78,9 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """Read-only rows with 8-, 4- or 2-bit codes, and a scale and a bias per row.
+    """Storage of read-only rows with codes of 8, 4 or 2 bits, and a scale and a bias per row.
 
-    A column shard has the whole row's scale and bias, so its values equal the whole table's values. See
+    A column shard has the scale and bias of the whole row, so its values equal those of the whole table. See
     ``ops.nbit``.
     """
 
@@ -93,18 +97,18 @@ class QuantisedRows:
     )
 
     def columns(self, dim: int) -> int:
-        """Return the bytes for scale, bias and codes, a multiple of 4."""
+        """Return the bytes of scale, bias and codes of a row: a multiple of 4."""
         return nbit.row_bytes(dim, self.bits)
 
     def part_column(self, column: int) -> int:
-        """Return the byte with the column's code. Columns may be cut at byte boundaries."""
+        """Return the byte at which the code of a column starts. Columns can be split at byte boundaries."""
         return nbit.code_bytes(column, self.bits)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """Allocate uninitialized memory.
 
         Args:
-            num_rows: rows.
+            num_rows: number of rows.
             columns: bytes per row.
             device: memory device.
         """
@@ -114,7 +118,7 @@ class QuantisedRows:
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes for the rows, including padding."""
+        """Return the bytes of the rows, including padding."""
         return num_rows * self.columns(dim)
 
     def new_state(
@@ -132,11 +136,11 @@ class QuantisedRows:
         return []
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Return codes, scales and biases."""
+        """Return the codes, scales and biases of rows, as views."""
         params = rows.view(torch.float16)
         codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]
         return [codes, params[:, 0], params[:, 1]]
 
     def encode(self, values: Tensor) -> Tensor:
-        """Convert the rows to codes with FBGEMM's rounding."""
+        """Quantize rows of values, with the rounding of FBGEMM."""
         return nbit.quantize(values, self.bits)

@@ -1,4 +1,4 @@
-"""Tables with rows in a single tensor: a row for every key, at slot ``key - r0``."""
+"""Tables whose rows are in a single tensor: each key has a row, at slot ``key - r0``."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.packing import Packing
-from meshrec.tables.storage import RowStorage, cut
+from meshrec.tables.storage import RowStorage, slice_parts
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 
 @final
 class FixedTable:
-    """A rectangle in a parameter's memory.
+    """A rectangle of a table in the memory of a parameter.
 
     Args:
-        parameter: the parameter, which may hold other rectangles too.
-        packing: rectangle layout in the parameter.
-        number: this rectangle's index in ``packing``.
-        state: optimizer state by slot.
-        spec: the optimizer; None: no state.
+        parameter: parameter, which may hold other rectangles too.
+        packing: where the rectangles are in the parameter.
+        number: index of this rectangle in ``packing``.
+        state: optimizer state, one tensor per slot.
+        spec: optimizer; None: no state.
     """
 
     is_growable = False
@@ -42,45 +42,48 @@ class FixedTable:
 
     @property
     def rows(self) -> Tensor:
-        """The parameter, or a view into it if it holds several rectangles."""
+        """The parameter; or a view into it, if it holds several rectangles."""
         if len(self._packing.rectangles) == 1:
             return self._parameter
         return self._packing.views(self._parameter.detach())[self._number]
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the memory."""
+        """Return row parts and optimizer state by name, as views."""
         c0, c1 = self.rectangle.columns
         tensors = [*self._packing.storage.parts(self.rows.detach(), c1 - c0), *self.state]
         return {part.name: tensor for part, tensor in zip(self.parts, tensors, strict=True)}
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Stream the memory as a single block."""
+        """Yield the rows as a single block, without a copy."""
         r, (c0, c1) = self.rectangle, columns or self.rectangle.columns
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         if first < end and c0 < c1:
-            yield RowBlock(range(first, end), (c0, c1), self._cut(slice(first - r.r0, end - r.r0), (c0, c1)))
+            yield RowBlock(
+                range(first, end), (c0, c1), self._slice(slice(first - r.r0, end - r.r0), (c0, c1))
+            )
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Copy the blocks into the memory."""
+        """Copy the blocks to the memory."""
         r0, everything = self.rectangle.r0, slice(None)
         for block in blocks:
             if isinstance(block.keys, range):
-                targets = self._cut(slice(block.keys.start - r0, block.keys.stop - r0), block.columns)
+                targets = self._slice(slice(block.keys.start - r0, block.keys.stop - r0), block.columns)
                 for name, values in block.parts.items():
                     targets[name].copy_(values)
             else:
                 # Scattered keys: index into the whole rectangle.
-                targets = self._cut(everything, block.columns)
+                targets = self._slice(everything, block.columns)
                 for name, values in block.parts.items():
                     targets[name][block.keys - r0] = values.to(targets[name].dtype)
 
-    def _cut(self, rows: slice, columns: Span) -> dict[str, Tensor]:
+    def _slice(self, rows: slice, columns: Span) -> dict[str, Tensor]:
+        """Return some rows and columns of all parts, as views."""
         r = self.rectangle
-        return cut(self._packing.storage, self.tensors(), rows, columns, first_column=r.c0)
+        return slice_parts(self._packing.storage, self.tensors(), rows, columns, first_column=r.c0)
 
 
 def parts_of(storage: RowStorage, spec: OptimizerSpec | None) -> list[RowPart]:
-    """Return the parts of rows, and of their state under an optimizer."""
+    """Return the parts of a row, followed by those of its optimizer state."""
     slots = spec.state_slots() if spec is not None else ()
     return [*storage.row_parts, *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots)]

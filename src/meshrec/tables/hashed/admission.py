@@ -1,4 +1,4 @@
-"""Counters for IDs waiting for admission on a rank: exact, or in a count-min sketch."""
+"""Counters of the IDs that wait for admission to a table, on one rank: exact, or in a count-min sketch."""
 
 from collections.abc import Iterator
 
@@ -20,32 +20,32 @@ from meshrec.tables.hashed.keys import (
 from meshrec.tables.hashed.memory import GrowingRows
 from meshrec.tables.table import Span
 
-# N: IDs, C: cells per ID
+# Shape legend: N IDs, C cells per ID.
 
-_CELLS = 4
-_WORD = 8
-_MOST = 255
+_CELLS = 4  # cells per ID
+_WORD = 8  # cells per int64 word, the unit of checkpoints
+_MOST = 255  # greatest count of a cell
 
 
 class AdmissionCounts:
-    """Counts for a rectangle's IDs without a row.
+    """Occurrences of the IDs in a rectangle that have no row yet.
 
-    This base class stores none, for policies that admit IDs at once or with a probability.
+    This base class counts nothing. It serves policies that admit IDs at once or with a probability.
 
     Args:
-        admission: the policy; None admits all IDs.
-        seed: the table's seed.
+        admission: policy; None: all IDs are admitted.
+        seed: seed of the table.
     """
 
     def __init__(self, admission: Probability | None, seed: int) -> None:
         self._admission, self._seed = admission, seed
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
-        """Return which new IDs to admit, bool [N]; None: all.
+        """Return which new IDs to admit, bool [N]. None: all of them.
 
         Args:
-            keys: ID keys, ascending, int64 [N].
-            counts: occurrences in this update, int64 [N].
+            keys: keys of the IDs, ascending, int64 [N].
+            counts: occurrences of each ID in this update, int64 [N].
             step: update number.
         """
         if self._admission is None:
@@ -53,28 +53,32 @@ class AdmissionCounts:
         return self._admission.admits(keys, counts, step, self._seed)
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add an update's counts, and forget admitted IDs.
+        """Add the occurrences of an update, and forget admitted IDs.
 
         Args:
-            keys: ID keys, ascending, int64 [N].
-            counts: occurrences in this update, int64 [N].
-            admitted: bool [N].
+            keys: keys of the IDs, ascending, int64 [N].
+            counts: occurrences of each ID in this update, int64 [N].
+            admitted: which IDs are admitted, bool [N].
         """
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys, ascending, and their counts, both int64 [N]."""
+        """Yield the keys of waiting IDs, ascending, and their counts: both int64 [N].
+
+        Args:
+            keys: key interval; None: all keys.
+        """
         yield from ()
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Add counts from `stream`, on another rank, from a checkpoint, or under another policy."""
+        """Add counts that ``stream`` has yielded, perhaps on another rank or under another policy."""
 
     def early(self) -> float:
-        """Return the estimated fraction of new IDs admitted too early."""
+        """Return the estimated fraction of new IDs that are admitted too early. 0 for exact counts."""
         return 0.0
 
 
 class ExactCounts(AdmissionCounts):
-    """Exact counts for waiting IDs."""
+    """Exact counts of waiting IDs, for ``MinCount``."""
 
     def __init__(self, k: int, seed: int, name: str) -> None:
         self._k = k
@@ -83,22 +87,22 @@ class ExactCounts(AdmissionCounts):
         self._memory = GrowingRows([torch.zeros(1, dtype=torch.int64)], max_rows=most, name=name)
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return whether previous counts plus this update's counts reach ``k``.
+        """Return which IDs reach ``k`` occurrences with this update, bool [N].
 
         Args:
-            keys: ID keys, ascending, int64 [N].
-            counts: occurrences in this update, int64 [N].
+            keys: keys of the IDs, ascending, int64 [N].
+            counts: occurrences of each ID in this update, int64 [N].
             step: update number.
         """
         return self._so_far(keys) + counts >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add waiting IDs' counts. An admitted ID restarts from 0 if it is evicted later.
+        """Add the occurrences of waiting IDs. An admitted ID restarts from 0 if it is evicted later.
 
         Args:
-            keys: ID keys, ascending, int64 [N].
-            counts: occurrences in this update, int64 [N].
-            admitted: bool [N].
+            keys: keys of the IDs, ascending, int64 [N].
+            counts: occurrences of each ID in this update, int64 [N].
+            admitted: which IDs are admitted, bool [N].
         """
         is_counted = self._slots.find(keys) >= 0
         if bool((is_finished := is_counted & admitted).any()):
@@ -121,12 +125,14 @@ class ExactCounts(AdmissionCounts):
         return self._memory.tensors[0]
 
     def _so_far(self, keys: Tensor) -> Tensor:
+        """Return the present count of each ID, int64 [N]."""
         slots = self._slots.find(keys)
         counts = torch.zeros_like(keys)
         counts[slots >= 0] = self._counts[slots[slots >= 0]]
         return counts
 
     def _add(self, keys: Tensor, counts: Tensor) -> None:
+        """Add occurrences. Unknown IDs get a counter."""
         slots = self._slots.find(keys)
         new = slots < 0
         if bool(new.any()):
@@ -137,7 +143,10 @@ class ExactCounts(AdmissionCounts):
 
 
 class CountMinSketch(AdmissionCounts):
-    """A count-min sketch: ``num_cells`` one-byte cells per key bucket, up to four cells per ID."""
+    """Count-min sketch, for ``MinCountSketch``: one-byte cells, of which an ID increments up to four.
+
+    Each key bucket (a "row" of the plan) has ``num_cells`` cells of its own, which count only the IDs in it.
+    """
 
     def __init__(self, k: int, seed: int, *, rows: Span, max_rows: int, num_cells: int) -> None:
         self._k, self._seed, self._max_rows, self._num_cells = k, seed, max_rows, num_cells
@@ -145,29 +154,29 @@ class CountMinSketch(AdmissionCounts):
         self._cells = torch.zeros((rows[1] - rows[0]) * num_cells, dtype=torch.uint8)
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return whether all cells for an ID reach ``k`` with this update.
+        """Return which IDs reach ``k`` with this update in all of their cells, bool [N].
 
         Args:
-            keys: ID keys, ascending, int64 [N].
-            counts: occurrences in this update, int64 [N].
+            keys: keys of the IDs, ascending, int64 [N].
+            counts: occurrences of each ID in this update, int64 [N].
             step: update number.
         """
-        cells_NC, new_NC = self._added(keys, counts)
+        cells_NC, new_NC = self._cells_and_counts(keys, counts)
         return (self._cells[cells_NC].long() + new_NC).amin(1) >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add the counts; a full cell stays full.
+        """Add the occurrences of an update. A cell stops at 255.
 
         Args:
-            keys: ID keys, ascending, int64 [N].
-            counts: occurrences in this update, int64 [N].
+            keys: keys of the IDs, ascending, int64 [N].
+            counts: occurrences of each ID in this update, int64 [N].
             admitted: unused: a sketch cannot remove an ID.
         """
-        cells_NC, new_NC = self._added(keys, counts)
+        cells_NC, new_NC = self._cells_and_counts(keys, counts)
         self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MOST).byte()
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield nonzero words (eight cells per word). A bucket's first word has the bucket's first key."""
+        """Yield nonzero words of eight cells. Word i of a bucket has the i-th key of the bucket."""
         words = self._cells.view(torch.int64)
         used = words.nonzero()[:, 0]
         per_row = self._num_cells // _WORD
@@ -176,7 +185,7 @@ class CountMinSketch(AdmissionCounts):
         yield all_keys[inside], words[used[inside]]
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Copy words from ``stream`` into the cells, except words that fit only a larger sketch."""
+        """Copy words from ``stream`` to the cells. Words that only a larger sketch has are left out."""
         buckets = bucket_of(keys, self._max_rows)
         within = keys - first_keys(buckets, self._max_rows)
         fits = (within >= 0) & (within < self._num_cells // _WORD)
@@ -184,14 +193,14 @@ class CountMinSketch(AdmissionCounts):
         words[((buckets - self._first) * (self._num_cells // _WORD) + within)[fits]] = counts[fits]
 
     def early(self) -> float:
-        """Return the probability that all cells for a new ID are already at ``k - 1``."""
+        """Return the probability that all cells of a new ID are at ``k - 1`` or more already."""
         if self._cells.numel() == 0:
             return 0.0
         full = (self._cells >= self._k - 1).view(-1, self._num_cells).double().mean(1)
         return float((full ** min(_CELLS, self._num_cells)).mean())
 
-    def _added(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cells by ID, [N, C], and the whole update's counts in these cells."""
+    def _cells_and_counts(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cells of each ID, [N, C], and the occurrences that the update adds to each cell."""
         bits = mix(keys, self._seed)
         first_cells = (bucket_of(keys, self._max_rows) - self._first) * self._num_cells
         offsets = [((bits >> (16 * c)) & 0xFFFF) % self._num_cells for c in range(_CELLS)]
@@ -207,11 +216,11 @@ class CountMinSketch(AdmissionCounts):
 
 
 def admission_counts_for(keys: Hashed, max_rows: int, span: Span, name: str) -> AdmissionCounts:
-    """Create the counts that an admission policy needs for the keys in ``span``.
+    """Create the counters that an admission policy needs, for the keys in ``span``.
 
     Args:
-        keys: the table's policies.
-        max_rows: maximum rows in the whole table.
+        keys: policies of the table.
+        max_rows: maximum number of rows of the whole table.
         span: key interval.
         name: table name in messages.
     """
@@ -227,7 +236,7 @@ def admission_counts_for(keys: Hashed, max_rows: int, span: Span, name: str) -> 
 
 
 def in_span(keys: Tensor, span: Span | None) -> Tensor:
-    """Return which keys lie in a span, bool [N]; without a span, all."""
+    """Return which keys lie in an interval, bool [N]. Without an interval, all do."""
     inside = torch.ones_like(keys, dtype=torch.bool)
     if span is not None:
         inside &= keys >= span[0]
@@ -237,12 +246,13 @@ def in_span(keys: Tensor, span: Span | None) -> Tensor:
 
 
 def _rows_of(span: Span, max_rows: int) -> Span:
+    """Return the key buckets (plan rows) that a key interval overlaps."""
     first, end = ((key - FIRST_KEY) * max_rows for key in span)
     return first >> 64, -(-end >> 64)
 
 
-def parts_of(waiting: AdmissionCounts) -> dict[str, Tensor]:
-    """Return the waiting IDs' counts for state dicts: ascending keys, and counts."""
+def waiting_counts(waiting: AdmissionCounts) -> dict[str, Tensor]:
+    """Return the counts of waiting IDs as a state dict has them: ascending keys, and counts."""
     blocks = list(waiting.stream())
     empty = torch.empty(0, dtype=torch.int64)
     keys, counts = blocks[0] if blocks else (empty, empty)

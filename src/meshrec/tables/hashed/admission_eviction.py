@@ -1,13 +1,13 @@
-"""Admission and eviction at an update: all ranks select IDs and victims before anything changes.
+"""Admission and eviction at an update: all ranks select new IDs and victims before anything changes.
 
 [Note: one threshold for all ranks]
 
-Every rank counts the rows by key interval, and the rows the update would add (a small sum over ranks for all
-tables). If a table would be too full, the ranks find the last victim's score digit by digit, from summed
-histograms. Among equal scores the smallest keys are evicted, found the same way (``eviction.py``). The
-update's own rows stay. Only rectangles that start at column 0 count, so a row counts once; the other
-rectangles apply the same threshold to the same scores. A full table evicts 1/64 of the rows, so it does
-not evict in every step.
+Each rank counts its rows by key interval, and the rows that the update would add (a small sum over ranks for
+all tables). If a table would be too full, the ranks find the score of the last victim digit by digit, from
+summed histograms. Among equal scores the smallest keys are evicted, found the same way (``eviction.py``).
+Rows that the update itself changes are not evicted. Only rectangles that start at column 0 count, so a row
+counts once; the other rectangles apply the same threshold to the same scores. A full table evicts 1/64 of its
+rows at once, so it does not evict in every step.
 """
 
 import itertools
@@ -21,19 +21,19 @@ from meshrec.ops.index import Fills, unique
 from meshrec.tables.hashed.admission import in_span
 from meshrec.tables.hashed.eviction import EvictionRequest, Evictions, InUpdate, RankGroup, SingleRank
 from meshrec.tables.hashed.keys import TTL, Clock
-from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable, PinnedRows, forget_rows
+from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable, PinnedRows, evict_rows
 from meshrec.tables.table import Span
 
-# N: rows, U: distinct IDs in an update
+# Shape legend: N rows, U distinct IDs of an update.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_SLACK = 64
+_SLACK = 64  # a full table evicts 1 / 64 of its rows at once
 
 
 def set_event_time(model: nn.Module, seconds: int) -> None:
-    """Set the event time for a model's tables, for ``TTL(seconds=...)``.
+    """Set the event time of the present batch for the tables of a model. ``TTL(seconds=...)`` needs it.
 
-    Ranks may give different times: the latest time counts.
+    Ranks may set different times: the latest one counts.
 
     Args:
         model: a model with fused or sharded tables.
@@ -48,49 +48,49 @@ def set_event_time(model: nn.Module, seconds: int) -> None:
 
 
 class RowChanges(NamedTuple):
-    """A rectangle's admitted IDs and evicted rows. U IDs in the update have no row yet."""
+    """IDs of a rectangle to admit, and rows to evict, at an update. U IDs of the update have no row yet."""
 
     slots: Tensor
-    """Slots for all IDs in the update, possibly repeated."""
+    """Slots of all IDs in the update; may repeat."""
     new: Tensor
-    """Slots for IDs without a row, in ascending key order, int64 [U]."""
+    """Slots of the IDs without a row, in ascending key order, int64 [U]."""
     keys: Tensor
-    """Keys for ``new``, int64 [U]."""
+    """Keys of the IDs in ``new``, int64 [U]."""
     counts: Tensor
-    """Occurrences in the update by ID in ``new``, int64 [U]."""
+    """Occurrences of the IDs in ``new`` in the update, int64 [U]."""
     admitted: Tensor | None
-    """Whether an ID in ``new`` is admitted, bool [U]; None: all are."""
+    """Which IDs in ``new`` are admitted, bool [U]; None: all are."""
     victims: Tensor
-    """Slots to evict."""
-    clock: Clock
+    """Slots of the rows to evict."""
+    clock: Clock  # time of the update
     pins: Sequence[object]
-    """Pins on ``slots``."""
+    """Pins of ``slots``."""
 
     num_admitted: int
     """Number of admitted IDs."""
 
     def of_admitted(self, of_new: Tensor) -> Tensor:
-        """Select the admitted IDs' values."""
+        """Return the values of admitted IDs, given a value per ID in ``new``."""
         return of_new if self.num_admitted == len(of_new) else of_new[self.admitted]
 
 
 class TableChanges(NamedTuple):
-    """Admitted IDs and evicted rows in all tables on a rank, for a single update."""
+    """IDs to admit and rows to evict in all tables of a rank, at one update."""
 
     due: dict[int, RowChanges]
     """Changes by rectangle number."""
     live: dict[int, list[int]]
-    """Rows by table and key interval after the update."""
+    """Number of rows after the update, by table and key interval."""
 
 
 class AdmissionEviction:
-    """ID admission and eviction for the hashed tables looked up together on a rank.
+    """Admits and evicts IDs of the hashed tables that a rank looks up together.
 
     Args:
-        tables: local hashed-table rectangles, by number.
-        storages: storage for all hashed tables, including tables without local rows, by table.
-        intervals: key intervals not cut by any rectangle on any rank, by table.
-        ranks: the ranks; None: this process has the whole tables.
+        tables: rectangles on this rank, by rectangle number.
+        storages: storages of all hashed tables, including those without rows on this rank, by table number.
+        intervals: by table number, the key intervals that no rectangle on any rank cuts.
+        ranks: the ranks that share the tables; None: this process has the whole tables.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class AdmissionEviction:
 
     def recount(self) -> None:
         """Count the rows on all ranks again. Collective."""
-        self.live = self._counted({})
+        self.live = self._future_rows({})
         self._evictions.forget()
 
     def prepare(self, pins: Sequence[object], steps: Mapping[int, int]) -> TableChanges:
-        """Select the IDs to admit and the rows to evict at the next update. Changes nothing. Collective.
+        """Select the IDs to admit and the rows to evict at an update. Changes nothing. Collective.
 
         Args:
-            pins: pins on the rows that the update changes.
-            steps: update number by trained table.
+            pins: pins of the rows that the update changes.
+            steps: update number of each table that is trained.
 
         Raises:
             ValueError: a table is full and has no eviction policy, or the update alone has too many IDs.
@@ -126,26 +126,28 @@ class AdmissionEviction:
         """
         seconds = self._latest()
         due = {
-            i: _due(table, pins, Clock(steps[table.rectangle.table], seconds))
+            i: _select_changes(table, pins, Clock(steps[table.rectangle.table], seconds))
             for i, table in self.tables.items()
             if table.rectangle.table in steps
         }
-        live = self._counted(due)
+        live = self._future_rows(due)
         full = {t: sum(live[t]) for t in live if t in steps and sum(live[t]) > self.storages[t].max_rows}
         if full:
-            due.update(self._with_room(full, due, {table: Clock(steps[table], seconds) for table in full}))
-        return TableChanges(due, self._counted(due) if full else live)
+            due.update(
+                self._select_evictions(full, due, {table: Clock(steps[table], seconds) for table in full})
+            )
+        return TableChanges(due, self._future_rows(due) if full else live)
 
     def apply(self, decision: TableChanges) -> None:
-        """Admit and evict rows. The caller updates the rows afterward."""
+        """Admit IDs and evict rows, as ``prepare`` has selected. The caller then updates the rows."""
         due, self.live = decision
-        forget_rows((self.tables[i], changes.victims, changes.pins) for i, changes in due.items())
+        evict_rows((self.tables[i], changes.victims, changes.pins) for i, changes in due.items())
         with Fills() as fills:
             for i, changes in due.items():
                 table, report = self.tables[i], self.tables[i].accounting.report
                 if changes.admitted is not None and len(changes.new):
                     table.admission_counts.count(changes.keys, changes.counts, changes.admitted)
-                table.revive(changes.of_admitted(changes.new), fills)
+                table.mark_alive(changes.of_admitted(changes.new), fills)
                 report.evicted += len(changes.victims)
                 report.new += changes.num_admitted
                 report.refused += len(changes.new) - changes.num_admitted
@@ -158,14 +160,17 @@ class AdmissionEviction:
                     policy.use(memory, used, changes.clock, fills)
 
     def finish(self, decision: TableChanges) -> None:
-        """Reset rejected IDs' rows to their initial values, after the update."""
+        """Reset the rows of IDs that were not admitted to their initial values, after the update."""
         with Fills() as fills:
             for i, changes in decision.due.items():
                 if changes.admitted is not None and changes.num_admitted < len(changes.new):
                     self.tables[i].reset(changes.new[~changes.admitted], fills)
 
-    def _counted(self, due: Mapping[int, RowChanges]) -> dict[int, list[int]]:
-        """Return the future row counts by table and interval, over all ranks."""
+    def _future_rows(self, due: Mapping[int, RowChanges]) -> dict[int, list[int]]:
+        """Return the number of rows after the changes, by table and key interval, over all ranks.
+
+        Collective.
+        """
         sizes = [len(spans) for spans in self.intervals.values()]
         counts = [0] * sum(sizes)
         starts = dict(zip(self.intervals, itertools.accumulate(sizes, initial=0), strict=False))
@@ -184,7 +189,7 @@ class AdmissionEviction:
         return {table: list(itertools.islice(total, len(spans))) for table, spans in self.intervals.items()}
 
     def _latest(self) -> int:
-        """Return the latest event time over all ranks, if a policy needs it. Collective."""
+        """Return the latest event time of all ranks; 0 if no policy needs it. Collective."""
         policies = [storage.keys.evict for storage in self.storages.values()]
         if not any(isinstance(policy, TTL) and policy.seconds is not None for policy in policies):
             return 0
@@ -193,15 +198,15 @@ class AdmissionEviction:
         times[self._ranks.rank] = self.seconds
         return int(self._ranks.sum(times).max())
 
-    def _with_room(
+    def _select_evictions(
         self, totals: Mapping[int, int], due: Mapping[int, RowChanges], clocks: Mapping[int, Clock]
     ) -> dict[int, RowChanges]:
-        """Select rows to evict so that tables have at most ``max_rows``. Collective.
+        """Add rows to evict to the changes of tables that would be too full. Collective.
 
         Args:
-            totals: future rows by table.
+            totals: number of rows that each such table would have.
             due: changes by rectangle.
-            clocks: update time by table.
+            clocks: time of the update, by table.
         """
         requests = {}
         for table, total in totals.items():
@@ -220,7 +225,7 @@ class AdmissionEviction:
             excess = total - max_rows
             requests[table] = EvictionRequest(staying, clocks[table], excess, excess + max_rows // _SLACK)
         new_changes = {}
-        for table, victims in self._evictions.choose(requests).items():
+        for table, victims in self._evictions.select_victims(requests).items():
             if isinstance(victims, int):
                 storage = self.storages[table]
                 raise ValueError(
@@ -234,7 +239,14 @@ class AdmissionEviction:
         return new_changes
 
 
-def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> RowChanges:
+def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) -> RowChanges:
+    """Select the IDs of a rectangle to admit, and the rows that have expired.
+
+    Args:
+        table: rectangle.
+        pins: pins of the update's rows, of all tables.
+        clock: time of the update.
+    """
     held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
     slots = held[0].slots if len(held) == 1 else torch.cat([_NONE, *(pin.slots for pin in held)])
     alive, policy = table.memory[ALIVE], table.storage.keys.evict
@@ -265,13 +277,13 @@ def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> RowChanges
 
 
 def _num_rows(table: HashedTable, due: RowChanges | None, span: Span | None) -> int:
-    """Return a table's future rows, in a key span."""
+    """Return the number of rows of a rectangle after the changes; with ``span``, of keys in that interval."""
     if span is None:
         if due is None:
             return table.num_alive
         return table.num_alive - len(due.victims) + due.num_admitted
     # Slow path: the rectangle spans several intervals.
-    num = int(in_span(table.listed()[0], span).sum())
+    num = int(in_span(table.live_keys()[0], span).sum())
     if due is not None:
         num -= int(in_span(table.keys_of(due.victims), span).sum())
         num += int(in_span(due.of_admitted(due.keys), span).sum())

@@ -1,13 +1,12 @@
-"""Victims in a full table, selected by all ranks together.
+"""Selection of victims in a full table, by all ranks together.
 
 [Note: the order of eviction]
 
-A search for the rows with the lowest scores reads all rows' scores. Under ``LRU`` and ``TTL`` a score changes
-only when its row is used, and then exceeds the scores of all rows unused since. So the next victims are known
-in advance, except for rows used in the meantime. A search therefore finds several times as many rows as it
-must
-evict: all rows up to some (score, key), in this order. Later evictions take the first rows with unchanged
-scores, and search again when too few are left.
+A search for the rows with the lowest scores reads the scores of all rows. Under ``LRU`` and ``TTL`` a score
+changes only when its row is used, and is then higher than the scores of all rows unused since. So the next
+victims are known in advance, except for rows used in the meantime. A search therefore finds several times as
+many rows as must be evicted: all rows up to some (score, key), in this order. Later evictions take the first
+rows with unchanged scores, and search again when too few are left.
 """
 
 import math
@@ -27,137 +26,142 @@ from meshrec.ops.index import (
 from meshrec.tables.hashed.keys import FIRST_KEY, Clock, RowsToJudge
 from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable
 
-# N: rows, S: slots
+# Shape legend: N rows, S slots.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_DIGIT_BITS = 12
+_DIGIT_BITS = 12  # bits that a round of `nth_smallest` determines: histograms of 4096 counts
 _LAST_KEY = (1 << 63) - 1
-_MOST_SCORE_BITS = 32
+_MOST_SCORE_BITS = 32  # score range up to which score and key are sorted as one word
 _FEW = 8  # below 1/8 of the live rows, look keys up one by one; also the tolerated share of surplus ties
 _AT_ONCE = 16  # evictions per search: a quarter of the table, at 12 to 16 bytes per row
 
 
 class RankGroup(Protocol):
-    """Ranks with parts of the same tables."""
+    """The ranks that hold parts of the same tables."""
 
     @property
     def rank(self) -> int:
-        """Number of this rank."""
+        """Position of this rank."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks, int64. Collective."""
+        """Return the sum of int64 values over all ranks. Collective."""
 
     def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return values by local row, summed over the ranks with the row's other columns. Collective."""
+        """Sum the values of rows over the ranks with other columns of the rows. Collective.
+
+        Args:
+            table: table number.
+            values: one value per row, for each local rectangle of the table.
+        """
 
 
 class SingleRank:
-    """A single rank with whole tables."""
+    """The only rank, which holds whole tables. Sums return their input."""
 
     rank, size = 0, 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the values."""
+        """Return the values unchanged."""
         return values
 
     def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values."""
+        """Return the values unchanged."""
         return list(values)
 
 
 class SlotScores(NamedTuple):
-    """A rectangle's row scores, by slot."""
+    """Scores of a rectangle's rows, by slot."""
 
     scores: Tensor
     """int32 or int64 [S]."""
     marks: Tensor
-    """Whether the row may be evicted, bool [S]."""
+    """Whether the row in a slot may be evicted, bool [S]."""
 
 
 class ValueRange(NamedTuple):
-    """Minimum, maximum, and number of values."""
+    """Minimum, maximum and number of some values."""
 
     least: int
     greatest: int
     number: int
 
 
-class Nth(NamedTuple):
-    """The n-th smallest value of a collection, and how many values are smaller or equal."""
+class NthValue(NamedTuple):
+    """The n-th smallest of some values, and how many values are smaller or equal."""
 
     value: int
     below: int
     """Number of smaller values."""
     equal: int
-    """Number of equal values, including this value."""
+    """Number of equal values, including this one."""
 
 
 class InUpdate(NamedTuple):
-    """A rectangle's rows that this eviction leaves alone."""
+    """Rows of a rectangle that an eviction must not select."""
 
     slots: Tensor
-    """Slots for all IDs in the update, possibly repeated."""
+    """Slots of all IDs in the update; may repeat."""
     evicted: Tensor
-    """Slots evicted anyway."""
+    """Slots of rows that are evicted for another reason, such as TTL."""
 
 
 class EvictionRequest(NamedTuple):
-    """Number of rows to evict from a single table."""
+    """How many rows of one table to evict."""
 
     update: Mapping[int, InUpdate]
-    """Rows that stay, by rectangle."""
+    """Rows that must not be selected, by rectangle."""
     clock: Clock
-    """Update time."""
+    """Time of the update."""
     min_rows: int
     """Minimum number of rows to evict."""
     max_rows: int
-    """Number of rows to evict if enough candidates exist."""
+    """Number of rows to evict if enough rows can be evicted."""
 
 
 class NextRows(NamedTuple):
-    """A rectangle's rows in (score, key) order."""
+    """Rows of a rectangle in the order of eviction: by score, then by key."""
 
     scores: Tensor
     """int32 or int64 [N]."""
     slots: Tensor
     """int64 [N]."""
 
-    def at(self, positions: Tensor) -> "NextRows":
-        """Return the rows at some positions."""
+    def select(self, positions: Tensor) -> "NextRows":
+        """Return the rows at some positions of the order."""
         return NextRows(*(part.index_select(0, positions) for part in self))
 
 
 class Candidates(NamedTuple):
-    """A table's first victims."""
+    """The rows of a table that are evicted next."""
 
     rows: Mapping[int, NextRows]
     """Rows by rectangle."""
     number: int
-    """Number of rows over all ranks."""
+    """Number of rows, over all ranks."""
 
 
 class CachedCandidates(NamedTuple):
-    """A table's next victims, cached from a search."""
+    """The rows of a table that are evicted next, cached from a search for later evictions."""
 
     rows: Mapping[int, NextRows]
     """Rows by rectangle."""
     time: int
-    """Score for rows used at search time; all cached rows have lower scores."""
+    """Score that a row used at search time had. All cached rows have lower scores."""
     loads: Mapping[int, int]
-    """Load counter by rectangle at search time; another value invalidates the cache."""
+    """``RowAccounting.loads`` of each rectangle at search time; another value invalidates the cache."""
 
 
 class Evictions:
-    """Victim selection for the hashed tables looked up together on a rank.
+    """Selects victims of the hashed tables that a rank looks up together.
 
     Args:
-        tables: local hashed-table rectangles, by number.
-        storages: storage for all hashed tables, by table.
-        ranks: the ranks.
+        tables: rectangles on this rank, by rectangle number.
+        storages: storages of all hashed tables, by table number.
+        ranks: the ranks that share the tables.
     """
 
     def __init__(
@@ -165,35 +169,39 @@ class Evictions:
     ) -> None:
         self._tables, self._storages, self._ranks = tables, storages, ranks
         self._passed: dict[int, tuple[int, int]] = {}
-        """Score and key of the last evicted row, by table."""
+        """Score and key of the last evicted row, by table: where ties of the next search may start."""
         # From a search until the cached rows run out, rows are loaded, or ``forget``.
         self._cached: dict[int, CachedCandidates] = {}
 
     def forget(self) -> None:
-        """Forget the rows from earlier searches."""
+        """Drop all results of earlier searches."""
         self._passed, self._cached = {}, {}
 
-    def choose(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
-        """Select rows to evict. Collective.
+    def select_victims(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
+        """Select the rows to evict. Collective.
+
+        Args:
+            requests: by table number.
 
         Returns:
-            Slots by table and rectangle, or by table the number of candidates if they are too few.
+            By table number: the slots to evict by rectangle; or the number of rows that could be evicted, if
+                it is below ``min_rows``.
         """
         victims: dict[int, dict[int, Tensor] | int] = {}
-        candidates = self._left(requests)
+        candidates = self._valid_cached(requests)
         for number, request in requests.items():
             rows = candidates[number]
             if rows.number < request.max_rows:
-                rows = self._searched(number, request)
+                rows = self._search(number, request)
             is_enough = rows.number >= request.min_rows
-            victims[number] = self._first(number, rows, request.max_rows) if is_enough else rows.number
+            victims[number] = self._select_first(number, rows, request.max_rows) if is_enough else rows.number
         return victims
 
-    def _left(self, requests: Mapping[int, EvictionRequest]) -> dict[int, Candidates]:
-        """Return cached rows that may still be evicted. Collective."""
+    def _valid_cached(self, requests: Mapping[int, EvictionRequest]) -> dict[int, Candidates]:
+        """Return the cached rows that may still be evicted. Collective."""
         cached = {}
         for number, request in requests.items():
-            time = self._time(number, request)
+            time = self._present_score(number, request)
             searched = self._cached.pop(number, None)
             # Cached scores are valid only if time has not gone back.
             if searched is not None and time is not None and time >= searched.time:
@@ -215,7 +223,7 @@ class Evictions:
         for (number, i), ordered, unchanged, num in zip(
             rectangles, rows, positions, skipped.tolist(), strict=True
         ):
-            candidates[number][i] = ordered.at(unchanged)
+            candidates[number][i] = ordered.select(unchanged)
             left[number][i] = NextRows(ordered.scores[num:], ordered.slots[num:])
         counts = torch.zeros(2, len(requests), dtype=torch.int64)
         for column, (number, table_rows) in enumerate(candidates.items()):
@@ -231,14 +239,15 @@ class Evictions:
                 self._cached[number] = cached[number]._replace(rows=left[number])
         return result
 
-    def _searched(self, number: int, request: EvictionRequest) -> Candidates:
-        """Find candidates: at least the requested number, or all. Cache the rows for later evictions.
-        Collective.
+    def _search(self, number: int, request: EvictionRequest) -> Candidates:
+        """Find rows to evict: at least the requested number, or all that may be evicted. Collective.
+
+        Caches more rows for later evictions if the policy allows.
         """
-        time, num_rows = self._time(number, request), request.max_rows
-        judged = self._judged(number, request, with_update=time is not None)
-        owned = [part for i, part in judged.items() if self._counts(i)]
-        spread = range_of(owned, self._ranks)
+        time, num_rows = self._present_score(number, request), request.max_rows
+        judged = self._score_rows(number, request, with_update=time is not None)
+        owned = [part for i, part in judged.items() if self._is_counted(i)]
+        spread = global_range(owned, self._ranks)
         if time is not None:
             # Stagger the tables: first searches serve different numbers of evictions, so later
             # searches do not coincide.
@@ -246,42 +255,47 @@ class Evictions:
             if spread.least >= time:
                 num_times = 1  # none may be cached
             num_staying = sum(
-                len(part.slots) + len(part.evicted) for i, part in request.update.items() if self._counts(i)
+                len(part.slots) + len(part.evicted)
+                for i, part in request.update.items()
+                if self._is_counted(i)
             )
             num_rows = num_times * num_rows + int(self._ranks.sum(torch.tensor([num_staying])))
         num_rows = min(num_rows, spread.number)
         if num_rows == 0:
             return Candidates(dict.fromkeys(judged, NextRows(_NONE, _NONE)), 0)
-        last = nth(owned, num_rows, spread, self._ranks)
-        rows = self._up_to(number, judged, last, num_rows - last.below)
+        last = nth_smallest(owned, num_rows, spread, self._ranks)
+        rows = self._rows_up_to_score(number, judged, last, num_rows - last.below)
         if time is None:
             return Candidates(rows, int(self._ranks.sum(torch.tensor([self._count(rows)]))))
         self._cached[number] = CachedCandidates(rows, time, self._loads(rows))
-        candidates = self._left({number: request})[number]
+        candidates = self._valid_cached({number: request})[number]
         if last.value >= time:
             self._cached.pop(number, None)
         return candidates
 
-    def _time(self, number: int, request: EvictionRequest) -> int | None:
-        """Return the score for rows used now, if a search may also serve later evictions."""
+    def _present_score(self, number: int, request: EvictionRequest) -> int | None:
+        """Return the score of a row used now.
+
+        None if scores of a search are not valid for later evictions.
+        """
         policy = self._storages[number].keys.evict
         assert policy is not None
         return policy.score_of_use(request.clock)
 
     def _loads(self, rectangles: Iterable[int]) -> dict[int, int]:
-        """Return load counters by rectangle."""
+        """Return the load counter of each rectangle."""
         return {i: self._tables[i].accounting.loads for i in rectangles}
 
-    def _counts(self, rectangle: int) -> bool:
-        """Return whether a rectangle's rows are counted; other column shards follow."""
+    def _is_counted(self, rectangle: int) -> bool:
+        """Return whether the rows of a rectangle are counted: only in the column shard with column 0."""
         return self._tables[rectangle].rectangle.c0 == 0
 
     def _count(self, rows: Mapping[int, NextRows]) -> int:
-        """Return the number of local rows that are counted."""
-        return sum(len(ordered.slots) for i, ordered in rows.items() if self._counts(i))
+        """Return the number of rows in the rectangles that are counted."""
+        return sum(len(ordered.slots) for i, ordered in rows.items() if self._is_counted(i))
 
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:
-        """Return scores by slot, for a policy without row reads."""
+        """Return the score of each slot, for a policy that reads only its own parts."""
         table = self._tables[rectangle]
         policy = table.storage.keys.evict
         assert policy is not None
@@ -289,17 +303,24 @@ class Evictions:
         parts = {part.name: table.memory[part.name][:num] for part in policy.parts}
         return policy.scores(RowsToJudge(_NONE, parts), clock)
 
-    def _judged(self, number: int, request: EvictionRequest, *, with_update: bool) -> dict[int, SlotScores]:
-        """Return a table's row scores; ``with_update``: including rows that stay.
+    def _score_rows(
+        self, number: int, request: EvictionRequest, *, with_update: bool
+    ) -> dict[int, SlotScores]:
+        """Return the scores of a table's rows, by rectangle.
 
-        Collective if a score reads whole rows.
+        Collective if scores read whole rows.
+
+        Args:
+            number: table number.
+            request: eviction to prepare.
+            with_update: whether rows that the eviction must not select are marked, too.
         """
         policy = self._storages[number].keys.evict
         assert policy is not None
         marks = {
             i: self._tables[i].memory[ALIVE][: self._tables[i].slots.num_slots]
             if with_update
-            else _candidates(self._tables[i], update)
+            else _evictable(self._tables[i], update)
             for i, update in request.update.items()
         }
         if not policy.needs_rows:
@@ -311,7 +332,7 @@ class Evictions:
             # Whole rows may exceed memory.
             for some in candidates.split(table.block_rows):
                 rows = RowsToJudge(
-                    table.ids_of(table.keys_of(some)), table.gathered(some, table.rectangle.columns)
+                    table.ids_of(table.keys_of(some)), table.gather_parts(some, table.rectangle.columns)
                 )
                 scores.append(policy.scores(rows, request.clock))
             sums.append(torch.cat(scores))
@@ -321,12 +342,18 @@ class Evictions:
             by_rectangle[i] = SlotScores(by_slot, marked)
         return by_rectangle
 
-    def _up_to(
-        self, number: int, judged: Mapping[int, SlotScores], last: Nth, num_tied: int
+    def _rows_up_to_score(
+        self, number: int, judged: Mapping[int, SlotScores], last: NthValue, num_tied: int
     ) -> dict[int, NextRows]:
-        """Return all rows below the score ``last``, and at least ``num_tied`` tied rows, by smallest keys.
+        """Return the rows with a score below ``last``, and rows with an equal score, by rectangle.
 
         Collective.
+
+        Args:
+            number: table number.
+            judged: scores by rectangle.
+            last: score of the last victim.
+            num_tied: number of rows with an equal score to return at least; those with the smallest keys.
         """
         bounds = [_LAST_KEY]
         if last.equal - num_tied > (last.below + num_tied) // _FEW:
@@ -341,10 +368,10 @@ class Evictions:
                 break
         return rows
 
-    def _likely_bound(self, number: int, last: Nth, num_tied: int) -> int:
-        """Return a key with probably at least ``num_tied`` tied rows at or below it, but not many more.
+    def _likely_bound(self, number: int, last: NthValue, num_tied: int) -> int:
+        """Return a key such that probably at least ``num_tied`` tied rows have keys up to it, but few more.
 
-        Keys are spread evenly; among equal scores, rows up to a known key may already be evicted.
+        Keys are spread evenly. If ties of this score were evicted before, they had the smallest keys.
         """
         score, key = self._passed.get(number, (last.value, FIRST_KEY))
         first = key if score == last.value else FIRST_KEY
@@ -352,8 +379,11 @@ class Evictions:
         num_keys = num_tied + 8 * math.isqrt(num_tied) + 64
         return min(_LAST_KEY, first + (_LAST_KEY - first) * num_keys // last.equal)
 
-    def _first(self, number: int, candidates: Candidates, num_victims: int) -> dict[int, Tensor]:
-        """Return the slots with the smallest (score, key), at most ``num_victims``. Collective."""
+    def _select_first(self, number: int, candidates: Candidates, num_victims: int) -> dict[int, Tensor]:
+        """Return the slots of the first ``num_victims`` candidates by (score, key), by rectangle.
+
+        Collective.
+        """
         rows, num_going = candidates.rows, min(num_victims, candidates.number)
         # A single rectangle holds all rows in order already.
         if self._ranks.size == len(rows) == 1:
@@ -365,14 +395,14 @@ class Evictions:
             )
             return {i: going}
         counted: list[tuple[Tensor, Tensor | None]] = [
-            (ordered.scores, None) for i, ordered in rows.items() if self._counts(i)
+            (ordered.scores, None) for i, ordered in rows.items() if self._is_counted(i)
         ]
-        last = nth(counted, num_going, range_of(counted, self._ranks), self._ranks)
+        last = nth_smallest(counted, num_going, global_range(counted, self._ranks), self._ranks)
         keys = {i: self._tables[i].keys_of(ordered.slots) for i, ordered in rows.items()}
         tied = {i: ordered.scores == last.value for i, ordered in rows.items()}
-        counted = [(keys[i], tied[i]) for i in rows if self._counts(i)]
-        spread_of_keys = range_of(counted, self._ranks)
-        key = nth(counted, num_going - last.below, spread_of_keys, self._ranks).value
+        counted = [(keys[i], tied[i]) for i in rows if self._is_counted(i)]
+        spread_of_keys = global_range(counted, self._ranks)
+        key = nth_smallest(counted, num_going - last.below, spread_of_keys, self._ranks).value
         self._passed[number] = last.value, key
         return {
             i: ordered.slots[(keys[i] <= key).logical_and_(tied[i]).logical_or_(ordered.scores < last.value)]
@@ -380,16 +410,16 @@ class Evictions:
         }
 
 
-def _candidates(table: HashedTable, update: InUpdate) -> Tensor:
-    """Return which rows may be evicted, bool by slot: all except the update's rows."""
+def _evictable(table: HashedTable, update: InUpdate) -> Tensor:
+    """Return which slots hold a row that may be evicted: live, and not protected by the update. bool [S]."""
     free = table.memory[ALIVE][: table.slots.num_slots].clone()
     for slots in (update.evicted, update.slots):
         free.index_fill_(0, slots, False)
     return free
 
 
-def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) -> NextRows:
-    """Return the rows below the score ``last``, and tied rows with keys up to ``most``."""
+def _rows_up_to(table: HashedTable, judged: SlotScores, last: NthValue, most: int) -> NextRows:
+    """Return the rows with a score below ``last``, and those with an equal score and a key up to ``most``."""
     marks = (judged.scores <= last.value).logical_and_(judged.marks)
     if int(marks.count_nonzero()) * _FEW >= table.slots.num_live:
         keys, slots = table.slots.marked(marks, _LAST_KEY if last.below else most)
@@ -403,11 +433,11 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: Nth, most: int) ->
     is_inside = (scores < last.value).logical_or_(keys <= most)
     if not bool(is_inside.all()):
         scores, keys, slots = (part[is_inside] for part in (scores, keys, slots))
-    return NextRows(scores, slots).at(order_of_rows(scores, keys))
+    return NextRows(scores, slots).select(order_of_rows(scores, keys))
 
 
 def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
-    """Return row positions in (score, key) order, int64.
+    """Return the permutation that sorts rows by (score, key), int64 [N].
 
     Args:
         scores: int32 or int64.
@@ -431,11 +461,11 @@ def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
     return by_key[scores[by_key].argsort(stable=True)]
 
 
-def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) -> ValueRange:
-    """Return minimum, maximum and number of marked values over all ranks. Collective.
+def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) -> ValueRange:
+    """Return the minimum, maximum and number of marked values over all ranks. Collective.
 
     Args:
-        parts: this rank's values and marks, as ``marked_range`` takes them.
+        parts: values of this rank, with a bool mark per value (None: all are marked).
         ranks: the ranks.
     """
     ranges = torch.zeros(ranks.size, 3, dtype=torch.int64)
@@ -450,13 +480,17 @@ def range_of(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) ->
     return ValueRange(min(least_of), max(greatest_of), sum(number_of))
 
 
-def nth(parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: ValueRange, ranks: RankGroup) -> Nth:
+def nth_smallest(
+    parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: ValueRange, ranks: RankGroup
+) -> NthValue:
     """Return the n-th smallest marked value over all ranks. Collective.
 
+    A radix select: each round determines 12 bits of the value from histograms summed over ranks.
+
     Args:
-        parts: this rank's values and marks.
-        n: from 1 on, at most ``spread.number``.
-        spread: the ``range_of`` result for the same values.
+        parts: values of this rank, with a bool mark per value (None: all are marked).
+        n: counted from 1, at most ``spread.number``.
+        spread: result of ``global_range`` for the same values.
         ranks: the ranks.
     """
     size, shift = 1 << _DIGIT_BITS, 0
@@ -475,7 +509,7 @@ def nth(parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: ValueRang
         below += int(ends[digit]) - equal
         base = ((base >> shift) + digit) << shift
         if shift == 0:
-            return Nth(base, below, equal)
+            return NthValue(base, below, equal)
         greatest = min(_LAST_KEY, base + (1 << shift) - 1)
         parts = [(part[0][marked_between(*part, base, greatest)], None) for part in parts]
         shift = max(0, shift - _DIGIT_BITS)

@@ -1,12 +1,12 @@
-"""Hashed-table rows in a file, with a cache in memory.
+"""Hashed tables with rows in a file, and a cache in memory.
 
 [Note: hashed rows in a file]
 
-Two steps find a row. The table's hash index maps the key to a slot, as in memory; the slot is the record
-number in the file, and the cache's key. Per-row values for the index, admission and eviction (liveness,
-policy parts) stay in memory by slot, a few bytes per row; weights and optimizer state are in the file. A row
-starts in the cache, and reaches the file when it leaves the cache dirty. So no record is read before it was
-written, and a slot may get another row without a change to the file.
+A row is found in two steps. The table's hash index maps the key to a slot, as in memory; this slot is the
+record number in the file, and the key of the cache. Values that the index, admission and eviction need (a
+liveness flag, policy parts) stay in memory by slot, a few bytes per row; weights and optimizer state are in
+the file. A row starts in the cache, and is written to the file when the cache evicts it. So no record is read
+before it was written, and a slot may get another row without a change to the file.
 """
 
 import re
@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from meshrec.tables.cached.file import RowFile, file_in, memory_for, part_bytes
+from meshrec.tables.cached.file import RowFile, memory_for, new_path, part_bytes
 from meshrec.tables.cached.regions import StoredRows
 from meshrec.tables.cached.rows import FileRows
 from meshrec.tables.cached.table import FileTable, RowLog, RowPartStart, RowsInFlight
@@ -28,15 +28,17 @@ from meshrec.tables.table import Rectangle, RowBlock, Span
 
 @final
 class HashedFile:
-    """Weights and optimizer state for a hashed-table rectangle, by index slot.
+    """Weights and optimizer state of a hashed table's rectangle, in a file.
+
+    Rows are identified by index slot.
 
     Args:
         rectangle: keys and columns.
-        starts: the weight and the optimizer slots.
-        options: file folder, and cache size for the whole table.
+        starts: parts: the weight, and optimizer slots.
+        options: folder of the file, and size of the cache for the whole table.
         name: table name.
-        dim: whole-row width.
-        max_rows: maximum rows in the rectangle's index.
+        dim: width of a whole row.
+        max_rows: number of slots in the rectangle's index.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class HashedFile:
         self._starts, self._rectangle = starts, rectangle
         file_name = re.sub(r"\W", "_", name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
         label = f"table {name!r}"
-        path = file_in(Path(options.path), file_name)
+        path = new_path(Path(options.path), file_name)
         file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=0, num_rows=max_rows)
         cached = options.num_cached(sum(part_bytes(parts, dim)))
         share = -(-cached * (r1 - r0) // (ALL_KEYS[1] - ALL_KEYS[0]))
@@ -65,16 +67,16 @@ class HashedFile:
             num_slots=max(1, min(share, max_rows)),
             name=label,
         )
-        """The file and the cache, keyed by index slot."""
+        """The file and its cache. Its "keys" are index slots."""
         self.slot_keys = torch.zeros(len(self.table.slot_keys), dtype=torch.int64)
-        """Key by cache slot."""
+        """Key of the row in each cache slot."""
 
     def resolve(self, slots: Tensor, keys: Tensor, *, train: bool) -> tuple[Tensor, RowsInFlight]:
-        """Return the rows' cache slots and pin, and start bringing the rows there.
+        """Return the cache slots of rows and their pin, and start to bring the rows there.
 
         Args:
             slots: index slots, int64 [N].
-            keys: keys with these slots, int64 [N].
+            keys: keys of the IDs with these slots, int64 [N].
             train: whether the rows will be updated.
         """
         resolved = self.table.resolve(slots, train=train)
@@ -85,7 +87,12 @@ class HashedFile:
         return resolved.slots, resolved.pin
 
     def start_rows(self, slots: Tensor, weights: Tensor) -> None:
-        """Give slots new rows with initial optimizer state."""
+        """Set new rows with initial optimizer state.
+
+        Args:
+            slots: index slots, int64 [N].
+            weights: initial weights, [N, columns].
+        """
         slots, order = slots.sort()
         rows = memory_for(self.table.parts, len(slots), weights.shape[1])
         rows[0].copy_(weights[order])
@@ -94,7 +101,12 @@ class HashedFile:
         self.table.start_rows(slots, rows)
 
     def read(self, slots: Tensor, frozen: RowLog | None = None) -> dict[str, Tensor]:
-        """Read rows by slot, either current or from a snapshot."""
+        """Return the rows at some index slots by part name.
+
+        Args:
+            slots: index slots, int64 [N].
+            frozen: snapshot to read from; None: present rows.
+        """
         ascending, order = slots.sort()
         source = self.table if frozen is None else frozen
         parts = {}
@@ -104,12 +116,12 @@ class HashedFile:
         return parts
 
     def load(self, slots: Tensor, columns: Span, parts: Mapping[str, Tensor]) -> None:
-        """Replace columns in the given parts, for slots that are all in use.
+        """Replace some columns of rows. All slots must be in use.
 
         Args:
             slots: index slots, int64 [N].
             columns: table columns.
-            parts: new values by part name.
+            parts: new values, by part name.
         """
         slots, order = slots.sort()
         values = {part.name: parts[part.name][order] for part in self.table.parts if part.name in parts}
@@ -119,16 +131,16 @@ class HashedFile:
 
 @final
 class CachedKeys:
-    """Index for a hashed table in a file, which maps keys to cache slots.
+    """Index of a hashed table with rows in a file: maps keys to cache slots.
 
     Args:
-        resolve: see ``tables.index.Index``.
-        slot_keys: key by cache slot.
+        resolve: method ``Index.resolve`` of the table.
+        slot_keys: key of each cache slot.
     """
 
     def __init__(self, resolve: Callable[..., Resolved], slot_keys: Tensor) -> None:
         self.resolve, self.slot_keys = resolve, slot_keys
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys with rows in these cache slots."""
+        """Return the keys whose rows are in these cache slots."""
         return self.slot_keys[slots]

@@ -1,4 +1,4 @@
-"""Load hashed tables from whole tensors: state dicts with hashed or fixed tables, and files."""
+"""Loading of hashed tables from whole tensors: state dicts of hashed or fixed tables, and files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,31 +6,33 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.index import mix
-from meshrec.tables.hashed.admission import in_span, parts_of
+from meshrec.tables.hashed.admission import in_span, waiting_counts
 from meshrec.tables.hashed.table import IDS, HashedRows, HashedTable
 from meshrec.tables.storage import check_loadable
 from meshrec.tables.streamed import StreamedPart, values_of
 from meshrec.tables.table import RowBlock
 
 WAITING = ("waiting_ids", "waiting")
-"""Part names for the counts of IDs waiting for admission."""
+"""Part names of the counts of IDs that wait for admission: keys, and counts."""
 _BLOCK_ROWS = 1 << 16
 
 
 def state_dict_names(storage: HashedRows) -> list[str]:
-    """Return the names of all state dict tensors for a table."""
-    counted = WAITING if storage.counts else ()
+    """Return the names of the tensors that a table has in a state dict."""
+    counted = WAITING if storage.counts_waiting_ids else ()
     return [*(part.name for part in storage.row_parts), IDS, *counted]
 
 
 def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor], prefix: str) -> None:
-    """Replace the rectangles' rows with a whole table's rows: everything, or nothing.
+    """Replace the rows of all local rectangles by those of a whole table.
 
-    Without ``ids``, row i belongs to ID i, as in a fixed table. Missing policy parts restart.
+    If a part does not fit, change nothing.
+
+    Without ``ids``, row i belongs to ID i, as in a fixed table. Policy parts that are missing start anew.
 
     Args:
-        tables: local rectangles in a single table.
-        values: whole-table parts by name.
+        tables: local rectangles of one table.
+        values: parts of the whole table, by name.
         prefix: name prefix for messages.
 
     Raises:
@@ -40,24 +42,24 @@ def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor],
     if not tables:
         return
     storage = tables[0].storage
-    ids = checked(whole, storage, prefix)
+    ids = validated_ids(whole, storage, prefix)
     names = [part.name for part in storage.row_parts if part.name in whole]
     for table in tables:
         table.clear()
         for first in range(0, len(ids), _BLOCK_ROWS):
             rows = slice(first, first + _BLOCK_ROWS)
             table.load(rows_in_rectangle(table, ids[rows], {name: whole[name][rows] for name in names}))
-        if storage.counts and WAITING[0] in whole and len(whole[WAITING[0]]):
+        if storage.counts_waiting_ids and WAITING[0] in whole and len(whole[WAITING[0]]):
             table.load(counts_in_rectangle(table, whole[WAITING[0]], whole[WAITING[1]]))
 
 
 def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterator[RowBlock]:
-    """Yield a block with the rectangle's rows, if there are any.
+    """Yield one block with the rows that belong to a rectangle, or nothing if there are none.
 
     Args:
-        table: the rectangle.
-        ids: row IDs, int64 [n].
-        parts: row parts by name.
+        table: rectangle.
+        ids: ID of each row, int64 [n].
+        parts: parts of these rows, by name.
     """
     r = table.rectangle
     keys = mix(ids, table.storage.keys.seed)
@@ -71,27 +73,27 @@ def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tenso
 
 
 def counts_in_rectangle(table: HashedTable, keys: Tensor, counts: Tensor) -> Iterator[RowBlock]:
-    """Yield the rectangle's waiting-ID counts.
+    """Yield one block with the counts of waiting IDs that belong to a rectangle.
 
     Args:
-        table: the rectangle.
-        keys: mixed IDs, int64 [n].
-        counts: int64 [n].
+        table: rectangle.
+        keys: keys of the waiting IDs, int64 [n].
+        counts: count of each ID, int64 [n].
     """
     inside = in_span(keys, (table.rectangle.r0, table.rectangle.r1))
     yield RowBlock(keys[inside], table.rectangle.columns, {"waiting": counts[inside]})
 
 
-def checked(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
-    """Return the IDs for a whole table's rows.
+def validated_ids(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
+    """Check that the parts of a whole table fit, and return the ID of each row, int64 [n].
 
     Args:
-        whole: whole-table parts by name.
-        storage: the table's row format.
+        whole: parts of the whole table, by name.
+        storage: storage of the table.
         prefix: name prefix for messages.
 
     Raises:
-        ValueError: something does not fit the table.
+        ValueError: a part is missing or does not fit the table.
     """
     weight, dim, most = whole["weight"], storage.part_column(storage.dim), storage.max_rows
     check_loadable(weight, f"{prefix}weight", storage)
@@ -122,7 +124,7 @@ def checked(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Te
 
 
 def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTable]) -> bool:
-    """Return whether a state dict's values are the tables' own current rows."""
+    """Return whether the values of a state dict are the present rows of these very tables, streamed."""
     if not tables:
         return True
     ids = values.get(IDS)
@@ -138,17 +140,17 @@ def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTabl
 
 
 def key_ordered_parts(table: HashedTable) -> dict[str, Tensor]:
-    """Return a whole table's parts for a state dict, in key order, without a copy."""
-    tensors, counts = table.tensors(), parts_of(table.admission_counts)
+    """Return the parts of a whole table for a state dict, in key order, without a copy."""
+    tensors, counts = table.tensors(), waiting_counts(table.admission_counts)
     names = state_dict_names(table.storage)
     return {name: tensors[name] if name in tensors else counts[name] for name in names}
 
 
-def joined_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str, Tensor]:
-    """Return the parts of a table with only local rectangles, in key order: a copy."""
+def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str, Tensor]:
+    """Return the parts of a whole table, merged from its rectangles (all local) in key order. Copies."""
     first = [table for table in tables if table.rectangle.c0 == 0]
     empty = torch.empty(0, dtype=torch.int64)
-    keys = torch.cat([empty, *(table.listed()[0] for table in first)]).sort().values
+    keys = torch.cat([empty, *(table.live_keys()[0] for table in first)]).sort().values
     columns = storage.part_column(storage.dim)
     parts = {
         part.name: torch.empty([len(keys)] if part.per_row else [len(keys), columns], dtype=part.dtype)
@@ -164,8 +166,8 @@ def joined_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[st
                     target = parts[name]
                     (target if values.dim() == 1 else target[:, start:end])[rows] = values
     parts[IDS] = tables[0].ids_of(keys)
-    if storage.counts:
-        counts = [parts_of(table.admission_counts) for table in first]
+    if storage.counts_waiting_ids:
+        counts = [waiting_counts(table.admission_counts) for table in first]
         order = torch.cat([count[WAITING[0]] for count in counts]).argsort()
         parts |= {name: torch.cat([count[name] for count in counts])[order] for name in WAITING}
     return parts

@@ -1,11 +1,11 @@
-"""Hashed-table keys: limits, admission and eviction policies, and the key intervals that plans cut.
+"""Options of hashed tables: limits, admission and eviction policies; and the key intervals that plans cut.
 
 [Note: when IDs are admitted and evicted]
 
-Admission and eviction happen once per table update, at a moment independent of the plan: the whole batch's
-IDs, from all ranks and replicas, are counted, then IDs are admitted and rows evicted. So the live IDs are a
-function of the batches alone. Until the update, a new ID reads its initial row at a slot pinned to its batch;
-a batch without an update leaves nothing behind.
+Admission and eviction happen once per update of a table, at a moment that does not depend on the plan: the
+IDs of the whole batch, from all ranks and replicas, are counted, then IDs are admitted and rows evicted. So
+the live IDs are a function of the batches alone. Until the update, a new ID reads its initial row at a slot
+pinned to its batch; a batch without an update leaves nothing behind.
 
 Scores and counts are integers, or floating-point values that a single rank computes for a row, so the
 ranks in any plan compare the same values.
@@ -33,103 +33,106 @@ from typing_extensions import override
 from meshrec.ops.index import Fills, mix
 from meshrec.tables.table import RowPart, Span
 
-# N: rows
+# Shape legend: N rows.
 
 _WORD = (1 << 63) - 1
-_USE = 1 << 16
+_USE = 1 << 16  # what one read adds to an LFU count: counts are in units of 2^-16 reads
 INDEX_BYTES = 16
-"""Maximum bytes per row in the index."""
+"""Maximum bytes per row in the hash index."""
 
 
 class Clock(NamedTuple):
-    """Update time for eviction policies."""
+    """Time of an update, for eviction policies."""
 
     step: int
-    """The table's update number."""
+    """Number of the update of the table."""
     seconds: int
-    """Latest event time set on any rank."""
+    """Latest event time that any rank has set."""
 
 
 class RowsToJudge(NamedTuple):
-    """A table's rows on a rank, for a score. A policy that needs no rows gets only its own parts."""
+    """Some rows of a table on a rank, as input to a score.
+
+    A policy that reads no rows gets only its own parts.
+    """
 
     ids: Tensor
     """int64 [N]."""
     parts: Mapping[str, Tensor]
-    """``weight`` [N, D], optimizer state and the policy's own parts, by name."""
+    """``weight`` [N, D], optimizer state and the parts of the policy, by name."""
 
 
 class Eviction(ABC):
-    """Policy to select rows to evict when a table is full.
+    """Policy that selects the rows to evict when a table is full.
 
     The row with the lowest score is evicted first; among equal scores, the row with the smallest key.
     """
 
     parts: tuple[RowPart, ...] = ()
-    """Per-row values stored by the policy."""
+    """Values that the policy stores per row."""
     needs_rows = False
-    """Whether the score reads rows."""
+    """Whether the score reads weights or optimizer state."""
     needs_whole_rows = False
-    """Whether the score reads whole rows on a single rank, so plans cannot cut their columns."""
+    """Whether the score needs whole rows on a single rank, so that plans cannot split their columns."""
 
     @abstractmethod
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record that the rows at ``slots`` (possibly repeated) were used.
+        """Record that the rows at some slots were used.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
-            slots: int64.
-            clock: the time.
-            fills: collects values that are equal for all rows: they are written with other tables' values,
-                once all policies have been called.
+            slots: int64; may repeat.
+            clock: time of the update.
+            fills: queue for writes of the same value to many rows. It is run together with the writes of
+                other tables, after all policies have been called.
         """
 
     @abstractmethod
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return row scores, int32 or int64 [N]."""
+        """Return the score of each row, int32 or int64 [N]. The lowest is evicted first."""
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the score for rows used now, or None.
+        """Return the score of a row that is used now. None if a search cannot be reused for later evictions.
 
-        Return a score only if scores change by use alone, and never to less than this score later. See [Note:
-        the order of eviction] in eviction.py.
+        Return a score only if the score of a row changes by use alone, and is at least this score after a
+        later use. See [Note: the order of eviction] in eviction.py.
         """
         return None
 
     def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
-        """Return which rows to evict even if the table is not full, bool by slot; None: no row."""
+        """Return which rows to evict although the table is not full, bool by slot. None: no row."""
         return None
 
 
 @dataclass(frozen=True)
 class LRU(Eviction):
-    """Evict the least recently updated rows."""
+    """Evict the rows whose last update is the longest ago (least recently used)."""
 
     parts = (RowPart("last", torch.int32, True),)
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the update number.
+        """Record the number of the update.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
-            slots: int64.
-            clock: the time.
-            fills: collects the writes.
+            slots: int64; may repeat.
+            clock: time of the update.
+            fills: queue for the write.
         """
         fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the last updates' numbers."""
+        """Return the number of each row's last update."""
         return rows.parts["last"]
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the update number."""
+        """Return the number of the update."""
         return clock.step
 
 
 @dataclass(frozen=True)
 class LFU(Eviction):
-    """Evict the least frequently read rows.
+    """Evict the rows that are read least often (least frequently used).
 
     Args:
         half_life: number of updates after which a read counts half. All counts are halved at multiples of
@@ -144,13 +147,13 @@ class LFU(Eviction):
             raise ValueError(f"LFU: half_life must be an integer >= 1 or None, got {self.half_life!r}.")
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Apply the halvings since each row's last read, and add these reads.
+        """Apply the halvings since the last read of each row, and add the reads of this update.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
-            slots: int64.
-            clock: the time.
-            fills: collects the writes.
+            slots: int64, one per read.
+            clock: time of the update.
+            fills: queue for the write.
         """
         uses, last = parts["uses"], parts["last"]
         # Halve before adding: repeated slots write the same halved value.
@@ -159,10 +162,11 @@ class LFU(Eviction):
         fills.add(last, slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the decayed counts, in units of 2^-16 reads."""
+        """Return the decayed number of reads of each row, in units of 2^-16."""
         return rows.parts["uses"] >> self._halvings(rows.parts["last"], clock)
 
     def _halvings(self, last: Tensor, clock: Clock) -> Tensor:
+        """Return how often a count is halved between the last update of the row and now."""
         if self.half_life is None:
             return torch.zeros_like(last, dtype=torch.int64)
         return (clock.step // self.half_life - last.long() // self.half_life).clamp_(max=62)
@@ -170,9 +174,9 @@ class LFU(Eviction):
 
 @dataclass(frozen=True, kw_only=True)
 class TTL(Eviction):
-    """Evict rows that were not updated for a given time.
+    """Evict rows that have not been updated for some time (time to live).
 
-    A table checks for such rows sixteen times within that time. If it is full before, the least recently
+    A table checks for such rows sixteen times within that time. If it is full earlier, the least recently
     updated rows are evicted.
 
     Args:
@@ -193,31 +197,32 @@ class TTL(Eviction):
             )
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the update number, or the event time.
+        """Record the number of the update, or the event time.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
-            slots: int64.
-            clock: the time.
-            fills: collects the writes.
+            slots: int64; may repeat.
+            clock: time of the update.
+            fills: queue for the write.
         """
         fills.add(parts["last"], slots, self._now(clock))
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the last updates' times."""
+        """Return the time of each row's last update."""
         return rows.parts["last"]
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the update number, or the event time."""
+        """Return the number of the update, or the event time."""
         return self._now(clock)
 
     def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
-        """Return which rows were not updated within the time."""
+        """Return which rows were not updated within the time to live."""
         if self.steps is not None and clock.step % max(1, self.steps // 16):
             return None
         return parts["last"] <= self._now(clock) - (self.steps or self.seconds or 0)
 
     def _now(self, clock: Clock) -> int:
+        """Return the present time in the unit of the policy: updates or seconds."""
         return clock.step if self.steps is not None else clock.seconds
 
 
@@ -232,7 +237,10 @@ class LowestNorm(Eviction):
         pass
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return squared norms in units of 2^-40, as integers, whose sum does not depend on the order."""
+        """Return the squared norm of each row in units of 2^-40, as an integer.
+
+        Sums of integers do not depend on the order.
+        """
         squares = rows.parts["weight"].double().square_().mul_(2.0**40)
         # Integers also make column shards' partial sums exact.
         return squares.clamp_(max=2.0**52).round_().long().sum(1)
@@ -240,11 +248,11 @@ class LowestNorm(Eviction):
 
 @dataclass(frozen=True)
 class Score(Eviction):
-    """Evict the rows with the lowest score under a user function.
+    """Evict the rows with the lowest value of a user's function.
 
     Args:
-        score: maps ``RowsToJudge`` to row values, floating-point or integer [N]. It must treat all rows
-            alike, and must not depend on which other rows it sees: every rank calls it with its own rows.
+        score: maps ``RowsToJudge`` to a value per row, floating-point or integer [N]. It must treat all rows
+            alike, and must not depend on which other rows it sees: each rank calls it with its own rows.
     """
 
     score: Callable[[RowsToJudge], Tensor]
@@ -253,21 +261,21 @@ class Score(Eviction):
     needs_whole_rows = True
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the update number, which the score reads as ``rows.parts["last"]``.
+        """Record the number of the update, which the function can read as ``rows.parts["last"]``.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
-            slots: int64.
-            clock: the time.
-            fills: collects the writes.
+            slots: int64; may repeat.
+            clock: time of the update.
+            fills: queue for the write.
         """
         fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the scores as integers in the same order.
+        """Return the function's values as int64 in the same order.
 
         Raises:
-            ValueError: the function returns anything but a number per row.
+            ValueError: the function does not return one value per row, or returns NaN.
         """
         scores = self.score(rows)
         if not isinstance(scores, Tensor) or scores.shape != rows.ids.shape or bool(scores.isnan().any()):
@@ -284,19 +292,19 @@ class Score(Eviction):
 
 
 class Admission(ABC):
-    """Policy to select which new IDs get a row."""
+    """Policy that selects which new IDs get a row."""
 
     @abstractmethod
     def check(self, max_rows: int) -> None:
-        """Raise ValueError if a table with this many rows cannot have this policy."""
+        """Raise ValueError if the policy does not fit a table with this maximum number of rows."""
 
 
 @dataclass(frozen=True)
 class MinCount(Admission):
-    """Admit an ID after ``k`` reads in training.
+    """Admit an ID when it has occurred ``k`` times in training.
 
-    Counts are exact: the table stores a count for every waiting ID, about 24 bytes each, without a bound.
-    ``MinCountSketch`` has a bound.
+    Counts are exact: the table has a counter for each waiting ID, about 24 bytes, and their number is not
+    limited. ``MinCountSketch`` has a limit.
     """
 
     k: int
@@ -312,11 +320,15 @@ class MinCount(Admission):
 
 @dataclass(frozen=True)
 class MinCountSketch(Admission):
-    """Admit an ID after about ``k`` reads, counted in a count-min sketch with ``bytes`` bytes.
+    """Admit an ID after about ``k`` occurrences in training, counted in a sketch of a fixed size.
 
-    An ID is never admitted late. It may be admitted early if other IDs fell on all of its cells;
-    ``TableCounts.early`` estimates how often. A cell is a byte, and a table row has ``bytes // max_rows``
-    cells, which count the IDs in that key interval, so counts do not depend on the plan.
+    Args:
+        k: number of occurrences, at most 255.
+        bytes: memory of the count-min sketch.
+
+    An ID is never admitted late. It is admitted early if other IDs have filled all of its cells;
+    ``TableCounts.early`` estimates how often. A cell is a byte. Each plan row has ``bytes // max_rows``
+    cells, which count only the IDs of its key interval, so counts do not depend on the plan.
     """
 
     k: int
@@ -327,7 +339,7 @@ class MinCountSketch(Admission):
             raise ValueError(f"MinCountSketch: k must be an integer in [1, 255], got {self.k!r}.")
 
     def check(self, max_rows: int) -> None:
-        """Raise ValueError if there is less than a word of cells per row."""
+        """Raise ValueError if the sketch has fewer than 8 cells per row."""
         if not isinstance(self.bytes, int) or self.bytes < 8 * max_rows:
             raise ValueError(
                 f"MinCountSketch: bytes must be an integer of at least 8 for each of {max_rows:,} rows, "
@@ -337,9 +349,9 @@ class MinCountSketch(Admission):
 
 @dataclass(frozen=True)
 class Probability(Admission):
-    """Admit an ID with probability ``p`` at every read in training.
+    """Admit an ID with probability ``p`` at each occurrence in training.
 
-    The decision is a hash over seed, ID, the table's update number, and the read's number in that update.
+    The decision is a hash of seed, ID, update number, and the number of the occurrence within the update.
     """
 
     p: float
@@ -353,13 +365,13 @@ class Probability(Admission):
         pass
 
     def admits(self, keys: Tensor, counts: Tensor, step: int, seed: int) -> Tensor:
-        """Return which IDs are admitted, bool [N].
+        """Return which IDs to admit, bool [N].
 
         Args:
-            keys: ID keys, int64 [N].
-            counts: reads in this update, int64 [N].
+            keys: keys of the IDs, int64 [N].
+            counts: occurrences of each ID in this update, int64 [N].
             step: update number.
-            seed: the table's seed.
+            seed: seed of the table.
         """
         admitted = torch.zeros_like(keys, dtype=torch.bool)
         below = math.ceil(self.p * 2.0**53)
@@ -372,18 +384,18 @@ class Probability(Admission):
 
 @dataclass(frozen=True, kw_only=True)
 class HashedKeys:
-    """Table keys for IDs without a known range: any int64 is an ID, and none is reserved.
+    """Option of a table for IDs without a known range: all int64 values are valid IDs, and none is reserved.
 
     Args:
         max_rows: maximum number of rows, over all ranks.
-        max_bytes: the same limit as bytes for rows and index (16 per row), without optimizer state.
-        admit: ``MinCount``, ``MinCountSketch`` or ``Probability``; None: every ID is admitted when it is
-            first trained. A rejected ID reads its initial row and is not trained.
+        max_bytes: the same limit, as bytes of rows and index (16 per row), without optimizer state.
+        admit: ``MinCount``, ``MinCountSketch`` or ``Probability``; None: an ID is admitted when it is first
+            trained. An ID without a row reads its initial row and is not trained.
         evict: ``LRU``, ``LFU``, ``TTL``, ``LowestNorm`` or ``Score``; None: a full table is an error.
-        seed: seed for the ID mix, initial rows, and admission.
+        seed: seed of the ID mix, of initial rows, and of admission.
 
     Raises:
-        ValueError: a value is not allowed, or policies contradict.
+        ValueError: a value is not allowed, or the limits contradict each other.
     """
 
     max_rows: int | None = None
@@ -413,15 +425,15 @@ class HashedKeys:
             self.admit.check(self.max_rows)
 
     @property
-    def counts(self) -> bool:
-        """Whether IDs waiting for admission are counted."""
+    def counts_waiting_ids(self) -> bool:
+        """Whether occurrences of IDs that wait for admission are counted."""
         return isinstance(self.admit, (MinCount, MinCountSketch))
 
     def rows(self, row_bytes: int) -> int:
-        """Return the maximum number of rows, given bytes per row.
+        """Return the maximum number of rows, given the bytes of a row in memory.
 
         Raises:
-            ValueError: ``max_bytes`` has no room for a row.
+            ValueError: ``max_bytes`` is too small for a row.
         """
         if self.max_rows is not None:
             return self.max_rows
@@ -442,24 +454,25 @@ Hashed = HashedKeys
 
 
 FIRST_KEY = -(1 << 63)
+"""Smallest key."""
 ALL_KEYS: Span = (FIRST_KEY, -FIRST_KEY)
-"""Interval with all keys."""
+"""Interval of all keys. The end does not fit int64."""
 
 
 def key_at(row: int, max_rows: int) -> int:
-    """Return the first key in a plan row: the smallest u with ``u * max_rows >= row * 2^64``, minus 2^63."""
+    """Return the first key of a plan row: the smallest u with ``u * max_rows >= row * 2^64``, minus 2^63."""
     return -(-(row << 64) // max_rows) + FIRST_KEY
 
 
 def bucket_of(keys: Tensor, max_rows: int) -> Tensor:
-    """Return plan rows by key, int64 [N]; ``max_rows`` must be below 2^31."""
+    """Return the plan row (key bucket) of each key, int64 [N]. ``max_rows`` must be below 2^31."""
     # A 96-bit product in two halves, because int64 would overflow.
     upper, lower = (keys >> 32) + (1 << 31), keys & ((1 << 32) - 1)
     return (upper * max_rows + ((lower * max_rows) >> 32)) >> 32
 
 
 def first_keys(rows: Tensor, max_rows: int) -> Tensor:
-    """Return ``key_at`` by row, int64 [N]; ``max_rows`` must be below 2^31."""
+    """Return the first key of each plan row, int64 [N]; see ``key_at``. ``max_rows`` must be below 2^31."""
     whole, remainder = divmod(1 << 64, max_rows)
     whole = (whole - FIRST_KEY) % (1 << 64) + FIRST_KEY  # as int64, whose product wraps
     return rows * whole - (-(rows * remainder) // max_rows) + FIRST_KEY

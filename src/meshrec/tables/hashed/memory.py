@@ -1,4 +1,4 @@
-"""Memory for tables with an initially unknown number of rows.
+"""Memory of tables whose number of rows is not known in advance.
 
 [Note: memory that grows]
 
@@ -27,26 +27,26 @@ from meshrec.ops.memory import empty_pages, reserve_pages
 from meshrec.ops.prefault import GrowingRegion, PagePrefaulter
 
 _log = logging.getLogger(__name__)
-_LEAST_ROWS = 64
+_LEAST_ROWS = 64  # smallest height of the tensors
 
 
 class GrowingRows:
-    """Memory for rows and optimizer state, indexed by slot; see [Note: memory that grows].
+    """Memory of rows and optimizer state, indexed by slot; see [Note: memory that grows].
 
     Args:
-        row: tensors in a row, each ``[1, ...]``, filled with the new-row value.
-        max_rows: maximum rows the table may ever have.
+        row: tensors of one row, each ``[1, ...]``, with the initial values of a new row.
+        max_rows: maximum number of rows that the table can ever have.
         name: table name in messages.
-        beside: more memory that grows with the rows.
+        other_regions: further memory that grows together with the rows, for prefaulting.
 
     Attributes:
-        first: the tensors in ``row``.
-        tensors: row memory by tensor in ``row``, with at least ``num_rows`` rows.
-        num_rows: rows so far.
+        first: copies of the tensors in ``row``.
+        tensors: memory of all rows: one tensor per tensor in ``row``, with at least ``num_rows`` rows.
+        num_rows: number of rows so far.
     """
 
     def __init__(
-        self, row: Sequence[Tensor], *, max_rows: int, name: str, beside: Sequence[GrowingRegion] = ()
+        self, row: Sequence[Tensor], *, max_rows: int, name: str, other_regions: Sequence[GrowingRegion] = ()
     ) -> None:
         self.first, self._max_rows, self._name = [part.detach().clone() for part in row], max_rows, name
         reserved = [reserve_pages((max_rows, *part.shape[1:]), part.dtype, part.device) for part in row]
@@ -63,25 +63,27 @@ class GrowingRows:
                 row[0].device,
             )
         self._bits = [bits_of(part) for part in self.first]
-        """Fill value by part in ``row``, as bits."""
+        """Bits of the initial value, for each tensor in ``row``."""
         regions = [GrowingRegion(part, part[:1].nbytes) for part in self._reserved]
-        self._pages = PagePrefaulter([*regions, *beside])
+        self._pages = PagePrefaulter([*regions, *other_regions])
         self.num_rows = 0
         self.tensors = [part.new_empty(0, *part.shape[1:]) for part in self.first]
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the rows never move."""
+        """Whether the rows never move, because address space is reserved for all of them."""
         return bool(self._reserved)
 
     @torch.no_grad()
     def grow(self, num_rows: int, *, num_written: int = 0) -> None:
-        """Add rows with initial values until there are ``num_rows``.
+        """Add rows with initial values, until there are ``num_rows``.
 
-        The caller writes the new rows in the first ``num_written`` tensors.
+        Args:
+            num_rows: number of rows afterward.
+            num_written: number of tensors, counted from the first, whose new rows the caller writes.
 
         Raises:
-            ValueError: there would be more than ``max_rows``; nothing has changed then.
+            ValueError: ``num_rows`` exceeds ``max_rows``. Nothing has changed then.
         """
         if num_rows > self._max_rows:
             raise ValueError(
@@ -102,14 +104,14 @@ class GrowingRows:
     def start_rows(
         self, slots: Tensor, end: int, fills: Fills, *, num_written: int, unchanged: Collection[int]
     ) -> None:
-        """Add rows up to ``end``, and reset reused slots.
+        """Add rows up to ``end``, and reset slots that are used again to initial values.
 
         Args:
-            slots: int64 [N], at least one, all below ``end``.
-            end: minimum number of rows afterward.
-            fills: collects the writes.
+            slots: slots of new rows, int64 [N], at least one, all below ``end``.
+            end: number of rows afterward, at least.
+            fills: queue for the writes.
             num_written: see ``grow``.
-            unchanged: tensor numbers whose reused rows stay unchanged.
+            unchanged: numbers of the tensors in which slots that are used again are not reset.
         """
         num_rows = self.num_rows
         self.grow(end, num_written=num_written)
@@ -119,6 +121,7 @@ class GrowingRows:
                     fills.add(part, slots, value)
 
     def _make_room(self, height: int) -> None:
+        """Give the tensors ``height`` rows."""
         # Everything that can fail comes first, before a tensor changes.
         room = [part[:height] for part in self._reserved]
         if not room:
@@ -130,13 +133,13 @@ class GrowingRows:
 
 
 def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
-    """Redirect copies and pickles of an owner's memory to the copied owner's memory.
+    """Make copies and pickles of an object's tensors return the tensors of the copied object.
 
-    Updates and lookups hold these tensors, whose reserved room must not be copied.
+    Updates and lookups also hold these tensors. Copied on their own, they would include the reserved memory.
 
     Args:
-        owner: an object with an attribute ``memory``.
-        memory: the tensors in it, by name.
+        owner: object with an attribute ``memory``.
+        memory: that attribute: tensors by name.
     """
     reference = ref(owner)
     for name, tensor in memory.items():
@@ -146,7 +149,7 @@ def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
 
 
 class _CopiedMemory:
-    """Copy and pickle hooks for a memory tensor: they return the copied owner's tensor."""
+    """Copy and pickle hooks of one tensor: they return the tensor of the copied owner."""
 
     def __init__(self, owner: Callable[[], Any], name: str) -> None:
         self._owner, self._name = owner, name
@@ -159,6 +162,7 @@ class _CopiedMemory:
 
 
 def _memory_of(owner: Any, name: str) -> Tensor:
+    """Return a tensor of an object's ``memory``."""
     assert owner is not None, "whoever keeps the memory of a table keeps the table"
     tensor: Tensor = owner.memory[name]
     return tensor

@@ -1,4 +1,4 @@
-"""Tables with any int64 as ID: rows in growing memory, found by a hash index.
+"""Tables in which any int64 is a valid ID: rows in growing memory, found by a hash index.
 
 [Note: the life of a row]
 
@@ -14,8 +14,8 @@ New keys get slots in sorted order, so column shards, here and on other ranks, h
 [Note: hashed tables in key order]
 
 In key order, a table with n rows looks like a fixed table with n rows and an additional part, ``ids``:
-position p holds the row for the ID with the p-th key. So split tensors, checkpoints and safetensors need
-nothing else. Counts for IDs waiting for admission are a second list, ``waiting_ids`` and ``waiting``.
+position p holds the row of the ID with the p-th smallest key. So split tensors, checkpoints and safetensors
+need nothing else. Counts of IDs that wait for admission are a second list, ``waiting_ids`` and ``waiting``.
 """
 
 import copy
@@ -50,24 +50,24 @@ from meshrec.tables.hashed.file import CachedKeys, HashedFile
 from meshrec.tables.hashed.keys import Hashed
 from meshrec.tables.hashed.memory import GrowingRows, copy_with_owner
 from meshrec.tables.index import Index, Pin, Resolved
-from meshrec.tables.initial import drawn_rows, seed_of_rows
+from meshrec.tables.initial import draw_rows, seed_of_rows
 from meshrec.tables.storage import ExternalRows, RowStorage
-from meshrec.tables.streamed import streamed
+from meshrec.tables.streamed import streamed_parts
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span, Table, TableSnapshot
 
-# N: IDs or slots
+# Shape legend: N IDs or slots.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_BLOCK_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 23  # bytes of rows in a block of a stream
 ALIVE = "is_alive"
-"""Name of the part in ``HashedTable.memory`` that tells which slots are alive, bool by slot."""
+"""Name of the part of ``HashedTable.memory`` that tells which slots are alive, bool by slot."""
 IDS = "ids"
 """Name of the part with the IDs, in key order."""
-_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1
+_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1  # slots for pending rows, and the limit of the index
 
 
 class PinnedRows(Pin):
-    """A batch's rows in a single table, as a ``Pin``; ``parts`` has their slots."""
+    """Pin of the rows that a batch uses in one table."""
 
     def __init__(
         self,
@@ -79,22 +79,22 @@ class PinnedRows(Pin):
     ) -> None:
         self.table, self.pending, self._fresh = table, pending, fresh
         self.changes = table.accounting.changes
-        """The table's ``RowAccounting.changes`` when the batch was resolved."""
+        """``RowAccounting.changes`` of the table when the batch was resolved."""
         self._parts = parts
         self.arriving: RowsInFlight | None = None
-        """Pin on the rows in a file's cache. Set by ``resolve``, None for rows in memory."""
+        """Pin of the same rows in the cache of a file. Set by ``resolve``; None for rows in memory."""
 
     @property
     def slots(self) -> Tensor:
-        """Slots, possibly repeated."""
+        """Slots that the batch uses, int64; may repeat."""
         return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
 
     def fresh(self) -> AssignedSlots | None:
-        """Return the pending rows, if they were created for this batch and no others have joined."""
+        """Return the new rows of this batch, if they are its only pending rows; else None."""
         return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
     def release(self) -> None:
-        """Queue the pending rows, which the table frees at the next lookup."""
+        """Release the slots. The table frees pending ones at its next lookup."""
         if not self.is_released:
             self.is_released = True
             self.table.in_flight.discard(self)
@@ -110,15 +110,15 @@ class PinnedRows(Pin):
 
 @dataclass
 class TableCounts:
-    """ID counters for a table since its creation, on this rank.
+    """Counters of IDs since a table was created, on this rank.
 
     Attributes:
-        live: IDs with a row now.
-        new: admitted IDs.
-        refused: new IDs in updates that were not admitted, counted once per update.
-        evicted: IDs with evicted rows.
-        read: looked-up IDs.
-        hits: looked-up IDs with a row.
+        live: IDs that have a row now.
+        new: IDs that were admitted.
+        refused: new IDs that were not admitted, counted once per update.
+        evicted: IDs whose rows were evicted.
+        read: IDs looked up in training.
+        hits: IDs looked up in training that had a row.
         early: estimated fraction of new IDs that a sketch admits early.
     """
 
@@ -133,33 +133,33 @@ class TableCounts:
 
 @dataclass
 class RowAccounting:
-    """ID counters, evicted keys, and the key-ordered rows held by a caller."""
+    """Counters and change records of a table."""
 
     report: TableCounts = field(default_factory=TableCounts)
     evicted: list[Tensor] = field(default_factory=list)
-    """Evicted rows' keys, for the delta publisher; recorded if ``is_watched``."""
+    """Keys of evicted rows, one tensor per eviction, for the delta publisher; recorded if ``is_watched``."""
     is_watched: bool = False
     changes: int = 0
-    """Number of admissions and evictions."""
+    """Number of admissions and evictions so far."""
     loads: int = 0
-    """Number of row loads."""
+    """Number of calls to ``load`` so far."""
     key_ordered_ref: "ReferenceType[KeyOrderedRows] | None" = None
-    """Key-ordered rows, as long as a caller holds them."""
+    """Rows in key order, which exist only while a caller holds them."""
 
     def note_reads(self, num_read: int, num_absent: int) -> None:
-        """Count a batch's IDs, of which ``num_absent`` had no row."""
+        """Count the IDs of a batch, of which ``num_absent`` had no row."""
         self.report.read += num_read
         self.report.hits += num_read - num_absent
 
 
 @final
 class HashedTable:
-    """A rectangle's rows with live keys; see [Note: the life of a row].
+    """The rows of a rectangle of a hashed table; see [Note: the life of a row].
 
     Args:
         rectangle: keys (see [Note: the keys of hashed tables]) and columns.
-        storage: row format and table options.
-        spec: the optimizer; None: no state.
+        storage: row format and options of the table.
+        spec: optimizer; None: no state.
         device: the CPU.
     """
 
@@ -202,13 +202,13 @@ class HashedTable:
         label = f"table {storage.name!r}"
         self.slots = HashIndex(most, seed=storage.keys.seed, name=label)
         self._grown = GrowingRows(
-            list(row.values()), max_rows=most, name=label, beside=self.slots.growing_regions
+            list(row.values()), max_rows=most, name=label, other_regions=self.slots.growing_regions
         )
         self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
         """In-memory parts by name, indexed by slot. ``ALIVE`` tells which slots are alive, ``pins`` how many
         batches in flight use a pending slot. 16-bit rows have a ``key``, by which they are rounded.
         """
-        self.admission_counts = self._new_waiting()
+        self.admission_counts = self._new_admission_counts()
         # Batches between ``resolve`` and ``release``. Weak, so a dropped batch leaves by itself.
         self.in_flight: WeakSet[PinnedRows] = WeakSet()
         # Pending slots from finished batches, until the next lookup frees them.
@@ -223,39 +223,39 @@ class HashedTable:
             block._replace(keys=block.keys.clone() if isinstance(block.keys, Tensor) else block.keys)
             for block in self.stream()
         ]
-        return _restored, ((self.rectangle, self.storage, self.spec, None), blocks, self.report)
+        return _rebuild, ((self.rectangle, self.storage, self.spec, None), blocks, self.report)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._check_in_memory()
-        copied = _restored((self.rectangle, self.storage, self.spec, None), self.stream(), self.report)
+        copied = _rebuild((self.rectangle, self.storage, self.spec, None), self.stream(), self.report)
         memo[id(self)] = copied
         return copied
 
     def _check_in_memory(self) -> None:
-        """Raise ValueError if the rows are in a file, which is not copied along with a model."""
+        """Raise ValueError if the rows are in a file, which is not copied with the model."""
         if self.file is not None:
             self.file.table.__reduce__()
 
     @property
     def rows(self) -> Tensor:
-        """Kernel-visible memory: all rows, or a file's cache."""
+        """Memory that kernels read: all rows, or the cache of a file."""
         return self.memory["weight"] if self.file is None else self.file.table.rows
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Optimizer state, by optimizer slot."""
+        """Optimizer state, one tensor per state slot."""
         if self.file is not None:
             return self.file.table.state
         return [self.memory[part.name] for part in self.parts[len(self.storage.row_parts) :]]
 
     @property
     def slot_keys(self) -> Tensor | None:
-        """Key by slot, for 16-bit rows in memory."""
+        """Key of each slot, for 16-bit rows in memory; None otherwise."""
         return self.memory.get("key")
 
     @property
     def index(self) -> Index:
-        """The table itself, or the index into a file's cache."""
+        """The table itself; or an index into the cache of a file."""
         return self if self.file is None else CachedKeys(self.resolve, self.file.slot_keys)
 
     @property
@@ -265,32 +265,32 @@ class HashedTable:
 
     @property
     def num_changes(self) -> int:
-        """Number of admissions and evictions."""
+        """Number of admissions and evictions so far."""
         return self.accounting.changes
 
     @property
     def report(self) -> TableCounts:
-        """ID counters since the table's creation, on this rank."""
+        """Counters of IDs since the table was created, on this rank."""
         self.accounting.report.early = self.admission_counts.early()
         return self.accounting.report
 
     # ---- slots ------------------------------------------------------------------------------------
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return slots by key; unseen keys get pending slots with initial rows."""
+        """Return the slot of each key. New keys get pending slots with initial rows."""
         self.release()
         slots = self.slots.find(keys)
         fresh, num_absent = None, int((slots < 0).sum())
         if num_absent:
             fresh = assign_slots([UnassignedIds(self.slots, keys.contiguous(), slots, num_absent)])[0]
         with Fills() as fills:
-            pin = self.hold([slots], train=train, fills=fills, fresh=fresh, num_absent=num_absent)
+            pin = self.pin_slots([slots], train=train, fills=fills, fresh=fresh, num_absent=num_absent)
         if self.file is None:
             return Resolved(slots, pin)
         cached, pin.arriving = self.file.resolve(slots, keys, train=train)
         return Resolved(cached, pin)
 
-    def hold(
+    def pin_slots(
         self,
         parts: Sequence[Tensor],
         *,
@@ -299,14 +299,14 @@ class HashedTable:
         fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> PinnedRows:
-        """Pin a batch's slots, and write initial rows to ``fresh`` slots.
+        """Pin the slots that a batch uses, and write initial rows to new ones.
 
         Args:
-            parts: the slots.
+            parts: slots that the batch uses.
             train: whether the rows will be updated.
-            fills: collects the writes.
-            fresh: keys with newly assigned slots.
-            num_absent: entries in ``parts`` with new keys.
+            fills: queue for the writes.
+            fresh: keys that have just been assigned slots.
+            num_absent: number of entries in ``parts`` that belong to such keys.
         """
         if fresh is not None:
             self._write_new_rows(fresh.slots, fresh.ids, fills)
@@ -328,30 +328,40 @@ class HashedTable:
         return pin
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys with these slots."""
+        """Return the keys of the rows at these slots."""
         return self.slots.ids_of(slots)
 
     def ids_of(self, keys: Tensor) -> Tensor:
-        """Return the IDs with these keys."""
+        """Return the IDs of these keys: the inverse of the ID mix."""
         return unmix(keys, self.storage.keys.seed)
 
     def release(self, *more_tables: "HashedTable") -> None:
-        """Free the pending slots, here and in other tables, that no batch in flight uses any more."""
+        """Free the pending slots that no batch in flight uses any longer, in this table and others."""
         release_rows((self, *more_tables))
 
-    def revive(self, slots: Tensor, fills: Fills) -> None:
-        """Mark pending rows as alive, with their present values."""
+    def mark_alive(self, slots: Tensor, fills: Fills) -> None:
+        """Make pending rows alive, with their present values.
+
+        Args:
+            slots: pending slots, int64 [N].
+            fills: queue for the writes.
+        """
         if len(slots):
             fills.add(self.memory[ALIVE], slots, 1)
             self.accounting.report.live += len(slots)
             self.accounting.changes += 1
 
     def reset(self, slots: Tensor, fills: Fills) -> None:
-        """Reset pending rows to their initial values."""
+        """Reset pending rows to their initial values.
+
+        Args:
+            slots: pending slots, int64 [N].
+            fills: queue for the writes.
+        """
         self._write_new_rows(slots, self.keys_of(slots), fills)
 
     def _write_new_rows(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
-        """Write initial rows and optimizer state. Grow the memory if necessary."""
+        """Write initial rows and optimizer state to slots. Grows the memory if necessary."""
         if len(slots) == 0:
             return
         # A free or unused slot is not alive and has no pins.
@@ -370,8 +380,12 @@ class HashedTable:
 
     # ---- streams ----------------------------------------------------------------------------------
 
-    def listed(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Return the live keys, ascending, and their slots."""
+    def live_keys(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
+        """Return the keys of live rows, ascending, and their slots: both int64 [n].
+
+        Args:
+            keys: key interval; None: all keys.
+        """
         all_keys, slots = self.slots.items()
         selected = self.memory[ALIVE][slots] if self.slots.num_live > self.num_alive else None
         if keys is not None:
@@ -380,11 +394,14 @@ class HashedTable:
         return (all_keys, slots) if selected is None else (all_keys[selected], slots[selected])
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the row parts in key order; see [Note: hashed tables in key order]."""
+        """Return the parts in key order, by name; see [Note: hashed tables in key order]."""
         return self.key_ordered().tensors()
 
     def key_ordered(self, first: int = 0) -> "KeyOrderedRows":
-        """Return the current rows in key order, starting at position ``first``.
+        """Return the present rows in key order.
+
+        Args:
+            first: position of this rectangle's first row in the whole table.
 
         While nothing changes and a caller holds the result, further calls return the same object.
         """
@@ -396,29 +413,30 @@ class HashedTable:
         return rows
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the live rows in blocks, followed by the waiting IDs' counts."""
-        live_keys, slots = self.listed(keys)
+        """Yield the live rows in blocks, followed by the counts of waiting IDs."""
+        live_keys, slots = self.live_keys(keys)
         columns = columns or self.rectangle.columns
         step = self.block_rows
         for first in range(0, len(live_keys), step):
             here = slots[first : first + step]
-            yield RowBlock(live_keys[first : first + step], columns, self.gathered(here, columns))
+            yield RowBlock(live_keys[first : first + step], columns, self.gather_parts(here, columns))
         for waiting, counts in self.admission_counts.stream(keys):
             for first in range(0, len(waiting), 1 << 18):
                 piece = slice(first, first + (1 << 18))
                 yield RowBlock(waiting[piece], columns, {"waiting": counts[piece]})
 
-    def _new_waiting(self) -> AdmissionCounts:
+    def _new_admission_counts(self) -> AdmissionCounts:
+        """Create empty counters of waiting IDs."""
         span, storage = (self.rectangle.r0, self.rectangle.r1), self.storage
         keys = storage.keys if storage.is_trainable else replace(storage.keys, admit=None)
         return admission_counts_for(keys, storage.max_rows, span, storage.name)
 
     def part_columns(self, columns: Span) -> Span:
-        """Return the position of columns in the whole table's ``weight`` part."""
+        """Return where table columns are in the whole table's ``weight`` part: bytes, for quantised rows."""
         return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
 
     def columns_at(self, positions: Span) -> Span:
-        """Return the table columns at a span in the ``weight`` part: the inverse of ``part_columns``."""
+        """Return the table columns at an interval of the ``weight`` part. Inverts ``part_columns``."""
         if positions == self.part_columns(self.rectangle.columns):
             return self.rectangle.columns
         bits = self.storage.bits or 8
@@ -426,23 +444,23 @@ class HashedTable:
 
     @property
     def block_rows(self) -> int:
-        """Number of rows in a block."""
+        """Number of rows in a block of a stream."""
         return max(1, _BLOCK_BYTES // max(1, self.rows[:1].nbytes))
 
-    def gathered(
+    def gather_parts(
         self,
         slots: Tensor,
         columns: Span,
         names: Iterable[str] | None = None,
         frozen: RowLog | None = None,
     ) -> dict[str, Tensor]:
-        """Return row parts by name.
+        """Return the rows at some slots, by part name.
 
         Args:
             slots: int64 [N].
-            columns: table columns.
-            names: requested parts; None: all.
-            frozen: file snapshot to read from; None: current rows.
+            columns: table columns to return.
+            names: parts to return; None: all.
+            frozen: snapshot of the file to read from; None: present rows.
         """
         r, storage = self.rectangle, self.storage
         names = [part.name for part in self.parts] if names is None else list(names)
@@ -458,12 +476,12 @@ class HashedTable:
         return {name: parts[name] if parts[name].dim() == 1 else parts[name][:, first:end] for name in names}
 
     def freeze(self) -> RowLog | None:
-        """Return a snapshot of the rows in the file; None if a fork freezes all rows."""
+        """Return a snapshot of the rows in the file. None for rows in memory, which a fork freezes."""
         return None if self.file is None else self.file.table.snapshot()
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace rows, or row parts; missing keys come alive.
+        """Write rows, or parts of rows, that the blocks contain. Keys without a row get one.
 
         Raises:
             ValueError: there would be too many rows.
@@ -483,13 +501,13 @@ class HashedTable:
             new = ~self.memory[ALIVE][slots]
             with Fills() as fills:
                 self._write_new_rows(slots[new], keys[new], fills)
-                self.revive(slots[new], fills)
+                self.mark_alive(slots[new], fills)
             if self.file is not None:
                 self.file.load(slots, block.columns, block.parts)
             self._write(slots, block)
 
     def _write(self, slots: Tensor, block: RowBlock) -> None:
-        """Write a row block's in-memory parts."""
+        """Write the in-memory parts of a block."""
         r, storage = self.rectangle, self.storage
         targets = {name: tensor.detach() for name, tensor in self.memory.items()}
         if storage.bits:
@@ -502,32 +520,32 @@ class HashedTable:
                 local[slots] = values.to(target.dtype)
 
     def reserve(self, keys: Tensor) -> None:
-        """Assign slots to ascending keys without a slot, for rows to be loaded later."""
+        """Assign slots to keys that have none, ascending. Their rows must be loaded later."""
         self.release()
         self.slots.insert(keys)
 
     def clear(self) -> None:
-        """Forget all rows and all waiting IDs."""
-        forget_rows([(self, self.listed()[1], ())])
-        self.admission_counts = self._new_waiting()
+        """Remove all rows and the counts of all waiting IDs."""
+        evict_rows([(self, self.live_keys()[1], ())])
+        self.admission_counts = self._new_admission_counts()
 
     def items(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return live IDs and copies of their rows.
+        """Return the IDs of live rows, and copies of the rows.
 
         Returns:
             IDs in key order, int64 [n]; rows, [n, columns]; optimizer state and policy parts, by name.
         """
-        keys, slots = self.listed()
-        parts = self.gathered(slots, self.rectangle.columns)
+        keys, slots = self.live_keys()
+        parts = self.gather_parts(slots, self.rectangle.columns)
         return self.ids_of(keys), parts.pop("weight"), parts
 
     def snapshot(self) -> TableSnapshot:
-        """Return the current rows as a snapshot, for the forked process that writes a checkpoint."""
+        """Return a snapshot of the present rows, for the forked process that writes a checkpoint."""
         return self.key_ordered().snapshot()
 
 
 class _Parts(Mapping[str, Tensor]):
-    """Row parts, read on access."""
+    """Parts of some rows by name, read from the table on access."""
 
     def __init__(
         self, table: HashedTable, keys: Tensor, slots: Tensor, columns: Span, frozen: RowLog | None
@@ -539,7 +557,7 @@ class _Parts(Mapping[str, Tensor]):
         if name == IDS:
             return self._table.ids_of(self._keys)
         columns = self._table.columns_at(self._columns)
-        return self._table.gathered(self._slots, columns, [name], self._frozen)[name]
+        return self._table.gather_parts(self._slots, columns, [name], self._frozen)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter([part.name for part in self._table.parts] + [IDS])
@@ -549,12 +567,12 @@ class _Parts(Mapping[str, Tensor]):
 
 
 class KeyOrderedRows:
-    """A table's rows by position; see [Note: hashed tables in key order].
+    """The rows of a table by position in key order; see [Note: hashed tables in key order].
 
     Valid until an ID is admitted or evicted.
 
     Args:
-        table: the table.
+        table: table.
         first: position of the first row in the whole table.
     """
 
@@ -562,7 +580,7 @@ class KeyOrderedRows:
 
     def __init__(self, table: HashedTable, first: int = 0) -> None:
         self._table, self._first = table, first
-        self._keys, self._slots = table.listed()
+        self._keys, self._slots = table.live_keys()
         r = table.rectangle
         # Columns refer to the part: state dicts show codes as they lie in bytes.
         self.rectangle = Rectangle(r.table, first, first + len(self._keys), *table.part_columns(r.columns))
@@ -573,15 +591,15 @@ class KeyOrderedRows:
         self._frozen: RowLog | None = None
 
     def is_of(self, table: object) -> bool:
-        """Return whether this shows the current rows in ``table``."""
+        """Return whether this object still shows the present rows of ``table``."""
         return table is self._table and self._changes == self._table.num_changes
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the parts by name, as streaming tensors."""
-        return streamed(self)
+        """Return the parts by name, as tensors that stream their values."""
+        return streamed_parts(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Stream the rows by position."""
+        """Yield the rows in blocks, by position."""
         r = self.rectangle
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         columns = columns or r.columns
@@ -592,7 +610,7 @@ class KeyOrderedRows:
             yield RowBlock(here, columns, parts)
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Write rows by position. The IDs stay as they are."""
+        """Write rows by position. IDs do not change."""
 
         def by_key() -> Iterator[RowBlock]:
             for block in blocks:
@@ -605,7 +623,7 @@ class KeyOrderedRows:
         self._table.load(by_key())
 
     def snapshot(self) -> TableSnapshot:
-        """Return the current rows as a snapshot. A fork freezes memory, and a log freezes a file."""
+        """Return a snapshot of the present rows. A fork freezes memory, and a log freezes a file."""
         snapshot = copy.copy(self)
         snapshot._frozen = self._table.freeze()
         return snapshot
@@ -618,22 +636,22 @@ class KeyOrderedRows:
 
 @dataclass(frozen=True)
 class HashedRows(ExternalRows):
-    """Floating-point or quantised rows found by an index.
+    """Storage of hashed tables: floating-point or quantised rows, found by a hash index.
 
     Initial rows are a function of (seed, table, ID); quantised initial rows are rounded by their minimum and
     maximum.
 
     Args:
-        dtype: row dtype; uint8 for codes.
-        keys: limits and policies for the table's keys.
+        dtype: dtype of the rows; uint8 for codes.
+        keys: limits and policies of the table.
         name: table name.
-        dim: whole-row width.
+        dim: width of a whole row.
         max_rows: maximum number of rows.
-        bounds: range for uniform initial values.
-        init_fn: draws initial rows instead, a row ``[1, dim]`` at a time, from torch's default generator.
+        bounds: range of uniform initial values.
+        init_fn: draws initial rows instead, one row ``[1, dim]`` at a time, from torch's default generator.
         bits: bits per code; 0 for floating-point values.
-        file: file options for weights and optimizer state; None: in memory.
-        seed_name: name that seeds the initial rows; None: ``name``.
+        file: where weights and optimizer state are; None: in memory.
+        seed_name: name from which initial rows are seeded; None: ``name``.
     """
 
     dtype: torch.dtype
@@ -661,29 +679,29 @@ class HashedRows(ExternalRows):
 
     @property
     def form(self) -> DenseRows | QuantisedRows:
-        """Storage for the row values, without keys."""
+        """Storage of the row values themselves, without keys."""
         return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the rows are floating-point values."""
+        """Whether the rows can be trained: they are floating-point values."""
         return self.bits == 0
 
     @property
     def policy_parts(self) -> tuple[RowPart, ...]:
-        """Per-row values for the eviction policy."""
+        """Values that the eviction policy stores per row."""
         policy = self.keys.evict
         return policy.parts if policy is not None and self.is_trainable else ()
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """Row values, followed by the eviction policy's values."""
+        """Parts of the row values, followed by those of the eviction policy."""
         return (*self.form.row_parts, *self.policy_parts)
 
     @property
-    def counts(self) -> bool:
-        """Whether IDs waiting for admission are counted."""
-        return self.keys.counts and self.is_trainable
+    def counts_waiting_ids(self) -> bool:
+        """Whether occurrences of IDs that wait for admission are counted."""
+        return self.keys.counts_waiting_ids and self.is_trainable
 
     def columns(self, dim: int) -> int:
         return self.form.columns(dim)
@@ -692,7 +710,7 @@ class HashedRows(ExternalRows):
         return self.form.part_column(column)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Return the parameter's memory, without rows: an index finds them elsewhere.
+        """Return a parameter's memory without rows: the rows of hashed tables are outside the parameter.
 
         Args:
             num_rows: unused.
@@ -706,18 +724,18 @@ class HashedRows(ExternalRows):
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes for rows, including per-row values for the eviction policy."""
+        """Return the bytes of rows, including values of the eviction policy."""
         policy_bytes = sum(part.dtype.itemsize for part in self.policy_parts)
         return self.form.num_bytes(num_rows, dim) + num_rows * policy_bytes
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create optimizer state, as for ``form``.
+        """Create initial optimizer state; see ``DenseRows.new_state``.
 
         Args:
-            spec: the optimizer; None: no state.
-            num_rows: rows.
+            spec: optimizer; None: no state.
+            num_rows: number of rows.
             dim: values per row.
             device: memory device.
         """
@@ -732,12 +750,12 @@ class HashedRows(ExternalRows):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> HashedTable:
-        """Create a table for a rectangle.
+        """Create the table of a rectangle.
 
         Args:
             rectangle: keys and columns.
-            spec: the optimizer; None: no state.
-            device: the module's device, CPU or ``meta``.
+            spec: optimizer; None: no state.
+            device: device of the module, CPU or ``meta``.
 
         Raises:
             ValueError: the device is a GPU.
@@ -751,11 +769,11 @@ class HashedRows(ExternalRows):
 
     @property
     def row_seed(self) -> int:
-        """Initial-row seed, from the table's name and seed."""
+        """Seed of initial rows, from the seed and the name of the table."""
         return seed_of_rows(self.seed_name or self.name, self.keys.seed)
 
     def write_new_rows(self, rows: Tensor, slots: Tensor, ids: Tensor, columns: Span) -> None:
-        """Write initial rows for IDs to their slots.
+        """Write the initial rows of IDs to their slots.
 
         Args:
             rows: memory indexed by slot.
@@ -770,10 +788,10 @@ class HashedRows(ExternalRows):
         rows.index_copy_(0, slots, self.new_rows(ids, columns))
 
     def new_rows(self, ids: Tensor, columns: Span) -> Tensor:
-        """Return initial rows in memory format; codes have the whole row's scale and bias."""
+        """Return the initial rows of IDs in memory format. Codes have the scale and bias of the whole row."""
         if not self.bits or columns == (0, self.dim):
-            return self.encode(self.first_rows(ids, columns))
-        rows = self.encode(self.first_rows(ids))
+            return self.encode(self.initial_values(ids, columns))
+        rows = self.encode(self.initial_values(ids))
         codes = rows.new_zeros(len(rows), self.columns(columns[1] - columns[0]))
         first, end = map(self.part_column, columns)
         parts = zip(self.parts(codes, columns[1] - columns[0]), self.parts(rows, self.dim), strict=True)
@@ -781,17 +799,17 @@ class HashedRows(ExternalRows):
             target.copy_(part if part.dim() == 1 else part[:, first:end])
         return codes
 
-    def first_rows(self, ids: Tensor, columns: Span | None = None) -> Tensor:
-        """Return initial row values, fp32 [N, columns]."""
+    def initial_values(self, ids: Tensor, columns: Span | None = None) -> Tensor:
+        """Return the initial values of the rows of IDs, fp32 [N, columns]."""
         first, end = columns or (0, self.dim)
         if self.init_fn is None:
             low, high = self.bounds
             return uniform_rows(ids, seed=self.row_seed, low=low, high=high, columns=(first, end))
-        return drawn_rows(mix(ids, self.row_seed), self.init_fn, self.dim, (first, end))
+        return draw_rows(mix(ids, self.row_seed), self.init_fn, self.dim, (first, end))
 
 
 def is_growable(storage: RowStorage) -> TypeGuard[HashedRows]:
-    """Return whether a storage's tables are hashed."""
+    """Return whether the tables of a storage are hashed."""
     return storage.is_growable
 
 
@@ -801,8 +819,8 @@ def has_growable_rows(table: Table) -> TypeGuard[HashedTable]:
 
 
 def release_rows(tables: Iterable[HashedTable]) -> None:
-    """Free the pending slots unused by batches in flight."""
-    releasing = [(table, ended) for table in tables if table.released and len(ended := _released(table))]
+    """Free the pending slots of tables that no batch in flight uses."""
+    releasing = [(table, ended) for table in tables if table.released and len(ended := _pop_released(table))]
     if releasing:
         free, counts = release_slots(
             [table.memory["pins"] for table, _ in releasing],
@@ -811,25 +829,26 @@ def release_rows(tables: Iterable[HashedTable]) -> None:
         )
         if len(free):
             listed = zip(releasing, free.split(counts.tolist()), strict=True)
-            _free([(table, table_slots) for (table, _), table_slots in listed if len(table_slots)])
+            _free_slots([(table, table_slots) for (table, _), table_slots in listed if len(table_slots)])
 
 
-def forget_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
-    """Evict rows. Rows held by a batch in flight become pending, with initial values.
+def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
+    """Evict rows. A row that a batch in flight uses becomes pending, with initial values.
 
     Args:
-        going: (table, slots to evict, pins for batches without any of these slots).
+        going: for each table: the table, the slots to evict, and pins of batches that use none of these
+            slots.
     """
     with Fills() as fills:
-        left = [(eviction[0], *_leave(*eviction, fills)) for eviction in going if len(eviction[1])]
-    freed = _free([(table, slots) for table, _, slots in left])
+        left = [(eviction[0], *_mark_evicted(*eviction, fills)) for eviction in going if len(eviction[1])]
+    freed = _free_slots([(table, slots) for table, _, slots in left])
     for (table, held, _), keys in zip(left, freed, strict=True):
         if table.accounting.is_watched:
             table.accounting.evicted.append(torch.cat([table.keys_of(held), keys]))
 
 
-def _released(table: HashedTable) -> Tensor:
-    """Return finished batches' pending slots; a slot from two batches appears twice."""
+def _pop_released(table: HashedTable) -> Tensor:
+    """Return the pending slots of finished batches; a slot of two batches occurs twice."""
     parts = [_NONE]
     while table.released:
         parts.append(table.released.popleft())
@@ -837,16 +856,16 @@ def _released(table: HashedTable) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([_NONE, *parts])
 
 
-def _leave(
+def _mark_evicted(
     table: HashedTable, slots: Tensor, updating: Collection[object], fills: Fills
 ) -> tuple[Tensor, Tensor]:
-    """Mark rows as evicted. Return the slots held by a batch in flight, and the slots to free."""
+    """Mark rows as evicted. Returns the slots that batches in flight use, and the slots to free."""
     fills.add(table.memory[ALIVE], slots, 0)
     table.accounting.report.live -= len(slots)
     table.accounting.changes += 1
     if table.file is not None:
         table.file.table.log(slots.sort().values)
-    # The updating batches' own rows are never victims, so only other batches may hold these.
+    # The updating batches' own rows are never victims, so only other batches may pin these.
     other_pins = [pin for pin in table.in_flight if pin not in updating]
     if not other_pins and not table.released:
         return _NONE, slots
@@ -864,8 +883,8 @@ def _leave(
     return held, slots[~is_held]
 
 
-def _free(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
-    """Remove some slots' IDs from their indexes, and return the keys by table."""
+def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
+    """Remove the IDs at some slots from the indexes, and return their keys, per table."""
     keys = free_slots([(table.slots, slots) for table, slots in rows])
     for table, slots in rows:
         if table.file is not None and len(slots):
@@ -873,8 +892,8 @@ def _free(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
     return keys
 
 
-def _restored(arguments: tuple[Any, ...], blocks: Iterable[RowBlock], report: TableCounts) -> HashedTable:
-    """Create a table from constructor arguments and fill it with rows."""
+def _rebuild(arguments: tuple[Any, ...], blocks: Iterable[RowBlock], report: TableCounts) -> HashedTable:
+    """Create a table from its pickled form: constructor arguments, rows, and counters."""
     table = HashedTable(*arguments)
     table.load(blocks)
     table.accounting.report = replace(report)
