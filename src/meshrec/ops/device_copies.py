@@ -42,7 +42,7 @@ def cached_on_device(device: torch.device, values: Sequence[int] | Sequence[tupl
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the current CUDA stream's handle, 0 on the CPU: part of the key of a cache of device copies."""
+    """Return the current CUDA stream's handle, 0 on the CPU; device copies are cached per stream."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

@@ -16,7 +16,7 @@ _NAME = "KeyedJaggedTensor"
 def check_keys_and_strides(
     keys: list[str], num_bags: int, stride: int | None, strides: list[list[int]] | Tensor | None
 ) -> None:
-    """Check that the number of bags is what the keys and strides say. Reads no tensor data.
+    """Check that the number of bags matches the keys and strides. Reads no tensor data.
 
     Args:
         keys: Feature names.

@@ -16,7 +16,7 @@ class UpdateRule:
     """Optimizer spec and current hyperparameters of tables that one kernel call updates together.
 
     A step reads the rule when rows have displaced all other data from the processor's caches, so the rule
-    computes what it can ahead of the step.
+    computes kernel arguments ahead of the step.
 
     Args:
         spec: the optimizer spec.

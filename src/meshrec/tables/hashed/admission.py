@@ -145,7 +145,7 @@ class ExactCounts(AdmissionCounts):
 class CountMinSketch(AdmissionCounts):
     """Count-min sketch, for ``MinCountSketch``: one-byte cells, of which an ID increments up to four.
 
-    Each key bucket (a "row" of the plan) has ``num_cells`` cells of its own, which count only the IDs in it.
+    Each key bucket (a "row" of the plan) has ``num_cells`` cells, which count only its IDs.
     """
 
     def __init__(self, k: int, seed: int, *, rows: Span, max_rows: int, num_cells: int) -> None:

@@ -28,7 +28,7 @@ def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor],
 
     If a part does not fit, change nothing.
 
-    Without ``ids``, row i belongs to ID i, as in a fixed table. Policy parts that are missing start anew.
+    Without ``ids``, row i belongs to ID i, as in a fixed table. Missing policy parts get initial values.
 
     Args:
         tables: local rectangles of one table.
