@@ -18,7 +18,6 @@ BENCHES = {
     "planner": "planner",
     "checkpoint": "checkpoint",
     "data": "reading",
-    "histories": "histories",
     "default_model": "default_model",
     "serve": "serve",
     "serve_hostile": "serve_hostile",
@@ -36,9 +35,7 @@ def parse() -> argparse.Namespace:
         action="append",
         help="what of dlrm_step, serve_hostile or planner has a name that contains this",
     )
-    parser.add_argument(
-        "--part", action="append", help="a part of hashed_step or file_rows; million rows of histories"
-    )
+    parser.add_argument("--part", action="append", help="a part of hashed_step or file_rows")
     parser.add_argument("--quick", action="store_true", help="few rounds: noisier")
     parser.add_argument("--tiny", action="store_true", help="tiny tables: only tries the benches themselves")
     arguments = parser.parse_args()

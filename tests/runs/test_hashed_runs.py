@@ -17,7 +17,7 @@ from meshrec.runs.export import export_run
 from meshrec.runs.report import report_data
 from meshrec.runs.scoring import load_trained_model
 from meshrec.serve.fresh import Deltas, Quantization, apply_deltas
-from meshrec.serve.requests import Request, RequestError, checked
+from meshrec.serve.requests import Request, RequestError, check_request
 from meshrec.serve.trial import signature_of
 from meshrec.train import RunFolder
 from tests.export.conftest import torchs_own_warnings
@@ -140,9 +140,9 @@ def test_requests_may_have_any_id(run, tmp_path):
     edges = np.array([-1, 0, (1 << 63) - 1, -(1 << 63)])
     ones, dense = np.ones(4, np.int64), np.zeros((4, signature.num_dense), np.float32)
     values = {"user": edges, "words": edges, "city": np.zeros(4, np.int64)}
-    assert isinstance(checked(signature, dense, values, dict.fromkeys(values, ones)), Request)
+    assert isinstance(check_request(signature, dense, values, dict.fromkeys(values, ones)), Request)
     with pytest.raises(RequestError, match=r"'city'.*id -1.*sample 0"):
-        checked(signature, dense, {**values, "city": edges}, dict.fromkeys(values, ones))
+        check_request(signature, dense, {**values, "city": edges}, dict.fromkeys(values, ones))
 
 
 def test_checkpoints_are_looked_at(run, capsys):
