@@ -267,9 +267,13 @@ class _Numbered:
 
         values = dict(zip((USER, ITEM), bounded_map(unified, (USER, ITEM), 2), strict=True))
         counts = {name: np.zeros(len(values[name]), np.int64) for name in values}
-        for part in range(num_parts):
+
+        def counted(part: int) -> dict[str, Ints]:
+            return {name: self.numbers(name, part, folder) for name in values}
+
+        for numbers in bounded_map(counted, range(num_parts), num_threads()):
             for name in counts:
-                counts[name] += np.bincount(self.numbers(name, part, folder), minlength=len(counts[name]))
+                counts[name] += np.bincount(numbers[name], minlength=len(counts[name]))
         is_frequent = {
             USER: counts[USER] >= columns.min_user_count,
             ITEM: counts[ITEM] >= columns.min_item_count,
@@ -498,13 +502,21 @@ class _Sorter:
             records["row"] = rows[ROW].to_numpy() + self.numbered.parts.parts[part].first_row
             return records if self.is_known.all() else records[self.is_known[items]]
 
-        for records in bounded_map(records_of, parts, num_threads()):
-            if ties is not None:
-                records["tie"] = ties[num_rows : num_rows + len(records)]
+        def with_ties() -> Iterator[Any]:
+            first = 0
+            for records in bounded_map(records_of, parts, num_threads()):
+                if ties is not None:
+                    records["tie"] = ties[first : first + len(records)]
+                first += len(records)
+                yield records
+
+        def divided(records: Any) -> tuple[Any, Ints]:
             of_record = bucket_of_user[records["user"]]
             # Stable: rows with equal times keep their order.
             records = _taken(records, np.argsort(of_record, kind="stable"))
-            stops = np.cumsum(np.bincount(of_record, minlength=len(buckets)))
+            return records, np.cumsum(np.bincount(of_record, minlength=len(buckets)))
+
+        for records, stops in bounded_map(divided, with_ties(), num_threads()):
             for bucket, start, stop in zip(buckets, [0, *stops[:-1]], stops, strict=True):
                 with bucket.path.open("ab") as file:
                     records[start:stop].tofile(file)
