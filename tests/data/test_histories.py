@@ -10,7 +10,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
-from meshrec.data import DataError, log_parts
+from meshrec.data import DataError, histories, log_parts
 from meshrec.data.histories import _sorted_order
 from meshrec.data.log_columns import LogColumns
 from meshrec.train import Log
@@ -201,6 +201,22 @@ def test_changed_files_and_options_replace_what_depends_on_them(tmp_path):
     rare = replace(source, columns=LogColumns(min_item_count=3))
     assert_equal(read(rare), read(replace(rare, histories=None)))
     assert len(files_in(source.histories)) == 1  # counts do not change the parts
+
+
+def test_row_numbers_beyond_32_bits_are_exact(tmp_path, monkeypatch):
+    before = (1 << 31) - 10
+    encode = histories.encode_parts
+
+    def shifted(*arguments, **options):
+        found = encode(*arguments, **options)
+        parts = tuple(part._replace(first_row=part.first_row + before) for part in found.parts)
+        return found._replace(parts=parts, num_rows=found.num_rows + before)
+
+    rng = np.random.default_rng(7)
+    source = Log(log=(str(written(tmp_path, [plain_log(rng, 30)])),), histories=tmp_path / "built")
+    expected = read(replace(source, histories=None))[1].log.rows + before
+    monkeypatch.setattr(histories, "encode_parts", shifted)
+    assert read(source)[1].log.rows.tolist() == expected.tolist()
 
 
 def test_an_interrupted_build_continues_from_its_parts(tmp_path, monkeypatch):

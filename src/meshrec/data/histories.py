@@ -499,7 +499,9 @@ class _Sorter:
             rows, users, items = self.numbered.counted(part)
             records = np.empty(len(users), self._record_type())
             records["user"], records["item"], records["time"] = users, self.ids[items], rows[TIME]
-            records["row"] = rows[ROW].to_numpy() + self.numbered.parts.parts[part].first_row
+            # Rows of a file may be int32, and those of the log need not fit.
+            rows_of_file = rows[ROW].to_numpy().astype(np.int64)
+            records["row"] = rows_of_file + self.numbered.parts.parts[part].first_row
             return records if self.is_known.all() else records[self.is_known[items]]
 
         def with_ties() -> Iterator[Any]:
