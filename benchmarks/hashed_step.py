@@ -58,7 +58,7 @@ def lines_of(indexes: Sequence[HashIndex], count: int) -> Callable[[], Any]:
     """Return a loop that touches ``count`` random cache lines of each index's own memory."""
     memory, lines = [], []
     for index in indexes:
-        (header, buckets, *_), _ = index.kernel_parts or ([], 0)
+        (header, buckets, *_), _ = index.kernel_tensors or ([], 0)
         shards = header[8:].view(-1, 4)
         shard = torch.randint(0, len(shards), (count,))
         line = (torch.rand(count, dtype=torch.float64) * shards[shard, 1]).long()
