@@ -6,7 +6,7 @@ import pytest
 from meshrec.stages.choosing import UnitCost, best_cut, bound
 
 
-def seconds_of(costs, stage_of, num_stages, num_splits, links, needs):
+def step_seconds(costs, stage_of, num_stages, num_splits, links, needs):
     """By the definition; links are paid where a stage ends."""
     own = [[c for c, s in zip(costs, stage_of, strict=True) if s == stage] for stage in range(num_stages)]
     ends = [sum(1 << u for u, s in enumerate(stage_of) if s <= stage) for stage in range(num_stages - 1)]
@@ -27,7 +27,7 @@ def best_by_trying(costs, needs, num_stages, num_splits, links):
             continue
         if any(stage_of[n] > stage_of[u] for u, own in enumerate(needs) for n in own):
             continue
-        found.append(seconds_of(costs, stage_of, num_stages, num_splits, links, needs))
+        found.append(step_seconds(costs, stage_of, num_stages, num_splits, links, needs))
     return min(found)
 
 
@@ -45,14 +45,14 @@ def test_chains_are_cut_as_well_as_by_trying_all():
         links = {(1 << u) - 1: generator.random() * 0.2 for u in range(1, count) if generator.random() < 0.3}
         cut = best_cut(costs, needs, num_stages, num_splits, links)
         expected = min(
-            seconds_of(
+            step_seconds(
                 costs, [sum(u >= e for e in ends) for u in range(count)], num_stages, num_splits, links, needs
             )
             for ends in itertools.combinations(range(1, count), num_stages - 1)
         )
         assert cut.seconds == pytest.approx(expected, rel=1e-12)
         assert cut.seconds == pytest.approx(
-            seconds_of(costs, cut.stage_of, num_stages, num_splits, links, needs), rel=1e-12
+            step_seconds(costs, cut.stage_of, num_stages, num_splits, links, needs), rel=1e-12
         )
         assert cut.is_best
         assert bound(cut._replace(is_best=False), costs, num_stages, num_splits) <= cut.seconds * (1 + 1e-12)

@@ -5,8 +5,8 @@ import meshrec
 from meshrec.models.dlrm import DLRM
 from meshrec.planner import Link
 from meshrec.stages.choosing import UnitCost
-from meshrec.stages.layouts import layouts, simulated
-from meshrec.stages.programs import at_cuts, names_of
+from meshrec.stages.layouts import layouts, simulate
+from meshrec.stages.programs import names_of, stages_at_cuts
 from meshrec.stages.tracing import trace
 
 BATCH = 32
@@ -53,15 +53,15 @@ def test_cuts_have_names_where_names_tell_them():
     for stage_of in ([0, 0, 1, 1], [0, 1, 1, 2]):
         names = names_of(traced, stage_of)
         assert len(names) == max(stage_of)
-        assert at_cuts(traced, names) == stage_of
+        assert stages_at_cuts(traced, names) == stage_of
 
 
 def test_the_way_through_the_schedule():
     stages = [UnitCost(1.0, 2.0)] * 2
-    assert simulated(stages, [0.0], 0.0, num_splits=4) == pytest.approx(15.0)  # 2 * 3 and 3 more splits
-    assert simulated(stages, [0.5], 0.25, num_splits=1) == pytest.approx(7.5)
+    assert simulate(stages, [0.0], 0.0, num_splits=4) == pytest.approx(15.0)  # 2 * 3 and 3 more splits
+    assert simulate(stages, [0.5], 0.25, num_splits=1) == pytest.approx(7.5)
     # The second split's gradients leave at 7.75, after forward and backward of the first one.
-    assert simulated(stages, [0.5], 0.25, num_splits=2) == pytest.approx(10.5)
+    assert simulate(stages, [0.5], 0.25, num_splits=2) == pytest.approx(10.5)
 
 
 def test_a_fast_link_costs_its_latency():

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model cut into stages, which work on different splits (microbatches)."""
+"""Pipeline parallelism: stages of a model work on different splits (microbatches) at once."""
 
 from meshrec.stages.choosing import StageChoice
 from meshrec.stages.links import DeviceLink, StageLink

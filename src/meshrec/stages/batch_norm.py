@@ -1,8 +1,8 @@
-"""Batch norm running statistics which move once per batch instead of once per split.
+"""Update running statistics of batch norm once per batch instead of once per split.
 
-In stages, batch norm sees splits and normalizes each split with its statistics, as in every pipeline. Its
-running statistics would move at every split; deferred, they move once by the whole batch's statistics, so
-that evaluation does not depend on the number of splits.
+In stages, batch norm normalizes every split by the split's mean and variance, as in every pipeline. Without
+this module, it would also update the running statistics at every split. With it, they are updated once, by
+the mean and variance of the whole batch, so that evaluation does not depend on the number of splits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Defer running statistics of ``modules`` to the end of the block. If the block raises, they are
-    unchanged.
+    """Update the running statistics of ``modules`` at the end of the block.
+
+    If it raises, they are unchanged.
     """
     sums = [_Sums(module) for module in modules]
     hooks = [module_sums.module.register_forward_pre_hook(module_sums.add) for module_sums in sums]
@@ -25,7 +26,7 @@ def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
         yield
     finally:
         for hook, module_sums in zip(hooks, sums, strict=True):
-            # Also on an error: momentum must be restored, or training would never move the statistics again.
+            # Also after an error, because with momentum 0 the statistics would never be updated again.
             hook.remove()
             module_sums.restore()
     for module_sums in sums:
@@ -33,7 +34,7 @@ def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return batch norm modules in training mode with running statistics."""
+    """Return the batch norm modules that are in training mode and have running statistics."""
     return [
         module
         for module in model.modules()
@@ -42,11 +43,11 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 class _Sums:
-    """Count, sum [C] and sum of squares [C] of a module's inputs in a batch."""
+    """Count, sum [C] and sum of squares [C] of the inputs of a batch norm module in a batch."""
 
     def __init__(self, module: _BatchNorm) -> None:
         self.module = module
-        # Restored at the end of the block; 0 meanwhile, so that the module's statistics do not move.
+        # Momentum to restore at the end of the block. In the block it is 0, so that statistics do not change.
         self._momentum = module.momentum
         self._tracked = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
         self._count = 0
@@ -58,7 +59,7 @@ class _Sums:
     @torch.no_grad()
     def add(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         values = arguments[0].transpose(0, 1).flatten(1).double()
-        if self._shift is None:  # shifting by a mean keeps the sums of squares accurate
+        if self._shift is None:  # sums of squares are accurate only for values around 0, so subtract a mean
             self._shift = values.mean(1)
             self._sum, self._squares = torch.zeros_like(self._shift), torch.zeros_like(self._shift)
         assert self._sum is not None

@@ -1,13 +1,13 @@
-"""Select the best cut of a model into stages, with a bound on what any cut can reach.
+"""Find the fastest cut of a model into stages, and a lower bound on the time of any cut.
 
-With K equal splits, and stages which take f_s seconds forward and b_s backward per split over links which
-take c, a batch takes
+If stage s takes f_s seconds forward and b_s seconds backward per split, and link l takes c_l seconds per
+split and direction, a batch of K splits takes::
 
-    sum of f + sum of b + 2 * sum of c + (K - 1) * (max(f, c) + max(b, c)):
+    sum of f_s + sum of b_s + 2 * sum of c_l + (K - 1) * (max(f_s, c_l) + max(b_s, c_l))
 
-The first split passes through all stages, and every other split leaves the slowest stage directly after its
-predecessor (Huang et al., "GPipe", 2019). The sums of f and b are equal for all cuts, so cuts differ only in
-their slowest stages and their links.
+The first split passes through all stages. Every other split leaves the slowest stage directly after the split
+before it (Huang et al., "GPipe", 2019). The sums of f_s and b_s are equal for all cuts, so cuts differ only
+in their slowest stages and their links.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-MOST_CUTS = 2000
-"""Maximum cut position count. Above it, a model is only cut along the execution order: the search visits
-all pairs of positions, and four million pairs take seconds.
+MAX_CUTS = 2000
+"""Maximum number of cut positions. A model with more is only cut along the order of execution: the search
+visits all pairs of positions, and four million pairs take seconds.
 """
 
 
 class UnitCost(NamedTuple):
-    """Seconds per unit and split."""
+    """Seconds that a unit (or stage) takes for a split."""
 
     forward: float
     backward: float
@@ -30,14 +30,14 @@ class UnitCost(NamedTuple):
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Selected cut and split count.
+    """The cut and the number of splits that were chosen.
 
     Attributes:
-        stage_of: stage per unit.
-        num_splits: split count.
-        seconds: predicted step time.
-        bound: lower bound over all cuts into this number of stages and splits.
-        predicted: best predicted step time by split count.
+        stage_of: stage of every unit.
+        num_splits: number of splits.
+        seconds: predicted time of a step.
+        bound: lower bound on the time of a step, for any cut into as many stages and splits.
+        predicted: predicted time of a step with the best cut, by number of splits.
     """
 
     stage_of: list[int]
@@ -48,17 +48,17 @@ class StageChoice:
 
     @property
     def gap(self) -> float:
-        """Relative distance of the predicted step time from the bound."""
+        """Predicted time relative to the bound, minus 1: 0.1 means 10 % above the bound."""
         return self.seconds / self.bound - 1.0
 
 
 class StageCut(NamedTuple):
-    """Unit assignment to stages.
+    """An assignment of units to stages.
 
     Attributes:
-        stage_of: stage per unit.
-        seconds: predicted step time.
-        is_best: whether the search compared it with every other cut.
+        stage_of: stage of every unit.
+        seconds: predicted time of a step.
+        is_best: whether the search visited all cuts, so that this one is the fastest of all.
     """
 
     stage_of: list[int]
@@ -67,9 +67,7 @@ class StageCut(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    """Cost of the first stages of a cut: slowest forward and backward stage, all links, and the cut
-    positions.
-    """
+    """The first stages of a cut: seconds of the slowest stage per direction and of links, and positions."""
 
     forward: float
     backward: float
@@ -86,23 +84,24 @@ def best_cut(
     *,
     shared: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> StageCut:
-    """Return the fastest unit assignment to stages in which no unit needs a later stage.
+    """Return the fastest assignment of units to stages in which no unit needs a later stage.
 
-    A cut position is a set of units, as bits, which needs nothing outside it. Dynamic programming over
-    positions keeps, per position, every prefix not dominated in slowest forward stage, slowest backward stage
-    and links.
+    A cut position is the set of units before the cut, as bits of an int. No unit of it needs a unit outside
+    of it.
 
     Args:
-        costs: unit costs, in an executable order.
-        needs: for each unit, the units whose results it reads.
-        num_stages: stage count n.
-        num_splits: split count K.
-        links: link seconds by cut position; missing positions cost nothing.
-        shared: parameter names with the units which use them; those units stay in a single stage.
+        costs: cost of every unit, in an executable order.
+        needs: for every unit, the units whose results it reads.
+        num_stages: number of stages.
+        num_splits: number of splits.
+        links: seconds of the link by cut position; 0 for other positions.
+        shared: units by the name of a parameter that they share; these units stay in the same stage.
 
     Raises:
-        ValueError: more stages than units, or than groups of units without shared parameters.
+        ValueError: there are more stages than units, or no cut keeps shared parameters in a single stage.
     """
+    # Dynamic programming over positions. For every position, keep the prefixes that no other prefix beats in
+    # the slowest forward stage, the slowest backward stage and the links.
     if num_stages > len(costs):
         raise ValueError(f"{len(costs)} units cannot make {num_stages} stages. Take fewer stages.")
     # Sorted by size: a stage's start precedes the stage's end, and the last position contains all units.
@@ -129,7 +128,7 @@ def best_cut(
                     )
                     for p in prefixes
                 )
-        parts = {position: _unbeaten(candidates) for position, candidates in extended.items()}
+        parts = {position: _pareto_optimal(candidates) for position, candidates in extended.items()}
     if everything not in parts:
         raise ValueError(
             f"no cut into {num_stages} stages keeps all uses of a parameter in one stage; several units use "
@@ -147,8 +146,13 @@ def best_cut(
     return StageCut(stage_of, seconds(best), is_all)
 
 
-def most_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -> int:
-    """Return the maximum stage count into which `best_cut` can cut the units."""
+def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -> int:
+    """Return the maximum number of stages into which `best_cut` can cut the units.
+
+    Args:
+        needs: see `best_cut`.
+        shared: see `best_cut`.
+    """
     most: dict[int, int] = {}
     for position in _positions_for_shared(needs, shared)[0]:
         most[position] = max(
@@ -158,19 +162,17 @@ def most_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) 
 
 
 def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
-    """Return a lower bound on the seconds of any cut.
-
-    If ``cut`` from `best_cut` is the best of all, this is its time. Otherwise the slowest stage takes at
-    least the mean work, and at least as long as the largest unit.
+    """Return a lower bound on the seconds of a step with any cut.
 
     Args:
-        cut: `best_cut` result.
-        costs: unit costs.
-        num_stages: stage count.
-        num_splits: split count.
+        cut: result of `best_cut`.
+        costs: cost of every unit.
+        num_stages: number of stages.
+        num_splits: number of splits.
     """
     if cut.is_best:
         return cut.seconds
+    # The slowest stage takes at least the mean over stages, and at least as long as the slowest unit.
 
     def slowest(seconds: Sequence[float]) -> float:
         return max(sum(seconds) / num_stages, max(seconds))
@@ -179,7 +181,7 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
     return sum(forward) + sum(backward) + (num_splits - 1) * (slowest(forward) + slowest(backward))
 
 
-def _unbeaten(parts: Sequence[_Prefix]) -> list[_Prefix]:
+def _pareto_optimal(parts: Sequence[_Prefix]) -> list[_Prefix]:
     unbeaten: list[_Prefix] = []
     # Sorted by the slowest forward stage, so every earlier part is at least as good there.
     for part in sorted(parts):
@@ -189,9 +191,9 @@ def _unbeaten(parts: Sequence[_Prefix]) -> list[_Prefix]:
 
 
 def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
-    """Return cut positions, as bit masks of the units before the cut, and whether these are all positions.
+    """Return the cut positions, as bit masks of the units before the cut, and whether these are all.
 
-    Above `MOST_CUTS`, only positions along the order of the units are returned.
+    If there are more than `MAX_CUTS`, only those along the order of the units are returned.
     """
     masks = [sum(1 << n for n in unit_needs) for unit_needs in needs]
     reached = {0}
@@ -204,7 +206,7 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
                 if larger not in reached:
                     reached.add(larger)
                     waiting.append(larger)
-        if len(reached) > MOST_CUTS:
+        if len(reached) > MAX_CUTS:
             return [(1 << length) - 1 for length in range(len(needs) + 1)], False
     return sorted(reached, key=lambda position: (position.bit_count(), position)), True
 
@@ -212,7 +214,7 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
 def _positions_for_shared(
     needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]
 ) -> tuple[list[int], bool]:
-    """Return the `cut_positions` which do not separate units sharing a parameter, and the flag."""
+    """Return the `cut_positions` that keep units with a shared parameter together, and its flag."""
     positions, is_all = cut_positions(needs)
     for units in shared.values():
         users = sum(1 << unit for unit in units)

@@ -1,8 +1,8 @@
-"""Predict step times for dense layouts: replicas, sharded parameters, or stages.
+"""Predict step times of layouts of the dense part: replicas (DDP), sharded parameters (FSDP2), or stages.
 
-Computation is measured on this machine at per-rank sizes. An exchange takes latency plus bytes over bandwidth
-of a link in the hardware profile. Overlap, of DistributedDataParallel with the backward pass and between
-stages, is simulated. Tables are left to the planner and cost nothing here.
+Computation is measured on this machine, with the batch size of a rank. An exchange takes the latency of a
+link in the hardware profile, plus bytes / bandwidth. The overlap of DistributedDataParallel with the backward
+pass, and that between stages, is simulated. Tables cost nothing here, because the planner predicts them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.planner import Link
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.stages.choosing import UnitCost, best_cut, cut_positions, most_stages
-from meshrec.stages.profiling import CANDIDATES, measured
+from meshrec.stages.choosing import UnitCost, best_cut, cut_positions, max_stages
+from meshrec.stages.profiling import CANDIDATES, measure_units
 from meshrec.stages.programs import names_of, program, shared_parameters
 from meshrec.stages.rank_step import schedule
 from meshrec.stages.samples import split
@@ -26,22 +26,21 @@ from meshrec.stages.tracing import PartProgram, Traced, trace
 
 _STEPS = ("forward", "backward")
 MESSAGE_SECONDS = 5e-4
-"""CPU time of a stage's thread to send or receive a split, per direction. Measured with nearly empty splits.
-"""
+"""CPU seconds of a stage's thread to send or receive a split; measured with nearly empty splits."""
 # Bucket sizes of DistributedDataParallel, which sends a small first bucket early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
 class DenseLayout(NamedTuple):
-    """Dense layout, and the predicted step.
+    """A layout of the dense part of a model, and the predicted step.
 
     Attributes:
-        name: description.
-        compute: seconds which the busiest rank computes.
-        exchange: seconds of exchanges, partly overlapping.
-        seconds: step time.
-        cuts: ``cuts`` argument of `StagedOverRanks`; empty if submodule names cannot express the cut.
-        split_size: ``split_size`` argument of `StagedOverRanks`.
+        name: description, such as "data-parallel (DDP)".
+        compute: seconds that the slowest rank computes.
+        exchange: seconds of exchanges, which partly overlap with computation.
+        seconds: time of a step.
+        cuts: argument ``cuts`` of `StagedOverRanks`; empty if names of submodules cannot express the cut.
+        split_size: argument ``split_size`` of `StagedOverRanks`; None without stages.
     """
 
     name: str
@@ -97,7 +96,7 @@ def layouts(
     batch = dense.shape[0]
     if batch < world_size:
         raise ValueError(f"the batch has {batch} samples for {world_size} ranks; it needs one for each.")
-    # All that the dense part sees of a table is the table width: one row does.
+    # The dense part depends only on the width of tables, so they are replaced by tables with a single row.
     sparse = KeyedJaggedTensor(
         sparse.keys(), torch.zeros_like(sparse.values()), sparse.weights_or_none(), sparse.lengths()
     )
@@ -108,7 +107,7 @@ def layouts(
         with _tables_of_one_row(model):
             problem = _problem(trace(model), (dense, sparse), world_size, link)
             results = _unstaged(problem)
-            most = most_stages([unit.needs for unit in problem.traced.units], problem.shared)
+            most = max_stages([unit.needs for unit in problem.traced.units], problem.shared)
             for num_stages in range(2, min(world_size, most) + 1):
                 if world_size % num_stages == 0:
                     results.append(_staged(problem, num_stages))
@@ -147,15 +146,16 @@ def _unstaged(problem: _Problem) -> list[DenseLayout]:
             "data-parallel (DDP)",
             compute,
             _all_reduce(num_bytes, ranks, link),
-            compute + _left_over(problem, costs),
+            compute + _exposed_reduce_seconds(problem, costs),
         ),
         DenseLayout("sharded (FSDP2)", compute, gathered, compute + gathered),
     ]
 
 
-def _left_over(problem: _Problem, costs: Sequence[UnitCost]) -> float:
-    """Return the time of DistributedDataParallel's gradient buckets after the backward pass. Full buckets are
-    sent at once.
+def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> float:
+    """Return how many seconds DistributedDataParallel reduces gradients after the backward pass has ended.
+
+    Simulates the backward pass, in which a full bucket of gradients is sent at once.
     """
     ranks, link = problem.world_size, problem.link
     now = free = arrival = filled = 0.0
@@ -172,7 +172,7 @@ def _left_over(problem: _Problem, costs: Sequence[UnitCost]) -> float:
 
 
 def _staged(problem: _Problem, num_stages: int) -> DenseLayout:
-    """Return the layout with the best split count and cut."""
+    """Return the layout into ``num_stages`` stages with the best cut and number of splits."""
     lanes = problem.world_size // num_stages
     lane_batch = problem.batch // lanes
     cuts = [_cut(problem, num_stages, k, lane_batch, lanes) for k in (1, *CANDIDATES) if k <= lane_batch]
@@ -194,7 +194,7 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, l
         UnitCost(*(sum(costs[u][direction] for u in stage_units) + MESSAGE_SECONDS for direction in (0, 1)))
         for stage_units in members
     ]
-    seconds = simulated(stages, [transfers[end] for end in ends], problem.link.latency, num_splits)
+    seconds = simulate(stages, [transfers[end] for end in ends], problem.link.latency, num_splits)
     # After a step, all stages exchange the loss and failure flags.
     agreement = (2 if lanes == 1 else 3) * problem.link.latency
     beside = "" if lanes == 1 else f" x {lanes} copies"
@@ -208,16 +208,16 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, l
     )
 
 
-def simulated(
+def simulate(
     stages: Sequence[UnitCost], transfers: Sequence[float], latency: float, num_splits: int
 ) -> float:
     """Simulate `schedule`, and return the seconds from the first forward to the last backward pass.
 
     Args:
-        stages: seconds per stage and split.
-        transfers: seconds for which a split occupies the link to the next stage, per direction.
-        latency: additional link latency.
-        num_splits: split count K.
+        stages: cost of every stage for a split.
+        transfers: for every link between stages, seconds that a split occupies it in one direction.
+        latency: additional latency of a link in seconds.
+        num_splits: number of splits.
     """
     count = len(stages)
     waiting = [
@@ -254,7 +254,7 @@ def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost
     if lane_batch < problem.batch:
         sizes = [lane_batch, problem.batch - lane_batch]
         taken = {name: split(value, sizes, f"the input {name!r}")[0] for name, value in taken.items()}
-    costs = measured(
+    costs = measure_units(
         problem.traced, problem.programs, taken, lane_batch, num_splits=num_splits, num_workers=1
     )
     return [
@@ -264,7 +264,7 @@ def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost
 
 
 def _crossing(problem: _Problem, position: int) -> float:
-    """Return the bytes per sample of values computed before a cut position and read after it."""
+    """Return the bytes per sample of the values that are computed before a cut position and read after it."""
     given: set[str] = set()
     taken: set[str] = set()
     for unit, part in enumerate(problem.programs):
@@ -294,11 +294,11 @@ def _tables_of_one_row(model: nn.Module) -> Iterator[None]:
     }
     try:
         for path, child in tables.items():
-            _put(model, path, _one_row(child))
+            _set_submodule(model, path, _one_row(child))
         yield
     finally:
         for path, child in tables.items():
-            _put(model, path, child)
+            _set_submodule(model, path, child)
 
 
 def _one_row(module: EmbeddingBagCollection | EmbeddingCollection) -> nn.Module:
@@ -308,6 +308,6 @@ def _one_row(module: EmbeddingBagCollection | EmbeddingCollection) -> nn.Module:
     return EmbeddingBagCollection(configs, module.is_weighted())
 
 
-def _put(model: nn.Module, path: str, child: nn.Module) -> None:
+def _set_submodule(model: nn.Module, path: str, child: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, child)

@@ -1,4 +1,4 @@
-"""Links which carry values between stages."""
+"""Links that carry values between stages of the same process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,25 +10,26 @@ from torch.utils import _pytree as pytree
 
 
 class StageLink(ABC):
-    """Carries values between stages. A pair of stages has a carrier thread per direction, in addition to the
-    stage threads.
-    """
+    """Carries values between stages. Every pair of stages has a carrier thread in either direction."""
 
     @abstractmethod
     def ready(self, value: Any) -> Any:
-        """Return whatever the carrier must wait for. Called by the stage which computed ``value``."""
+        """Return an object that `carry` waits for, such as a CUDA event.
+
+        The sending stage calls this method.
+        """
 
     @abstractmethod
     def carry(self, value: Any, ready: Any, destination: torch.device) -> Callable[[], Any]:
-        """Carry a value. Called by the carrier thread.
+        """Carry a value. The carrier thread calls this method.
 
         Args:
             value: value to carry.
-            ready: `ready` result.
-            destination: the receiving stage's device.
+            ready: result of the method `ready`.
+            destination: device of the receiving stage.
 
         Returns:
-            Function which the receiving stage calls to get the value.
+            A function that the receiving stage calls to get the value.
         """
 
 
@@ -40,7 +41,7 @@ class DeviceLink(StageLink):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def ready(self, value: Any) -> torch.cuda.Event | None:
-        """Return an event recorded after the kernels launched by the stage."""
+        """Return a CUDA event after all kernels that the stage has launched; None for values on the CPU."""
         if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(value)):
             event = torch.cuda.Event()
             event.record()
@@ -61,13 +62,13 @@ class DeviceLink(StageLink):
         if destination.type != "cuda":
             if ready is not None:
                 ready.synchronize()
-            moved = _moved(value, destination)
+            moved = _copy_to(value, destination)
             return lambda: moved
         stream = self._streams.setdefault(destination, torch.cuda.Stream(destination))
         with torch.cuda.stream(stream):
             if ready is not None:
                 stream.wait_event(ready)
-            moved = _moved(value, destination)
+            moved = _copy_to(value, destination)
             copied = torch.cuda.Event()
             copied.record(stream)
 
@@ -84,7 +85,7 @@ class DeviceLink(StageLink):
         return arrive
 
 
-def _moved(value: Any, destination: torch.device) -> Any:
+def _copy_to(value: Any, destination: torch.device) -> Any:
     return pytree.tree_map(
         lambda leaf: leaf.to(destination, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value
     )

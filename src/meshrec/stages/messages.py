@@ -1,4 +1,4 @@
-"""Messages between stages on different ranks: split values, gradients, and failures."""
+"""Messages between stages on different ranks: values, gradients, and errors."""
 
 import copyreg
 import io
@@ -17,16 +17,19 @@ from meshrec.stages.programs import StageFlow
 from meshrec.stages.values import Exchange, Message
 
 _HEADER_BYTES = 2048
-"""Header size. Holds shapes and dtypes of about twenty tensors; longer headers need a second message."""
+"""Size of a header message: shapes and dtypes of about twenty tensors.
+
+Longer headers need a second message.
+"""
 
 
 class _Header(NamedTuple):
-    """Message header.
+    """Header of a message.
 
     Attributes:
-        error: the sender's failure, sent instead of a value.
-        spec: tree structure.
-        leaves: shape, dtype and requires_grad of tensors; other leaves as they are.
+        error: error of the sender, which is sent instead of a value; None: no error.
+        spec: structure of the value (pytree).
+        leaves: leaves of the value, with tensors replaced by their `_TensorForm`.
     """
 
     error: str | None
@@ -35,6 +38,8 @@ class _Header(NamedTuple):
 
 
 class _TensorForm(NamedTuple):
+    """Shape and dtype of a tensor, and whether it requires a gradient."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_gradient: bool
@@ -48,15 +53,19 @@ def _reduced_leaf(spec: pytree.TreeSpec) -> Any:
 _REDUCERS = ChainMap[type, Any]({type(pytree.tree_structure(0)): _reduced_leaf}, copyreg.dispatch_table)
 
 
-class ElsewhereError(RuntimeError):
+class RemoteStageError(RuntimeError):
     """Another stage failed; the message names the stage and the reason."""
 
 
 class RankExchange(Exchange):
-    """Point-to-point messages in a process group whose ranks are the stages.
+    """Sends values and gradients between the ranks of a process group, which are the stages.
 
-    Every scheduled message is sent in any case: after a failure, it has the error instead of a value. So no
-    rank waits forever, and no stale message reaches the next batch.
+    All scheduled messages are sent in any case. After an error, they have the error instead of a value, so
+    that no rank waits forever, and no message of a failed batch reaches the next one.
+
+    Args:
+        group: process group with a rank per stage.
+        names: names of all values, equal on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, names: Iterable[str]) -> None:
@@ -66,14 +75,14 @@ class RankExchange(Exchange):
         # Pending sends with their buffers, until `finish`.
         self._sends: list[tuple[dist.Work | None, Tensor]] = []
         # Messages of this batch already sent or received.
-        self._settled: set[Message] = set()
+        self._finished: set[Message] = set()
         # First failure in this batch, on this rank or received. From then on, put() sends it instead of
         # values.
         self.error: str | None = None
 
     def start(self) -> None:
         """Start a new batch."""
-        self._settled.clear()
+        self._finished.clear()
         self.error = None
 
     def finish(self) -> None:
@@ -83,26 +92,28 @@ class RankExchange(Exchange):
                 work.wait()
         self._sends.clear()
 
-    def settle(self, messages: Iterable[tuple[Message, bool]]) -> None:
-        """Send and receive the remaining scheduled messages after a failure.
+    def exchange_remaining(self, messages: Iterable[tuple[Message, bool]]) -> None:
+        """After an error, send and receive all messages that have not been exchanged yet.
 
-        Sends ``error`` in every outgoing message, and receives every incoming one. Entries of ``messages``
-        tell whether this rank is the sender.
+        Sends ``error`` in every outgoing message, and receives every incoming one.
+
+        Args:
+            messages: pairs of a message and whether this rank sends it.
         """
         for message, is_sender in messages:
-            if message in self._settled:
+            if message in self._finished:
                 continue
             if is_sender:
                 self.put(message, None)
             else:
                 try:
                     self.get(message)
-                except ElsewhereError as error:
+                except RemoteStageError as error:
                     self.error = self.error or str(error)
 
     @override
     def put(self, message: Message, value: Any) -> None:
-        self._settled.add(message)
+        self._finished.add(message)
         # Gradients travel from the user of a value back to its source.
         peer = message.destination if message.kind == "value" else message.source
         if self.error is not None:
@@ -123,11 +134,11 @@ class RankExchange(Exchange):
 
     @override
     def get(self, message: Message) -> Any:
-        self._settled.add(message)
+        self._finished.add(message)
         peer = message.source if message.kind == "value" else message.destination
         header = self._receive_header(peer, message)
         if header.error is not None:
-            raise ElsewhereError(header.error)
+            raise RemoteStageError(header.error)
         flat = []
         for leaf in header.leaves:
             if isinstance(leaf, _TensorForm):
@@ -179,13 +190,13 @@ class RankExchange(Exchange):
 
 
 def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) -> list[tuple[Message, bool]]:
-    """Return a stage action's messages, each with whether this stage sends it.
+    """Return the messages of an action of a stage, each with whether this stage sends it.
 
     Args:
-        flow: values exchanged by this stage.
+        flow: values that this stage exchanges.
         action: "tables", "forward", "backward" or "collect".
-        k: split index, or number of splits for whole-batch actions.
-        generator: random generator value name; None: not sent.
+        k: index of the split; for "tables" and "collect", the number of splits.
+        generator: name of the value with the state of the random generator; None: it is not sent.
     """
     stage, makers, users, index = flow.stage, flow.makers, flow.users, flow.stage.index
     if action in ("tables", "collect"):

@@ -1,4 +1,4 @@
-"""Measure a model's units at several split sizes, and select cuts and split size."""
+"""Measure the units of a model with several split sizes, and choose cuts and split size."""
 
 import statistics
 import threading
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.stages.choosing import StageChoice, StageCut, UnitCost, best_cut, bound
 from meshrec.stages.programs import Staging, program, shared_parameters, stage_programs
-from meshrec.stages.running import entered
+from meshrec.stages.running import make_writable
 from meshrec.stages.samples import split, split_sizes
 from meshrec.stages.tracing import PartProgram, Traced
 
@@ -22,15 +22,14 @@ CANDIDATES = (2, 4, 8, 16, 32, 64)
 """Numbers of splits to try. More than 64 would save less than a 64th of the step, below the noise."""
 _REPEATS = 3
 _IN_FLIGHT = 4
-"""Splits whose results are kept during stage measurement, so that the next split does not reuse their memory.
-"""
+"""Splits whose results stay in memory while a stage is measured, as in training."""
 EXCHANGE_SECONDS = 1e-4
-"""Overhead of a split per stage in seconds, besides operations (futures, detached tensors); measured on
-several machines. Only matters if splits take about as long.
+"""Seconds that a split takes in a stage besides operations, for futures and detached tensors. Measured on
+several machines; it matters only for splits that take about as long.
 """
 
 
-def choose_for(
+def measure_and_choose(
     traced: Traced,
     taken: Mapping[str, Any],
     batch: int,
@@ -40,17 +39,17 @@ def choose_for(
     split_size: int | Literal["auto"],
     num_threads: int,
 ) -> StageChoice:
-    """Measure the units on a batch, and select stages or number of splits, whichever is not given.
+    """Measure the units on a batch, and choose the stages, the number of splits, or both.
 
-    The model's buffers and torch's random generator are restored. Tables are looked up, but not updated.
+    Buffers of the model and torch's random generator are restored. Tables are looked up, but not updated.
 
     Args:
         traced: traced model.
-        taken: batch values by name.
+        taken: values of the batch by name.
         batch: batch size.
-        num_stages: stage count.
-        staging: fixed stages; None: select.
-        split_size: fixed split size, or "auto".
+        num_stages: number of stages.
+        staging: given stages; None: choose them.
+        split_size: given number of samples per split, or "auto": choose it.
         num_threads: torch threads per stage.
     """
     fixed = None if staging is None else staging.stage_of
@@ -69,14 +68,16 @@ def choose_for(
         # Measuring must not change the training run: RNG, buffers and thread count are restored.
         with torch.random.fork_rng(devices=[]):
             for count in counts:
-                costs = measured(traced, programs, taken, batch, num_splits=count, num_workers=num_stages)
+                costs = measure_units(
+                    traced, programs, taken, batch, num_splits=count, num_workers=num_stages
+                )
                 cut = best_cut(costs, needs, num_stages, count, shared=shared)
                 least = bound(cut, costs, num_stages, count)
                 if fixed is not None:
-                    cut = StageCut(fixed, seconds_of(costs, fixed, count), False)
+                    cut = StageCut(fixed, step_seconds(costs, fixed, count), False)
                 # Measure whole stages: unit times only rank the cuts.
-                stages = measured_stages(stage_programs(traced, cut.stage_of), taken, batch, count)
-                seconds = seconds_of(stages, range(num_stages), count)
+                stages = measure_stages(stage_programs(traced, cut.stage_of), taken, batch, count)
+                seconds = step_seconds(stages, range(num_stages), count)
                 choices[count] = _Measured(cut.stage_of, seconds, least * seconds / cut.seconds)
     finally:
         torch.set_num_threads(threads)
@@ -89,14 +90,14 @@ def choose_for(
 
 
 class _Measured(NamedTuple):
-    """Best cut for a number of splits, and a lower bound over all cuts."""
+    """The best cut for a number of splits, its measured time, and a lower bound on the time of any cut."""
 
     stage_of: list[int]
     seconds: float
     bound: float
 
 
-def measured(
+def measure_units(
     traced: Traced,
     programs: Sequence[PartProgram],
     taken: Mapping[str, Any],
@@ -105,18 +106,18 @@ def measured(
     num_splits: int,
     num_workers: int,
 ) -> list[UnitCost]:
-    """Measure seconds per unit for a split.
+    """Measure the time of every unit for a split.
 
-    All workers measure at the same time, because they will share memory bandwidth later. The cost of a
-    whole-batch unit is divided by the number of splits.
+    Several workers measure at the same time, because stages share memory bandwidth in training. The time of a
+    unit that runs once per batch is divided by the number of splits.
 
     Args:
         traced: traced model.
-        programs: program per unit.
-        taken: batch values by name.
+        programs: program of every unit.
+        taken: values of the batch by name.
         batch: batch size.
-        num_splits: split count.
-        num_workers: concurrent measurements.
+        num_splits: number of splits.
+        num_workers: number of threads that measure at the same time.
     """
     sizes = split_sizes(batch, -(-batch // num_splits))
 
@@ -136,16 +137,14 @@ def measured(
     ]
 
 
-def measured_stages(
-    staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int
-) -> list[UnitCost]:
-    """Measure seconds per stage for a split, with all stages running.
+def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int) -> list[UnitCost]:
+    """Measure the time of every stage for a split, while all stages run.
 
     Args:
-        staging: stages.
-        taken: batch values by name.
+        staging: the stages.
+        taken: values of the batch by name.
         batch: batch size.
-        num_splits: split count.
+        num_splits: number of splits.
     """
     sizes = split_sizes(batch, -(-batch // num_splits))
     values: dict[str, Any] = {}
@@ -158,7 +157,11 @@ def measured_stages(
         arguments.append(stage_arguments)
         with torch.enable_grad():
             values.update(
-                zip(stage.split.gives, stage.split.module(*entered(_detached(stage_arguments))), strict=True)
+                zip(
+                    stage.split.gives,
+                    stage.split.module(*make_writable(_detached(stage_arguments))),
+                    strict=True,
+                )
             )
     # All stages start at once, because they share memory bandwidth.
     together = threading.Barrier(len(arguments))
@@ -189,7 +192,7 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
     for _ in range(depth):
         inputs = _detached(arguments)
         with torch.enable_grad():
-            results, seconds = _timed(program.module, *entered(inputs))
+            results, seconds = _timed(program.module, *make_writable(inputs))
         forward += seconds
         pending.append((inputs, results))
     while pending:
@@ -241,7 +244,7 @@ def _measure(
             continue
         inputs = _detached(_arguments(part, taken, sizes, values))
         with torch.enable_grad():
-            results, forward = _timed(part.module, *entered(inputs))
+            results, forward = _timed(part.module, *make_writable(inputs))
         values.update(zip(part.gives, results, strict=True))
         costs.append(UnitCost(forward, _measure_backward(part, inputs, results)))
     share = EXCHANGE_SECONDS / len(costs)
@@ -283,13 +286,13 @@ def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:
     return _TimedResult(result, time.perf_counter() - start)
 
 
-def seconds_of(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits: int) -> float:
-    """Return the step seconds for given stages; the formula is in `choosing`.
+def step_seconds(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits: int) -> float:
+    """Return the predicted seconds of a step, without links; see `choosing` for the formula.
 
     Args:
-        costs: unit costs.
-        stage_of: stage per unit.
-        num_splits: split count.
+        costs: cost of every unit.
+        stage_of: stage of every unit.
+        num_splits: number of splits.
     """
     stages = range(max(stage_of) + 1)
     forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]

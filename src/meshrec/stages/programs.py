@@ -1,4 +1,4 @@
-"""Unit assignment to stages, and the program of each stage."""
+"""Build the programs of stages from an assignment of units to stages."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from meshrec.stages.tracing import PartProgram, Traced, path_of
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stage's program.
+    """Programs of a stage.
 
     Attributes:
-        index: stage index.
+        index: number of the stage.
         name: description.
-        whole: runs once per batch, before the splits; None without tables.
-        split: runs for every split.
+        whole: program with the table lookups, which runs once per batch before the splits; None without
+            tables.
+        split: program that runs for every split.
     """
 
     index: int
@@ -28,12 +29,12 @@ class StageProgram:
 
 
 class Staging(NamedTuple):
-    """A model's stages.
+    """The stages of a model.
 
     Attributes:
-        stages: program per stage.
-        stage_of: stage per unit.
-        output: node returned by the model.
+        stages: programs of every stage.
+        stage_of: stage of every unit.
+        output: output node of the model's graph.
     """
 
     stages: list[StageProgram]
@@ -41,12 +42,12 @@ class Staging(NamedTuple):
     output: fx.Node
 
     def makers(self) -> dict[str, int]:
-        """Return the stage which computes each value, excluding batch values."""
+        """Return, by value name, the stage that computes the value. Values of the batch are not included."""
         programs = [(stage.index, p) for stage in self.stages for p in (stage.whole, stage.split) if p]
         return {name: index for index, program in programs for name in program.gives}
 
     def users(self) -> dict[str, list[int]]:
-        """Return, per value, the other stages which read it."""
+        """Return, by value name, the stages that read a value computed by another stage."""
         makers = self.makers()
         users: dict[str, list[int]] = {}
         for stage in self.stages:
@@ -57,20 +58,20 @@ class Staging(NamedTuple):
 
 
 class StageFlow:
-    """Values exchanged by a stage with other stages.
+    """The values that a stage exchanges with other stages.
 
     Args:
         staging: all stages.
-        index: this stage.
-        carried: values of earlier stages which the last stage receives only to return them.
+        index: number of this stage.
+        carried: names of values of earlier stages that the last stage receives only to return them.
 
     Attributes:
-        stage: this stage's program.
-        last: last stage index.
-        makers: stage which computes each value, excluding batch values.
-        users: other stages which read each value.
-        takes: values read by ``forward``, program arguments first.
-        output: node returned by the model.
+        stage: programs of this stage.
+        last: number of the last stage.
+        makers: stage that computes a value, by value name. Values of the batch are not included.
+        users: other stages that read a value, by value name.
+        takes: names of values that ``forward`` reads, arguments of the program first.
+        output: output node of the model's graph.
     """
 
     def __init__(self, staging: Staging, index: int, carried: Sequence[str] = ()) -> None:
@@ -83,7 +84,7 @@ class StageFlow:
 
     @property
     def returned(self) -> list[str]:
-        """Value names returned by the model."""
+        """Names of the values that the model returns."""
         return [node.name for node in self.output.all_input_nodes]
 
     @property
@@ -92,8 +93,8 @@ class StageFlow:
         return self.stage.index == self.last
 
 
-def at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
-    """Return the stage per unit, where a new stage starts at the first unit of each submodule in ``cuts``.
+def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
+    """Return the stage of every unit if a new stage starts at the first unit of every submodule in ``cuts``.
 
     Raises:
         ValueError: a name is not a submodule, has no executed part, or would give an empty stage; or names
@@ -125,20 +126,24 @@ def at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
 
 
 def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
-    """Invert `at_cuts`; return an empty list if no submodule names give these stages."""
+    """Return the ``cuts`` for which `stages_at_cuts` returns ``stage_of``; empty if there are none."""
     firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
     cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]
     try:
-        return cuts if at_cuts(traced, cuts) == list(stage_of) else []
+        return cuts if stages_at_cuts(traced, cuts) == list(stage_of) else []
     except ValueError:
         return []
 
 
 def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
-    """Build the programs of an assignment of units to stages. No unit may read a later stage's values.
+    """Build the programs of all stages.
+
+    Args:
+        traced: traced model.
+        stage_of: stage of every unit. No unit may read a value of a later stage.
 
     Raises:
-        ValueError: stages share a module with parameters.
+        ValueError: several stages use the same parameter.
     """
     num_stages = max(stage_of) + 1
     for unit in traced.units:
@@ -166,12 +171,12 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
 
 
 def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> PartProgram:
-    """Build a program from nodes.
+    """Build a program from nodes of the model's graph.
 
     Args:
         traced: traced model.
-        nodes: nodes in execution order.
-        final: nodes returned by the model.
+        nodes: nodes in the order of execution.
+        final: nodes whose values the model returns.
     """
     members = set(nodes)
     graph = fx.Graph()
@@ -195,7 +200,7 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
 
 
 def shared_parameters(traced: Traced) -> dict[str, list[int]]:
-    """Return parameters used by several units, by name, with the unit indices."""
+    """Return the units of every parameter that several units use, by parameter name."""
     # Keyed by the tensor, because tied weights have several names. The inner dict is an ordered set.
     users: dict[Tensor, tuple[str, dict[int, None]]] = {}
     for unit in traced.units:

@@ -1,8 +1,8 @@
-"""Random numbers which do not depend on stage order: each split has a generator.
+"""Random numbers that do not depend on the order in which stages run: every split has a generator.
 
-Stages run concurrently, so draws from torch's global generator would come in any order. Instead, a generator
-travels with each split from stage to stage. Its draws equal those of the unstaged model on the split's
-samples after ``torch.manual_seed(seed)``.
+Stages run at the same time, so they would draw from torch's global generator in any order. Instead, the state
+of a generator is passed with every split from stage to stage. The split's random numbers equal those of the
+unstaged model on the samples of the split after ``torch.manual_seed(seed)``.
 """
 
 from typing import Any
@@ -13,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SplitRandomness(TorchDispatchMode):
-    """Makes random operations draw from ``generator``; ``drew`` tells whether any did."""
+    """Makes random operations draw from ``generator``.
+
+    Attributes:
+        drew: whether any operation has drawn random numbers.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A lane's batch on a rank: schedule of splits, loss, and failures."""
+"""A training step of a stage on a rank: schedule of splits, loss, and errors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from meshrec.stages.messages import ElsewhereError, RankExchange, messages_of
+from meshrec.stages.messages import RankExchange, RemoteStageError, messages_of
 from meshrec.stages.programs import StageFlow
 from meshrec.stages.running import GENERATOR, StageError, StageRun
 from meshrec.stages.samples import join
@@ -18,10 +18,12 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class Lane:
-    """A rank's process groups: its lane (all stages), the ranks with the same stage in other lanes, and all
-    ranks.
+    """Process groups of a rank. A lane is a copy of all stages. All methods are collective.
 
-    All methods are collective.
+    Args:
+        stages: the ranks of this lane, one per stage.
+        replicas: the ranks with the same stage in all lanes; None: there is a single lane.
+        all_ranks: all ranks of all lanes.
     """
 
     def __init__(
@@ -29,14 +31,14 @@ class Lane:
     ) -> None:
         self.stages, self.replicas, self.all_ranks = stages, replicas, all_ranks
 
-    def shared_seed(self) -> int:
-        """Draw a common seed for all lane stages."""
+    def broadcast_seed(self) -> int:
+        """Draw a random seed on the first stage of the lane, and return it on all stages."""
         seed = torch.empty((), dtype=torch.int64).random_()
         dist.broadcast(seed, dist.get_global_rank(self.stages, 0), group=self.stages)
         return int(seed)
 
-    def shared_loss(self, loss: Tensor | None) -> Tensor:
-        """Return the last stage's loss on all lane stages."""
+    def broadcast_loss(self, loss: Tensor | None) -> Tensor:
+        """Return the loss of the last stage on all stages of the lane."""
         value = torch.zeros(()) if loss is None else loss.detach().float().clone()
         # Only the last stage computes the loss.
         source = dist.get_global_rank(self.stages, self.stages.size() - 1)
@@ -44,10 +46,13 @@ class Lane:
         return value
 
     def raise_together(self, error: str | None, cause: BaseException | None) -> None:
-        """Raise StageError on all ranks if any has an ``error``; ``cause`` is set on the rank where it
-        occurred.
+        """Raise StageError on all ranks of all lanes if any rank has an error.
+
+        Args:
+            error: message; None: this rank has no error.
+            cause: the exception, on the rank where it occurred.
         """
-        if not any_of(error is not None, self.all_ranks):
+        if not any_rank(error is not None, self.all_ranks):
             return
         texts: list[Any] = [None] * self.all_ranks.size()
         dist.all_gather_object(texts, (error, cause is not None), group=self.all_ranks)
@@ -56,17 +61,18 @@ class Lane:
 
 
 class SplitLosses:
-    """Model outputs and losses of the splits, on the last stage.
+    """Outputs and losses of all splits, on the last stage.
 
     Args:
-        output: node returned by the model.
-        inputs: batch.
-        targets: target per split; empty without targets.
+        output: output node of the model's graph.
+        inputs: the batch.
+        targets: target of every split; empty without targets.
         criterion: see `StagedOverRanks`.
         train: whether to compute gradients.
 
     Attributes:
-        gradients: gradients of returned values, by split and name; removed by the split's backward pass.
+        gradients: gradients of the values that the model returns, by split and value name. The backward pass
+            of a split removes them.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class SplitLosses:
         self.gradients: dict[int, dict[str, Gradients]] = {}
 
     def loss(self) -> Tensor | None:
-        """Return the batch's mean loss; None except on the last stage."""
+        """Return the mean loss over the samples of the batch; None on other stages than the last."""
         if not self._losses:
             return None
         sizes = self._inputs.sizes
@@ -99,7 +105,12 @@ class SplitLosses:
         return join(self._outputs, self._inputs.sizes) if self._outputs else None
 
     def add(self, k: int, results: dict[tuple[str, int], Any]) -> None:
-        """Compute a split's loss, and the gradients with respect to the returned values."""
+        """Compute the loss of a split, and its gradients with respect to the values that the model returns.
+
+        Args:
+            k: index of the split.
+            results: values by (name, split); those of the split are removed.
+        """
         computed = {n.name for n in self._output.all_input_nodes if (n.name, k) in results}
         leaves: dict[str, list[Any]] = {}
         values: dict[str, Any] = {}
@@ -161,16 +172,16 @@ class SplitLosses:
 
 
 class RankStep:
-    """A batch on a rank.
+    """Runs the schedule of a batch on a rank.
 
     Args:
-        flow: values exchanged by this rank's stage.
+        flow: values that this rank's stage exchanges.
         exchange: exchange with other stages.
         lane: process groups.
-        run: the batch in this rank's stage.
-        losses: split losses.
+        run: work of this rank's stage.
+        losses: losses of the splits.
         train: whether there is a backward pass.
-        draws: whether splits carry a random generator.
+        draws: whether the state of a random generator is passed with every split.
     """
 
     def __init__(
@@ -198,13 +209,13 @@ class RankStep:
                 # Before gradients are exchanged with other lanes and tables updated: all lanes do so, or
                 # none.
                 group = self._lane.replicas if k else None
-                if any_of(exchange.error is not None, group) and exchange.error is None:
+                if any_rank(exchange.error is not None, group) and exchange.error is None:
                     exchange.error = "another lane failed"
                 continue
             if exchange.error is None:
                 try:
                     self._run_action(action, k)
-                except ElsewhereError as error:
+                except RemoteStageError as error:
                     exchange.error = str(error)
                 except Exception as error:
                     cause, where = error, self._run.where
@@ -213,7 +224,7 @@ class RankStep:
                     )
             if exchange.error is not None:
                 # Peers wait for the messages of this action, with or without a failure.
-                exchange.settle(messages)
+                exchange.exchange_remaining(messages)
         exchange.finish()
         # Before the tables are updated, so that a failed step leaves them unchanged on all ranks.
         self._lane.raise_together(exchange.error, cause)
@@ -235,21 +246,22 @@ class RankStep:
 
 
 def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> list[tuple[str, int]]:
-    """Return a stage's actions in order, each with a split, or with the number of splits for whole-batch
-    actions.
+    """Return the actions of a stage in order (1F1B), as (action, k).
 
-    "agree" precedes the last backward pass, in which gradients are exchanged with other lanes.
+    For "forward" and "backward", k is the index of the split; for "tables" and "collect", the number of
+    splits. In "agree", all lanes find out whether any has failed; it comes before the last backward pass, in
+    which they exchange gradients.
 
     Args:
-        index: stage index.
-        num_stages: stage count.
-        num_splits: split count.
+        index: number of the stage.
+        num_stages: number of stages.
+        num_splits: number of splits.
         train: whether there is a backward pass.
     """
     if not train:
         return [("tables", num_splits), *(("forward", k) for k in range(num_splits))]
-    # Warm-up: as many forward passes as there are later stages. Then each backward pass frees a split's
-    # memory.
+    # Start with as many forward passes as there are later stages. Then alternate, so that every backward pass
+    # frees the memory of a split before the next forward pass.
     ahead = min(num_stages - 1 - index, num_splits)
     order = [("forward", k) for k in range(ahead)]
     for k in range(num_splits - ahead):
@@ -258,7 +270,7 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
     return [("tables", num_splits), *order[:-1], ("agree", 1), order[-1], ("collect", num_splits)]
 
 
-def any_of(flag: bool, group: dist.ProcessGroup | None) -> bool:
+def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
     """Return whether the flag is set on any rank of the group. Collective."""
     if group is None:
         return flag

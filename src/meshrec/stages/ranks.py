@@ -14,22 +14,22 @@ from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.stages.batch_norm import batch_norms, deferred_statistics
 from meshrec.stages.messages import RankExchange
-from meshrec.stages.programs import StageFlow, StageProgram, Staging, at_cuts, stage_programs
-from meshrec.stages.rank_step import Criterion, Lane, RankStep, SplitLosses, any_of
+from meshrec.stages.programs import StageFlow, StageProgram, Staging, stage_programs, stages_at_cuts
+from meshrec.stages.rank_step import Criterion, Lane, RankStep, SplitLosses, any_rank
 from meshrec.stages.running import GENERATOR, Caller, Mode, StageRun
 from meshrec.stages.samples import batch_size, split, split_sizes
-from meshrec.stages.staged import NamedAsModel, take_apart
+from meshrec.stages.staged import NamedAsModel, extract_values
 from meshrec.stages.timeline import Timeline
 from meshrec.stages.tracing import PartProgram, trace
 from meshrec.stages.values import Inputs, StageValues
 
 
 class StepResult(NamedTuple):
-    """Step result.
+    """Result of a step.
 
     Attributes:
-        loss: loss of the lane's batch, on all lane stages.
-        output: detached model output, on the last stage only.
+        loss: mean loss of the lane's batch, on all stages of the lane.
+        output: output of the model, detached, on the last stage; None on other stages.
     """
 
     loss: Tensor
@@ -102,16 +102,16 @@ class StagedOverRanks(NamedAsModel):
             raise ValueError(f"split_size is {split_size}; it must be at least 1.")
         traced = trace(model)
         self._taking = traced.taking
-        staging = stage_programs(traced, at_cuts(traced, cuts))
+        staging = stage_programs(traced, stages_at_cuts(traced, cuts))
         self._split_size, self._criterion, self._deferred = split_size, criterion, deferred_batch_norm
-        self._flow = StageFlow(staging, group.rank(), _carried(staging))
+        self._flow = StageFlow(staging, group.rank(), _passed_through(staging))
         other_axes = tuple(name for name in names if name != "stage")
         env = ShardingEnv.from_mesh(mesh[other_axes]) if other_axes else ShardingEnv.single_process()
         # Collective, so all ranks must build the groups in this order.
         all_ranks = mesh._flatten("everyone").get_group() if other_axes else group
         self._lane = Lane(group, env.world.group, all_ranks)
         part = StagePart(model, self._flow.stage)
-        tables = [path for path in (plan.plan if plan is not None else ()) if _has(part, path)]
+        tables = [path for path in (plan.plan if plan is not None else ()) if _has_submodule(part, path)]
         local_plan = ShardingPlan({path: plan.plan[path] for path in tables}) if plan is not None else None
         # An empty plan, because None would start the planner on a part without tables.
         if not part.holds_tables:
@@ -172,14 +172,14 @@ class StagedOverRanks(NamedAsModel):
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], target: Any, *, train: bool) -> StepResult:
         sizes = split_sizes(batch_size(args, kwargs), self._split_size)
-        taken = take_apart(self._taking, args, kwargs)
+        taken = extract_values(self._taking, args, kwargs)
         flow, draws = self._flow, train and self.training and self._draws is not False
         needed = {*flow.stage.split.takes, *flow.returned}
         splits = {n: split(v, sizes, f"the input {n!r}") for n, v in taken.items() if n in needed}
         targets = split(target, sizes, "the target") if flow.is_last and target is not None else []
         norms = batch_norms(self.part.module) if self._deferred and train else None
         inputs = Inputs(taken, splits, sizes)
-        mode = Mode.now(grad=train, seed=self._lane.shared_seed() if draws else None)
+        mode = Mode.now(grad=train, seed=self._lane.broadcast_seed() if draws else None)
         self.timeline = Timeline()
         run = StageRun(
             flow,
@@ -194,12 +194,12 @@ class StagedOverRanks(NamedAsModel):
             step()
         if self._draws is None and train and self.training:
             # Agreed on by the lane: a stage which expects a generator would otherwise wait for it forever.
-            self._draws = any_of(run.drew, self._lane.stages)
-        return StepResult(self._lane.shared_loss(losses.loss()), losses.output())
+            self._draws = any_rank(run.drew, self._lane.stages)
+        return StepResult(self._lane.broadcast_loss(losses.loss()), losses.output())
 
 
-def _carried(staging: Staging) -> list[str]:
-    """Return values of earlier stages which the last stage receives only to return them."""
+def _passed_through(staging: Staging) -> list[str]:
+    """Return the names of values of earlier stages that the last stage receives only to return them."""
     makers, last = staging.makers(), len(staging.stages) - 1
     given = set(staging.stages[last].split.takes)
     returned = [node.name for node in staging.output.all_input_nodes]
@@ -207,7 +207,10 @@ def _carried(staging: Staging) -> list[str]:
 
 
 class StagePart(nn.Module):
-    """Submodules of a stage, at their paths in the model; runs the program "whole" or "split"."""
+    """The submodules of a stage, at their paths in the model.
+
+    Its forward runs the program "whole" or "split".
+    """
 
     def __init__(self, model: nn.Module, stage: StageProgram) -> None:
         super().__init__()
@@ -239,7 +242,7 @@ def _adopt(part: nn.Module, model: nn.Module, target: str) -> None:
         setattr(part, last, value)
 
 
-def _has(part: nn.Module, path: str) -> bool:
+def _has_submodule(part: nn.Module, path: str) -> bool:
     try:
         part.get_submodule(path)
     except AttributeError:
@@ -248,8 +251,9 @@ def _has(part: nn.Module, path: str) -> bool:
 
 
 class _PartCaller(Caller):
-    """Runs a stage's part, whose dense parameters are replicated over lanes. Gradients are exchanged only in
-    the last split's backward pass.
+    """Runs the part of a stage whose dense parameters are replicated over lanes (DDP or FSDP2).
+
+    Lanes exchange gradients only in the backward pass of the last split.
     """
 
     direct = True

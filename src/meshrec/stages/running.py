@@ -1,7 +1,7 @@
-"""A stage's work on a batch: forward and backward per split, and for tables.
+"""The work of a stage on a batch: forward and backward passes of splits and of tables.
 
-The autograd graph is cut between stages: a stage receives detached values, and later sends back their
-gradients. Transport and scheduling are in `threads` (one process) and `ranks`.
+The autograd graph is cut between stages. A stage receives detached values, and later sends back their
+gradients. See `threads` (one process) and `ranks` for transport and scheduling.
 """
 
 import time
@@ -29,12 +29,12 @@ class StageError(RuntimeError):
 
 
 class Mode(NamedTuple):
-    """How to run a batch.
+    """Settings of a batch.
 
     Attributes:
-        grad: whether to save state for a backward pass.
-        seed: random seed; None: nothing is drawn.
-        autocast: autocast dtype by device kind.
+        grad: whether there will be a backward pass.
+        seed: seed of random operations; None: the model has none.
+        autocast: dtype of enabled autocast by device type, such as {"cpu": torch.bfloat16}.
     """
 
     grad: bool
@@ -43,17 +43,17 @@ class Mode(NamedTuple):
 
     @classmethod
     def now(cls, *, grad: bool, seed: int | None) -> "Mode":
-        """Return a mode with the caller's autocast state, which worker threads do not inherit."""
+        """Return settings with the autocast state of this thread, which worker threads do not inherit."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return cls(grad, seed, {kind: torch.get_autocast_dtype(kind) for kind in kinds})
 
 
 class _SavedSplit(NamedTuple):
-    """State saved for a split's backward pass.
+    """What the backward pass of a split needs.
 
     Attributes:
-        leaves: detached leaves per input value; None for leaves without gradient.
-        outputs: output leaves with their graph, by name.
+        leaves: detached leaves of every input value by name; None for leaves that need no gradient.
+        outputs: leaves of every output value by name, with their autograd graph.
     """
 
     leaves: dict[str, Gradients]
@@ -61,22 +61,22 @@ class _SavedSplit(NamedTuple):
 
 
 class StageRun:
-    """A batch in a stage.
+    """The work of a stage on a batch.
 
-    Call ``tables``, then ``forward`` for each split; later ``backward`` for each split in any order, then
-    ``deliver``, ``values.collect`` and ``tables_backward``.
+    Call ``tables``, then ``forward`` for every split; later ``backward`` for every split in any order, then
+    ``add_to_grad``, ``values.collect`` and ``tables_backward``.
 
     Args:
-        flow: values exchanged by this stage.
+        flow: values that this stage exchanges.
         call: runs a program of the stage, "whole" or "split".
-        values: batch, and values of other stages.
-        mode: how to run the batch.
+        values: values of the batch and of other stages.
+        mode: settings of the batch.
         timeline: records events.
 
     Attributes:
-        values: values of the batch in this stage.
-        where: current action, for messages.
-        drew: whether the stage drew random numbers; valid if ``mode.seed`` is given.
+        values: values of the batch and of other stages.
+        where: current action, for error messages.
+        drew: whether the stage has drawn random numbers; only valid if ``mode.seed`` is given.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StageRun:
         return len(self.values.inputs.sizes)
 
     def tables(self) -> None:
-        """Look up the stage's tables, if any, for the whole batch."""
+        """Look up the tables of the stage, if it has any, for the whole batch."""
         whole, inputs = self.stage.whole, self.values.inputs
         if whole is None:
             return
@@ -113,10 +113,10 @@ class StageRun:
                 value = value.wait() if isinstance(value, LazyAwaitable) else value
                 # The lookup covers the whole batch, so tables are read and updated once.
                 pieces[name] = split(value, inputs.sizes, f"the value {name!r}")
-        self.values.publish_pieces(pieces)
+        self.values.publish_lookups(pieces)
 
     def forward(self, k: int) -> None:
-        """Run split ``k`` once the inputs have arrived."""
+        """Wait for the input values of split ``k``, run the split, and send its output values."""
         program, takes, values = self.stage.split, self._flow.takes, self.values
         taken = {name: values.take(name, k) for name in takes}
         with self._recorded("forward", k):
@@ -124,7 +124,7 @@ class StageRun:
             arguments = []
             for name, value in taken.items():
                 argument, leaves[name] = _detached(value, self._mode.grad)
-                arguments.append(entered(argument) if self._mode.grad else argument)
+                arguments.append(make_writable(argument) if self._mode.grad else argument)
             num_arguments = len(program.takes)
             tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
             with self._context(k, tensors[0].device if tensors else torch.device("cpu")):
@@ -140,8 +140,12 @@ class StageRun:
             values.publish(name, k, value)
 
     def backward(self, k: int, result_gradients: Mapping[str, Gradients]) -> None:
-        """Run the backward pass of split ``k``, from gradients of returned values and of values used by other
-        stages.
+        """Run the backward pass of split ``k``, and send the gradients of its input values.
+
+        Args:
+            k: index of the split.
+            result_gradients: gradients of the values that the model returns, by name. Those of values that
+                other stages read are received.
         """
         if k not in self._saved:
             raise RuntimeError(
@@ -154,26 +158,28 @@ class StageRun:
             leaves = [
                 leaf for value_leaves in saved.leaves.values() for leaf in value_leaves if leaf is not None
             ]
-            ends, given = _ends(saved.outputs, arrived)
+            ends, given = _backward_pairs(saved.outputs, arrived)
             if self._call.direct:
                 self._call.before_backward(last=self._sums.num_added == self.num_splits - 1)
                 if ends:
                     torch.autograd.backward(ends, given)
                 gradients: Sequence[Tensor | None] = [leaf.grad for leaf in leaves]
             else:
-                gradients = _gradients(ends, given, [*leaves, *self._sums.parameters])
+                gradients = _autograd_grad(ends, given, [*leaves, *self._sums.parameters])
             self._sums.add(gradients[len(leaves) :])
         by_leaf = iter(gradients[: len(leaves)])
         for name, value_leaves in saved.leaves.items():
-            self.values.give_back(name, k, [None if leaf is None else next(by_leaf) for leaf in value_leaves])
+            self.values.send_gradients(
+                name, k, [None if leaf is None else next(by_leaf) for leaf in value_leaves]
+            )
 
-    def deliver(self) -> None:
+    def add_to_grad(self) -> None:
         """Add all split gradients to the parameters' ``grad``."""
-        self._sums.deliver()
+        self._sums.add_to_grad()
 
     def tables_backward(self) -> None:
-        """Run the tables' backward pass, which updates tables with a fused optimizer."""
-        ends, gradients = self.values.take_table_ends()
+        """Run the backward pass of the tables, which updates those with a fused optimizer."""
+        ends, gradients = self.values.take_table_gradients()
         if ends:
             with self._recorded("tables", -1):
                 torch.autograd.backward(ends, gradients)
@@ -210,10 +216,11 @@ class StageRun:
 
 
 class Caller(ABC):
-    """Runs a stage's programs with the stage's modules.
+    """Runs the programs of a stage.
 
-    If ``direct``, backward passes accumulate into the parameters' ``grad``, split by split. Otherwise
-    gradients are summed separately and added by `StageRun.deliver`.
+    Attributes:
+        direct: whether the backward pass of every split adds to the parameters' ``grad``. Otherwise gradients
+            are summed separately, and `StageRun.add_to_grad` adds the sum.
     """
 
     direct = False
@@ -236,12 +243,15 @@ class Caller(ABC):
 
 
 def split_seed(seed: int, k: int) -> int:
-    """Return the generator seed of split ``k``, for a batch seed."""
+    """Return the seed of the generator of split ``k``, from the seed of the batch."""
     return (seed + k) % (1 << 63)
 
 
 class _Entry(torch.autograd.Function):
-    """Lets a stage write in place to received values, which autograd forbids for leaves."""
+    """Identity function, after which a stage may change a value in place.
+
+    Autograd forbids this for leaves.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -252,8 +262,8 @@ class _Entry(torch.autograd.Function):
         return grads[0]
 
 
-def entered(value: Any) -> Any:
-    """Return ``value`` with leaves replaced by tensors which operations may change in place."""
+def make_writable(value: Any) -> Any:
+    """Return ``value`` with tensors that operations may change in place, although they require gradients."""
     with torch.enable_grad():
         return pytree.tree_map(
             lambda leaf: (
@@ -264,7 +274,7 @@ def entered(value: Any) -> Any:
 
 
 def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
-    """Return ``value`` with detached tensors, and the leaves which require a gradient."""
+    """Detach the tensors of ``value``, and return it and its leaves; None for those that need no gradient."""
     flat, spec = pytree.tree_flatten(value)
     leaves: Gradients = []
     for index, leaf in enumerate(flat):
@@ -275,10 +285,10 @@ def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
     return (pytree.tree_unflatten(flat, spec) if any(leaf is not None for leaf in leaves) else value), leaves
 
 
-def _ends(
+def _backward_pairs(
     outputs: Mapping[str, Sequence[Any]], gradients: Mapping[str, Sequence[Tensor | None] | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs with gradients, and these gradients: the start of a backward pass."""
+    """Return the outputs that have gradients, and these gradients, as arguments of a backward pass."""
     pairs = [
         (leaf, gradient)
         for name, leaves in outputs.items()
@@ -288,7 +298,7 @@ def _ends(
     return [end for end, _ in pairs], [gradient for _, gradient in pairs]
 
 
-def _gradients(
+def _autograd_grad(
     ends: Sequence[Tensor], given: Sequence[Tensor], targets: Sequence[Tensor | nn.Parameter]
 ) -> Sequence[Tensor | None]:
     if not ends or not targets:

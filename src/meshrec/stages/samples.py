@@ -16,7 +16,7 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 def num_samples(value: Any) -> int | None:
-    """Return the number of samples B of the first value in ``value`` which has samples, or None."""
+    """Return the number of samples of the first tensor in ``value`` that has any; None if there is none."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else None
     if isinstance(value, KeyedJaggedTensor):
@@ -41,11 +41,14 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def split_sizes(batch: int, split_size: int) -> list[int]:
-    """Return the samples per split: equal, except for a smaller last split. A smaller batch is a single
-    split.
+    """Return the number of samples of every split: ``split_sizes(10, 4)`` is [4, 4, 2].
+
+    Args:
+        batch: number of samples in the batch.
+        split_size: samples per split.
 
     Raises:
-        ValueError: ``split_size`` below 1, or an empty batch.
+        ValueError: ``split_size`` is below 1, or the batch is empty.
     """
     if split_size < 1 or batch < 1:
         raise ValueError(
@@ -57,18 +60,18 @@ def split_sizes(batch: int, split_size: int) -> list[int]:
 
 
 def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
-    """Split a value by samples. Values without samples go to every split.
+    """Split a value by samples.
 
-    Tensors become views [size, ...] along dimension 0. Nests (tuples, lists, dicts, dataclasses) are split
-    leaf by leaf.
+    Tensors become views [size, ...] along dimension 0. Tuples, lists, dicts and dataclasses are split item by
+    item. Values without samples, such as numbers and 0-d tensors, go to every split.
 
     Args:
-        value: whole-batch value.
-        sizes: samples per split.
-        where: value name in errors.
+        value: value of the whole batch.
+        sizes: number of samples of every split.
+        where: name of the value in errors.
 
     Raises:
-        ValueError: the first dimension of a tensor is not the batch.
+        ValueError: the first dimension of a tensor is not the number of samples.
     """
     if isinstance(value, LazyAwaitable):
         value = value.wait()
@@ -99,13 +102,17 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join split results.
+    """Join the results of splits, the inverse of `split`.
 
-    Tensors [size, ...] are concatenated. A 0-d tensor is assumed to be a mean over samples, and becomes the
-    batch mean.
+    Tensors [size, ...] are concatenated. A 0-d tensor is taken for a mean over samples, and becomes the mean
+    over the batch.
+
+    Args:
+        values: result of every split.
+        sizes: number of samples of every split.
 
     Raises:
-        ValueError: splits have different nests.
+        ValueError: the results have different structures, or different values that are not tensors.
     """
     flat, specs = zip(*(pytree.tree_flatten(value) for value in values), strict=True)
     # Leaves are joined by position, so all splits must have the same structure.
@@ -185,7 +192,7 @@ def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
 
 
 def _rebuilder(value: Any) -> Callable[[list[Any]], Any] | None:
-    """Return a function which rebuilds a nest like ``value`` from other parts; None for other values."""
+    """Return a function from a list of parts to a container like ``value``; None if it is not a container."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: type(value)(*parts)
     if isinstance(value, tuple | list):

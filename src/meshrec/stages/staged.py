@@ -1,4 +1,4 @@
-"""``Staged``: a model cut into stages which run concurrently in one process."""
+"""``Staged``: a model cut into stages that run at the same time in one process."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from meshrec.stages.batch_norm import batch_norms, deferred_statistics
-from meshrec.stages.choosing import StageChoice, most_stages
+from meshrec.stages.choosing import StageChoice, max_stages
 from meshrec.stages.links import DeviceLink, StageLink
-from meshrec.stages.profiling import choose_for
-from meshrec.stages.programs import Staging, at_cuts, shared_parameters, stage_programs
+from meshrec.stages.profiling import measure_and_choose
+from meshrec.stages.programs import Staging, shared_parameters, stage_programs, stages_at_cuts
 from meshrec.stages.running import Mode
 from meshrec.stages.samples import batch_size, join_leaves, split, split_sizes
 from meshrec.stages.threads import ThreadedBatch, Workers
@@ -23,7 +23,7 @@ from meshrec.stages.values import Inputs
 
 
 class NamedAsModel(nn.Module):
-    """A wrapper whose parameters, buffers and state have the wrapped module's names."""
+    """Wrapper whose parameters, buffers and state dict have the names of the wrapped module."""
 
     @property
     def _named_module(self) -> nn.Module:
@@ -119,7 +119,7 @@ class Staged(NamedAsModel):
         self.choice: StageChoice | None = None
         self.seed: int | None = None
         if cuts != "auto":
-            self._stage(at_cuts(self._traced, cuts))
+            self._stage(stages_at_cuts(self._traced, cuts))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. The first training call measures, if cuts or split size are "auto".
@@ -133,8 +133,8 @@ class Staged(NamedAsModel):
             StageError: a stage failed; the message names stage and split.
         """
         batch = batch_size(args, kwargs)
-        taken = take_apart(self._traced.taking, args, kwargs)
-        sizes = split_sizes(batch, self._settled(batch, taken))
+        taken = extract_values(self._traced.taking, args, kwargs)
+        sizes = split_sizes(batch, self._choose_split_size(batch, taken))
         assert self._staging is not None
         splits = {name: split(value, sizes, f"the input {name!r}") for name, value in taken.items()}
         run = self._batch(Inputs(taken, splits, sizes))
@@ -144,7 +144,7 @@ class Staged(NamedAsModel):
         if self.seed is not None:
             self._draws = any(stage.drew for stage in run.runs)
         self.timeline = run.timeline
-        return self._joined(outputs, taken, sizes)
+        return self._join_outputs(outputs, taken, sizes)
 
     @property
     def stages(self) -> list[str]:
@@ -163,7 +163,7 @@ class Staged(NamedAsModel):
                 if program is not None and device.type != "cpu":
                     program.module.to(device)
 
-    def _settled(self, batch: int, taken: Mapping[str, Any]) -> int:
+    def _choose_split_size(self, batch: int, taken: Mapping[str, Any]) -> int:
         """Return the samples per split for a batch.
 
         If the cuts or the split size are "auto", the first call selects them by measuring on this batch.
@@ -173,7 +173,7 @@ class Staged(NamedAsModel):
             taken: batch values by name.
         """
         if self._staging is None or (self._split_size == "auto" and self.choice is None):
-            self.choice = choose_for(
+            self.choice = measure_and_choose(
                 self._traced,
                 taken,
                 batch,
@@ -224,15 +224,15 @@ class Staged(NamedAsModel):
         if not torch.is_grad_enabled():
             run.forward()
             return run.result
-        form = _Form(names, [entry[:3] for entry in inputs])
+        form = _ResultLayout(names, [entry[:3] for entry in inputs])
         # Autograd calls backward only if some input requires a gradient, and the batch's tensors usually do
         # not.
         anchor = torch.empty(0, requires_grad=True)
-        tensors = _Through.apply(run, form, anchor, *(entry[3] for entry in inputs))  # type: ignore[no-untyped-call]
+        tensors = _RunStages.apply(run, form, anchor, *(entry[3] for entry in inputs))  # type: ignore[no-untyped-call]
         form.give(list(tensors))
         return form.result
 
-    def _joined(
+    def _join_outputs(
         self, result: "Callable[[str, int], Any]", taken: Mapping[str, Any], sizes: Sequence[int]
     ) -> Any:
         assert self._staging is not None
@@ -254,16 +254,16 @@ class Staged(NamedAsModel):
         return {**self.__dict__, "_workers": None}
 
 
-def take_apart(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values which stages read from the model's arguments, by name.
+def extract_values(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that stages read from the model's arguments, by name.
 
     Args:
-        taking: program which extracts the values.
+        taking: program that extracts the values; see `Traced`.
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
 
     Raises:
-        ValueError: arguments which the model does not accept.
+        ValueError: the model does not accept these arguments.
     """
     given = dict(zip(taking.takes, args, strict=False))
     if len(args) > len(taking.takes) or set(kwargs) - set(taking.takes) or given.keys() & kwargs.keys():
@@ -273,8 +273,8 @@ def take_apart(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, An
     return dict(zip(taking.gives, taking.module(**given, **kwargs), strict=True))
 
 
-class _Form:
-    """Layout of the model's results in the flat tensor tuple that `_Through` returns to autograd.
+class _ResultLayout:
+    """Converts between the model's results and the flat tuple of tensors that autograd gets.
 
     Args:
         names: values in the model's output that stages compute.
@@ -305,7 +305,7 @@ class _Form:
         return tensors
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Store the tensors that `_Through` returned, which have an autograd graph back to the batch."""
+        """Store the tensors that `_RunStages` returned, which have an autograd graph back to the batch."""
         for (name, k, i), tensor in zip(self.positions, tensors, strict=True):
             self._leaves[name, k][i] = tensor
 
@@ -322,12 +322,12 @@ class _Form:
         return grouped
 
 
-class _Through(torch.autograd.Function):
+class _RunStages(torch.autograd.Function):
     """All stages as a single autograd operation: from batch leaves to result leaves of all splits."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, run: ThreadedBatch, form: _Form, anchor: Tensor, *leaves: Tensor) -> Any:
+    def forward(ctx: Any, run: ThreadedBatch, form: _ResultLayout, anchor: Tensor, *leaves: Tensor) -> Any:
         with torch.enable_grad():
             run.forward()
         ctx.run, ctx.form, ctx.num_leaves = run, form, len(leaves)
@@ -376,7 +376,7 @@ def _checked_num_stages(
         )
     shared = shared_parameters(traced)
     if cuts == "auto" and shared:
-        most = most_stages([unit.needs for unit in traced.units], shared)
+        most = max_stages([unit.needs for unit in traced.units], shared)
         if requested > most:
             raise ValueError(
                 f"several parts of the model use {', '.join(map(repr, shared))}, but a parameter must be in "

@@ -1,7 +1,7 @@
-"""Stages in one process: a worker thread per stage, and carrier threads between devices.
+"""Run stages in one process, with a worker thread per stage, and carrier threads between devices.
 
-Every stage processes splits in order. Backward passes run from the last split to the first, so that results
-equal sequential execution, for any worker speed.
+Every stage runs the forward passes of splits in order, and the backward passes from the last split to the
+first. Results therefore do not depend on how fast threads are, and equal those of sequential execution.
 """
 
 import threading
@@ -19,7 +19,7 @@ from meshrec.stages.links import StageLink
 from meshrec.stages.programs import StageFlow, StageProgram, Staging
 from meshrec.stages.running import GENERATOR, Caller, Mode, StageError, StageRun
 from meshrec.stages.timeline import Timeline
-from meshrec.stages.values import Exchange, Gradients, Inputs, Message, StageValues, added
+from meshrec.stages.values import Exchange, Gradients, Inputs, Message, StageValues, add_gradients
 
 
 class Workers:
@@ -34,13 +34,14 @@ class Workers:
             pool.submit(torch.set_num_threads, num_threads).result()
 
     def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None], *, here: bool) -> None:
-        """Run jobs in the stages' threads, or in sequence in this thread. Raises the first error after
-        calling ``failed``.
+        """Run a job per stage, in the threads of the stages or one after the other in this thread.
+
+        If jobs fail, calls ``failed`` and raises the first error once all jobs have ended.
 
         Args:
-            jobs: job per stage.
-            failed: called when a job fails.
-            here: whether to run in this thread.
+            jobs: job by stage.
+            failed: called when a job fails, to end the others.
+            here: whether to run all jobs in this thread.
         """
         if here:
             try:
@@ -85,7 +86,7 @@ class Workers:
 
 
 class ThreadExchange(Exchange):
-    """Exchange between stage threads through futures, for a single batch.
+    """Passes values and gradients between the threads of stages, with a future per message.
 
     Args:
         workers: owner of the carrier threads.
@@ -177,7 +178,7 @@ class ProgramCaller(Caller):
 
     @override
     def before_backward(self, *, last: bool) -> None:
-        pass  # `StageRun.deliver` adds the gradients
+        pass  # `StageRun.add_to_grad` adds the gradients
 
 
 class ThreadedBatch:
@@ -234,7 +235,7 @@ class ThreadedBatch:
             for k in range(self.num_splits):
                 run.forward(k)
 
-        self._all(job, self.runs, here=False)
+        self._run_in_stages(job, self.runs, here=False)
 
     def result(self, name: str, k: int) -> Any:
         """Return the value ``name`` in the model's output, for split ``k``.
@@ -266,20 +267,22 @@ class ThreadedBatch:
         def job(run: StageRun) -> None:
             for k in reversed(range(self.num_splits)):
                 run.backward(k, by_split[k])
-            run.deliver()
+            run.add_to_grad()
             run.values.collect()
 
         here = autograd_uses_threads(self._devices)
-        self._all(job, self.runs[::-1], here=here)
+        self._run_in_stages(job, self.runs[::-1], here=here)
         # Last, so that a failure leaves the tables unchanged.
-        self._all(lambda run: run.tables_backward(), self.runs, here=here)
+        self._run_in_stages(lambda run: run.tables_backward(), self.runs, here=here)
         input_gradients: dict[tuple[str, int], Gradients] = {}
         for run in self.runs:
             for key, stage_gradients in run.values.input_gradients.items():
-                input_gradients[key] = added(input_gradients.get(key), stage_gradients) or []
+                input_gradients[key] = add_gradients(input_gradients.get(key), stage_gradients) or []
         return input_gradients
 
-    def _all(self, job: Callable[[StageRun], None], runs: Sequence[StageRun], *, here: bool) -> None:
+    def _run_in_stages(
+        self, job: Callable[[StageRun], None], runs: Sequence[StageRun], *, here: bool
+    ) -> None:
         def named(run: StageRun) -> None:
             try:
                 job(run)
@@ -294,10 +297,11 @@ class ThreadedBatch:
 
 
 def autograd_uses_threads(devices: Sequence[torch.device]) -> bool:
-    """Return whether autograd runs backward passes in separate threads, as for every GPU.
+    """Return whether autograd runs backward passes in a thread of its own, as it does for GPUs.
 
-    Such a thread calls `ThreadedBatch.backward`. Stages in other threads would wait for it, and it for them.
-    It can run their passes itself: it only launches kernels, and devices run concurrently.
+    `ThreadedBatch.backward` then runs in this thread, and must run the backward passes of all stages itself:
+    in other threads, they would wait for this thread, and it for them. It only launches kernels, so devices
+    still run at the same time.
     """
     return any(device.type == "cuda" for device in devices)
 

@@ -1,4 +1,4 @@
-"""Record when each stage computed in a batch, and draw it."""
+"""Record when every stage computed in a batch, and draw it as an SVG."""
 
 import html
 import time
@@ -9,7 +9,10 @@ Kind = Literal["forward", "backward", "tables", "copy"]
 
 
 class Event(NamedTuple):
-    """Stage action, in seconds since the batch started; ``split`` is -1 for whole-batch work."""
+    """An action of a stage. Times are in seconds since the start of the batch.
+
+    ``split`` is the index of the split; -1 if the action is for the whole batch.
+    """
 
     stage: int
     kind: Kind
@@ -19,26 +22,26 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """The last batch's events, unordered."""
+    """Events of a batch, in no particular order."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.start = time.perf_counter()
 
     def add(self, stage: int, kind: Kind, split: int, start: float) -> None:
-        """Add an event which ends now.
+        """Add an event that ends now.
 
         Args:
-            stage: stage index.
-            kind: work kind.
-            split: split index; -1 for the whole batch.
-            start: ``time.perf_counter`` time at which it started.
+            stage: number of the stage.
+            kind: kind of the event.
+            split: index of the split; -1 for the whole batch.
+            start: value of ``time.perf_counter()`` when it started.
         """
         now = time.perf_counter()
         self.events.append(Event(stage, kind, split, start - self.start, now - self.start))
 
     def busy(self) -> list[float]:
-        """Return the busy fraction per stage."""
+        """Return, for every stage, the fraction of the batch's time in which it computed."""
         if not self.events:
             return []
         first, last = min(e.start for e in self.events), max(e.end for e in self.events)
@@ -49,15 +52,19 @@ class Timeline:
         return [seconds / (last - first) for seconds in sums]
 
     def svg(self, names: Sequence[str] = ()) -> str:
-        """Draw an SVG: a row per stage, time to the right, waiting in grey."""
-        return picture(self.events, names)
+        """Return an SVG with a row per stage, time to the right, and waiting in grey.
+
+        Args:
+            names: names of the stages; by default numbers.
+        """
+        return draw_svg(self.events, names)
 
 
 _COLORS = {"forward": "#3b82c4", "backward": "#2f9e6e", "tables": "#c98a1b", "copy": "#8f6fc0"}
 _WIDTH, _ROW, _LEFT = 960, 34, 150
 
 
-def picture(events: Sequence[Event], names: Sequence[str] = ()) -> str:
+def draw_svg(events: Sequence[Event], names: Sequence[str] = ()) -> str:
     """Draw events as an SVG, with stage names or else numbers."""
     if not events:
         return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'

@@ -1,8 +1,8 @@
-"""Model as a graph of units, from which stages are built, and the values between units.
+"""Trace a model with torch.fx, and group the nodes of the graph into units, from which stages are built.
 
-The model is traced with torch.fx. A submodule which cannot be traced, for example because it branches on
-data, becomes a single unit. Tables work on the whole batch, so that they are looked up and updated once per
-batch; a table and everything which computes the input are a single unit.
+A submodule that cannot be traced, for example because it branches on data, becomes a single unit. Tables work
+on the whole batch, so that they are looked up and updated once per batch. A table is in the same unit as
+everything that computes its input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ _TABLES = (TableCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingColle
 
 @dataclass(eq=False)
 class Unit:
-    """Nodes which stay in a stage together.
+    """Nodes that are always in the same stage.
 
     Attributes:
-        index: unit index.
+        index: number of the unit.
         name: description.
-        nodes: nodes in execution order.
-        whole: whether the unit works on the whole batch.
-        needs: units whose results it reads.
+        nodes: nodes in the order of execution.
+        whole: whether the unit works on the whole batch instead of on splits.
+        needs: numbers of the units whose results it reads.
     """
 
     index: int
@@ -38,9 +38,7 @@ class Unit:
 
 
 class PartProgram(NamedTuple):
-    """Part of the model. Called with the values of ``takes``, it returns a tuple with the values of
-    ``gives``.
-    """
+    """A part of the model: a function from the values named ``takes`` to a tuple of those named ``gives``."""
 
     module: fx.GraphModule
     takes: list[str]
@@ -49,13 +47,14 @@ class PartProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """Traced model.
+    """A traced model.
 
     Attributes:
-        model: model.
-        taking: program which extracts batch values from the model's arguments.
+        model: the model.
+        taking: program that extracts the values of the batch that units read from the model's arguments, such
+            as ``batch.sparse``.
         units: units in an executable order.
-        output: node returned by the model.
+        output: output node of the graph.
     """
 
     model: nn.Module
@@ -84,15 +83,15 @@ def trace(model: nn.Module) -> Traced:
             "branches into a submodule (it then stays whole), or pass nn.Sequential of the stages."
         ) from error
     graph.eliminate_dead_code()
-    inputs = _inputs(graph)
+    inputs = _input_nodes(graph)
     output = next(node for node in graph.nodes if node.op == "output")
     taken = {*inputs, output}
     nodes = [node for node in graph.nodes if node not in taken and node.op != "get_attr"]
-    return Traced(model, _taking(model, inputs, output), _units(model, nodes, set(inputs)), output)
+    return Traced(model, _input_program(model, inputs, output), _units(model, nodes, set(inputs)), output)
 
 
 class _Tracer(fx.Tracer):
-    """Tracer which enters submodules as far as possible."""
+    """Tracer that traces into submodules as far as possible."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # The last layer is a unit, as nn.Linear is: a stage may start at it.
@@ -123,8 +122,8 @@ class _Tracer(fx.Tracer):
             return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
 
 
-def _inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Return the model's arguments, and their attributes and items."""
+def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of the model's arguments, and of their attributes and items."""
     inputs: dict[fx.Node, None] = {}
     for node in graph.nodes:
         takes_apart = node.op == "call_function" and getattr(node.target, "__name__", "") in (
@@ -138,7 +137,7 @@ def _inputs(graph: fx.Graph) -> list[fx.Node]:
     return list(inputs)
 
 
-def _taking(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> PartProgram:
+def _input_program(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> PartProgram:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -205,7 +204,7 @@ class _Groups:
 
 
 def _in_order(members: Mapping[fx.Node, list[fx.Node]], group: _Groups) -> list[list[fx.Node]]:
-    """Return the groups, each after the groups it reads, otherwise in graph order."""
+    """Return the groups in the order of the graph, but every group after those that it reads."""
     emitted: set[fx.Node] = set()
     waiting = dict(members)
     ordered: list[list[fx.Node]] = []
@@ -253,7 +252,7 @@ def _name(nodes: Sequence[fx.Node]) -> str:
 
 
 def path_of(node: fx.Node) -> str:
-    """Return a node's submodule path; "" for the model itself."""
+    """Return the path of the submodule that a node belongs to; "" for the model itself."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {"": None}

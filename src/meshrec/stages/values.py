@@ -1,4 +1,4 @@
-"""A stage's batch values, and their gradients."""
+"""The values of a batch in a stage, and their gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,15 @@ from torch.utils import _pytree as pytree
 from meshrec.stages.programs import StageFlow
 
 Gradients = list[Tensor | None]
-"""Gradient per leaf."""
+"""Gradients of the leaves (tensors) of a value; None for leaves without a gradient."""
 
 
 class Message(NamedTuple):
-    """Split value or its gradients. ``source`` computed the value, ``destination`` uses it."""
+    """Identifies a value of split ``k``, or its gradients, on the way between two stages.
+
+    ``source`` is the stage that computes the value, and ``destination`` the one that uses it. Gradients go
+    from ``destination`` to ``source``.
+    """
 
     kind: Literal["value", "gradient"]
     name: str
@@ -25,19 +29,19 @@ class Message(NamedTuple):
 
 
 class Exchange(ABC):
-    """Carries split values from the computing stage to the using stages, and gradients back."""
+    """Carries values of splits to the stages that use them, and gradients back."""
 
     @abstractmethod
     def put(self, message: Message, value: Any) -> None:
-        """Send a value, or a gradient per leaf, without waiting."""
+        """Send a value, or the gradients of its leaves, without waiting."""
 
     @abstractmethod
     def get(self, message: Message) -> Any:
-        """Wait for a message. Tensors in a value require a gradient if they do at the sender."""
+        """Wait for a value or gradients. Tensors of a value require gradients if they do at the sender."""
 
 
 class Inputs(NamedTuple):
-    """A batch: values by name, whole and split, and samples per split."""
+    """A batch: values by name, their splits by name, and the number of samples of every split."""
 
     whole: Mapping[str, Any]
     splits: Mapping[str, Sequence[Any]]
@@ -45,18 +49,18 @@ class Inputs(NamedTuple):
 
 
 class StageValues:
-    """Provides the values which a stage reads, and sends those it computes; likewise for gradients.
+    """Gets the values that a stage reads, and sends those that it computes; likewise for gradients.
 
     Args:
-        flow: values exchanged by the stage.
-        inputs: batch.
+        flow: values that the stage exchanges.
+        inputs: the batch.
         exchange: exchange with other stages.
 
     Attributes:
-        inputs: batch.
+        inputs: the batch.
         exchange: exchange with other stages.
-        results: values returned by the model, with their graph, by name and split.
-        input_gradients: gradients of batch values, by name and split.
+        results: values that the model returns, with their autograd graph, by name and split.
+        input_gradients: gradients of the values of the batch, by name and split.
     """
 
     def __init__(self, flow: StageFlow, inputs: Inputs, exchange: Exchange) -> None:
@@ -64,12 +68,12 @@ class StageValues:
         self._returned = set(flow.returned)
         self.results: dict[tuple[str, int], Any] = {}
         self.input_gradients: dict[tuple[str, int], Gradients] = {}
-        # Splits of table lookups, from `publish_pieces` until `take_table_ends`.
+        # Splits of table lookups, from `publish_lookups` until `take_table_gradients`.
         self._pieces: dict[str, list[Any]] = {}
         self._piece_gradients: dict[str, list[Gradients | None]] = {}
 
     def take(self, name: str, k: int) -> Any:
-        """Return a value of split ``k`` once it has arrived."""
+        """Return the value ``name`` of split ``k``. Waits if another stage computes it."""
         if name in self._pieces:
             return self._pieces[name][k]
         if name in self.inputs.splits:
@@ -77,32 +81,32 @@ class StageValues:
         return self.exchange.get(Message("value", name, k, self._flow.makers[name], self._flow.stage.index))
 
     def publish(self, name: str, k: int, value: Any) -> None:
-        """Send a computed value to the stages which read it.
+        """Send a value that this stage has computed to the stages that read it.
 
         Args:
-            name: value name.
-            k: split index.
-            value: value.
+            name: name of the value.
+            k: index of the split.
+            value: the value.
         """
         if name in self._returned:
             self.results[name, k] = value
         for user in self._flow.users.get(name, ()):
             self.exchange.put(Message("value", name, k, self._flow.stage.index, user), value)
 
-    def publish_pieces(self, pieces: dict[str, list[Any]]) -> None:
-        """Store the splits of whole-batch lookups, and send them to their readers."""
+    def publish_lookups(self, pieces: dict[str, list[Any]]) -> None:
+        """Store the splits of table lookups by value name, and send them to the stages that read them."""
         self._pieces = pieces
         for name, splits in pieces.items():
             for k, piece in enumerate(splits):
                 self.publish(name, k, piece)
 
-    def give_back(self, name: str, k: int, gradients: Gradients) -> None:
-        """Send a value's gradients to where the value came from.
+    def send_gradients(self, name: str, k: int, gradients: Gradients) -> None:
+        """Send the gradients of a value to the stage that computed it; store those of local values.
 
         Args:
-            name: value name.
-            k: split index.
-            gradients: a gradient per leaf.
+            name: name of the value.
+            k: index of the split.
+            gradients: gradients of its leaves.
         """
         if name in self._pieces:
             piece_gradients = self._piece_gradients.setdefault(name, [None] * len(self.inputs.sizes))
@@ -113,22 +117,32 @@ class StageValues:
             message = Message("gradient", name, k, self._flow.makers[name], self._flow.stage.index)
             self.exchange.put(message, gradients)
 
-    def arrived(self, k: int, result_gradients: Mapping[str, Gradients]) -> dict[str, Gradients | None]:
-        """Return gradients per value computed for split ``k``, summed over all stages which read it."""
+    def receive_gradients(
+        self, k: int, result_gradients: Mapping[str, Gradients]
+    ) -> dict[str, Gradients | None]:
+        """Wait for the gradients of the values that this stage computed for split ``k``.
+
+        Args:
+            k: index of the split.
+            result_gradients: gradients of the values that the model returns, by name.
+
+        Returns:
+            Gradients by value name, summed over all stages that read the value.
+        """
         sums: dict[str, Gradients | None] = {**result_gradients}
         for name in self._flow.stage.split.gives:
-            sums[name] = self._with_users(name, k, result_gradients.get(name))
+            sums[name] = self._add_users_gradients(name, k, result_gradients.get(name))
         return sums
 
     def collect(self) -> None:
-        """Wait for the gradients of table values read by other stages."""
+        """Wait for the gradients of table lookups that other stages read."""
         for name, pieces in self._pieces.items():
             piece_gradients = self._piece_gradients.setdefault(name, [None] * len(pieces))
             for k in range(len(pieces)):
-                piece_gradients[k] = self._with_users(name, k, piece_gradients[k])
+                piece_gradients[k] = self._add_users_gradients(name, k, piece_gradients[k])
 
-    def take_table_ends(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return table values with gradients, and these gradients; drop the values."""
+    def take_table_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the table lookups that have gradients, and these gradients; forget the lookups."""
         pieces, self._pieces = self._pieces, {}
         pairs = [
             (leaf, gradient)
@@ -139,15 +153,15 @@ class StageValues:
         ]
         return [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _with_users(self, name: str, k: int, total: Gradients | None) -> Gradients | None:
+    def _add_users_gradients(self, name: str, k: int, total: Gradients | None) -> Gradients | None:
         index = self._flow.stage.index
         for user in self._flow.users.get(name, ()):
-            total = added(total, self.exchange.get(Message("gradient", name, k, index, user)))
+            total = add_gradients(total, self.exchange.get(Message("gradient", name, k, index, user)))
         return total
 
 
-def added(one: Gradients | None, other: Gradients | None) -> Gradients | None:
-    """Add gradients leaf by leaf; None stands for 0."""
+def add_gradients(one: Gradients | None, other: Gradients | None) -> Gradients | None:
+    """Add the gradients of a value leaf by leaf. None stands for 0."""
     if one is None or other is None:
         given = one if other is None else other
         return None if given is None else list(given)
@@ -155,14 +169,18 @@ def added(one: Gradients | None, other: Gradients | None) -> Gradients | None:
 
 
 class GradientSums:
-    """A stage's parameter gradients, summed over splits."""
+    """Sums of the gradients of a stage's parameters over splits.
+
+    Attributes:
+        num_added: number of splits added so far.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.num_added = 0
         self._sums: Gradients = [None] * len(self.parameters)
-        # Indices of sums allocated here, which may be changed in place.
-        self._ours: set[int] = set()
+        # Indices of sums that were allocated here, and so may be changed in place.
+        self._owned: set[int] = set()
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add a split's gradients."""
@@ -171,19 +189,18 @@ class GradientSums:
             total = self._sums[index]
             if total is None or gradient is None:
                 self._sums[index] = gradient if total is None else total
-            elif index in self._ours:
+            elif index in self._owned:
                 total += gradient
             else:
-                # Autograd may have returned the first gradient for another parameter too, so do not add to it
-                # in place. The sum of the first two is a new tensor.
+                # Autograd may return the same tensor as gradient of two parameters, so the first gradient
+                # must not be changed in place. The sum of the first two is a new tensor.
                 self._sums[index] = total + gradient
-                self._ours.add(index)
+                self._owned.add(index)
 
-    def deliver(self) -> None:
-        """Add the sums to the parameters' ``grad`` through autograd, once per batch.
-
-        Hooks, such as DistributedDataParallel's, then see a single gradient for any number of splits.
-        """
+    def add_to_grad(self) -> None:
+        """Add the sums to the parameters' ``grad``, once per batch."""
+        # Through autograd, so that hooks such as DistributedDataParallel's run, with a single gradient per
+        # batch.
         pairs = zip(self.parameters, self._sums, strict=True)
         given = [(parameter, total) for parameter, total in pairs if total is not None]
         if given:
