@@ -40,7 +40,7 @@ class ShardRanks:
         return [row_sums[:, 0] for row_sums in peers.sum_columns([value[:, None] for value in values])]
 
 
-def create_admission_evictions(
+def create_admissions(
     routing: Routing, storages: Sequence[RowStorage], env: ShardingEnv, split: LocalShards, local: LocalShards
 ) -> tuple[AdmissionEviction | None, AdmissionEviction | None]:
     """Create the admission and eviction of hashed tables, separately for split and data-parallel tables.

@@ -12,7 +12,7 @@ from meshrec.comms.agreement import together, verify_same_plan
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.wire import FULL_WIRES, AcrossNodes, TableWires
-from meshrec.distributed.admission import check_hashed, create_admission_evictions
+from meshrec.distributed.admission import check_hashed, create_admissions
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
@@ -263,9 +263,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
     shards: dict[str, TableModule] = {}
     fused: dict[int, FusedTable] = {}
     owners = routing.holders
-    admissions = create_admission_evictions(
-        routing, blueprint.storages, env, contents.split[0], contents.local
-    )
+    admissions = create_admissions(routing, blueprint.storages, env, contents.split[0], contents.local)
     for t, (table, rule) in enumerate(zip(routing.tables, blueprint.rules, strict=True)):
         storage, size = blueprint.storages[t], (table.num_rows, table.dim)
         if env.devices and not routing.replicated[t]:
