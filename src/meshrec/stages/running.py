@@ -152,7 +152,7 @@ class StageRun:
                 "this batch already had its backward pass, and its saved state is freed. Run the model again "
                 "(retain_graph is not supported by stages)."
             )
-        arrived = self.values.arrived(k, result_gradients)
+        arrived = self.values.receive_gradients(k, result_gradients)
         saved = self._saved.pop(k)
         with self._recorded("backward", k):
             leaves = [
