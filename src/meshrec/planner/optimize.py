@@ -14,7 +14,7 @@ from meshrec.planner.search import Effort
 from meshrec.planner.solver import CollectiveSet, Solution, solve
 from meshrec.planner.types import ParameterConstraints, Placements, Table, Topology
 
-DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=1e9, gap=0.005)
+DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
 _MOST_RETRIES = 4
 
 

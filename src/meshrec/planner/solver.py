@@ -30,13 +30,9 @@ from meshrec.planner.search import (
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_FINALISTS, _ROUND = 2, 1 / 8
+_FINALISTS, _ROUND = 4, 1 / 64
 """Attempts which continue after the first short ones, and their initial fraction of the plan work, doubled
 every round.
-
-Few long attempts beat many short ones, because an attempt which cools slowly finds better plans. With a work
-limit of 5e8, the gap of the task dlrm_dcnv2 on 64 ranks is 9.1 % from 2 finalists and 1/8, 9.7 % from 3 and
-1/16, and 12.9 % from 4 and 1/64.
 """
 _FIRST_WORK = 0.25
 """Fraction of the plan work after which no more first attempts start."""
