@@ -14,6 +14,8 @@ VENV_CLIENTS ?= .venv-clients
 # Of `make test-torch`: the version, its environment, and what runs there.
 TORCH ?= 2.14.1
 VENV_TORCH = .venv-torch-$(TORCH)
+# Triton 3.6, of torch 2.10, interprets no kernel beside NumPy 2.4, which turned a deprecated conversion into an error.
+NUMPY_OF_TORCH_2.10.0 := "numpy<2.4"
 TORCH_TESTS ?= $(addprefix tests/,sparse ops modules tables distributed quant checkpoint pipeline export compat)
 # What binds to torch's internals: operators, autograd, collectives, DTensor, TorchScript. CI runs it with TORCH.
 TORCH_INTERNALS := $(addprefix tests/,$(addprefix comms/test_,agreement.py collectives.py joining.py timeouts.py) \
@@ -84,7 +86,7 @@ torch: $(VENV_TORCH)/.installed
 
 .venv-torch-%/.installed: | $(STAMP)
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check torch==$*
+	$(@D)/bin/pip install --quiet --disable-pip-version-check torch==$* $(NUMPY_OF_TORCH_$*)
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"
 	touch $@
