@@ -21,7 +21,7 @@ MAX_DEPTH = 2
 MAX_FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {
     "checkpoint.state.prepare",
-    "data.interactions.next_items",
+    "data.next_item_data.next_items",
     "runs.export.export_run",
     "cli.inspect.recipe_text",
     "distributed.sharded_tables.__init__",

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 
 from meshrec.data.dataset import Dataset, Reader
-from meshrec.data.in_memory import IndexedReader
+from meshrec.data.in_memory import IndexedSamples
 from meshrec.data.order import rank_slice
 from meshrec.data.samples import Ints
 
@@ -54,13 +54,13 @@ def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) 
 def balanced_reader(dataset: Dataset, attention_width: int) -> Reader:
     """Return the training reader, balanced by history cost, see `balanced_shares`.
 
-    Requires an `IndexedReader`, which knows all history lengths of a step. Streamed samples are not
+    Requires `IndexedSamples`, which knows all history lengths of a step. Streamed samples are not
     balanced, because a rank reads only its own part of the files; a log line says so.
     """
     histories = [feature.name for feature in dataset.features if feature.sequence]
     if not histories:
         return dataset.train
-    if isinstance(dataset.train, IndexedReader):
+    if isinstance(dataset.train, IndexedSamples):
         share = functools.partial(balanced_shares, attention_width=attention_width)
         return dataset.train.balanced(histories, share)
     _logger.info(

@@ -7,8 +7,8 @@ import numpy as np
 from typing_extensions import override
 
 from meshrec.data.batch import Batch
-from meshrec.data.dataset import RowsOfFile
-from meshrec.data.in_memory import IndexedReader
+from meshrec.data.dataset import Reader, RowsOfFile
+from meshrec.data.in_memory import IndexedSamples
 from meshrec.data.interactions import HISTORY, SEEN, TIMES, Interactions
 from meshrec.data.samples import Ints, Ragged, Samples, Shape, gather_ranges, to_batch
 
@@ -24,7 +24,7 @@ class Targets(NamedTuple):
     """Positions in the log [n]."""
 
 
-class HistoryReader(IndexedReader):
+class HistoryReader(IndexedSamples, Reader):
     """Reader of users' items before a target interaction, and the target.
 
     Everything but the target's position is computed per batch, so that a log may exceed memory.

@@ -1,7 +1,7 @@
 """Readers of samples by number, shuffled globally."""
 
 import copy
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ class Ranges(NamedTuple):
         return Ranges(self.values, self.starts[rows], self.lengths[rows])
 
 
-class IndexedReader(Reader):
-    """Base class for readers that can return any samples by number, shuffled globally.
+class IndexedSamples(ABC):
+    """Mixin for readers that can return any samples by number: `Reader.batches`, shuffled globally.
 
     Args:
         seed: shuffle seed.
@@ -45,6 +45,11 @@ class IndexedReader(Reader):
         self._seed, self._shuffle = seed, shuffle
         self._share: Callable[[Ints, int], list[Ints]] | None = None
         self._balanced_keys: Sequence[str] = ()
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Samples per epoch, over all ranks."""
 
     @abstractmethod
     def lengths(self, key: str, samples: Ints) -> Ints:
@@ -66,7 +71,6 @@ class IndexedReader(Reader):
         reader._share, reader._balanced_keys = share, keys
         return reader
 
-    @override
     def batches(
         self,
         batch_size: int,
@@ -76,6 +80,15 @@ class IndexedReader(Reader):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
+        """Yield this rank's batches for an epoch; see `Reader.batches`.
+
+        Args:
+            batch_size: samples per batch and rank.
+            position: start position.
+            rank: this rank.
+            world_size: rank count.
+            drop_last: whether to omit the last step if it is not full on all ranks.
+        """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)
 
@@ -100,7 +113,7 @@ class IndexedReader(Reader):
         return order
 
 
-class InMemoryReader(IndexedReader):
+class InMemoryReader(IndexedSamples, Reader):
     """Reader of NumPy arrays.
 
     Args:
