@@ -22,6 +22,7 @@ from meshrec.train import (
     join,
     resolve,
 )
+from meshrec.train import ranking_baselines as ranking
 from meshrec.train.baselines import baselines
 from meshrec.train.ranking_baselines import ranking_baselines
 
@@ -179,6 +180,23 @@ def test_baselines_rank_as_their_definitions_say(folder):
             # The mean over all orders of the target and its ties.
             hits[name] += float(torch.clamp((10 - above) / (equal + 1), 0, 1)) / NUM_USERS
     assert {name: each["recall@10"] for name, each in found.items()} == pytest.approx(hits)
+
+
+def test_baselines_do_not_depend_on_blocks(folder, monkeypatch, caplog):
+    dataset = MovieLensSequences(path=folder).load()
+    expected = {baseline.name: baseline.quality["test"] for baseline in ranking_baselines(dataset)}
+    for name, size in [("_BLOCK", 300), ("_TRANSITIONS", 1)]:
+        monkeypatch.setattr(ranking, name, size)
+        for baseline in ranking_baselines(dataset):
+            assert baseline.quality["test"] == pytest.approx(expected[baseline.name])
+    (validation,) = dataset.validation.batches(1000)
+    num_items = [len({*seen.tolist()}) for seen in validation.sparse["seen"].to_dense()]
+    monkeypatch.setattr(ranking, "_MAX_PAIRS", sum(num_items[::2]))
+    monkeypatch.setattr(ranking, "_BATCH", 3)
+    with caplog.at_level("INFO", "meshrec"):
+        rows = ranking._Judge(dataset, NextItem(), lambda share: None)._items_of_users()
+    assert np.diff(rows.indptr).tolist() == num_items[::2]
+    assert f"{len(num_items[::2])} of {len(num_items)} users" in caplog.text
 
 
 def test_own_items_are_baselines_where_users_may_take_an_item_again():

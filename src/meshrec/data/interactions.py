@@ -14,7 +14,7 @@ from meshrec.data.samples import Ints
 
 HISTORY, SEEN, TIMES = "history", "seen", "times"
 """Names of sample features besides user and item."""
-BLOCK = 1 << 20
+BLOCK = 1 << 18
 """Interactions per block: arrays of a few MB, which make the overhead per block negligible."""
 
 

@@ -113,13 +113,16 @@ def load_recommender(
     recipe, source, features = load_recipe(run), log_source(run), features_of(run)
     logged = source.interactions(features, data)
     column = source.columns.user
-    requested = logged.values if users is None else _read_users(users, column, logged.values).unique()
-    positions = pc.index_in(requested, value_set=logged.values.cast(requested.type))
-    user_indices = positions.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    requested, user_indices = logged.values, np.arange(logged.log.num_users)
+    if users is not None:
+        requested = _read_users(users, column, logged.values).unique()
+        positions = pc.index_in(requested, value_set=logged.values.cast(requested.type))
+        user_indices = positions.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     # Index -1, an unknown user, reads the last user's history; the first condition excludes it.
     has_history = (user_indices >= 0) & (logged.log.stops > logged.log.firsts)[user_indices]
     user_ids = None if source.windows else vocabulary_of(features, USER).lookup_values(requested)
-    model, step = load_model(run, ranks, recipe, source.dataset(features), step=step, last=last)
+    dataset = source.dataset_of(logged.log, source.held_out) if data is None else source.dataset(features)
+    model, step = load_model(run, ranks, recipe, dataset, step=step, last=last)
     return Recommender(
         model=model,
         reader=latest(

@@ -12,7 +12,7 @@ from meshrec.data.log_columns import ITEM, LogColumns
 from meshrec.train.recipe import DataSource
 
 if TYPE_CHECKING:
-    from meshrec.data import Dataset
+    from meshrec.data import Dataset, Interactions
     from meshrec.data.faults import Faults
     from meshrec.data.features import Features, Key
     from meshrec.data.log_parts import LogFiles
@@ -77,7 +77,7 @@ class LogSource(ABC):
 
     def dataset(self, features: "Features") -> "Dataset":
         """Make the dataset with fitted features."""
-        return self._dataset(features, None, self.held_out)
+        return self.dataset_of(self.interactions(features).log, self.held_out)
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
         """Open another log for evaluation; each user's last item is the target.
@@ -94,7 +94,7 @@ class LogSource(ABC):
             raise ValueError(
                 "a run of next items scores no rows. Write recommendations with `meshrec recommend`."
             )
-        dataset = self._dataset(features, data, "leave_last_out")
+        dataset = self.dataset_of(self.interactions(features, data).log, "leave_last_out")
         assert dataset.test is not None
         # Scoring reads the training part of a dataset, see `FittedSource.scored`.
         return replace(dataset, train=dataset.test, validation=None, test=None)
@@ -124,11 +124,12 @@ class LogSource(ABC):
 
         return Faults(self.on_error)
 
-    def _dataset(self, features: "Features", data: Any, held_out: "HeldOut") -> "Dataset":
+    def dataset_of(self, log: "Interactions", held_out: "HeldOut") -> "Dataset":
+        """Make the dataset of interactions."""
         from meshrec.data import next_items
 
         return next_items(
-            self.interactions(features, data).log,
+            log,
             history=self.history,
             windows=self.windows,
             held_out=held_out,

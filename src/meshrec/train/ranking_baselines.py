@@ -1,5 +1,6 @@
 """Next-item baselines: popularity, item-kNN, Markov chain, and users' own items."""
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,17 @@ from meshrec.train.losses import NextItem
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
 
+_logger = logging.getLogger("meshrec")
+
 # B samples, I items of the catalogue
 
 _BATCH = 512
-# Items per dense block of the cosine matrix, which would not fit into memory as a whole.
-_ROWS = 1024
+# Scores per dense block [samples or items, I], which would not fit into memory as a whole: 128 MB in float64.
+_BLOCK = 1 << 24
+# (user, item) pairs from which item-kNN learns: about 1 GB with the copies that SciPy makes.
+_MAX_PAIRS = 1 << 24
+# Transitions per sparse matrix that is added to the counts.
+_TRANSITIONS = 1 << 20
 _NEIGHBOURS = (20, 100, 500)
 _HALF_LIVES = (2.0, 8.0, 32.0)
 _SMOOTHING = 1e-6
@@ -43,7 +50,8 @@ def ranking_baselines(
     - Repeats, if users may take an item again: item count in the user's history, and the same with weights
       halved every 2, 8 or 32 items, by validation NDCG.
 
-    Item-kNN reads users from the validation data, with their earlier items.
+    Item-kNN reads users from the validation data, with their earlier items. If they had more than 16 million
+    items, it reads evenly spaced users, and logs their number.
 
     Args:
         dataset: the dataset.
@@ -83,6 +91,7 @@ class _Judge:
         self._dataset, self._loss, self._tell, self._item = dataset, loss, tell, dataset.item
         # Ascending catalog IDs, in which _indices searches.
         self._ids_I = dataset.catalogue[dataset.item].values().long()
+        self._block = max(_BLOCK // len(self._ids_I), 1)
         (self._history,) = (
             feature.name for feature in dataset.features if feature.sequence and feature.num_embeddings
         )
@@ -105,8 +114,9 @@ class _Judge:
 
     def _metrics(self, reader: "Reader", scores: Scores) -> dict[str, float]:
         scored = []
-        for number, batch in enumerate(reader.batches(_BATCH)):
-            self._tell(min(1.0, number * _BATCH / reader.num_samples))
+        batch_size = min(_BATCH, self._block)
+        for number, batch in enumerate(reader.batches(batch_size)):
+            self._tell(min(1.0, number * batch_size / reader.num_samples))
             of_items = torch.from_numpy(scores(batch)).double()
             # If all scores are 0, only popularity remains.
             of_items = of_items / of_items.sum(1, keepdim=True).clamp(min=1e-300)
@@ -127,13 +137,13 @@ class _Judge:
         """Return the metrics for item-kNN with ``num`` neighbors."""
         from scipy import sparse
 
-        assert self._dataset.validation is not None
-        rows = sparse.vstack([self._had(batch) for batch in self._dataset.validation.batches(_BATCH)])
+        rows = self._items_of_users()
         norms_I = np.sqrt(np.asarray(rows.sum(0)).ravel())
-        unit = (rows @ sparse.diags(1 / np.maximum(norms_I, 1e-9))).tocsc()
-        blocks = []
-        for first in range(0, unit.shape[1], _ROWS):
-            cosines = (unit[:, first : first + _ROWS].T @ unit).toarray()
+        unit = (rows @ sparse.diags(1 / np.maximum(norms_I, 1e-9))).tocsr()
+        del rows
+        by_item, blocks = unit.tocsc(), []
+        for first in range(0, unit.shape[1], self._block):
+            cosines = (by_item[:, first : first + self._block].T @ unit).toarray()
             at = np.arange(len(cosines))
             # An item is not a neighbor of itself.
             cosines[at, first + at] = 0.0
@@ -168,7 +178,8 @@ class _Judge:
         """Return transition counts from the last item, as scores."""
         from scipy import sparse
 
-        before, after = [], []
+        size = (len(self._ids_I), len(self._ids_I))
+        counts, before, after, num = sparse.csr_matrix(size, dtype=np.int32), [], [], 0
         for batch in self._dataset.train.batches(_BATCH):
             history, targets = batch.sparse[self._history], batch.sparse[self._item]
             # Target and history are aligned at the end: the last target follows the last history item.
@@ -176,9 +187,12 @@ class _Judge:
             at_T = torch.arange(len(targets.values())) + torch.repeat_interleave(shift_B, targets.lengths())
             before.append(self._indices(history.values()[at_T]))
             after.append(self._indices(targets.values()))
-        at = (torch.cat(before).numpy(), torch.cat(after).numpy())
-        size = (len(self._ids_I), len(self._ids_I))
-        counts = sparse.coo_matrix((np.ones(len(at[0])), at), shape=size).tocsr()
+            num += len(at_T)
+            # Memory grows by distinct pairs. An addition copies all counts, so that there are few additions.
+            if num >= max(_TRANSITIONS, counts.nnz // 8):
+                counts, before, after, num = counts + _counted(before, after, size), [], [], 0
+        if num:
+            counts = counts + _counted(before, after, size)
 
         def scores(batch: Batch) -> Any:
             history = batch.sparse[self._history]
@@ -187,6 +201,29 @@ class _Judge:
             return rows
 
         return scores
+
+    def _items_of_users(self) -> Any:
+        """Return a sparse 0/1 matrix of the items that the users of the validation data had earlier."""
+        from scipy import sparse
+
+        assert self._dataset.validation is not None
+        every, first, num, parts = 1, 0, 0, []
+        for batch in self._dataset.validation.batches(_BATCH):
+            # The users whose number is a multiple of `every`.
+            part = self._had(batch)[-first % every :: every]
+            first, num = first + len(batch), num + part.nnz
+            parts.append(part)
+            while num > _MAX_PAIRS and sum(part.shape[0] for part in parts) > 1:
+                parts, every = [sparse.vstack(parts).tocsr()[::2]], 2 * every
+                num = parts[0].nnz
+        if every > 1:
+            _logger.info(
+                "item-kNN learns from %d of %d users, evenly spaced, who have at most %d items in all",
+                sum(part.shape[0] for part in parts),
+                first,
+                _MAX_PAIRS,
+            )
+        return sparse.vstack(parts)
 
     def _had(self, batch: Batch) -> Any:
         """Return a sparse 0/1 matrix [B, I] with the items each user had."""
@@ -206,3 +243,17 @@ class _Judge:
     def _indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Return catalog indices for IDs."""
         return torch.searchsorted(self._ids_I, ids.long()).clamp(max=len(self._ids_I) - 1)
+
+
+def _counted(before: list[torch.Tensor], after: list[torch.Tensor], size: tuple[int, int]) -> Any:
+    """Return a sparse matrix with the number of times that each item follows each other item.
+
+    Args:
+        before: catalog indices of items.
+        after: catalog indices of the items that follow.
+        size: rows and columns of the matrix.
+    """
+    from scipy import sparse
+
+    pairs = (torch.cat(before).numpy(), torch.cat(after).numpy())
+    return sparse.coo_matrix((np.ones(len(pairs[0]), np.int32), pairs), shape=size).tocsr()
