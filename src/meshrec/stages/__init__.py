@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages of a model work on different splits (microbatches) at once."""
+"""Pipeline parallelism: model stages work on different splits (microbatches) at once."""
 
 from meshrec.stages.choosing import StageChoice
 from meshrec.stages.links import DeviceLink, StageLink

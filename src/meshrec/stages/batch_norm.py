@@ -1,8 +1,8 @@
-"""Update running statistics of batch norm once per batch instead of once per split.
+"""Update batch norm running statistics once per batch instead of once per split.
 
 In stages, batch norm normalizes every split by the split's mean and variance, as in every pipeline. Without
 this module, it would also update the running statistics at every split. With it, they are updated once, by
-the mean and variance of the whole batch, so that evaluation does not depend on the number of splits.
+the whole batch's mean and variance, so evaluation does not depend on the split count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Update the running statistics of ``modules`` at the end of the block.
+    """Update the running statistics in ``modules`` at the end of the block.
 
     If it raises, they are unchanged.
     """
@@ -34,7 +34,7 @@ def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return the batch norm modules that are in training mode and have running statistics."""
+    """Return the batch norm modules in training mode with running statistics."""
     return [
         module
         for module in model.modules()
@@ -43,11 +43,11 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 class _Sums:
-    """Count, sum [C] and sum of squares [C] of the inputs of a batch norm module in a batch."""
+    """Input count, sum [C] and sum of squares [C] for a batch norm module in a batch."""
 
     def __init__(self, module: _BatchNorm) -> None:
         self.module = module
-        # Momentum to restore at the end of the block. In the block it is 0, so that statistics do not change.
+        # Momentum to restore at the end of the block. In the block it is 0, so statistics do not change.
         self._momentum = module.momentum
         self._tracked = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
         self._count = 0

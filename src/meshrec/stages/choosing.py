@@ -1,4 +1,4 @@
-"""Find the fastest cut of a model into stages, and a lower bound on the time of any cut.
+"""Find the fastest cut into stages, and a lower bound on the step time.
 
 If stage s takes f_s seconds forward and b_s seconds backward per split, and link l takes c_l seconds per
 split and direction, a batch of K splits takes::
@@ -6,8 +6,8 @@ split and direction, a batch of K splits takes::
     sum of f_s + sum of b_s + 2 * sum of c_l + (K - 1) * (max(f_s, c_l) + max(b_s, c_l))
 
 The first split passes through all stages. Every other split leaves the slowest stage directly after the split
-before it (Huang et al., "GPipe", 2019). The sums of f_s and b_s are equal for all cuts, so cuts differ only
-in their slowest stages and their links.
+before it (Huang et al., "GPipe", 2019). Both sums over f_s and b_s are equal for all cuts, so cuts differ
+only in their slowest stages and their links.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 MAX_CUTS = 2000
-"""Maximum number of cut positions. A model with more is only cut along the order of execution: the search
+"""Maximum cut position count. A model with more is only cut along the execution order: the search
 visits all pairs of positions, and four million pairs take seconds.
 """
 
 
 class UnitCost(NamedTuple):
-    """Seconds that a unit (or stage) takes for a split."""
+    """Seconds per split in a unit (or stage)."""
 
     forward: float
     backward: float
@@ -30,14 +30,14 @@ class UnitCost(NamedTuple):
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The cut and the number of splits that were chosen.
+    """The selected cut and split count.
 
     Attributes:
-        stage_of: stage of every unit.
-        num_splits: number of splits.
-        seconds: predicted time of a step.
-        bound: lower bound on the time of a step, for any cut into as many stages and splits.
-        predicted: predicted time of a step with the best cut, by number of splits.
+        stage_of: stage per unit.
+        num_splits: split count.
+        seconds: predicted step time.
+        bound: lower bound on the step time, for any cut into as many stages and splits.
+        predicted: predicted step time with the best cut, by split count.
     """
 
     stage_of: list[int]
@@ -53,12 +53,12 @@ class StageChoice:
 
 
 class StageCut(NamedTuple):
-    """An assignment of units to stages.
+    """Assignment from units to stages.
 
     Attributes:
-        stage_of: stage of every unit.
-        seconds: predicted time of a step.
-        is_best: whether the search visited all cuts, so that this one is the fastest of all.
+        stage_of: stage per unit.
+        seconds: predicted step time.
+        is_best: whether the search visited all cuts, so this cut is the fastest.
     """
 
     stage_of: list[int]
@@ -67,7 +67,7 @@ class StageCut(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    """The first stages of a cut: seconds of the slowest stage per direction and of links, and positions."""
+    """The first stages in a cut: slowest stage seconds per direction, link seconds, and positions."""
 
     forward: float
     backward: float
@@ -84,23 +84,23 @@ def best_cut(
     *,
     shared: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> StageCut:
-    """Return the fastest assignment of units to stages in which no unit needs a later stage.
+    """Return the fastest unit-to-stage assignment in which no unit needs a later stage.
 
-    A cut position is the set of units before the cut, as bits of an int. No unit of it needs a unit outside
-    of it.
+    A cut position is the set of units before the cut, as bits in an int. These units need no unit outside the
+    set.
 
     Args:
-        costs: cost of every unit, in an executable order.
-        needs: for every unit, the units whose results it reads.
-        num_stages: number of stages.
-        num_splits: number of splits.
-        links: seconds of the link by cut position; 0 for other positions.
-        shared: units by the name of a parameter that they share; these units stay in the same stage.
+        costs: cost per unit, in an executable order.
+        needs: per unit, the units whose results it reads.
+        num_stages: stage count.
+        num_splits: split count.
+        links: link seconds by cut position; 0 for other positions.
+        shared: units by shared parameter name; these units stay in the same stage.
 
     Raises:
         ValueError: there are more stages than units, or no cut keeps shared parameters in a single stage.
     """
-    # Dynamic programming over positions. For every position, keep the prefixes that no other prefix beats in
+    # Dynamic programming over positions. For every position, keep the prefixes which no other prefix beats in
     # the slowest forward stage, the slowest backward stage and the links.
     if num_stages > len(costs):
         raise ValueError(f"{len(costs)} units cannot make {num_stages} stages. Take fewer stages.")
@@ -147,7 +147,7 @@ def best_cut(
 
 
 def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -> int:
-    """Return the maximum number of stages into which `best_cut` can cut the units.
+    """Return the maximum stage count for `best_cut`.
 
     Args:
         needs: see `best_cut`.
@@ -162,13 +162,13 @@ def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -
 
 
 def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
-    """Return a lower bound on the seconds of a step with any cut.
+    """Return a lower bound on the step seconds with any cut.
 
     Args:
-        cut: result of `best_cut`.
-        costs: cost of every unit.
-        num_stages: number of stages.
-        num_splits: number of splits.
+        cut: `best_cut` result.
+        costs: cost per unit.
+        num_stages: stage count.
+        num_splits: split count.
     """
     if cut.is_best:
         return cut.seconds
@@ -191,9 +191,9 @@ def _pareto_optimal(parts: Sequence[_Prefix]) -> list[_Prefix]:
 
 
 def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
-    """Return the cut positions, as bit masks of the units before the cut, and whether these are all.
+    """Return the cut positions, as bit masks for the units before the cut, and whether these are all.
 
-    If there are more than `MAX_CUTS`, only those along the order of the units are returned.
+    If there are more than `MAX_CUTS`, return only those along the unit order.
     """
     masks = [sum(1 << n for n in unit_needs) for unit_needs in needs]
     reached = {0}
@@ -214,7 +214,7 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
 def _positions_for_shared(
     needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]
 ) -> tuple[list[int], bool]:
-    """Return the `cut_positions` that keep units with a shared parameter together, and its flag."""
+    """Return the `cut_positions` which keep units with a shared parameter together, and the flag."""
     positions, is_all = cut_positions(needs)
     for units in shared.values():
         users = sum(1 << unit for unit in units)

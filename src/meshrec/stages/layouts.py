@@ -1,8 +1,8 @@
-"""Predict step times of layouts of the dense part: replicas (DDP), sharded parameters (FSDP2), or stages.
+"""Predict step times for dense layouts: replicas (DDP), sharded parameters (FSDP2), or stages.
 
-Computation is measured on this machine, with the batch size of a rank. An exchange takes the latency of a
-link in the hardware profile, plus bytes / bandwidth. The overlap of DistributedDataParallel with the backward
-pass, and that between stages, is simulated. Tables cost nothing here, because the planner predicts them.
+Computation is measured on this machine, with a rank's batch size. An exchange takes the link latency from the
+hardware profile, plus bytes / bandwidth. The overlap between DistributedDataParallel and the backward pass,
+and between stages, is simulated. Tables cost nothing here, because the planner predicts them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,21 +26,21 @@ from meshrec.stages.tracing import PartProgram, Traced, trace
 
 _STEPS = ("forward", "backward")
 MESSAGE_SECONDS = 5e-4
-"""CPU seconds of a stage's thread to send or receive a split; measured with nearly empty splits."""
-# Bucket sizes of DistributedDataParallel, which sends a small first bucket early.
+"""A stage thread's CPU seconds to send or receive a split; measured with nearly empty splits."""
+# DistributedDataParallel bucket sizes, which sends a small first bucket early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
 class DenseLayout(NamedTuple):
-    """A layout of the dense part of a model, and the predicted step.
+    """A layout for a model's dense part, and the predicted step.
 
     Attributes:
         name: description, such as "data-parallel (DDP)".
-        compute: seconds that the slowest rank computes.
-        exchange: seconds of exchanges, which partly overlap with computation.
-        seconds: time of a step.
-        cuts: argument ``cuts`` of `StagedOverRanks`; empty if names of submodules cannot express the cut.
-        split_size: argument ``split_size`` of `StagedOverRanks`; None without stages.
+        compute: compute seconds on the slowest rank.
+        exchange: exchange seconds, which partly overlap with computation.
+        seconds: step time.
+        cuts: `StagedOverRanks` argument ``cuts``; empty if submodule names cannot express the cut.
+        split_size: `StagedOverRanks` argument ``split_size``; None without stages.
     """
 
     name: str
@@ -96,7 +96,7 @@ def layouts(
     batch = dense.shape[0]
     if batch < world_size:
         raise ValueError(f"the batch has {batch} samples for {world_size} ranks; it needs one for each.")
-    # The dense part depends only on the width of tables, so they are replaced by tables with a single row.
+    # The dense part depends only on table widths, so single-row tables replace them.
     sparse = KeyedJaggedTensor(
         sparse.keys(), torch.zeros_like(sparse.values()), sparse.weights_or_none(), sparse.lengths()
     )
@@ -153,9 +153,9 @@ def _unstaged(problem: _Problem) -> list[DenseLayout]:
 
 
 def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> float:
-    """Return how many seconds DistributedDataParallel reduces gradients after the backward pass has ended.
+    """Return the seconds for which DistributedDataParallel reduces gradients after the backward pass.
 
-    Simulates the backward pass, in which a full bucket of gradients is sent at once.
+    Simulates the backward pass, which sends a gradient bucket once it is full.
     """
     ranks, link = problem.world_size, problem.link
     now = free = arrival = filled = 0.0
@@ -172,7 +172,7 @@ def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> flo
 
 
 def _staged(problem: _Problem, num_stages: int) -> DenseLayout:
-    """Return the layout into ``num_stages`` stages with the best cut and number of splits."""
+    """Return the layout into ``num_stages`` stages with the best cut and split count."""
     lanes = problem.world_size // num_stages
     lane_batch = problem.batch // lanes
     cuts = [_cut(problem, num_stages, k, lane_batch, lanes) for k in (1, *CANDIDATES) if k <= lane_batch]
@@ -214,17 +214,17 @@ def simulate(
     """Simulate `schedule`, and return the seconds from the first forward to the last backward pass.
 
     Args:
-        stages: cost of every stage for a split.
-        transfers: for every link between stages, seconds that a split occupies it in one direction.
-        latency: additional latency of a link in seconds.
-        num_splits: number of splits.
+        stages: cost per stage and split.
+        transfers: for every link between stages, seconds occupied by a split in a single direction.
+        latency: additional link latency in seconds.
+        num_splits: split count.
     """
     count = len(stages)
     waiting = [
         [action for action in schedule(s, count, num_splits, train=True) if action[0] in _STEPS]
         for s in range(count)
     ]
-    # Arrival time by (direction, receiving stage, split), clock per stage, and the time at which a link is
+    # Arrival time by (direction, receiving stage, split), clock per stage, and the time when a link is
     # free.
     arrived: dict[tuple[str, int, int], float] = {}
     clocks = [0.0] * count
@@ -249,7 +249,7 @@ def simulate(
 
 
 def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost]:
-    """Measure each unit on a split of ``lane_batch`` samples. Tables cost nothing."""
+    """Measure every unit on a ``lane_batch`` sample split. Tables cost nothing."""
     taken = problem.taken
     if lane_batch < problem.batch:
         sizes = [lane_batch, problem.batch - lane_batch]
@@ -264,7 +264,7 @@ def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost
 
 
 def _crossing(problem: _Problem, position: int) -> float:
-    """Return the bytes per sample of the values that are computed before a cut position and read after it."""
+    """Return the bytes per sample for values computed before a cut position and read after it."""
     given: set[str] = set()
     taken: set[str] = set()
     for unit, part in enumerate(problem.programs):
@@ -276,7 +276,7 @@ def _crossing(problem: _Problem, position: int) -> float:
 
 
 def _all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """Return the time of a ring all-reduce: 2 (n - 1) / n times the bytes, as `Link.all_reduce` counts."""
+    """Return the ring all-reduce time: 2 (n - 1) / n times the bytes, as `Link.all_reduce` counts."""
     return 0.0 if ranks == 1 else link.latency + 2 * (ranks - 1) / ranks * num_bytes / link.all_reduce
 
 

@@ -1,4 +1,4 @@
-"""Links that carry values between stages of the same process."""
+"""Links between stages in the same process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,7 +14,7 @@ class StageLink(ABC):
 
     @abstractmethod
     def ready(self, value: Any) -> Any:
-        """Return an object that `carry` waits for, such as a CUDA event.
+        """Return an object for `carry` to wait on, such as a CUDA event.
 
         The sending stage calls this method.
         """
@@ -25,11 +25,11 @@ class StageLink(ABC):
 
         Args:
             value: value to carry.
-            ready: result of the method `ready`.
-            destination: device of the receiving stage.
+            ready: `ready` result.
+            destination: the receiving stage's device.
 
         Returns:
-            A function that the receiving stage calls to get the value.
+            Function called by the receiving stage to get the value.
         """
 
 
@@ -41,7 +41,7 @@ class DeviceLink(StageLink):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def ready(self, value: Any) -> torch.cuda.Event | None:
-        """Return a CUDA event after all kernels that the stage has launched; None for values on the CPU."""
+        """Return a CUDA event after all kernels launched by the stage; None for values on the CPU."""
         if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(value)):
             event = torch.cuda.Event()
             event.record()
@@ -57,7 +57,7 @@ class DeviceLink(StageLink):
             destination: target device.
 
         Returns:
-            Function which returns the copy on the receiving stage.
+            Function that returns the copy on the receiving stage.
         """
         if destination.type != "cuda":
             if ready is not None:

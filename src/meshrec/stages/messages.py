@@ -17,19 +17,19 @@ from meshrec.stages.programs import StageFlow
 from meshrec.stages.values import Exchange, Message
 
 _HEADER_BYTES = 2048
-"""Size of a header message: shapes and dtypes of about twenty tensors.
+"""Header message size: shapes and dtypes for about twenty tensors.
 
 Longer headers need a second message.
 """
 
 
 class _Header(NamedTuple):
-    """Header of a message.
+    """Message header.
 
     Attributes:
-        error: error of the sender, which is sent instead of a value; None: no error.
-        spec: structure of the value (pytree).
-        leaves: leaves of the value, with tensors replaced by their `_TensorForm`.
+        error: sender error, sent instead of a value; None: no error.
+        spec: value structure (pytree).
+        leaves: value leaves, a `_TensorForm` for every tensor.
     """
 
     error: str | None
@@ -38,7 +38,7 @@ class _Header(NamedTuple):
 
 
 class _TensorForm(NamedTuple):
-    """Shape and dtype of a tensor, and whether it requires a gradient."""
+    """Tensor shape and dtype, and whether it requires a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,7 +49,7 @@ def _reduced_leaf(spec: pytree.TreeSpec) -> Any:
     return (pytree.tree_structure, (0,)) if spec.type is None else spec.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-# Torch's pickle of a leaf spec triggers a deprecation warning when loaded.
+# Pickling torch's leaf spec triggers a deprecation warning when loaded.
 _REDUCERS = ChainMap[type, Any]({type(pytree.tree_structure(0)): _reduced_leaf}, copyreg.dispatch_table)
 
 
@@ -58,23 +58,23 @@ class RemoteStageError(RuntimeError):
 
 
 class RankExchange(Exchange):
-    """Sends values and gradients between the ranks of a process group, which are the stages.
+    """Sends values and gradients between ranks in a process group, one stage per rank.
 
     All scheduled messages are sent in any case. After an error, they have the error instead of a value, so
-    that no rank waits forever, and no message of a failed batch reaches the next one.
+    no rank waits forever, and no message from a failed batch reaches the next batch.
 
     Args:
         group: process group with a rank per stage.
-        names: names of all values, equal on all ranks.
+        names: all value names, equal on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, names: Iterable[str]) -> None:
         self._group = group
-        # Sorted, so that all ranks number the values alike.
+        # Sorted, so all ranks number the values alike.
         self._tags = {name: index for index, name in enumerate(sorted(names))}
         # Pending sends with their buffers, until `finish`.
         self._sends: list[tuple[dist.Work | None, Tensor]] = []
-        # Messages of this batch already sent or received.
+        # Messages in this batch already sent or received.
         self._finished: set[Message] = set()
         # First failure in this batch, on this rank or received. From then on, put() sends it instead of
         # values.
@@ -93,12 +93,12 @@ class RankExchange(Exchange):
         self._sends.clear()
 
     def exchange_remaining(self, messages: Iterable[tuple[Message, bool]]) -> None:
-        """After an error, send and receive all messages that have not been exchanged yet.
+        """After an error, send and receive all messages not exchanged yet.
 
-        Sends ``error`` in every outgoing message, and receives every incoming one.
+        Sends ``error`` in every outgoing message, and receives all incoming messages.
 
         Args:
-            messages: pairs of a message and whether this rank sends it.
+            messages: pairs (message, whether this rank sends it).
         """
         for message, is_sender in messages:
             if message in self._finished:
@@ -114,7 +114,7 @@ class RankExchange(Exchange):
     @override
     def put(self, message: Message, value: Any) -> None:
         self._finished.add(message)
-        # Gradients travel from the user of a value back to its source.
+        # Gradients travel from a value's reader back to the source.
         peer = message.destination if message.kind == "value" else message.source
         if self.error is not None:
             self._send_header(_Header(self.error, None, []), peer, message)
@@ -190,13 +190,13 @@ class RankExchange(Exchange):
 
 
 def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) -> list[tuple[Message, bool]]:
-    """Return the messages of an action of a stage, each with whether this stage sends it.
+    """Return the messages in a stage's action, with whether this stage sends them.
 
     Args:
-        flow: values that this stage exchanges.
+        flow: values exchanged by this stage.
         action: "tables", "forward", "backward" or "collect".
-        k: index of the split; for "tables" and "collect", the number of splits.
-        generator: name of the value with the state of the random generator; None: it is not sent.
+        k: split index; for "tables" and "collect", the split count.
+        generator: value name for the random generator state; None: it is not sent.
     """
     stage, makers, users, index = flow.stage, flow.makers, flow.users, flow.stage.index
     if action in ("tables", "collect"):

@@ -1,4 +1,4 @@
-"""Measure the units of a model with several split sizes, and choose cuts and split size."""
+"""Measure model units with several split sizes, and choose cuts and split size."""
 
 import statistics
 import threading
@@ -19,13 +19,13 @@ from meshrec.stages.samples import split, split_sizes
 from meshrec.stages.tracing import PartProgram, Traced
 
 CANDIDATES = (2, 4, 8, 16, 32, 64)
-"""Numbers of splits to try. More than 64 would save less than a 64th of the step, below the noise."""
+"""Split counts to try. More than 64 would save less than a 64th of the step, below the noise."""
 _REPEATS = 3
 _IN_FLIGHT = 4
-"""Splits whose results stay in memory while a stage is measured, as in training."""
+"""Split results held in memory while a stage is measured, as in training."""
 EXCHANGE_SECONDS = 1e-4
-"""Seconds that a split takes in a stage besides operations, for futures and detached tensors. Measured on
-several machines; it matters only for splits that take about as long.
+"""Seconds per split and stage in addition to operations, for futures and detached tensors. Measured on
+several machines; it matters only for splits which take about as long.
 """
 
 
@@ -39,17 +39,17 @@ def measure_and_choose(
     split_size: int | Literal["auto"],
     num_threads: int,
 ) -> StageChoice:
-    """Measure the units on a batch, and choose the stages, the number of splits, or both.
+    """Measure the units on a batch, and choose the stages, the split count, or both.
 
-    Buffers of the model and torch's random generator are restored. Tables are looked up, but not updated.
+    Model buffers and torch's random generator are restored. Tables are looked up, but not updated.
 
     Args:
         traced: traced model.
-        taken: values of the batch by name.
+        taken: batch values by name.
         batch: batch size.
-        num_stages: number of stages.
+        num_stages: stage count.
         staging: given stages; None: choose them.
-        split_size: given number of samples per split, or "auto": choose it.
+        split_size: given samples per split, or "auto": choose it.
         num_threads: torch threads per stage.
     """
     fixed = None if staging is None else staging.stage_of
@@ -90,7 +90,7 @@ def measure_and_choose(
 
 
 class _Measured(NamedTuple):
-    """The best cut for a number of splits, its measured time, and a lower bound on the time of any cut."""
+    """The best cut for a split count, the measured time, and a lower bound on the time for any cut."""
 
     stage_of: list[int]
     seconds: float
@@ -106,23 +106,23 @@ def measure_units(
     num_splits: int,
     num_workers: int,
 ) -> list[UnitCost]:
-    """Measure the time of every unit for a split.
+    """Measure every unit's time for a split.
 
-    Several workers measure at the same time, because stages share memory bandwidth in training. The time of a
-    unit that runs once per batch is divided by the number of splits.
+    Several workers measure at the same time, because stages share memory bandwidth in training. If a unit
+    runs once per batch, the time is divided by the split count.
 
     Args:
         traced: traced model.
-        programs: program of every unit.
-        taken: values of the batch by name.
+        programs: program per unit.
+        taken: batch values by name.
         batch: batch size.
-        num_splits: number of splits.
-        num_workers: number of threads that measure at the same time.
+        num_splits: split count.
+        num_workers: threads measuring at the same time.
     """
     sizes = split_sizes(batch, -(-batch // num_splits))
 
     def measure_repeatedly() -> list[list[UnitCost]]:
-        """Return the costs of all units, measured ``_REPEATS`` times after a warm-up round."""
+        """Return all unit costs, measured ``_REPEATS`` times after a warm-up round."""
         return [_measure(traced, programs, taken, sizes) for _ in range(_REPEATS + 1)][1:]
 
     with ThreadPoolExecutor(num_workers) as pool:
@@ -138,13 +138,13 @@ def measure_units(
 
 
 def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int) -> list[UnitCost]:
-    """Measure the time of every stage for a split, while all stages run.
+    """Measure every stage's time for a split, while all stages run.
 
     Args:
         staging: the stages.
-        taken: values of the batch by name.
+        taken: batch values by name.
         batch: batch size.
-        num_splits: number of splits.
+        num_splits: split count.
     """
     sizes = split_sizes(batch, -(-batch // num_splits))
     values: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_s
     together = threading.Barrier(len(arguments))
 
     def measure_split(index: int) -> UnitCost:
-        """Return the median cost of a split in stage ``index``, over ``_REPEATS`` rounds after a warm-up."""
+        """Return the median split cost in stage ``index``, over ``_REPEATS`` rounds after a warm-up."""
         # All stages start together, because they will share memory bandwidth in training.
         together.wait()
         program, depth = staging.stages[index].split, min(num_splits, _IN_FLIGHT)
@@ -224,7 +224,7 @@ def _arguments(
 
 
 def _detached(arguments: Sequence[Any]) -> list[Any]:
-    """Copy the arguments of a part. Tensors are detached, with unchanged ``requires_grad``."""
+    """Copy a part's arguments. Tensors are detached, with unchanged ``requires_grad``."""
     return [pytree.tree_map(_as_input, argument) for argument in arguments]
 
 
@@ -252,7 +252,7 @@ def _measure(
 
 
 def _add(gradients: Sequence[Tensor | None]) -> None:
-    """Add each gradient to itself, which costs as much as accumulating gradients of splits."""
+    """Add every gradient to itself, which costs as much as accumulating split gradients."""
     for gradient in gradients:
         if gradient is not None:
             gradient += gradient
@@ -267,7 +267,7 @@ def _measure_whole(
             value = value.wait() if isinstance(value, LazyAwaitable) else value
             first = split(value, sizes, f"the value {name!r}")[0]
             values[name] = pytree.tree_map(_floats_want_gradients, first)
-    # Estimated: the table update reads and writes the rows which were read.
+    # Estimated: the table update reads and writes the rows it read.
     return UnitCost(seconds / len(sizes), 2 * seconds / len(sizes))
 
 
@@ -287,12 +287,12 @@ def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:
 
 
 def step_seconds(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits: int) -> float:
-    """Return the predicted seconds of a step, without links; see `choosing` for the formula.
+    """Return the predicted step seconds, without links; see `choosing` for the formula.
 
     Args:
-        costs: cost of every unit.
-        stage_of: stage of every unit.
-        num_splits: number of splits.
+        costs: cost per unit.
+        stage_of: stage per unit.
+        num_splits: split count.
     """
     stages = range(max(stage_of) + 1)
     forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]

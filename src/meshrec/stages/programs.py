@@ -1,4 +1,4 @@
-"""Build the programs of stages from an assignment of units to stages."""
+"""Build stage programs from the units assigned to them."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from meshrec.stages.tracing import PartProgram, Traced, path_of
 
 @dataclass(frozen=True)
 class StageProgram:
-    """Programs of a stage.
+    """A stage's programs.
 
     Attributes:
-        index: number of the stage.
+        index: stage number.
         name: description.
         whole: program with the table lookups, which runs once per batch before the splits; None without
             tables.
-        split: program that runs for every split.
+        split: program for every split.
     """
 
     index: int
@@ -29,12 +29,12 @@ class StageProgram:
 
 
 class Staging(NamedTuple):
-    """The stages of a model.
+    """A model's stages.
 
     Attributes:
-        stages: programs of every stage.
-        stage_of: stage of every unit.
-        output: output node of the model's graph.
+        stages: programs per stage.
+        stage_of: stage per unit.
+        output: output node in the model's graph.
     """
 
     stages: list[StageProgram]
@@ -42,12 +42,12 @@ class Staging(NamedTuple):
     output: fx.Node
 
     def makers(self) -> dict[str, int]:
-        """Return, by value name, the stage that computes the value. Values of the batch are not included."""
+        """Return, by value name, the stage computing the value, without batch values."""
         programs = [(stage.index, p) for stage in self.stages for p in (stage.whole, stage.split) if p]
         return {name: index for index, program in programs for name in program.gives}
 
     def users(self) -> dict[str, list[int]]:
-        """Return, by value name, the stages that read a value computed by another stage."""
+        """Return, by value name, the stages reading a value computed by another stage."""
         makers = self.makers()
         users: dict[str, list[int]] = {}
         for stage in self.stages:
@@ -58,20 +58,20 @@ class Staging(NamedTuple):
 
 
 class StageFlow:
-    """The values that a stage exchanges with other stages.
+    """The values a stage exchanges with other stages.
 
     Args:
         staging: all stages.
-        index: number of this stage.
-        carried: names of values of earlier stages that the last stage receives only to return them.
+        index: this stage's number.
+        carried: value names from earlier stages, received by the last stage only to return them.
 
     Attributes:
-        stage: programs of this stage.
-        last: number of the last stage.
-        makers: stage that computes a value, by value name. Values of the batch are not included.
-        users: other stages that read a value, by value name.
-        takes: names of values that ``forward`` reads, arguments of the program first.
-        output: output node of the model's graph.
+        stage: this stage's programs.
+        last: last stage number.
+        makers: stage computing a value, by value name, without batch values.
+        users: other stages reading a value, by value name.
+        takes: value names read by ``forward``, program arguments first.
+        output: output node in the model's graph.
     """
 
     def __init__(self, staging: Staging, index: int, carried: Sequence[str] = ()) -> None:
@@ -84,7 +84,7 @@ class StageFlow:
 
     @property
     def returned(self) -> list[str]:
-        """Names of the values that the model returns."""
+        """Value names in the model's output."""
         return [node.name for node in self.output.all_input_nodes]
 
     @property
@@ -94,7 +94,7 @@ class StageFlow:
 
 
 def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
-    """Return the stage of every unit if a new stage starts at the first unit of every submodule in ``cuts``.
+    """Return the stage per unit if a new stage starts at the first unit in every submodule in ``cuts``.
 
     Raises:
         ValueError: a name is not a submodule, has no executed part, or would give an empty stage; or names
@@ -126,7 +126,7 @@ def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
 
 
 def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
-    """Return the ``cuts`` for which `stages_at_cuts` returns ``stage_of``; empty if there are none."""
+    """Return the ``cuts`` for which `stages_at_cuts` returns ``stage_of``; empty if no cuts do."""
     firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
     cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]
     try:
@@ -136,11 +136,11 @@ def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
 
 
 def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
-    """Build the programs of all stages.
+    """Build the programs for all stages.
 
     Args:
         traced: traced model.
-        stage_of: stage of every unit. No unit may read a value of a later stage.
+        stage_of: stage per unit. No unit may read a value from a later stage.
 
     Raises:
         ValueError: several stages use the same parameter.
@@ -171,12 +171,12 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
 
 
 def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> PartProgram:
-    """Build a program from nodes of the model's graph.
+    """Build a program from nodes in the model's graph.
 
     Args:
         traced: traced model.
-        nodes: nodes in the order of execution.
-        final: nodes whose values the model returns.
+        nodes: nodes in execution order.
+        final: nodes with values returned by the model.
     """
     members = set(nodes)
     graph = fx.Graph()
@@ -200,7 +200,7 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
 
 
 def shared_parameters(traced: Traced) -> dict[str, list[int]]:
-    """Return the units of every parameter that several units use, by parameter name."""
+    """Return the units for parameters used by several units, by parameter name."""
     # Keyed by the tensor, because tied weights have several names. The inner dict is an ordered set.
     users: dict[Tensor, tuple[str, dict[int, None]]] = {}
     for unit in traced.units:

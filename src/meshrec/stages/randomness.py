@@ -1,8 +1,8 @@
-"""Random numbers that do not depend on the order in which stages run: every split has a generator.
+"""Random values independent of the order in which stages run: every split has a generator.
 
-Stages run at the same time, so they would draw from torch's global generator in any order. Instead, the state
-of a generator is passed with every split from stage to stage. The split's random numbers equal those of the
-unstaged model on the samples of the split after ``torch.manual_seed(seed)``.
+Stages run at the same time, so they would draw from torch's global generator in any order. Instead, a
+generator state is passed with every split from stage to stage. The split's random values equal those in the
+unstaged model on the split's samples after ``torch.manual_seed(seed)``.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ class SplitRandomness(TorchDispatchMode):
     """Makes random operations draw from ``generator``.
 
     Attributes:
-        drew: whether any operation has drawn random numbers.
+        drew: whether any operation has drawn random values.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -60,7 +60,7 @@ def _dropout(x: Tensor, p: float, train: bool | None, *, generator: torch.Genera
 
 
 def _with_generator(func: Any) -> Any:
-    """Return the overload of ``func`` with a generator argument.
+    """Return the ``func`` overload with a generator argument.
 
     Raises:
         RuntimeError: the overload does not exist.

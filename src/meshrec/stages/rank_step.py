@@ -1,4 +1,4 @@
-"""A training step of a stage on a rank: schedule of splits, loss, and errors."""
+"""A rank's training step for a stage: split schedule, loss, and errors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +18,12 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class Lane:
-    """Process groups of a rank. A lane is a copy of all stages. All methods are collective.
+    """A rank's process groups. A lane is a copy of all stages. All methods are collective.
 
     Args:
-        stages: the ranks of this lane, one per stage.
+        stages: this lane's ranks, one per stage.
         replicas: the ranks with the same stage in all lanes; None: there is a single lane.
-        all_ranks: all ranks of all lanes.
+        all_ranks: all ranks in all lanes.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Lane:
         self.stages, self.replicas, self.all_ranks = stages, replicas, all_ranks
 
     def broadcast_seed(self) -> int:
-        """Draw a random seed on the first stage of the lane, and return it on all stages."""
+        """Draw a random seed on the lane's first stage, and return it on all stages."""
         seed = torch.empty((), dtype=torch.int64).random_()
         dist.broadcast(seed, dist.get_global_rank(self.stages, 0), group=self.stages)
         return int(seed)
 
     def broadcast_loss(self, loss: Tensor | None) -> Tensor:
-        """Return the loss of the last stage on all stages of the lane."""
+        """Return the last stage's loss on all stages in the lane."""
         value = torch.zeros(()) if loss is None else loss.detach().float().clone()
         # Only the last stage computes the loss.
         source = dist.get_global_rank(self.stages, self.stages.size() - 1)
@@ -46,7 +46,7 @@ class Lane:
         return value
 
     def raise_together(self, error: str | None, cause: BaseException | None) -> None:
-        """Raise StageError on all ranks of all lanes if any rank has an error.
+        """Raise StageError on all ranks in all lanes if any rank has an error.
 
         Args:
             error: message; None: this rank has no error.
@@ -61,18 +61,18 @@ class Lane:
 
 
 class SplitLosses:
-    """Outputs and losses of all splits, on the last stage.
+    """Outputs and losses for all splits, on the last stage.
 
     Args:
-        output: output node of the model's graph.
+        output: output node in the model's graph.
         inputs: the batch.
-        targets: target of every split; empty without targets.
+        targets: target per split; empty without targets.
         criterion: see `StagedOverRanks`.
         train: whether to compute gradients.
 
     Attributes:
-        gradients: gradients of the values that the model returns, by split and value name. The backward pass
-            of a split removes them.
+        gradients: gradients for values returned by the model, by split and value name. A split's backward
+            pass removes them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SplitLosses:
         self.gradients: dict[int, dict[str, Gradients]] = {}
 
     def loss(self) -> Tensor | None:
-        """Return the mean loss over the samples of the batch; None on other stages than the last."""
+        """Return the mean loss over the batch samples; None except on the last stage."""
         if not self._losses:
             return None
         sizes = self._inputs.sizes
@@ -105,11 +105,11 @@ class SplitLosses:
         return join(self._outputs, self._inputs.sizes) if self._outputs else None
 
     def add(self, k: int, results: dict[tuple[str, int], Any]) -> None:
-        """Compute the loss of a split, and its gradients with respect to the values that the model returns.
+        """Compute a split's loss, and the gradients with respect to values returned by the model.
 
         Args:
-            k: index of the split.
-            results: values by (name, split); those of the split are removed.
+            k: split index.
+            results: values by (name, split); those for split ``k`` are removed.
         """
         computed = {n.name for n in self._output.all_input_nodes if (n.name, k) in results}
         leaves: dict[str, list[Any]] = {}
@@ -134,7 +134,7 @@ class SplitLosses:
             return
         self._losses.append(loss.detach())
         if self._train:
-            # Split losses are means over splits that may have different sizes.
+            # Split losses are means over splits, which may have different sizes.
             share = self._inputs.sizes[k] / sum(self._inputs.sizes)
             targets = [
                 e
@@ -172,16 +172,16 @@ class SplitLosses:
 
 
 class RankStep:
-    """Runs the schedule of a batch on a rank.
+    """Runs a batch's schedule on a rank.
 
     Args:
-        flow: values that this rank's stage exchanges.
+        flow: values exchanged by this rank's stage.
         exchange: exchange with other stages.
         lane: process groups.
-        run: work of this rank's stage.
-        losses: losses of the splits.
+        run: work for this rank's stage.
+        losses: split losses.
         train: whether there is a backward pass.
-        draws: whether the state of a random generator is passed with every split.
+        draws: whether a random generator state is passed with every split.
     """
 
     def __init__(
@@ -223,10 +223,10 @@ class RankStep:
                         f"stage {stage.index} ({stage.name}), {where}: {type(error).__name__}: {error}"
                     )
             if exchange.error is not None:
-                # Peers wait for the messages of this action, with or without a failure.
+                # Peers wait for this action's messages, with or without a failure.
                 exchange.exchange_remaining(messages)
         exchange.finish()
-        # Before the tables are updated, so that a failed step leaves them unchanged on all ranks.
+        # Before the tables are updated, so a failed step leaves them unchanged on all ranks.
         self._lane.raise_together(exchange.error, cause)
         if self._train:
             self._run.tables_backward()
@@ -246,22 +246,22 @@ class RankStep:
 
 
 def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> list[tuple[str, int]]:
-    """Return the actions of a stage in order (1F1B), as (action, k).
+    """Return a stage's actions in order (1F1B), as (action, k).
 
-    For "forward" and "backward", k is the index of the split; for "tables" and "collect", the number of
-    splits. In "agree", all lanes find out whether any has failed; it comes before the last backward pass, in
-    which they exchange gradients.
+    For "forward" and "backward", k is the split index; for "tables" and "collect", the split count. In
+    "agree", all lanes find out whether any has failed; it comes before the last backward pass, in which they
+    exchange gradients.
 
     Args:
-        index: number of the stage.
-        num_stages: number of stages.
-        num_splits: number of splits.
+        index: stage number.
+        num_stages: stage count.
+        num_splits: split count.
         train: whether there is a backward pass.
     """
     if not train:
         return [("tables", num_splits), *(("forward", k) for k in range(num_splits))]
-    # Start with as many forward passes as there are later stages. Then alternate, so that every backward pass
-    # frees the memory of a split before the next forward pass.
+    # Start with as many forward passes as there are later stages. Then alternate, so a backward pass frees
+    # a split's memory before the next forward pass.
     ahead = min(num_stages - 1 - index, num_splits)
     order = [("forward", k) for k in range(ahead)]
     for k in range(num_splits - ahead):
@@ -271,7 +271,7 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether the flag is set on any rank of the group. Collective."""
+    """Return whether the flag is set on any rank in the group. Collective."""
     if group is None:
         return flag
     tensor = torch.tensor(int(flag))

@@ -25,11 +25,11 @@ from meshrec.stages.values import Inputs, StageValues
 
 
 class StepResult(NamedTuple):
-    """Result of a step.
+    """Step result.
 
     Attributes:
-        loss: mean loss of the lane's batch, on all stages of the lane.
-        output: output of the model, detached, on the last stage; None on other stages.
+        loss: mean loss over the lane's batch, on all stages in the lane.
+        output: model output, detached, on the last stage; None on other stages.
     """
 
     loss: Tensor
@@ -37,12 +37,12 @@ class StepResult(NamedTuple):
 
 
 class StagedOverRanks(NamedAsModel):
-    """A model whose stages are on different ranks. Each stage may itself be sharded and replicated.
+    """A model whose stages are on different ranks. A stage may also be sharded and replicated.
 
-    Ranks of the ``stage`` axis with equal other coordinates form a lane. A lane shares a batch: every rank of
-    it gets the whole batch, and reads what its stage needs. ``step`` runs a batch with one forward and one
-    backward split in turn (1F1B: Narayanan et al., "PipeDream", 2019). Afterwards the parameters have the
-    gradients of the mean loss over all lanes, and the tables are updated::
+    Ranks on the ``stage`` axis with equal other coordinates form a lane. A lane shares a batch: every rank in
+    the lane gets the whole batch, and reads the values for the rank's stage. ``step`` runs a batch with one
+    forward and one backward split in turn (1F1B: Narayanan et al., "PipeDream", 2019). Afterwards the
+    parameters have the gradients from the mean loss over all lanes, and the tables are updated::
 
         staged = StagedOverRanks(model, mesh=mesh, cuts=["over_arch"], split_size=512, criterion=loss)
         optimizer = torch.optim.Adam(staged.dense_param_groups())
@@ -51,27 +51,26 @@ class StagedOverRanks(NamedAsModel):
             loss, _ = staged.step(batch, target=target)
             optimizer.step()
 
-    A rank holds the parameters of its stage, under the names of the model.
+    A rank holds the parameters for the rank's stage, under the model's names.
 
     Args:
         model: the model, built alike on all ranks (same seed).
-        mesh: mesh with an axis ``stage``. Its other axes are those of `ShardingEnv.from_mesh`, and apply to
-            each stage as in DistributedModelParallel: ``shard`` splits the stage's tables, ``replicate``
+        mesh: mesh with an axis ``stage``. The other axes are as in `ShardingEnv.from_mesh`, and apply to
+            every stage as in DistributedModelParallel: ``shard`` splits the stage's tables, ``replicate``
             replicates them.
-        cuts: names of the submodules at which a new stage begins: one fewer than the ``stage`` axis has
-            ranks.
+        cuts: submodule names at which a new stage begins: one fewer than the ``stage`` axis has ranks.
         split_size: samples per split; the last split has the rest.
         criterion: maps (result, target) to the mean loss over samples. None: the model returns the loss,
             alone or first in a tuple.
-        plan, sharders, dense, dense_options: as for DistributedModelParallel. A stage uses the part of the
-            plan that is about its tables.
+        plan, sharders, dense, dense_options: as for DistributedModelParallel. A stage uses the plan entries
+            for the stage's tables.
         deferred_batch_norm: see `Staged`.
 
     Raises:
-        ValueError: as for `Staged`, or the number of cuts does not fit the mesh.
+        ValueError: as for `Staged`, or the cut count does not fit the mesh.
     """
 
-    holds_part = True  # each rank has some of the model's names; checkpoints merge them
+    holds_part = True  # a rank has only some model names; checkpoints merge them
 
     def __init__(
         self,
@@ -127,11 +126,11 @@ class StagedOverRanks(NamedAsModel):
         self.timeline = Timeline()
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
-        """Run a batch of this lane forward and backward. Collective over the mesh.
+        """Run this lane's batch forward and backward. Collective over the mesh.
 
         Raises:
             ValueError: the batch cannot be split by samples; raised before anything runs.
-            StageError: a stage of some lane failed; raised on every rank, with stage and split. Tables are
+            StageError: a stage in some lane failed; raised on every rank, with stage and split. Tables are
                 unchanged. Clear the gradients, and the next step works.
         """
         return self._run(args, kwargs, target, train=True)
@@ -199,7 +198,7 @@ class StagedOverRanks(NamedAsModel):
 
 
 def _passed_through(staging: Staging) -> list[str]:
-    """Return the names of values of earlier stages that the last stage receives only to return them."""
+    """Return the value names from earlier stages, received by the last stage only to return them."""
     makers, last = staging.makers(), len(staging.stages) - 1
     given = set(staging.stages[last].split.takes)
     returned = [node.name for node in staging.output.all_input_nodes]
@@ -207,9 +206,9 @@ def _passed_through(staging: Staging) -> list[str]:
 
 
 class StagePart(nn.Module):
-    """The submodules of a stage, at their paths in the model.
+    """A stage's submodules, at the paths in the model.
 
-    Its forward runs the program "whole" or "split".
+    The forward method runs the program "whole" or "split".
     """
 
     def __init__(self, model: nn.Module, stage: StageProgram) -> None:
@@ -251,9 +250,9 @@ def _has_submodule(part: nn.Module, path: str) -> bool:
 
 
 class _PartCaller(Caller):
-    """Runs the part of a stage whose dense parameters are replicated over lanes (DDP or FSDP2).
+    """Runs a stage's part whose dense parameters are replicated over lanes (DDP or FSDP2).
 
-    Lanes exchange gradients only in the backward pass of the last split.
+    Lanes exchange gradients only in the last split's backward pass.
     """
 
     direct = True
@@ -273,7 +272,7 @@ class _PartCaller(Caller):
         wrapped: Any = self._part._dmp_wrapped_module
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             if last:
-                # Only the last split reduces. Its gradients are accumulated on top of the earlier splits'
+                # Only the last split reduces. Its gradients are accumulated on top of earlier splits'
                 # gradients.
                 wrapped.reducer.prepare_for_backward([])
         elif hasattr(wrapped, "set_requires_gradient_sync"):

@@ -1,4 +1,4 @@
-"""The work of a stage on a batch: forward and backward passes of splits and of tables.
+"""A stage's work on a batch: forward and backward passes for splits and tables.
 
 The autograd graph is cut between stages. A stage receives detached values, and later sends back their
 gradients. See `threads` (one process) and `ranks` for transport and scheduling.
@@ -29,12 +29,12 @@ class StageError(RuntimeError):
 
 
 class Mode(NamedTuple):
-    """Settings of a batch.
+    """Batch settings.
 
     Attributes:
         grad: whether there will be a backward pass.
-        seed: seed of random operations; None: the model has none.
-        autocast: dtype of enabled autocast by device type, such as {"cpu": torch.bfloat16}.
+        seed: seed for random operations; None: the model has none.
+        autocast: enabled autocast dtype by device type, such as {"cpu": torch.bfloat16}.
     """
 
     grad: bool
@@ -43,17 +43,17 @@ class Mode(NamedTuple):
 
     @classmethod
     def now(cls, *, grad: bool, seed: int | None) -> "Mode":
-        """Return settings with the autocast state of this thread, which worker threads do not inherit."""
+        """Return settings with this thread's autocast state, which worker threads do not inherit."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return cls(grad, seed, {kind: torch.get_autocast_dtype(kind) for kind in kinds})
 
 
 class _SavedSplit(NamedTuple):
-    """What the backward pass of a split needs.
+    """State saved for a split's backward pass.
 
     Attributes:
-        leaves: detached leaves of every input value by name; None for leaves that need no gradient.
-        outputs: leaves of every output value by name, with their autograd graph.
+        leaves: detached leaves per input value name; None for leaves without a gradient.
+        outputs: leaves per output value name, with the autograd graph.
     """
 
     leaves: dict[str, Gradients]
@@ -61,22 +61,22 @@ class _SavedSplit(NamedTuple):
 
 
 class StageRun:
-    """The work of a stage on a batch.
+    """A stage's work on a batch.
 
     Call ``tables``, then ``forward`` for every split; later ``backward`` for every split in any order, then
     ``add_to_grad``, ``values.collect`` and ``tables_backward``.
 
     Args:
-        flow: values that this stage exchanges.
-        call: runs a program of the stage, "whole" or "split".
-        values: values of the batch and of other stages.
-        mode: settings of the batch.
+        flow: values exchanged by this stage.
+        call: runs a stage program, "whole" or "split".
+        values: values from the batch and other stages.
+        mode: batch settings.
         timeline: records events.
 
     Attributes:
-        values: values of the batch and of other stages.
+        values: values from the batch and other stages.
         where: current action, for error messages.
-        drew: whether the stage has drawn random numbers; only valid if ``mode.seed`` is given.
+        drew: whether the stage has drawn random values; only valid if ``mode.seed`` is given.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StageRun:
         return len(self.values.inputs.sizes)
 
     def tables(self) -> None:
-        """Look up the tables of the stage, if it has any, for the whole batch."""
+        """Look up the stage's tables, if it has any, for the whole batch."""
         whole, inputs = self.stage.whole, self.values.inputs
         if whole is None:
             return
@@ -116,7 +116,7 @@ class StageRun:
         self.values.publish_lookups(pieces)
 
     def forward(self, k: int) -> None:
-        """Wait for the input values of split ``k``, run the split, and send its output values."""
+        """Wait for split ``k``'s input values, run the split, and send the output values."""
         program, takes, values = self.stage.split, self._flow.takes, self.values
         taken = {name: values.take(name, k) for name in takes}
         with self._recorded("forward", k):
@@ -140,12 +140,12 @@ class StageRun:
             values.publish(name, k, value)
 
     def backward(self, k: int, result_gradients: Mapping[str, Gradients]) -> None:
-        """Run the backward pass of split ``k``, and send the gradients of its input values.
+        """Run split ``k``'s backward pass, and send the input value gradients.
 
         Args:
-            k: index of the split.
-            result_gradients: gradients of the values that the model returns, by name. Those of values that
-                other stages read are received.
+            k: split index.
+            result_gradients: gradients for values returned by the model, by name. Gradients for values read
+                by other stages are received.
         """
         if k not in self._saved:
             raise RuntimeError(
@@ -178,7 +178,7 @@ class StageRun:
         self._sums.add_to_grad()
 
     def tables_backward(self) -> None:
-        """Run the backward pass of the tables, which updates those with a fused optimizer."""
+        """Run the tables' backward pass, which updates tables with a fused optimizer."""
         ends, gradients = self.values.take_table_gradients()
         if ends:
             with self._recorded("tables", -1):
@@ -216,10 +216,10 @@ class StageRun:
 
 
 class Caller(ABC):
-    """Runs the programs of a stage.
+    """Runs a stage's programs.
 
     Attributes:
-        direct: whether the backward pass of every split adds to the parameters' ``grad``. Otherwise gradients
+        direct: whether every split's backward pass adds to the parameters' ``grad``. Otherwise gradients
             are summed separately, and `StageRun.add_to_grad` adds the sum.
     """
 
@@ -238,12 +238,12 @@ class Caller(ABC):
         """Prepare for a split's backward pass, if ``direct``.
 
         Args:
-            last: whether it is the last split of the batch to run backward.
+            last: whether the split is the last in the batch to run backward.
         """
 
 
 def split_seed(seed: int, k: int) -> int:
-    """Return the seed of the generator of split ``k``, from the seed of the batch."""
+    """Return the generator seed for split ``k``, from the batch seed."""
     return (seed + k) % (1 << 63)
 
 
@@ -263,7 +263,7 @@ class _Entry(torch.autograd.Function):
 
 
 def make_writable(value: Any) -> Any:
-    """Return ``value`` with tensors that operations may change in place, although they require gradients."""
+    """Return ``value`` with tensors which operations may change in place, although they require gradients."""
     with torch.enable_grad():
         return pytree.tree_map(
             lambda leaf: (
@@ -274,7 +274,7 @@ def make_writable(value: Any) -> Any:
 
 
 def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
-    """Detach the tensors of ``value``, and return it and its leaves; None for those that need no gradient."""
+    """Detach tensors in ``value``. Return it and the leaves, with None for leaves without a gradient."""
     flat, spec = pytree.tree_flatten(value)
     leaves: Gradients = []
     for index, leaf in enumerate(flat):
@@ -288,7 +288,7 @@ def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
 def _backward_pairs(
     outputs: Mapping[str, Sequence[Any]], gradients: Mapping[str, Sequence[Tensor | None] | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that have gradients, and these gradients, as arguments of a backward pass."""
+    """Return the outputs with gradients, and these gradients, as arguments for a backward pass."""
     pairs = [
         (leaf, gradient)
         for name, leaves in outputs.items()

@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-# B samples of the batch, K splits
+# B samples in the batch, K splits
 
 
 def num_samples(value: Any) -> int | None:
-    """Return the number of samples of the first tensor in ``value`` that has any; None if there is none."""
+    """Return the sample count in the first tensor with samples in ``value``; None without such a tensor."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else None
     if isinstance(value, KeyedJaggedTensor):
@@ -29,7 +29,7 @@ def num_samples(value: Any) -> int | None:
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of samples B in a model's arguments.
+    """Return the sample count B in a model's arguments.
 
     Raises:
         ValueError: no argument has samples.
@@ -41,10 +41,10 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def split_sizes(batch: int, split_size: int) -> list[int]:
-    """Return the number of samples of every split: ``split_sizes(10, 4)`` is [4, 4, 2].
+    """Return the sample count per split: ``split_sizes(10, 4)`` is [4, 4, 2].
 
     Args:
-        batch: number of samples in the batch.
+        batch: sample count in the batch.
         split_size: samples per split.
 
     Raises:
@@ -63,15 +63,15 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
     """Split a value by samples.
 
     Tensors become views [size, ...] along dimension 0. Tuples, lists, dicts and dataclasses are split item by
-    item. Values without samples, such as numbers and 0-d tensors, go to every split.
+    item. Values without samples, such as scalars and 0-d tensors, go to every split.
 
     Args:
-        value: value of the whole batch.
-        sizes: number of samples of every split.
-        where: name of the value in errors.
+        value: value for the whole batch.
+        sizes: sample count per split.
+        where: value name in errors.
 
     Raises:
-        ValueError: the first dimension of a tensor is not the number of samples.
+        ValueError: a tensor's first dimension is not the sample count.
     """
     if isinstance(value, LazyAwaitable):
         value = value.wait()
@@ -102,17 +102,17 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join the results of splits, the inverse of `split`.
+    """Join split results; inverts `split`.
 
     Tensors [size, ...] are concatenated. A 0-d tensor is taken for a mean over samples, and becomes the mean
     over the batch.
 
     Args:
-        values: result of every split.
-        sizes: number of samples of every split.
+        values: result per split.
+        sizes: sample count per split.
 
     Raises:
-        ValueError: the results have different structures, or different values that are not tensors.
+        ValueError: the results have different structures, or different values other than tensors.
     """
     flat, specs = zip(*(pytree.tree_flatten(value) for value in values), strict=True)
     # Leaves are joined by position, so all splits must have the same structure.
@@ -192,7 +192,7 @@ def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
 
 
 def _rebuilder(value: Any) -> Callable[[list[Any]], Any] | None:
-    """Return a function from a list of parts to a container like ``value``; None if it is not a container."""
+    """Return a function from a part list to a container like ``value``; None if it is not a container."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: type(value)(*parts)
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""``Staged``: a model cut into stages that run at the same time in one process."""
+"""``Staged``: a model cut into stages running at the same time in one process."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ from meshrec.stages.values import Inputs
 
 
 class NamedAsModel(nn.Module):
-    """Wrapper whose parameters, buffers and state dict have the names of the wrapped module."""
+    """Wrapper with the wrapped module's names for parameters, buffers and state dict."""
 
     @property
     def _named_module(self) -> nn.Module:
@@ -47,15 +47,15 @@ class NamedAsModel(nn.Module):
 
 
 class Staged(NamedAsModel):
-    """Model in stages: while a stage works on a split of the batch, other stages work on other splits.
+    """Model in stages: while a stage works on a batch split, other stages work on other splits.
 
     Use it like the model: ``loss = criterion(staged(x), y); loss.backward(); optimizer.step()``. Results and
-    gradients equal the unsplit model's, except for batch norm, whose statistics are per split. Parameter
+    gradients equal the unsplit model's, except for batch norm with per-split statistics. Parameter
     names are unchanged. ``backward`` adds to ``parameter.grad``; ``torch.autograd.grad`` with respect to
     parameters is not supported.
 
     Embedding tables are looked up and updated once per batch. A 0-d result, such as a loss inside the model,
-    is assumed to be a mean over samples. Dropout and other random numbers are drawn per split, from a
+    is assumed to be a mean over samples. Dropout and other random values are drawn per split, from a
     generator which travels with the split: they equal ``model``'s draws on the split's samples after
     ``torch.manual_seed(split_seed(seed, k))``.
 
@@ -63,9 +63,9 @@ class Staged(NamedAsModel):
         model: model which torch.fx can trace. A submodule which cannot be traced becomes a single unit.
         cuts: submodules at which a new stage starts, in execution order; or "auto", to select by measuring
             the first training batch.
-        num_stages: number of stages for ``cuts="auto"``; default: one per device, or 2.
+        num_stages: stage count for ``cuts="auto"``; default: one per device, or 2.
         split_size: samples per split (the last may be smaller), or "auto", to select by measuring.
-        devices: device per stage. On the CPU, each stage is a thread with ``num_threads`` torch threads.
+        devices: device per stage. On the CPU, every stage is a thread with ``num_threads`` torch threads.
         link: carries values between stages. Default: copies on a separate stream if devices differ.
         deferred_batch_norm: whether running statistics move once per batch, by the whole batch's statistics.
         num_workers: threads which run the stages: one per stage, or 1, which runs splits in sequence with
@@ -114,7 +114,7 @@ class Staged(NamedAsModel):
         self._workers: Workers | None = None
         # Set here for given cuts, otherwise by the first training batch.
         self._staging: Staging | None = None
-        self._draws: bool | None = None  # whether the model draws random numbers; None before the first batch
+        self._draws: bool | None = None  # whether the model draws random values; None before the first batch
         self.timeline = Timeline()
         self.choice: StageChoice | None = None
         self.seed: int | None = None
@@ -148,7 +148,7 @@ class Staged(NamedAsModel):
 
     @property
     def stages(self) -> list[str]:
-        """Contents of each stage; empty until the cuts are chosen."""
+        """Contents per stage; empty until the cuts are chosen."""
         return [] if self._staging is None else [stage.name for stage in self._staging.stages]
 
     @property
@@ -187,7 +187,7 @@ class Staged(NamedAsModel):
         if self._split_size != "auto":
             return self._split_size
         assert self.choice is not None
-        # A batch of another size, such as the last of an epoch, has the same number of splits.
+        # A batch with another size, such as the last in an epoch, has the same split count.
         return max(1, -(-batch // self.choice.num_splits))
 
     def _batch(self, inputs: Inputs) -> ThreadedBatch:
@@ -255,10 +255,10 @@ class Staged(NamedAsModel):
 
 
 def extract_values(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that stages read from the model's arguments, by name.
+    """Return the values read by stages from the model's arguments, by name.
 
     Args:
-        taking: program that extracts the values; see `Traced`.
+        taking: program extracting the values; see `Traced`.
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
 
@@ -274,11 +274,11 @@ def extract_values(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str
 
 
 class _ResultLayout:
-    """Converts between the model's results and the flat tuple of tensors that autograd gets.
+    """Converts between the model's results and the flat tensor tuple for autograd.
 
     Args:
-        names: values in the model's output that stages compute.
-        inputs: batch leaves that require a gradient, as (value name, split index, leaf index).
+        names: values in the model's output computed by stages.
+        inputs: batch leaves requiring a gradient, as (value name, split index, leaf index).
 
     Attributes:
         positions: (value name, split index, leaf index) per tensor in the tuple; set by `take`.
@@ -292,7 +292,7 @@ class _ResultLayout:
         self.positions: list[tuple[str, int, int]] = []
 
     def take(self, run: ThreadedBatch, num_splits: int) -> list[Tensor]:
-        """Flatten the results of all splits, and return the tensors, detached."""
+        """Flatten all split results, and return the tensors, detached."""
         tensors = []
         for name in self.names:
             for k in range(num_splits):
@@ -305,7 +305,7 @@ class _ResultLayout:
         return tensors
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Store the tensors that `_RunStages` returned, which have an autograd graph back to the batch."""
+        """Store the tensors returned by `_RunStages`, which have an autograd graph back to the batch."""
         for (name, k, i), tensor in zip(self.positions, tensors, strict=True):
             self._leaves[name, k][i] = tensor
 
@@ -313,7 +313,7 @@ class _ResultLayout:
         return pytree.tree_unflatten(self._leaves[name, k], self._specs[name, k])
 
     def by_value(self, grads: Sequence[Tensor | None]) -> dict[tuple[str, int], list[Tensor | None]]:
-        """Group the gradients of the flat tuple by value name and split, with a gradient per leaf."""
+        """Group the flat tuple's gradients by value name and split, with a gradient per leaf."""
         grouped: dict[tuple[str, int], list[Tensor | None]] = {
             key: [None] * len(leaves) for key, leaves in self._leaves.items()
         }
@@ -323,7 +323,7 @@ class _ResultLayout:
 
 
 class _RunStages(torch.autograd.Function):
-    """All stages as a single autograd operation: from batch leaves to result leaves of all splits."""
+    """All stages as a single autograd operation: from batch leaves to result leaves for all splits."""
 
     @staticmethod
     @override

@@ -1,7 +1,7 @@
-"""Run stages in one process, with a worker thread per stage, and carrier threads between devices.
+"""Run stages in a process, with a worker thread per stage, and carrier threads between devices.
 
-Every stage runs the forward passes of splits in order, and the backward passes from the last split to the
-first. Results therefore do not depend on how fast threads are, and equal those of sequential execution.
+Every stage runs splits forward in order, and backward from the last split to the first. Results therefore do
+not depend on thread speeds, and equal those in sequential execution.
 """
 
 import threading
@@ -23,7 +23,7 @@ from meshrec.stages.values import Exchange, Gradients, Inputs, Message, StageVal
 
 
 class Workers:
-    """Worker threads with ``num_threads`` torch threads each. A single worker runs all stages in turn."""
+    """Worker threads, with ``num_threads`` torch threads per worker. A single worker runs all stages."""
 
     def __init__(self, num_workers: int, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -34,7 +34,7 @@ class Workers:
             pool.submit(torch.set_num_threads, num_threads).result()
 
     def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None], *, here: bool) -> None:
-        """Run a job per stage, in the threads of the stages or one after the other in this thread.
+        """Run a job per stage, in the stages' threads or sequentially in this thread.
 
         If jobs fail, calls ``failed`` and raises the first error once all jobs have ended.
 
@@ -86,7 +86,7 @@ class Workers:
 
 
 class ThreadExchange(Exchange):
-    """Passes values and gradients between the threads of stages, with a future per message.
+    """Passes values and gradients between stage threads, with a future per message.
 
     Args:
         workers: owner of the carrier threads.
@@ -100,7 +100,7 @@ class ThreadExchange(Exchange):
         self, workers: Workers, devices: Sequence[torch.device], link: StageLink | None, timeline: Timeline
     ) -> None:
         self._workers, self._devices, self._link, self._timeline = workers, devices, link, timeline
-        # Created by whichever of sender and receiver comes first.
+        # Created by the sender or the receiver, whichever comes first.
         self._futures: dict[Message, Future[Callable[[], Any]]] = {}
         self._lock = threading.Lock()
         # Set by `stop`; from then on, every wait is cancelled.
@@ -118,7 +118,7 @@ class ThreadExchange(Exchange):
             if not future.cancelled():
                 future.set_result(lambda: value)
             return
-        # Gradients travel from the user of a value back to its source.
+        # Gradients travel from a value's reader back to the source.
         source, destination = message.source, message.destination
         if message.kind == "gradient":
             source, destination = destination, source
@@ -182,11 +182,11 @@ class ProgramCaller(Caller):
 
 
 class ThreadedBatch:
-    """Forward and backward passes of a single batch through all stages.
+    """A single batch's forward and backward passes through all stages.
 
     Args:
         staging: the model's stages.
-        workers: threads that run the stages.
+        workers: threads running the stages.
         inputs: batch, whole and split.
         mode: gradients, random seed and autocast.
         devices: device per stage.
@@ -228,7 +228,7 @@ class ThreadedBatch:
         return len(self._sizes)
 
     def forward(self) -> None:
-        """Run the forward passes of all splits. Raises StageError if a stage fails."""
+        """Run all splits forward. Raises StageError if a stage fails."""
 
         def job(run: StageRun) -> None:
             run.tables()
@@ -240,22 +240,22 @@ class ThreadedBatch:
     def result(self, name: str, k: int) -> Any:
         """Return the value ``name`` in the model's output, for split ``k``.
 
-        If the batch runs with gradients, the value is attached to the autograd graph of the stage that
-        computed it. The graph ends at the inputs of this stage.
+        If the batch runs with gradients, the value is attached to the autograd graph in the stage which
+        computed it. The graph ends at this stage's inputs.
         """
         by_stage = [run.values.results for run in self.runs]
         return next(results[name, k] for results in by_stage if (name, k) in results)
 
     def backward(self, gradients: Mapping[tuple[str, int], Gradients]) -> dict[tuple[str, int], Gradients]:
-        """Run the backward passes of all splits, then of the tables.
+        """Run all splits backward, then the tables.
 
         Parameter gradients are added to ``grad``.
 
         Args:
-            gradients: gradients of values in the model's output, by value name and split.
+            gradients: gradients for values in the model's output, by value name and split.
 
         Returns:
-            Gradients of batch values, by value name and split.
+            Gradients for batch values, by value name and split.
 
         Raises:
             StageError: a stage failed.
@@ -297,10 +297,10 @@ class ThreadedBatch:
 
 
 def autograd_uses_threads(devices: Sequence[torch.device]) -> bool:
-    """Return whether autograd runs backward passes in a thread of its own, as it does for GPUs.
+    """Return whether autograd runs backward passes in a separate thread, as for GPUs.
 
-    `ThreadedBatch.backward` then runs in this thread, and must run the backward passes of all stages itself:
-    in other threads, they would wait for this thread, and it for them. It only launches kernels, so devices
+    `ThreadedBatch.backward` then runs in this thread, and must run all stages backward itself: in other
+    threads, they would wait for this thread, and it for them. It only launches kernels, so devices
     still run at the same time.
     """
     return any(device.type == "cuda" for device in devices)

@@ -9,9 +9,9 @@ Kind = Literal["forward", "backward", "tables", "copy"]
 
 
 class Event(NamedTuple):
-    """An action of a stage. Times are in seconds since the start of the batch.
+    """A stage action. Times are in seconds since the batch started.
 
-    ``split`` is the index of the split; -1 if the action is for the whole batch.
+    ``split`` is the split index; -1 if the action is for the whole batch.
     """
 
     stage: int
@@ -22,26 +22,26 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """Events of a batch, in no particular order."""
+    """Batch events, in no particular order."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.start = time.perf_counter()
 
     def add(self, stage: int, kind: Kind, split: int, start: float) -> None:
-        """Add an event that ends now.
+        """Add an event ending now.
 
         Args:
-            stage: number of the stage.
-            kind: kind of the event.
-            split: index of the split; -1 for the whole batch.
-            start: value of ``time.perf_counter()`` when it started.
+            stage: stage number.
+            kind: event kind.
+            split: split index; -1 for the whole batch.
+            start: ``time.perf_counter()`` value at the start.
         """
         now = time.perf_counter()
         self.events.append(Event(stage, kind, split, start - self.start, now - self.start))
 
     def busy(self) -> list[float]:
-        """Return, for every stage, the fraction of the batch's time in which it computed."""
+        """Return, for every stage, the fraction of the batch time spent computing."""
         if not self.events:
             return []
         first, last = min(e.start for e in self.events), max(e.end for e in self.events)
@@ -55,7 +55,7 @@ class Timeline:
         """Return an SVG with a row per stage, time to the right, and waiting in grey.
 
         Args:
-            names: names of the stages; by default numbers.
+            names: stage names; by default numbers.
         """
         return draw_svg(self.events, names)
 

@@ -1,8 +1,8 @@
-"""Trace a model with torch.fx, and group the nodes of the graph into units, from which stages are built.
+"""Trace a model with torch.fx, and group the graph's nodes into units, from which stages are built.
 
-A submodule that cannot be traced, for example because it branches on data, becomes a single unit. Tables work
-on the whole batch, so that they are looked up and updated once per batch. A table is in the same unit as
-everything that computes its input.
+A submodule becomes a single unit if it cannot be traced, for example because it branches on data. Tables work
+on the whole batch, so they are looked up and updated once per batch. A table is in the same unit as all nodes
+computing the table's input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ _TABLES = (TableCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingColle
 
 @dataclass(eq=False)
 class Unit:
-    """Nodes that are always in the same stage.
+    """Nodes always in the same stage.
 
     Attributes:
-        index: number of the unit.
+        index: unit number.
         name: description.
-        nodes: nodes in the order of execution.
-        whole: whether the unit works on the whole batch instead of on splits.
-        needs: numbers of the units whose results it reads.
+        nodes: nodes in execution order.
+        whole: whether the unit works on the whole batch, not on splits.
+        needs: numbers of the units whose results this unit reads.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Unit:
 
 
 class PartProgram(NamedTuple):
-    """A part of the model: a function from the values named ``takes`` to a tuple of those named ``gives``."""
+    """A model part: a function from values named ``takes`` to a tuple with values named ``gives``."""
 
     module: fx.GraphModule
     takes: list[str]
@@ -51,10 +51,10 @@ class Traced:
 
     Attributes:
         model: the model.
-        taking: program that extracts the values of the batch that units read from the model's arguments, such
-            as ``batch.sparse``.
+        taking: program extracting the batch values for the units from the model's arguments, such as
+            ``batch.sparse``.
         units: units in an executable order.
-        output: output node of the graph.
+        output: output node in the graph.
     """
 
     model: nn.Module
@@ -72,7 +72,7 @@ def trace(model: nn.Module) -> Traced:
     """Trace ``model`` and group it into units.
 
     Raises:
-        ValueError: the forward method of ``model`` itself cannot be traced.
+        ValueError: ``model``'s forward method itself cannot be traced.
     """
     tracer = _Tracer()
     try:
@@ -91,7 +91,7 @@ def trace(model: nn.Module) -> Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Tracer that traces into submodules as far as possible."""
+    """Traces into submodules as far as possible."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # The last layer is a unit, as nn.Linear is: a stage may start at it.
@@ -123,7 +123,7 @@ class _Tracer(fx.Tracer):
 
 
 def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of the model's arguments, and of their attributes and items."""
+    """Return the nodes for the model's arguments, attributes and items."""
     inputs: dict[fx.Node, None] = {}
     for node in graph.nodes:
         takes_apart = node.op == "call_function" and getattr(node.target, "__name__", "") in (
@@ -189,7 +189,7 @@ def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> 
 
 
 class _Groups:
-    """Union-find of nodes in the same unit."""
+    """Union-find over nodes in the same unit."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.root: dict[fx.Node, fx.Node] = {node: node for node in nodes}
@@ -204,7 +204,7 @@ class _Groups:
 
 
 def _in_order(members: Mapping[fx.Node, list[fx.Node]], group: _Groups) -> list[list[fx.Node]]:
-    """Return the groups in the order of the graph, but every group after those that it reads."""
+    """Return the groups in graph order, but every group after the groups it reads."""
     emitted: set[fx.Node] = set()
     waiting = dict(members)
     ordered: list[list[fx.Node]] = []
@@ -252,7 +252,7 @@ def _name(nodes: Sequence[fx.Node]) -> str:
 
 
 def path_of(node: fx.Node) -> str:
-    """Return the path of the submodule that a node belongs to; "" for the model itself."""
+    """Return the submodule path for a node; "" for the model itself."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {"": None}

@@ -1,4 +1,4 @@
-"""The values of a batch in a stage, and their gradients."""
+"""A batch's values in a stage, and the gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 from meshrec.stages.programs import StageFlow
 
 Gradients = list[Tensor | None]
-"""Gradients of the leaves (tensors) of a value; None for leaves without a gradient."""
+"""Gradients for a value's leaves (tensors); None for leaves without a gradient."""
 
 
 class Message(NamedTuple):
-    """Identifies a value of split ``k``, or its gradients, on the way between two stages.
+    """Identifies a value in split ``k``, or the gradients, sent between two stages.
 
-    ``source`` is the stage that computes the value, and ``destination`` the one that uses it. Gradients go
-    from ``destination`` to ``source``.
+    ``source`` is the stage computing the value, and ``destination`` the stage using it. Gradients go from
+    ``destination`` to ``source``.
     """
 
     kind: Literal["value", "gradient"]
@@ -29,19 +29,19 @@ class Message(NamedTuple):
 
 
 class Exchange(ABC):
-    """Carries values of splits to the stages that use them, and gradients back."""
+    """Carries split values to the stages using them, and gradients back."""
 
     @abstractmethod
     def put(self, message: Message, value: Any) -> None:
-        """Send a value, or the gradients of its leaves, without waiting."""
+        """Send a value, or the leaf gradients, without waiting."""
 
     @abstractmethod
     def get(self, message: Message) -> Any:
-        """Wait for a value or gradients. Tensors of a value require gradients if they do at the sender."""
+        """Wait for a value or gradients. Value tensors require gradients if they do at the sender."""
 
 
 class Inputs(NamedTuple):
-    """A batch: values by name, their splits by name, and the number of samples of every split."""
+    """A batch: values by name, their splits by name, and the sample count per split."""
 
     whole: Mapping[str, Any]
     splits: Mapping[str, Sequence[Any]]
@@ -49,18 +49,18 @@ class Inputs(NamedTuple):
 
 
 class StageValues:
-    """Gets the values that a stage reads, and sends those that it computes; likewise for gradients.
+    """Gets the values a stage reads, and sends the values it computes; likewise for gradients.
 
     Args:
-        flow: values that the stage exchanges.
+        flow: values exchanged by the stage.
         inputs: the batch.
         exchange: exchange with other stages.
 
     Attributes:
         inputs: the batch.
         exchange: exchange with other stages.
-        results: values that the model returns, with their autograd graph, by name and split.
-        input_gradients: gradients of the values of the batch, by name and split.
+        results: values returned by the model, with the autograd graph, by name and split.
+        input_gradients: gradients for batch values, by name and split.
     """
 
     def __init__(self, flow: StageFlow, inputs: Inputs, exchange: Exchange) -> None:
@@ -73,7 +73,7 @@ class StageValues:
         self._piece_gradients: dict[str, list[Gradients | None]] = {}
 
     def take(self, name: str, k: int) -> Any:
-        """Return the value ``name`` of split ``k``. Waits if another stage computes it."""
+        """Return the value ``name`` for split ``k``. Waits if another stage computes it."""
         if name in self._pieces:
             return self._pieces[name][k]
         if name in self.inputs.splits:
@@ -81,11 +81,11 @@ class StageValues:
         return self.exchange.get(Message("value", name, k, self._flow.makers[name], self._flow.stage.index))
 
     def publish(self, name: str, k: int, value: Any) -> None:
-        """Send a value that this stage has computed to the stages that read it.
+        """Send a value computed by this stage to the stages reading it.
 
         Args:
-            name: name of the value.
-            k: index of the split.
+            name: value name.
+            k: split index.
             value: the value.
         """
         if name in self._returned:
@@ -94,19 +94,19 @@ class StageValues:
             self.exchange.put(Message("value", name, k, self._flow.stage.index, user), value)
 
     def publish_lookups(self, pieces: dict[str, list[Any]]) -> None:
-        """Store the splits of table lookups by value name, and send them to the stages that read them."""
+        """Store table lookup splits by value name, and send them to the stages reading them."""
         self._pieces = pieces
         for name, splits in pieces.items():
             for k, piece in enumerate(splits):
                 self.publish(name, k, piece)
 
     def send_gradients(self, name: str, k: int, gradients: Gradients) -> None:
-        """Send the gradients of a value to the stage that computed it; store those of local values.
+        """Send a value's gradients to the stage which computed it; store gradients for local values.
 
         Args:
-            name: name of the value.
-            k: index of the split.
-            gradients: gradients of its leaves.
+            name: value name.
+            k: split index.
+            gradients: leaf gradients.
         """
         if name in self._pieces:
             piece_gradients = self._piece_gradients.setdefault(name, [None] * len(self.inputs.sizes))
@@ -120,14 +120,14 @@ class StageValues:
     def receive_gradients(
         self, k: int, result_gradients: Mapping[str, Gradients]
     ) -> dict[str, Gradients | None]:
-        """Wait for the gradients of the values that this stage computed for split ``k``.
+        """Wait for the gradients for values computed by this stage for split ``k``.
 
         Args:
-            k: index of the split.
-            result_gradients: gradients of the values that the model returns, by name.
+            k: split index.
+            result_gradients: gradients for values returned by the model, by name.
 
         Returns:
-            Gradients by value name, summed over all stages that read the value.
+            Gradients by value name, summed over all stages reading the value.
         """
         sums: dict[str, Gradients | None] = {**result_gradients}
         for name in self._flow.stage.split.gives:
@@ -135,14 +135,14 @@ class StageValues:
         return sums
 
     def collect(self) -> None:
-        """Wait for the gradients of table lookups that other stages read."""
+        """Wait for the gradients for table lookups read by other stages."""
         for name, pieces in self._pieces.items():
             piece_gradients = self._piece_gradients.setdefault(name, [None] * len(pieces))
             for k in range(len(pieces)):
                 piece_gradients[k] = self._add_users_gradients(name, k, piece_gradients[k])
 
     def take_table_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the table lookups that have gradients, and these gradients; forget the lookups."""
+        """Return the table lookups with gradients, and these gradients; forget the lookups."""
         pieces, self._pieces = self._pieces, {}
         pairs = [
             (leaf, gradient)
@@ -161,7 +161,7 @@ class StageValues:
 
 
 def add_gradients(one: Gradients | None, other: Gradients | None) -> Gradients | None:
-    """Add the gradients of a value leaf by leaf. None stands for 0."""
+    """Add a value's gradients leaf by leaf. None stands for 0."""
     if one is None or other is None:
         given = one if other is None else other
         return None if given is None else list(given)
@@ -169,17 +169,17 @@ def add_gradients(one: Gradients | None, other: Gradients | None) -> Gradients |
 
 
 class GradientSums:
-    """Sums of the gradients of a stage's parameters over splits.
+    """A stage's parameter gradients, summed over splits.
 
     Attributes:
-        num_added: number of splits added so far.
+        num_added: split count added so far.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.num_added = 0
         self._sums: Gradients = [None] * len(self.parameters)
-        # Indices of sums that were allocated here, and so may be changed in place.
+        # Indices for sums allocated here, which may be changed in place.
         self._owned: set[int] = set()
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
@@ -192,7 +192,7 @@ class GradientSums:
             elif index in self._owned:
                 total += gradient
             else:
-                # Autograd may return the same tensor as gradient of two parameters, so the first gradient
+                # Autograd may return the same tensor as gradient for two parameters, so the first gradient
                 # must not be changed in place. The sum of the first two is a new tensor.
                 self._sums[index] = total + gradient
                 self._owned.add(index)
@@ -210,7 +210,7 @@ class GradientSums:
 
 
 class _Deliver(torch.autograd.Function):
-    """Operation whose backward pass returns precomputed gradients."""
+    """Operation with a backward pass returning precomputed gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:
