@@ -25,7 +25,7 @@ __all__ = [
     "submit",
 ]
 
-# Lazy, because the checks import torch, and a login node that only writes scripts may not have it.
+# Lazy, because the checks import torch, and a login node used only to write scripts may not have it.
 __getattr__ = importer(
     __name__,
     {

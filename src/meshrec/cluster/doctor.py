@@ -24,14 +24,14 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationOptions:
-    """What `examine` checks.
+    """Options for `examine`.
 
     Attributes:
-        folder: run folder that must be the same on all hosts; None: not checked, as checkpoints go to a
+        folder: run folder shared by all hosts; None: not checked, as checkpoints go to a
             store.
-        runs: folder that must be writable on every host.
-        store: address of the object store for checkpoints, such as "s3://bucket/runs"; None: none.
-        recipe: recipe whose data every rank reads; None: data is not checked.
+        runs: folder writable on every host.
+        store: checkpoint object store address, such as "s3://bucket/runs"; None: none.
+        recipe: recipe with the data read by every rank; None: data is not checked.
         join_seconds: timeout in seconds for forming the process group.
     """
 
@@ -44,13 +44,13 @@ class ExaminationOptions:
 
 @dataclass
 class Examination:
-    """Findings of `examine`.
+    """Findings from `examine`.
 
     Attributes:
         rank: this rank.
-        num_ranks: number of ranks.
-        has_met: whether the ranks formed a process group. If not, ``findings`` has only those of this rank.
-        findings: distinct findings, with the ranks that reported them.
+        num_ranks: rank count.
+        has_met: whether the ranks formed a process group. If not, ``findings`` has only this rank's findings.
+        findings: distinct findings, with the reporting ranks.
     """
 
     rank: int
@@ -65,9 +65,9 @@ class Examination:
 
 
 def examine(options: ExaminationOptions) -> Examination:
-    """Run the checks of this host and, if a launcher started several ranks, the checks across ranks.
+    """Run this host's checks and, if a launcher started several ranks, the checks across ranks.
 
-    Collective. If the ranks cannot form a process group, every rank returns the findings of its host.
+    Collective. If the ranks cannot form a process group, every rank returns the local host's findings.
     """
     is_rank = launched()  # first, because it sets WORLD_SIZE and RANK from MPI and Slurm variables
     size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
@@ -87,7 +87,7 @@ def examine(options: ExaminationOptions) -> Examination:
             != "fail"
         ):
             findings.append(_join_ranks(options.join_seconds))
-        # Without a process group, the findings of other ranks are unavailable.
+        # Without a process group, other ranks' findings are unavailable.
         if not dist.is_initialized():
             return Examination(
                 rank, size, has_met=False, findings=[(finding, [rank]) for finding in findings]
@@ -101,7 +101,7 @@ def examine(options: ExaminationOptions) -> Examination:
 
 
 def _join_ranks(seconds: float) -> Finding:
-    """Form the process group of all ranks, and return whether this worked within ``seconds``."""
+    """Form the process group for all ranks, and return whether this worked within ``seconds``."""
     size = os.environ["WORLD_SIZE"]
     try:
         form_group("gloo", timedelta(seconds=seconds))
@@ -120,7 +120,7 @@ def _join_ranks(seconds: float) -> Finding:
 
 
 def _group_checks(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
-    """Run the checks that need several ranks. Collective."""
+    """Run the checks between ranks. Collective."""
     by_host = ranks_by_host(ranks)
     firsts = [on_host[0] for on_host in by_host]
     findings = [
@@ -142,7 +142,7 @@ def _group_checks(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
 
 
 def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
-    """Load the recipe's data, and compare names and contents of files with those of rank 0. Collective."""
+    """Load the recipe's data, and compare file names and contents with rank 0's. Collective."""
     assert recipe is not None
     error, files = None, {}
     try:
@@ -150,7 +150,7 @@ def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
         recipe.data.load()
     except Exception as refused:
         error = f"{type(refused).__name__}: {str(refused).splitlines()[0][:200]}"
-    # Collective, so it comes before the return: ranks that could load the data wait in it too.
+    # Collective, so it comes before the return: ranks which could load the data wait in it too.
     every: list[dict[str, str]] = ranks.collect(files)
     if error is not None:
         return Finding(
@@ -166,10 +166,10 @@ def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
 
 
 def _run_checks(check: str, function: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings that ``function`` yields. An OSError ends the checks and becomes a warning.
+    """Return the findings from ``function``. An OSError ends the checks and becomes a warning.
 
     Args:
-        check: name of the checks, for the warning.
+        check: check name, for the warning.
         function: runs checks.
     """
     findings: list[Finding] = []

@@ -1,4 +1,4 @@
-"""Results of checks (findings), severity levels, and merging of findings from several ranks."""
+"""Check results (findings), severity levels, and merging findings from several ranks."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -8,12 +8,12 @@ LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
 class Finding(NamedTuple):
-    """Result of a check.
+    """Check result.
 
     Attributes:
-        check: name of the check, such as "memory".
+        check: check name, such as "memory".
         level: ``ok``; ``warn`` if training works, but not well; ``fail`` if training does not work.
-        observation: what was observed, in a line such as "1.5 GiB free for 2 ranks".
+        observation: observed values, in a line such as "1.5 GiB free for 2 ranks".
         remedy: next step for the user; empty if ``ok``.
     """
 
@@ -24,13 +24,13 @@ class Finding(NamedTuple):
 
 
 def merge_findings(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int]]]:
-    """Merge equal findings of several ranks.
+    """Merge equal findings from several ranks.
 
     Args:
-        by_rank: findings of every rank.
+        by_rank: findings per rank.
 
     Returns:
-        Distinct findings, each with the ranks that reported it, in the order in which checks first occur.
+        Distinct findings, with the reporting ranks, ordered by first occurrence.
     """
     ranks: dict[Finding, list[int]] = {}
     order: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Collective checks across ranks. Every check yields the findings of this rank, and runs on all ranks."""
+"""Collective checks across ranks. Every check yields this rank's findings, and runs on all ranks."""
 
 import os
 import socket
@@ -23,12 +23,12 @@ _PINGS = 8
 _BYTES = 4 << 20
 # A host gets a warning if its bandwidth is below this fraction of the fastest host's.
 _SLOW_LINK = 0.5
-# Bytes per second (0.8 Gb/s). Below, exchanges take longer than the computation of most models.
+# Bytes per second (0.8 Gb/s). Below, exchanges take longer than most models' computation.
 _SLOW_NETWORK = 100e6
 
 
 def same_versions(ranks: Ranks) -> Iterator[Finding]:
-    """Check that this rank has the package versions that most ranks have."""
+    """Check that this rank has the same package versions as most ranks."""
     mine = versions()
     every: list[dict[str, str]] = ranks.collect(mine)
     for name, value in mine.items():
@@ -41,13 +41,13 @@ def same_versions(ranks: Ranks) -> Iterator[Finding]:
 
 
 def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Compare the clock of every host with that of rank 0.
+    """Compare every host's clock with rank 0's.
 
     Args:
         ranks: all ranks.
-        firsts: first rank of every host.
+        firsts: first rank per host.
     """
-    # The fastest of several round trips bounds the error of the offset best.
+    # Among several round trips, the fastest has the tightest bound on the offset error.
     word = torch.zeros(1, dtype=torch.float64)
     group = ranks.control
     for rank in firsts[1:]:
@@ -62,7 +62,7 @@ def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
                 dist.send(word, 0, group=group)
                 dist.recv(word, 0, group=group)
                 arrived = time.time()
-                # As in NTP: rank 0's time is compared with the middle of the round trip.
+                # As in NTP: rank 0's time is compared with the round trip's midpoint.
                 offsets.append((arrived - sent, (sent + arrived) / 2 - float(word)))
         if offsets:
             yield clock_finding(min(offsets)[1])
@@ -71,7 +71,7 @@ def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
 
 
 def clock_finding(seconds: float) -> Finding:
-    """Return a finding for a clock that is ``seconds`` ahead of rank 0's (behind, if negative)."""
+    """Return a finding for a clock ``seconds`` ahead of rank 0's (behind, if negative)."""
     direction = "ahead of" if seconds > 0 else "behind"
     if abs(seconds) <= _MAX_SKEW:
         return Finding("clock", "ok", f"within {_MAX_SKEW:.0f} s of rank 0's")
@@ -85,7 +85,7 @@ def clock_finding(seconds: float) -> Finding:
 
 
 def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
-    """Check that this rank sees the run folder of rank 0. Removes folders created for the check."""
+    """Check that this rank sees rank 0's run folder. Removes folders created for the check."""
     created = Created.folders(folder) if ranks.is_first else []
     blind, error = ranks_not_seeing(folder, ranks)
     for folder_created in created:
@@ -100,13 +100,13 @@ def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
 
 
 def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Finding]:
-    """Check whether the ranks of this host can read each other's memory.
+    """Check whether this host's ranks can read other ranks' memory.
 
     Args:
         ranks: all ranks.
-        by_host: ranks of every host.
+        by_host: ranks per host.
     """
-    # new_group is collective over all ranks, so every rank creates the groups of all hosts.
+    # new_group is collective over all ranks, so every rank creates the groups for all hosts.
     for on_host in by_host:
         group = dist.new_group(list(on_host), backend="gloo") if len(on_host) > 1 else None
         if ranks.rank not in on_host:
@@ -129,11 +129,11 @@ def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Findin
 
 
 def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Measure the bandwidth to every host from the host before it, one pair of hosts at a time.
+    """Measure the bandwidth to every host from the host before it, for a host pair at a time.
 
     Args:
         ranks: all ranks.
-        firsts: first rank of every host; these ranks send and receive.
+        firsts: first rank per host; these ranks send and receive.
     """
     if len(firsts) < 2:
         yield Finding("bandwidth", "ok", "one host: not measured")
@@ -158,12 +158,12 @@ def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
 
 
 def bandwidth_finding(rate: float, best: float, sender: int) -> Finding:
-    """Return a finding for the bandwidth at which this rank receives.
+    """Return a finding for this rank's receive bandwidth.
 
     Args:
         rate: bytes per second.
-        best: bytes per second of the fastest host.
-        sender: rank that sent.
+        best: bytes per second on the fastest host.
+        sender: sending rank.
     """
     observation = f"{8 * rate / 1e9:.2f} Gb/s from rank {sender}"
     if rate < _SLOW_LINK * best:
@@ -178,7 +178,7 @@ def bandwidth_finding(rate: float, best: float, sender: int) -> Finding:
 
 
 def ranks_by_host(ranks: Ranks) -> list[list[int]]:
-    """Return the ranks of every host. Collective.
+    """Return the ranks per host. Collective.
 
     Ranks are on the same host if host name, boot ID and torchrun's GROUP_RANK are equal.
     """

@@ -1,4 +1,4 @@
-"""Checks of this host, without other ranks."""
+"""Checks on this host, without other ranks."""
 
 import os
 import resource
@@ -16,20 +16,20 @@ from meshrec.ops.library import has_kernels
 GIB = 1 << 30
 # Free memory per rank in bytes. Imports and a small model need about as much.
 _MIN_MEMORY = 1 * GIB
-# Docker's default of 64 MiB is too small for NCCL and for data loader workers.
+# Docker's default, 64 MiB, is too small for NCCL and for data loader workers.
 _MIN_SHM = 256 << 20
 _MIN_DISK = 1 * GIB
-# Open files: sockets of process groups for every rank, and everything else.
+# Open files: process group sockets for every rank, and everything else.
 _FILES_PER_RANK, _OTHER_FILES = 8, 512
 _SYS, _PROC = Path("/sys"), Path("/proc")
 
 
 def host_checks(*, num_ranks: int, local_ranks: int, folder: Path) -> Iterator[Finding]:
-    """Run all checks of this host.
+    """Run all checks on this host.
 
     Args:
-        num_ranks: number of ranks on all hosts.
-        local_ranks: number of ranks on this host.
+        num_ranks: rank count on all hosts.
+        local_ranks: rank count on this host.
         folder: run folder.
 
     Yields:
@@ -57,7 +57,7 @@ def kernels() -> Finding:
 
 
 def cores(local_ranks: int) -> Finding:
-    """Check that the ranks do not have more threads than this host has cores."""
+    """Check whether this host has a core per rank thread."""
     available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = torch.get_num_threads()
     observation = f"cores {available}, ranks {local_ranks}, threads per rank {threads}"
@@ -68,7 +68,7 @@ def cores(local_ranks: int) -> Finding:
 
 
 def memory(local_ranks: int) -> Finding:
-    """Check that the host and the container have 1 GiB of free memory per rank."""
+    """Check that the host and the container have 1 GiB free memory per rank."""
     free = free_memory()
     if free is None:
         return Finding("memory", "ok", "unknown on this system")
@@ -87,7 +87,7 @@ def memory(local_ranks: int) -> Finding:
 
 
 def free_memory() -> int | None:
-    """Return the free memory in bytes, of the host or the container, whichever has less; None if unknown."""
+    """Return the free memory in bytes, for the host or the container, whichever has less; None if unknown."""
     limits = []
     for line in (_read(_PROC / "meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
@@ -99,7 +99,7 @@ def free_memory() -> int | None:
 
 
 def huge_pages() -> Finding:
-    """Check that Linux allows transparent huge pages, which tables use."""
+    """Check whether Linux allows transparent huge pages, used by tables."""
     text = _read(_SYS / "kernel/mm/transparent_hugepage/enabled")
     if text is None:
         return Finding("huge pages", "ok", "unknown on this system")
@@ -145,7 +145,7 @@ def files(num_ranks: int) -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Check that the run folder is writable, or can be created, and has 1 GiB of free space."""
+    """Check that the run folder is writable, or can be created, and has 1 GiB free space."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -171,7 +171,7 @@ def object_store(address: str) -> Finding:
 
 
 def _read(path: Path) -> str | None:
-    """Return the stripped content of a file; None if it cannot be read."""
+    """Return a file's stripped content; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

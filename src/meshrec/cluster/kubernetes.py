@@ -1,7 +1,7 @@
 """Kubernetes manifests: a training job as JobSet or PyTorchJob, and a server with autoscaling.
 
-All ranks of a pod run in the same container, so they share a PID namespace and a user. They can therefore
-read each other's memory (the host link) without capabilities. /dev/shm is a memory volume, because the
+All ranks in a pod run in the same container, so they share a PID namespace and a user. They can therefore
+read peer memory (the host link) without capabilities. /dev/shm is a memory volume, because the
 default is only 64 MiB.
 """
 
@@ -24,9 +24,9 @@ _SERVE_PORT = 8080
 # Time for a last checkpoint when a pod is evicted.
 _GRACE_SECONDS = 120
 RUNS = "/runs"
-"""Mount point of the run volume in training pods."""
+"""Run volume mount point in training pods."""
 MODELS = "/models"
-"""Mount point of the model volume in serving pods."""
+"""Model volume mount point in serving pods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,16 @@ class JobOptions:
         recipe: recipe name, or path inside the image, as for `meshrec train`.
         arguments: additional `meshrec train` arguments.
         image: container image, such as "ghcr.io/team/meshrec:1".
-        replicas: number of pods, on different nodes where possible.
-        ranks_per_pod: number of ranks in every pod.
+        replicas: pod count, on different nodes where possible.
+        ranks_per_pod: rank count per pod.
         name: job name, a DNS label.
         claim: PersistentVolumeClaim for runs and checkpoints, mounted by all pods (ReadWriteMany).
         cpus: cores per pod, such as "4" or "500m".
         memory: memory per pod, such as "16Gi"; includes /dev/shm.
-        shm: size of /dev/shm, such as "2Gi".
+        shm: /dev/shm size, such as "2Gi".
         gpus: GPUs per pod.
-        restarts: maximum number of restarts after failures. A restart resumes from the last checkpoint.
-        environment: environment variables of the ranks.
+        restarts: maximum restarts after failures. A restart resumes from the last checkpoint.
+        environment: environment variables for the ranks.
 
     Raises:
         ValueError: Kubernetes would reject or misread a value.
@@ -87,20 +87,20 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeJob:
-    """Server for Kubernetes, with a number of pods that follows the load.
+    """Server for Kubernetes, with a pod count depending on the load.
 
     Attributes:
-        package: path of the exported package, relative to the model volume.
+        package: exported package path, relative to the model volume.
         image: container image, such as "ghcr.io/team/meshrec:1".
         name: server name, a DNS label.
-        replicas: minimum number of pods.
-        max_replicas: maximum number of pods.
-        claim: PersistentVolumeClaim of the model volume.
-        workers: number of processes in every pod.
+        replicas: minimum pod count.
+        max_replicas: maximum pod count.
+        claim: PersistentVolumeClaim for the model volume.
+        workers: process count per pod.
         cpus: cores per pod, such as "2" or "500m".
         memory: memory per pod, such as "8Gi".
         requests_per_second: load per pod above which the autoscaler adds pods.
-        secret: name of the Secret whose key ``token`` has the access token that clients must send.
+        secret: Secret name; the Secret's key ``token`` has the access token required from clients.
 
     Raises:
         ValueError: Kubernetes would reject or misread a value.
@@ -137,8 +137,8 @@ class ServeJob:
 
 
 def job_set(job: JobOptions) -> dict[str, Any]:
-    """Return the JobSet (jobset.x-k8s.io/v1alpha2) of a training job, as the content of its YAML file."""
-    # The DNS name of the first pod, which the JobSet's subdomain keeps after restarts.
+    """Return the JobSet (jobset.x-k8s.io/v1alpha2) for a training job, as YAML file content."""
+    # The first pod's DNS name, which the JobSet's subdomain keeps after restarts.
     first = f"{job.name}-ranks-0-0.{job.name}"
     pod = _pod(job, _torchrun(job, first, "$(JOB_COMPLETION_INDEX)"))
     pod["spec"]["restartPolicy"] = "Never"
@@ -170,7 +170,7 @@ def job_set(job: JobOptions) -> dict[str, Any]:
 
 
 def pytorch_job(job: JobOptions) -> dict[str, Any]:
-    """Return the PyTorchJob (kubeflow.org/v1) of a training job, as the content of its YAML file."""
+    """Return the PyTorchJob (kubeflow.org/v1) for a training job, as YAML file content."""
 
     def replica(number: int) -> dict[str, Any]:
         pod = _pod(job, _torchrun(job, "$(MASTER_ADDR)", "$(RANK)"))
@@ -192,9 +192,9 @@ def pytorch_job(job: JobOptions) -> dict[str, Any]:
 
 
 def serving(job: ServeJob) -> list[dict[str, Any]]:
-    """Return the Deployment, Service and HorizontalPodAutoscaler of a server, as contents of YAML files.
+    """Return the Deployment, Service and HorizontalPodAutoscaler for a server, as YAML file contents.
 
-    The autoscaling metric is the rate of ``meshrec_requests_total`` per pod, exposed by prometheus-adapter as
+    The autoscaling metric is the ``meshrec_requests_total`` rate per pod, exposed by prometheus-adapter as
     ``meshrec_requests_per_second``.
     """
     labels = {"app": job.name}
@@ -234,7 +234,7 @@ def serving(job: ServeJob) -> list[dict[str, Any]]:
 
 
 def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
-    """Return the Deployment of a server."""
+    """Return a server's Deployment."""
     words = ["meshrec", "serve", f"{MODELS}/{job.package}", "--host", "0.0.0.0", "--port", str(_SERVE_PORT)]
     token = {"secretKeyRef": {"name": job.secret, "key": "token"}}
     container = {
@@ -284,10 +284,10 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
 
 
 def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
-    """Return the pod template of a training job, whose container runs the command ``words``."""
+    """Return a training job's pod template, with a container running the command ``words``."""
     environment = {
         "MESHREC_LAUNCH": job.name,
-        "XDG_STATE_HOME": f"{RUNS}/.state",  # on the volume, so that all pods share the key that seals runs
+        "XDG_STATE_HOME": f"{RUNS}/.state",  # on the volume, so all pods share the key sealing runs
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",  # `python -m` must not import a torch.py from the working folder
         **job.environment,
@@ -334,11 +334,11 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
 
 
 def _torchrun(job: JobOptions, first: str, number: str) -> list[str]:
-    """Return the command of a pod.
+    """Return a pod's command.
 
     Args:
         job: training job.
-        first: host name of the first pod.
+        first: first pod's host name.
         number: pod number. Kubernetes expands $(NAME) in both.
     """
     return [

@@ -1,4 +1,4 @@
-"""Checks of values in Kubernetes manifests, which the cluster would reject or misread much later."""
+"""Checks for values in Kubernetes manifests, which the cluster would reject or misread much later."""
 
 import re
 from decimal import Decimal
@@ -8,11 +8,11 @@ _QUANTITY = re.compile(rf"\+?{_NUMBER}(?:([eE][+-]?[0-9]+)|([A-Za-z]*))")
 _BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", 1)}
 _DECIMAL = {letter: 1000**power for power, letter in enumerate("kMGTPE", 1)}
 _SUFFIXES = {"": 1, **_BINARY, **_DECIMAL}
-_MIN_BYTES = 1 << 20  # a smaller quantity probably lacks its suffix
+_MIN_BYTES = 1 << 20  # a smaller quantity probably lacks the suffix
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# The grammar of distribution/reference: [HOST[:PORT]/]PATH[:TAG][@DIGEST].
+# The distribution/reference grammar: [HOST[:PORT]/]PATH[:TAG][@DIGEST].
 _HOST = r"(?:[A-Za-z0-9]|[A-Za-z0-9][-A-Za-z0-9]*[A-Za-z0-9])"
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
@@ -22,14 +22,14 @@ _IMAGE = re.compile(
 
 
 def check_bytes(option: str, text: str) -> int:
-    """Parse a Kubernetes quantity of bytes: "8Gi" is 8 * 2 ** 30, "8G" is 8 * 10 ** 9.
+    """Parse a Kubernetes byte quantity: "8Gi" is 8 * 2 ** 30, "8G" is 8 * 10 ** 9.
 
     Args:
         option: option name, for the message.
         text: quantity.
 
     Raises:
-        ValueError: not a quantity of whole bytes, or below 1 MiB; the message suggests the probable value.
+        ValueError: not a whole byte quantity, or below 1 MiB; the message suggests the probable value.
     """
     match = _QUANTITY.fullmatch(text.replace(" ", ""))
     if match is None or not (match[2] or match[3] in _SUFFIXES) or text != match[0]:
@@ -54,10 +54,10 @@ def _suggestion(match: "re.Match[str] | None") -> str:
 
 
 def check_cpus(option: str, text: str) -> None:
-    """Check a Kubernetes quantity of cores, such as "4", "0.5" or "500m".
+    """Check a Kubernetes core quantity, such as "4", "0.5" or "500m".
 
     Raises:
-        ValueError: not a positive number of cores, or of thousandths with the suffix m.
+        ValueError: not a positive core count, or positive thousandths with the suffix m.
     """
     match = _QUANTITY.fullmatch(text)
     cores = Decimal(0)
@@ -72,12 +72,12 @@ def check_cpus(option: str, text: str) -> None:
 
 
 def check_name(option: str, text: str, max_length: int = 63, *, dots: bool = False) -> None:
-    """Check the name of a Kubernetes object.
+    """Check a Kubernetes object name.
 
     Args:
         option: option name, for the message.
         text: object name.
-        max_length: maximum number of characters.
+        max_length: maximum character count.
         dots: whether the name may be a DNS subdomain (Secrets and claims) instead of a DNS label.
 
     Raises:
@@ -101,7 +101,7 @@ def check_image(option: str, text: str) -> None:
 
 
 def check_variable(option: str, text: str) -> None:
-    """Raise ValueError if ``text`` is not a name of an environment variable."""
+    """Raise ValueError if ``text`` is not an environment variable name."""
     if not _VARIABLE.fullmatch(text):
         raise ValueError(
             f"{option}: {text!r} is not a variable name; it must have letters, digits and underscores."
@@ -109,7 +109,7 @@ def check_variable(option: str, text: str) -> None:
 
 
 def check_counts(min_value: int, **counts: int) -> None:
-    """Raise ValueError if a count is below ``min_value``. Counts are named by their options."""
+    """Raise ValueError if a count is below ``min_value``. Counts are named by the options."""
     for name, count in counts.items():
         if count < min_value:
             raise ValueError(f"{name} is {count}; it must be at least {min_value}.")

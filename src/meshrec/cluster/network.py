@@ -1,4 +1,4 @@
-"""Network checks of a rank before it joins the process group."""
+"""A rank's network checks before joining the process group."""
 
 import os
 import socket
@@ -28,7 +28,7 @@ def network_checks() -> Iterator[Finding]:
 
 
 def reachable(host: str, port: int) -> Finding:
-    """Check that a TCP connection to the rendezvous store of rank 0 succeeds within 20 s."""
+    """Check that a TCP connection to rank 0's rendezvous store succeeds within 20 s."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         try:
@@ -54,8 +54,8 @@ def interface(one_machine: bool, towards: str | None) -> Finding:
     """Check GLOO_SOCKET_IFNAME, the interface on which gloo listens.
 
     Args:
-        one_machine: whether all ranks are on this host, so that gloo uses the loopback interface.
-        towards: interface whose route leads to rank 0; None: unknown.
+        one_machine: whether all ranks are on this host, so gloo uses the loopback interface.
+        towards: interface for the route to rank 0; None: unknown.
     """
     selected = os.environ.get("GLOO_SOCKET_IFNAME")
     there = {name for _, name in socket.if_nameindex()}

@@ -1,14 +1,14 @@
-"""Slurm batch script: srun starts torchrun on every node, and a job that loses a node is requeued.
+"""Slurm batch script: srun starts torchrun on every node, and the job is requeued after a node failure.
 
 [Note: how a Slurm job ends early and resumes]
-- Preemption and `scontrol requeue`: Slurm sends SIGTERM, waits (GraceTime of the partition, or KillWait), and
-  requeues the job because of ``#SBATCH --requeue``.
+- Preemption and `scontrol requeue`: Slurm sends SIGTERM, waits (partition GraceTime, or KillWait), and
+  requeues the job due to ``#SBATCH --requeue``.
 - Time limit: Slurm sends SIGUSR1 to the script ``save_seconds`` earlier (``--signal=B:USR1@SECONDS``). The
   script sends SIGTERM to srun, and requeues the job when the ranks have ended.
 - Node failure: Slurm requeues the job when it notices the failure. Usually ranks on other nodes fail first.
   The script then checks whether all nodes still start a process, and if not, requeues the job.
 - Rank failure: the script requeues the job if a checkpoint was saved since the start, at most
-  ``max_requeues`` times. A run that fails without progress ends with the exit code of the ranks.
+  ``max_requeues`` times. If a run fails without progress, it ends with the ranks' exit code.
 
 In the first two cases, torchrun forwards SIGTERM, and the ranks save a checkpoint. After every restart, under
 the same job ID, the run resumes from the last checkpoint. `scancel` ends a job without requeueing it.
@@ -83,20 +83,20 @@ class SlurmJob:
     Attributes:
         recipe: recipe name or path, as for `meshrec train`.
         arguments: additional `meshrec train` arguments.
-        nodes: number of nodes.
-        ranks_per_node: number of ranks on every node.
+        nodes: node count.
+        ranks_per_node: rank count per node.
         name: job name.
         python: Python interpreter on the nodes.
-        out: run folder that all nodes can access.
-        save_seconds: how many seconds before the time limit the run saves a checkpoint and ends.
-        max_requeues: maximum number of requeues after failures.
+        out: run folder accessible from all nodes.
+        save_seconds: seconds before the time limit at which the run saves a checkpoint and ends.
+        max_requeues: maximum requeues after failures.
         port: rendezvous port on the first node; None: derived from the job ID.
         sbatch: additional sbatch options, as long name to value, such as {"time": "12:00:00"}; the value None
             stands for an option without a value.
-        environment: environment variables of the ranks.
+        environment: environment variables for the ranks.
 
     Raises:
-        ValueError: ``nodes`` or ``ranks_per_node`` is below 1, or a key of ``sbatch`` is not a long option.
+        ValueError: ``nodes`` or ``ranks_per_node`` is below 1, or an ``sbatch`` key is not a long option.
     """
 
     recipe: str
@@ -123,7 +123,7 @@ class SlurmJob:
 
 
 def script(job: SlurmJob) -> str:
-    """Return the text of a job's batch script."""
+    """Return a job's batch script text."""
     options: dict[str, str | None] = {
         "job-name": job.name,
         "nodes": str(job.nodes),

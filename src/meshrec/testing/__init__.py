@@ -1,4 +1,4 @@
-"""Test utilities: equality of sharded and unsharded models, and pools of real ranks."""
+"""Test utilities: compare sharded with unsharded models, and run functions on real ranks in a pool."""
 
 from meshrec.testing.equality import assert_equal_to_unsharded
 from meshrec.testing.rank_pool import RankError, RankPool

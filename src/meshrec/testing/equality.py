@@ -17,7 +17,7 @@ from meshrec.tables.updates import update_rows
 
 # R ranks, U touched rows
 
-# Function from the dense parameters to their optimizer.
+# Function from the dense parameters to an optimizer.
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -34,19 +34,19 @@ def assert_equal_to_unsharded(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Train a model sharded by ``plan`` and the unsharded model, and check that they stay equal.
+    """Train a model sharded by ``plan`` and the unsharded model, and check whether they stay equal.
 
-    Call this function on every rank. A rank trains the sharded model on its own batches, and a copy of the
-    unsharded model on the batches of all ranks. Losses are compared in every step, tables and dense
+    Call this function on every rank. A rank trains the sharded model on the rank's batches, and a copy of the
+    unsharded model on the batches from all ranks. Losses are compared in every step, tables and dense
     parameters after the last.
 
     Args:
         make_model: Returns a new model, with the same weights in every call. Optimizers attached with
             ``apply_optimizer_in_backward`` are used.
         plan: Plan to check.
-        batches: ``batches[step][rank]`` is the tuple of arguments for the model's forward.
+        batches: ``batches[step][rank]`` is the argument tuple for the model's forward.
         loss: Maps the model output to the loss on a rank. The global loss is the mean over ranks.
-        sharders: As for DistributedModelParallel. Tables without an attached optimizer use their sharder's.
+        sharders: As for DistributedModelParallel. Tables without an attached optimizer use the sharder's.
             Tables with ``update="on_step"`` are updated after every backward pass.
         env: As for DistributedModelParallel.
         dense: As for DistributedModelParallel.
@@ -55,13 +55,13 @@ def assert_equal_to_unsharded(
         atol: Absolute tolerance.
 
     Raises:
-        AssertionError: A loss, table or dense parameter differs. The message names the first that does, the
-            number of different values, and the largest difference.
+        AssertionError: A loss, table or dense parameter differs. The message has the first difference's name,
+            the different value count, and the largest difference.
     """
     env = default_env() if env is None else env
     reference = _Reference(make_model(), sharders, dense_optimizer)
     model = DistributedModelParallel(make_model(), env, plan=plan, sharders=sharders, dense=dense)
-    # Fused tables are updated by the backward pass; all other parameters need a dense optimizer.
+    # The backward pass updates fused tables; all other parameters need a dense optimizer.
     fused = set(model.fused_optimizer.params)
     dense_parameters = [parameter for name, parameter in model.named_parameters() if name not in fused]
     optimizer = dense_optimizer(dense_parameters) if dense_parameters else None
@@ -81,12 +81,12 @@ def assert_equal_to_unsharded(
 
 
 def compare(actual: Tensor, expected: Tensor, name: str, rtol: float, atol: float) -> None:
-    """Check that two tensors have equal shapes and close values.
+    """Check whether two tensors have equal shapes and close values.
 
     Args:
-        actual: Result of the sharded model.
-        expected: Result of the unsharded model.
-        name: What is compared, for the message.
+        actual: Sharded model result.
+        expected: Unsharded model result.
+        name: Name in the message.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
 
@@ -105,9 +105,9 @@ def compare(actual: Tensor, expected: Tensor, name: str, rtol: float, atol: floa
 
 
 class _Reference:
-    """Unsharded model, trained with plain gradients on the batches of all ranks.
+    """Unsharded model, trained with plain gradients on the batches from all ranks.
 
-    Fused optimizers update only the rows that a step looked up, as in the sharded model.
+    Fused optimizers update only the rows looked up by a step, as in the sharded model.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class _Reference:
                 if isinstance(child, sharder.module_type):
                     self._watch(path, child, sharder)
         parameters = dict(module.named_parameters())
-        # State tensors of the fused optimizers, by parameter; updated in place by step().
+        # Fused optimizer state tensors, by parameter; updated in place by step().
         self._state = {
             name: [
                 torch.full(slot.shape(*parameters[name].shape), slot.initial_value)
@@ -135,7 +135,7 @@ class _Reference:
         self._optimizer = dense_optimizer(dense_parameters) if dense_parameters else None
 
     def step(self, ranks: Sequence[tuple[Any, ...]], loss: Callable[[Any], Tensor]) -> list[Tensor]:
-        """Train on the batches of all ranks, given as argument tuples, and return the loss of every rank."""
+        """Train on the batches from all ranks, given as argument tuples, and return the loss per rank."""
         self.module.zero_grad()
         losses = [loss(self.module(*batch)) for batch in ranks]
         # The mean over ranks, as the sharded model averages gradients.
@@ -151,14 +151,14 @@ class _Reference:
         return [value.detach() for value in losses]
 
     def _update(self, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> None:
-        """Apply a fused optimizer to the table rows that this step looked up.
+        """Apply a fused optimizer to the table rows looked up by this step.
 
         Args:
             name: Parameter name.
-            weight: Table [rows, dim], with its gradient.
+            weight: Table [rows, dim], with the gradient.
             spec: Fused optimizer.
         """
-        # Removed from the parameter, as the backward pass of a fused table leaves no gradient either.
+        # Removed from the parameter, as a fused table's backward pass leaves no gradient either.
         gradient, weight.grad = weight.grad, None
         if gradient is None:
             return
@@ -168,12 +168,12 @@ class _Reference:
         update_rows(weight.detach(), self._state[name], rows_U, grad, optimizer=spec.code, hyper=hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
-        """Register a hook that records the IDs looked up in the tables of a module with fused optimizers.
+        """Register a hook recording the IDs looked up in a module's tables with fused optimizers.
 
         Args:
             path: Module path.
             module: Embedding collection.
-            sharder: Sharder whose optimizer applies to tables without one.
+            sharder: Sharder with the optimizer for tables without an optimizer.
         """
         tables: dict[str, tuple[str, list[str]]] = {}
         children = dict(module.named_parameters())
@@ -195,7 +195,7 @@ class _Reference:
 
 
 def _compare_parameters(model: nn.Module, reference: nn.Module, rtol: float, atol: float) -> None:
-    """Check that tables and dense parameters of both models are close.
+    """Check whether tables and dense parameters in both models are close.
 
     Args:
         model: Sharded model.

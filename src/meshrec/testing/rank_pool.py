@@ -1,6 +1,6 @@
-"""Pool of processes in a process group that stay alive between calls.
+"""Processes in a process group, kept alive between calls.
 
-Starting a process and importing torch takes seconds. Many tests that share a pool wait for it once.
+Starting a process and importing torch takes seconds. Tests sharing a pool wait for this only once.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from meshrec.interpreter import SAFE_PATH_VARIABLE
 
 
 class _Call(NamedTuple):
-    """A function call sent to a rank: module and file that define the function, qualified name, arguments."""
+    """A function call sent to a rank: the function's module and file, qualified name, arguments."""
 
     module: str
     file: str
@@ -32,9 +32,9 @@ class _Call(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a rank sends back: the result, or the traceback if the function raised.
+    """A rank's answer: the result, or the traceback if the function raised.
 
-    ``num_groups`` is the number of process groups in the rank after the call; 0 if the function destroyed the
+    ``num_groups`` is the rank's process group count after the call; 0 if the function destroyed the
     default group, or the rank died.
     """
 
@@ -44,7 +44,7 @@ class _Outcome(NamedTuple):
 
 
 # Modules imported once, before ranks fork. torch._dynamo is listed because an optimizer's first step imports
-# it, which takes most of a second.
+# it, which takes nearly a second.
 PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -52,27 +52,27 @@ PRELOADED = (
     "meshrec.distributed.sharded_tables",
     "meshrec.checkpoint",
 )
-# Every gloo group has a thread that wakes 100 times a second, so processes with more groups are replaced by
+# Every gloo group has a thread waking 100 times a second, so processes with more groups are replaced by
 # new ones. Destroying groups instead would not help, because torch's caches keep meshes alive.
 _MAX_GROUPS = 12
 
 
 class RankError(RuntimeError):
-    """A function failed on at least one rank. The message has the traceback of every failed rank."""
+    """A function failed on at least one rank. The message has a traceback per failed rank."""
 
 
 class RankPool:
     """``world_size`` single-threaded processes in a gloo process group.
 
     ``run(function, *args)`` calls a module-level function on every rank, and returns the results by rank.
-    Ranks import the function by file and name, so tests can pass functions of a test file. Arguments and
-    results are pickled. The pool replaces its processes when functions have created many process groups or
+    Ranks import the function by file and name, so tests can pass functions from a test file. Arguments and
+    results are pickled. The pool replaces the processes when functions have created many process groups or
     destroyed the default group.
 
     Args:
-        world_size: Number of processes.
-        timeout_seconds: How long ``run`` waits for the next answer of a rank. Collectives time out after half
-            of it, so that ``run`` raises the error of the collective.
+        world_size: Process count.
+        timeout_seconds: Maximum wait in ``run`` for a rank's next answer. Collectives time out after half
+            this time, so ``run`` raises the collective's error.
         preload: Additional modules to import before ranks fork. Only the first pool in a process applies it.
 
     Example::
@@ -125,7 +125,7 @@ class RankPool:
 
         Raises:
             RankError: The function raised on a rank, or a rank died or timed out. After a death or timeout
-                the next call starts new processes, because a late answer could be mistaken for its own.
+                the next call starts new processes, because a late answer could be mistaken for the new call's.
         """
         task = _Call(function.__module__, _file_of(function), function.__qualname__, args)
         if not self._processes:
@@ -187,21 +187,21 @@ class RankPool:
 
 
 def _file_of(function: Callable[..., Any]) -> str:
-    """Return the file that ranks import to find a function."""
-    # inspect returns files that do not exist for functions of notebook cells.
+    """Return the file imported by ranks to find a function."""
+    # For functions in notebook cells, inspect returns files which do not exist.
     main = getattr(sys.modules["__main__"], "__file__", None)
     return main if function.__module__ == "__main__" and main else inspect.getfile(function)
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
-    """Main function of a rank: run the calls that arrive in the pipe, until it closes or sends None.
+    """A rank's main function: run the calls arriving in the pipe, until it closes or sends None.
 
     Args:
         pipe: Receives calls, sends outcomes.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        store: Path of the FileStore, where ranks meet.
-        timeout_seconds: The pool's timeout. Collectives time out after half of it.
+        rank: This process's rank.
+        world_size: Rank count.
+        store: FileStore path, where ranks meet.
+        timeout_seconds: The pool's timeout. Collectives time out after half this time.
     """
     import torch
     import torch.distributed as dist
@@ -231,7 +231,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
 def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
     """Import the module of a called function, and cache it in ``modules`` by file.
 
-    Imports by name if this loads the function's file, because results can be pickled only if their class is
+    Imports by name if this loads the function's file, because results can be pickled only if the class is
     in an importable module. Otherwise loads the file.
     """
     if task.file not in modules:
