@@ -125,7 +125,7 @@ class RankPool:
 
         Raises:
             RankError: The function raised on a rank, or a rank died or timed out. After a death or timeout
-                the next call starts new processes, because a late answer could be mistaken for the new call's.
+                the next call starts new processes, because a late answer could be taken for the new call's.
         """
         task = _Call(function.__module__, _file_of(function), function.__qualname__, args)
         if not self._processes:
