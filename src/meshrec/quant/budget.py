@@ -1,12 +1,12 @@
-"""Selection of a data type per table, so that the loss on validation data rises by at most a budget.
+"""Select a data type per table, with a bounded loss increase on validation data.
 
-The same samples are scored with the original and the quantized model. The change in a sample's log loss has
+The same samples are scored with the original and the quantized model. The log loss change of a sample has
 much lower variance than the loss, so a few thousand samples reveal rises below a per mille. Normalized
-entropy is log loss divided by a constant of the data, so both rise by the same fraction.
+entropy is log loss divided by a data constant, so both rise by the same fraction.
 
-Each table is quantized alone, to 4 bits, then to 2 bits, or to 8 bits if 4 bits alone exceed the budget. The
-rise with several quantized tables is predicted as the sum of their per-sample changes. Greedily, the change
-of type that saves the most bytes per rise comes next. Then all selected types are measured together. While
+Every table is quantized alone, to 4 bits, then to 2 bits, or to 8 bits if 4 bits alone exceed the budget. The
+rise with several quantized tables is predicted by summing their per-sample changes. Greedily, the type change
+saving the most bytes per rise comes next. Then all selected types are measured together. While
 the rise exceeds the budget, the table with the largest predicted rise gets the next larger type.
 """
 
@@ -30,28 +30,28 @@ from meshrec.quant.quantize import quantize
 INT8, INT4, INT2, FP16, FP32 = DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32
 
 _QUANTILE = 1.6448536269514722
-"""95 % quantile of the normal distribution."""
+"""95 % quantile for the normal distribution."""
 _STEPS = 17
-"""Ratio of the quantization steps with 4 and with 8 bits: 255 / 15."""
+"""Quantization step with 4 bits, relative to the step with 8 bits: 255 / 15."""
 
 
 class Rise(NamedTuple):
-    """Relative increase of the loss: mean, and upper bound with 95 % confidence. 0.001 is 0.1 %."""
+    """Relative loss increase: mean, and upper bound with 95 % confidence. 0.001 is 0.1 %."""
 
     mean: float
     bound: float
 
 
 class Choice(NamedTuple):
-    """Result of ``choose_precision``.
+    """Result from ``choose_precision``.
 
     Attributes:
-        types: selected data type of each table.
-        num_bytes: bytes of each table in each data type.
+        types: selected data type per table.
+        num_bytes: bytes by table and data type.
         rises: rise with only this table in this data type, where it was measured.
         rise: measured rise with all selected types.
         budget: maximum rise.
-        num_evaluations: number of calls to ``losses``.
+        num_evaluations: calls to ``losses``.
     """
 
     types: dict[str, DataType]
@@ -69,13 +69,13 @@ def choose_precision(
     max_loss: float,
     rounding: Rounding = "search",
 ) -> Choice:
-    """Select data types that save many bytes, with a measured rise of the loss within the budget.
+    """Select data types to save bytes while the measured loss increase stays within the budget.
 
     Takes at most three evaluations per table, plus two.
 
     Args:
         model: unsharded, unquantized model.
-        losses: returns the log loss of each validation sample, [N], for a model; always in the same order.
+        losses: returns a model's log loss per validation sample, [N]; always in the same order.
         max_loss: maximum relative loss increase: 0.0002 is 0.02 %.
         rounding: see ``quantize``.
 
@@ -123,8 +123,8 @@ class _Search:
 
     def run(self) -> Choice:
         """Run the search; see the module docstring."""
-        # The first question is whether fp16 may replace fp32 everywhere, because it is the start of the
-        # shrinking.
+        # The first question is whether fp16 may replace fp32 everywhere, because shrinking starts
+        # there.
         halves = self._measure(dict.fromkeys(self._num_bytes, FP16))
         # If fp16 alone exceeds the budget, tables which are not quantized stay fp32.
         first = FP16 if self._relative_rise(halves).bound <= self._budget else FP32
@@ -160,7 +160,7 @@ class _Search:
         return Choice(types, self._num_bytes, rises, rise, self._budget, self._num_evaluations)
 
     def _changes_of(self, name: str) -> dict[DataType, Tensor]:
-        """Measure the per-sample loss changes of two data types of one table: INT4, and INT2 or INT8."""
+        """Measure per-sample loss changes with two data types for one table: INT4, and INT2 or INT8."""
         other_types = dict.fromkeys(self._num_bytes, FP32)
         changes = {INT4: self._measure({**other_types, name: INT4})}
         more = INT2 if self._relative_rise(changes[INT4]).bound <= self._budget else INT8
@@ -170,10 +170,10 @@ class _Search:
     def _shrink(
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]], total: Tensor
     ) -> None:
-        """Give tables smaller types, as long as the bound of the summed changes stays within the budget.
+        """Give tables smaller types, as long as the bound on the summed changes stays within the budget.
 
         Args:
-            types: data type of each table; modified.
+            types: data type per table; modified.
             changes: per-sample change by table and type.
             total: per-sample change common to all tables.
         """
@@ -185,7 +185,7 @@ class _Search:
                     saved = self._num_bytes[name][now] - self._num_bytes[name][data_type]
                     if saved <= 0:
                         continue
-                    # Per-sample changes are summed before the bound is taken: noise of different tables
+                    # Per-sample changes are summed before the bound is taken: noise from different tables
                     # partly cancels.
                     after = total - changes[name][now] + change
                     bound = self._relative_rise(after).bound
@@ -215,13 +215,13 @@ class _Search:
         return True
 
     def _measure(self, types: dict[str, DataType]) -> Tensor:
-        """Return the measured loss change of each sample with these data types, fp64 [N]."""
+        """Measure the per-sample loss change with these data types, fp64 [N]."""
         self._num_evaluations += 1
         quantised = quantize(self._model, FP32, per_table=types, output_dtype=FP32, rounding=self._rounding)
         return self._losses(quantised).double() - self._before
 
     def _relative_rise(self, change: Tensor) -> Rise:
-        """Return the rise of the loss, given the change of each sample."""
+        """Return the loss increase, given per-sample changes."""
         mean = float(change.mean())
         error = float(change.std()) / math.sqrt(change.numel())
         loss = float(self._before.mean())

@@ -23,7 +23,7 @@ from meshrec.tables.table import RowBlock, Span
 def empty_like(
     module: Any, types: Mapping[str, DataType], bounds_check: BoundsCheckMode, output_dtype: DataType | None
 ) -> TableCollection:
-    """Create an unsharded collection on ``meta`` with the tables of ``module`` in other data types.
+    """Create an unsharded collection on ``meta`` with the ``module`` tables in other data types.
 
     Args:
         module: collection, sharded or not.
@@ -50,7 +50,7 @@ def empty_like(
 
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
-    """Return the number of rows of each table; for a hashed table, the present number."""
+    """Return row counts by table; for a hashed table, the present count."""
     hashed = module.hashed_tables()
     return {
         config.name: hashed[config.name].num_alive if config.name in hashed else config.num_embeddings
@@ -61,11 +61,11 @@ def rows_by_table(module: TableCollection) -> dict[str, int]:
 def converted_blocks(
     stored: Iterable[tuple[Tensor, Tensor]], storage: HashedRows, data_type: DataType, rounding: Rounding
 ) -> Iterator[RowBlock]:
-    """Yield the rows of an unsharded hashed table in another data type, block by block.
+    """Yield unsharded hashed table rows in another data type, block by block.
 
     Args:
         stored: IDs [n] and rows [n, D], in key order.
-        storage: storage of the target table.
+        storage: target table storage.
         data_type: target data type.
         rounding: see ``quantize``.
 
@@ -78,12 +78,12 @@ def converted_blocks(
 
 
 def make_block(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> RowBlock:
-    """Return a row block, given rows that are already in the memory format of ``storage``.
+    """Return a row block, given rows already in the ``storage`` memory format.
 
     Args:
         rows: rows [n, ...].
         keys: keys, int64 [n].
-        storage: storage of the target table.
+        storage: target table storage.
         columns: table columns in ``rows``, start and end.
     """
     form = storage.form

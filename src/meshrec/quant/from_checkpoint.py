@@ -67,7 +67,7 @@ def quantize_checkpoint(
         _, holders = target_module.table_holders()
         for name, (config, _) in target_module.tables().items():
             full = f"{where}.{name}" if where else name
-            # Names of table tensors, so that the loop over the state dict below handles the dense part only.
+            # Table tensor names: the state dict loop below skips them and handles the dense part.
             tables.add(full)
             size = (config.num_embeddings, config.embedding_dim)
             module = target_module.table_modules().get(config.name)
@@ -96,7 +96,7 @@ def quantize_checkpoint(
 def _hashed_blocks(
     folder: Path, manifest: Manifest, name: str, storage: HashedRows
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the IDs and rows of a hashed table in blocks, by key. A fixed table has row numbers as IDs."""
+    """Yield hashed table IDs and rows in blocks, by key. A fixed table has row numbers as IDs."""
     record, prefix = manifest.tensors.get(name), name.removesuffix("weight")
     if record is None or len(record.shape) != 2 or not _is_within(record.shape, storage):
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
@@ -115,7 +115,7 @@ def _hashed_blocks(
 
 
 def _is_within(shape: Sequence[int], storage: HashedRows) -> bool:
-    """Return whether a saved table of this shape fits into the hashed table."""
+    """Return whether a saved table with this shape fits into the hashed table."""
     return shape[0] <= storage.max_rows and shape[1] == storage.dim
 
 
@@ -131,7 +131,7 @@ def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], roundi
 
 
 def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Return the blocks of a saved tensor. Raises ValueError if the checkpoint lacks it or shapes differ."""
+    """Return blocks from a saved tensor. Raises ValueError if the checkpoint lacks it or shapes differ."""
     record: TensorRecord | None = manifest.tensors.get(name)
     if record is None or tuple(record.shape) != shape:
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
@@ -143,10 +143,10 @@ def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...])
 
 
 def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
-    """Return a description of a quantized model for a manifest.
+    """Describe a quantized model for a manifest.
 
-    It has the data type, bytes and padding bits per row of each table, and the items of ``source``, such as
-    the run and step of the model.
+    It has the data type, bytes and padding bits per row of every table, and the ``source`` items, such as
+    the model's run and step.
     """
     tables = {}
     for module in model.modules():

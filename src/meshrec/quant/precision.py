@@ -1,4 +1,4 @@
-"""Conversion of table rows to a data type, and checks of their values."""
+"""Table row conversion to a data type, and checks for row values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -14,7 +14,7 @@ from meshrec.quant.search import search_params
 # Shape legend: D width.
 
 Rounding = Literal["minmax", "search"]
-"""How scale and bias of a row are chosen: "minmax" takes minimum and maximum, as FBGEMM does; "search"
+"""How row scale and bias are chosen: "minmax" takes minimum and maximum, as FBGEMM does; "search"
 reduces the squared error.
 """
 
@@ -26,7 +26,7 @@ _BLOCK_VALUES, _BLOCK_ROWS = 1 << 22, 1 << 16
 def types_by_table(
     tables: Mapping[str, Sequence[str]], weights: DataType, per_table: Mapping[str, DataType] | None
 ) -> dict[str, dict[str, DataType]]:
-    """Return the data type of each table, by module path and table name.
+    """Return data types by module path and table name.
 
     Args:
         tables: table names by module path.
@@ -65,7 +65,7 @@ def encode_rows(
     first_row: int = 0,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """Convert whole rows [n, D] to another data type. Rows that have it already are not copied.
+    """Convert whole rows [n, D] to another data type. Rows already in this type are not copied.
 
     Args:
         values: rows [n, D].
@@ -73,7 +73,7 @@ def encode_rows(
         rounding: see ``quantize``.
         table: table name for errors.
         first_row: index of the first row, for errors.
-        ids: IDs of the rows of a hashed table, for errors.
+        ids: row IDs in a hashed table, for errors.
 
     Raises:
         ValueError: a value is NaN, infinite or out of range; the error names table and row.
@@ -102,7 +102,7 @@ def check_rows(
         data_type: data type to name in the error.
         table: table name for errors.
         first_row: index of the first row, for errors.
-        ids: IDs of the rows of a hashed table, for errors.
+        ids: row IDs in a hashed table, for errors.
     """
     for first, block in zip(range(0, len(rows), _BLOCK_ROWS), rows.split(_BLOCK_ROWS), strict=True):
         bad = ~block.isfinite().all(1)

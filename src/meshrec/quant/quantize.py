@@ -1,4 +1,4 @@
-"""Quantization of the embedding tables of a trained model."""
+"""Quantization for embedding tables in a trained model."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,17 +29,17 @@ def quantize(
 ) -> nn.Module:
     """Return a copy of a model for inference, with quantized embedding tables.
 
-    Each EmbeddingBagCollection and EmbeddingCollection is replaced by one with the same tables in other data
-    types. No table is copied as fp32: a table with unchanged type shares memory with ``model``.
+    EmbeddingBagCollections and EmbeddingCollections are replaced by ones with the same tables in other
+    data types. No table is copied as fp32: a table with unchanged type shares memory with ``model``.
 
     Args:
         model: a model with embedding collections (fused or not), a collection, or a
             DistributedModelParallel. A DistributedModelParallel must be passed on all ranks: every rank
             quantizes the local shards without gathering, and the copy keeps the plan.
-        weights: data type of all tables that ``per_table`` does not name.
-        per_table: data types for some tables, by table name, or by ``path.name`` if tables of several modules
+        weights: data type for tables not named in ``per_table``.
+        per_table: data types for some tables, by table name, or by ``path.name`` if tables in several modules
             have the same name.
-        output_dtype: output data type of the collections: FP32, FP16 or BF16. None: FP32.
+        output_dtype: collection output data type: FP32, FP16 or BF16. None: FP32.
         dense: BF16 stores and computes ``nn.Linear`` layers in bf16; None leaves them unchanged.
         rounding: see ``Rounding``.
 
@@ -81,7 +81,7 @@ def checked_types(
     weights: DataType,
     per_table: Mapping[str, DataType] | None,
 ) -> dict[str, dict[str, DataType]]:
-    """Return the data type of each table, by module path and table name; see ``quantize`` for errors.
+    """Return data types by module path and table name; see ``quantize`` for errors.
 
     Args:
         configs: table configs by module path.
@@ -100,13 +100,13 @@ def checked_types(
 
 
 def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """Return a deep copy of a model in which some modules are replaced instead of copied.
+    """Deep-copy a model, with replacements for some modules.
 
     Optimizers, which ``meshrec.fuse`` stores as module attributes, are left out.
 
     Args:
         model: model to copy.
-        replaced: replacement by ``id`` of the replaced module.
+        replaced: replacement module by ``id`` of the original.
     """
     optimizers = {
         (path, name): value
@@ -124,14 +124,14 @@ def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Modul
 
 
 class BFloat16Linear(nn.Linear):
-    """Linear layer with bf16 weights that computes in bf16. The output has the dtype of the input."""
+    """Linear layer with bf16 weights and bf16 arithmetic. The output has the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(torch.bfloat16)).to(input.dtype)
 
 
 def in_bfloat16(model: nn.Module) -> None:
-    """Replace each ``nn.Linear`` inside ``model`` by a ``BFloat16Linear``, in place."""
+    """Replace every ``nn.Linear`` inside ``model`` by a ``BFloat16Linear``, in place."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -148,17 +148,17 @@ def in_bfloat16(model: nn.Module) -> None:
 
 
 def finish_copy(model: nn.Module, dense: DataType | None) -> None:
-    """Convert linear layers of a quantized copy to bf16 if requested, and switch it to evaluation mode."""
+    """Convert linear layers of a quantized copy to bf16 if requested, and switch to evaluation mode."""
     if dense is DataType.BF16:
         in_bfloat16(model)
     model.eval()
 
 
 def table_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of the rows of each table, without optimizer state.
+    """Return row bytes by table, without optimizer state.
 
     A hashed table counts its current rows. The result is keyed by table name, or by ``path.name`` if tables
-    of several modules have the same name.
+    in several modules have the same name.
     """
     collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
     tables = {path: [config.name for config, _ in m.tables().values()] for path, m in collections.items()}
@@ -179,7 +179,7 @@ def _quantize_collection(
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> TableCollection:
-    """Return a collection with the tables of ``module`` in other data types."""
+    """Return a collection with the ``module`` tables in other data types."""
     collection = empty_like(module, types, module.bounds_check, output_dtype)
     _, holders = collection.table_holders()
     hashed = module.hashed_tables()
@@ -200,13 +200,13 @@ def _quantize_collection(
             values, data_type = weight.detach(), types[config.name]
             rows = encode_rows(values, data_type, rounding, config.name)
             holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
-    # finish_copy() switches to eval later. Until then the copy has the mode of the original.
+    # finish_copy() switches to eval later. Until then the copy has the original's mode.
     collection.train(module.training)
     return collection
 
 
 def _rows_with_ids(table: HashedTable) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the IDs and rows of a hashed table in blocks, in key order."""
+    """Yield hashed table IDs and rows in blocks, in key order."""
     for block in table.stream():
         # Blocks without weights are admission counts, which inference does not need.
         if "weight" in block.parts:

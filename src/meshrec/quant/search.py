@@ -1,8 +1,8 @@
-"""Search for the scale and bias of each row with a lower squared error than minimum and maximum give.
+"""Search for row scales and biases with a lower squared error than from minimum and maximum.
 
 Outliers stretch all quantization steps. The search therefore starts from ranges shrunk by several factors,
-and alternates two steps that each reduce the squared error: assign each value to the nearest code, then fit
-scale and bias to the codes (linear regression of values on codes). This is Lloyd's algorithm for a uniform
+and alternates two steps, both reducing the squared error: assign values to the nearest codes, then fit
+scale and bias to the codes (linear regression from codes to values). This is Lloyd's algorithm for a uniform
 quantizer.
 """
 
@@ -19,7 +19,7 @@ _TURNS = 4
 
 
 def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
-    """Return the best scale and bias found for each row, fp16 [n, 2]; never worse than those of ``rows``.
+    """Return the best scale and bias found per row, fp16 [n, 2]; never worse than in ``rows``.
 
     Args:
         original: rows [n, D].
@@ -38,7 +38,7 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
             error = _error(values32, params, top)
             better = error < least_error
             best[better], least_error = params[better], torch.minimum(error, least_error)
-            # The error of the last fit is checked after the loop.
+            # The last fit's error is checked after the loop.
             params = _fit_params(values32, params, top)
         error = _error(values32, params, top)
         better = error < least_error
@@ -49,19 +49,19 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
 def _to_half(scale: Tensor, bias: Tensor) -> Tensor:
     """Return scale and bias in fp16, [n, 2]."""
     scale = scale.half()
-    # Rounded to fp16 before the error is measured, because the rows store fp16. A scale of 0 would divide by
+    # Rounded to fp16 before the error is measured, because the rows store fp16. A zero scale would divide by
     # zero.
     return torch.stack([torch.where(scale == 0, torch.ones_like(scale), scale), bias.half()], 1)
 
 
 def _codes(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Return the nearest code of each value, 0 to ``top``, as floats."""
+    """Return the nearest code per value, 0 to ``top``, as floats."""
     scale, bias = params.float().unbind(1)
     return ((values - bias[:, None]) * (1 / scale)[:, None]).clamp_(0, top).round_()
 
 
 def _error(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Return the squared error of each row; infinite if scale or bias is NaN."""
+    """Return the squared error per row; infinite if scale or bias is NaN."""
     scale, bias = params.float().unbind(1)
     error = (_codes(values, params, top) * scale[:, None] + bias[:, None] - values).square_().sum(1)
     return error.nan_to_num_(nan=torch.inf)

@@ -1,4 +1,4 @@
-"""Quantization of sharded tables under the same plan: each rank quantizes its own shards."""
+"""Quantization for sharded tables under the same plan: every rank quantizes the local shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,17 +26,17 @@ from meshrec.tables.packing import Packing
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import RowBlock, Table
 
-# Shape legend: R rows of a block.
+# Shape legend: R rows in a block.
 
 _BLOCK_ROWS = 1 << 18
 _NAME = "quantising"
-"""Name of the collectives in errors."""
+"""Collective name in errors."""
 
 Sharded = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
 def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
-    """Return the table configs of a sharded module."""
+    """Return a sharded module's table configs."""
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     result: list[BaseEmbeddingConfig] = configs()
     return result
@@ -78,7 +78,7 @@ def quantised_shards(
 
 
 class _QuantizedTables:
-    """The tables of one module on this rank, quantized. The constructor is collective."""
+    """One module's tables on this rank, quantized. The constructor is collective."""
 
     def __init__(self, built: ModuleParts, types: Mapping[str, DataType], rounding: Rounding) -> None:
         self._types, self._rounding, self._built = types, rounding, built
@@ -88,7 +88,7 @@ class _QuantizedTables:
         ]
         split, local = built.tables.split.held, built.tables.local.held
         # Scale and bias belong to whole rows, so the ranks must agree on them where columns are split. Every
-        # rank visits the same tables in the same order, because each one is a collective.
+        # rank visits the same tables in the same order, because every visit is a collective.
         cut = [t for t, is_cut in enumerate(_cut_by_columns(built.routing)) if is_cut]
         self._by_key: dict[int, _RowParams] = {}
         params = {}
@@ -100,13 +100,13 @@ class _QuantizedTables:
                 self._by_key[t] = _params_by_key(tables, storage, built.env)
             elif storage.bits:
                 params[t] = self._params_of_whole_rows(split, t)
-        # An error on one rank is raised on all of them. Otherwise the other ranks would wait in the next
+        # An error on one rank is raised on all ranks. Otherwise the other ranks would wait in the next
         # collective.
         with together(built.env.world, _NAME):
             self.split, self.local = self._convert(split, params), self._convert(local, {})
 
     def _params_of_whole_rows(self, held: LocalShards, table: int) -> Tensor:
-        """Return the scale and bias of whole rows, fp16 [rows, 2], from the columns on all ranks.
+        """Return whole-row scale and bias, fp16 [rows, 2], from the columns on all ranks.
 
         Collective.
         """
@@ -121,9 +121,9 @@ class _QuantizedTables:
         return nbit.params_of(least, greatest, self.storages[table].bits)
 
     def _convert(self, held: LocalShards, params: Mapping[int, Tensor]) -> LocalShards:
-        """Return the shards in their new data types.
+        """Return shards in the new data types.
 
-        ``params``: scales and biases of tables split by columns.
+        ``params``: scales and biases for tables split by columns.
         """
         converted: list[LocalShard] = []
         for shard in held.held:
@@ -147,7 +147,7 @@ class _QuantizedTables:
         return LocalShards(converted)
 
     def _convert_hashed(self, held: LocalShard, storage: HashedRows) -> LocalShard:
-        """Return the shard of a hashed table in its new data type."""
+        """Return a hashed table shard in the new data type."""
         packing = Packing(held.packing.rectangles, storage)
         rows = storage.allocate(0, packing.shape[1], None)
         tables = [storage.table(rectangle, None, None) for rectangle in packing.rectangles]
@@ -157,7 +157,7 @@ class _QuantizedTables:
         return table_shard(nn.Parameter(rows, requires_grad=False), packing, tables)
 
     def _converted_blocks(self, table: HashedTable, storage: HashedRows) -> Iterator[RowBlock]:
-        """Yield the rows of a hashed table in the new data type, block by block."""
+        """Yield hashed table rows in the new data type, block by block."""
         data_type, columns = self._types[storage.name], table.rectangle.columns
         if table.storage.form == storage.form:
             # Same format: rows are passed through, without optimizer state.
@@ -181,7 +181,7 @@ class _QuantizedTables:
             yield make_block(rows, block.keys, storage, columns)
 
     def _encode_block(self, table: int, block: RowBlock, params: Mapping[int, Tensor]) -> Tensor:
-        """Return the rows of a block of a fixed table in the new data type."""
+        """Return the rows of a fixed table block in the new data type."""
         assert isinstance(block.keys, range)
         weights, first = block.parts["weight"], block.keys.start
         name = self._built.routing.tables[table].name
@@ -195,14 +195,14 @@ class _QuantizedTables:
 
 
 class _RowParams(NamedTuple):
-    """Scale and bias of whole rows, fp16 [n, 2], and their keys, int64 [n] ascending."""
+    """Whole-row scale and bias, fp16 [n, 2], and row keys, int64 [n] ascending."""
 
     keys: Tensor
     params: Tensor
 
 
 def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEnv) -> _RowParams:
-    """Return the scale and bias of whole rows, for the keys on this rank. Collective."""
+    """Return whole-row scale and bias, for the keys on this rank. Collective."""
     with together(env.world, _NAME):
         extremes = [(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))]
         for table in tables:
@@ -212,7 +212,7 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
                     rows = block.parts["weight"].float()
                     extremes.append((block.keys, rows.amin(1), rows.amax(1)))
         keys, least, greatest = _merge_extremes(extremes)
-    # Key ranges bound the size of a gathered message, whatever the table's size.
+    # Key ranges bound the gathered message size, whatever the table's size.
     for first in range(0, storage.max_rows, _BLOCK_ROWS):
         span = [key_at(min(row, storage.max_rows), storage.max_rows) for row in (first, first + _BLOCK_ROWS)]
         inside = in_span(keys, (span[0], span[1]))
@@ -224,7 +224,7 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
 
 
 def _merge_extremes(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge (keys, minima, maxima): return distinct keys, with the minimum and maximum of each."""
+    """Merge (keys, minima, maxima): return distinct keys, with minimum and maximum per key."""
     keys, least, greatest = (torch.cat(part) for part in zip(*parts, strict=True))
     distinct, inverse = torch.unique(keys, return_inverse=True)
     low = torch.full((len(distinct),), torch.inf).scatter_reduce_(0, inverse, least, "amin")
@@ -233,7 +233,7 @@ def _merge_extremes(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Ten
 
 
 def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -> Tensor:
-    """Return the minimum and maximum of each row in [first, end) over all ranks, fp32 [2, R]."""
+    """Return minimum and maximum per row in [first, end) over all ranks, fp32 [2, R]."""
     with together(env.world, _NAME):
         local = torch.stack([torch.full((end - first,), torch.inf), torch.full((end - first,), -torch.inf)])
         for table in tables:
@@ -276,7 +276,7 @@ def _build_module(
 
 
 def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorage]:
-    """Return the new storage of each table, by table name."""
+    """Return new storages by table name."""
     built = module.built
     return {
         table.name: _storage(types[table.name], storage)
@@ -285,7 +285,7 @@ def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorag
 
 
 def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
-    """Return the storage of a table in its new data type, given the present storage."""
+    """Return a table's storage in the new data type, given the present storage."""
     if is_growable(before):
         return replace(before, dtype=data_type.dtype, bits=data_type.bits, file=None)
     stays = before.dtype == data_type.dtype and before.rows_in_parameter
@@ -303,7 +303,7 @@ def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding
 
 
 def _cut_by_columns(routing: Routing) -> list[bool]:
-    """Return, for each table, whether a rank has only some columns of a row."""
+    """Return, per table, whether a rank has only some row columns."""
     cut = [False] * len(routing.tables)
     for work in routing.work:
         for rectangle in work.rectangles:
