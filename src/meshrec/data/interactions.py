@@ -73,7 +73,8 @@ class Interactions:
 
     def positions(self, items: Ints) -> Ints:
         """Return the catalog positions of items."""
-        first, last = self.catalogue[[0, -1]]
+        # Python integers: keys of hashed tables cover the whole range of int64.
+        first, last = self.catalogue[[0, -1]].tolist()
         if last - first == len(self.catalogue) - 1:
             # Subtraction is many times faster than a search, and most vocabularies have no gaps.
             positions: Ints = items - first
