@@ -1,4 +1,4 @@
-"""State of a batch on its way through the lookup stages of a sharded module."""
+"""Batch state on the way through a sharded module's lookup stages."""
 
 import enum
 from collections.abc import Sequence
@@ -27,30 +27,30 @@ class Stage(enum.IntEnum):
 
 
 class SourceIds(NamedTuple):
-    """The IDs that the caller gave on this rank, and how many of them went to every route."""
+    """The caller's IDs on this rank, and ID counts for every route."""
 
     values: Tensor
     """IDs [N], key by key."""
     offsets: Tensor
-    """Start of every bag in ``values``, and N."""
+    """Bag starts in ``values``, and N."""
     segments: Tensor | None
-    """First bag of every key, and the number of bags, int64 [K + 1]; None if keys have equally many bags."""
+    """First bag by key, and the bag count, int64 [K + 1]; None if keys have equally many bags."""
     num_keys: int
     keys: list[int]
     """Key number by use, [U]."""
     counts: Tensor
-    """IDs sent to every route, int64 [Q]: routes of all ranks, then of the data-parallel tables. On the
+    """IDs sent by route, int64 [Q]: all ranks' routes, then routes for the data-parallel tables. On the
     CPU once ``InputDist.send_ids`` has read the sizes.
     """
     batches: list[int]
-    """Number of bags by use, [U]."""
+    """Bag count by use, [U]."""
     weights: Tensor | None = None
     """Per-sample weights, fp32 [N]."""
     versions: Sequence[int] = ()
-    """torch's version counters of ``values``, ``offsets`` and ``weights`` when the IDs were sent."""
+    """torch's version counters for ``values``, ``offsets`` and ``weights`` when the IDs were sent."""
 
     def bag_bounds(self) -> list[int]:
-        """Return the number of every key's first bag, and the total number of bags, [K + 1]."""
+        """Return every key's first bag, and the total bag count, [K + 1]."""
         if self.segments is not None:
             bounds: list[int] = self.segments.tolist()
             return bounds
@@ -66,7 +66,7 @@ class PackedIds(NamedTuple):
     header: Tensor
     """A row per message, int64 [n, 4] on the CPU: status, words, IDs, bags per route."""
     elements: tuple[int, ...] = ()
-    """Number of row elements that every message requests, [n]; empty if rows are pooled."""
+    """Row elements requested by every message, [n]; empty if rows are pooled."""
 
 
 class LookupIds(NamedTuple):
@@ -75,38 +75,38 @@ class LookupIds(NamedTuple):
     values: Tensor
     """IDs, or slots after ``resolve``."""
     offsets: Tensor
-    """Start of every bag in ``values``, and the number of IDs."""
+    """Bag starts in ``values``, and the ID count."""
     weights: Tensor | None
     """Per-sample weights."""
     segments: Tensor
-    """First bag of every (block, route), and the number of bags."""
+    """First bag by (block, route), and the bag count."""
     batches: list[int]
     """Bags per route, by block; -1 if routes differ."""
     ragged: bool
-    """Whether routes have different numbers of bags in some block."""
+    """Whether routes have different bag counts in some block."""
     elements: tuple[int, ...] = ()
-    """Number of output elements by block; empty if rows are pooled."""
+    """Output element count by block; empty if rows are pooled."""
     pins: Sequence[object] = ()
-    """Pins that keep the slots in ``values`` from being reused, see ``tables.index.Resolved``."""
+    """Pins keep the slots in ``values`` from being reused, see ``tables.index.Resolved``."""
 
 
 class Fetch(NamedTuple):
-    """Distinct IDs that this rank requests from other nodes, and IDs that nodes request from this rank."""
+    """Distinct IDs requested by this rank from other nodes, and IDs requested by nodes from this rank."""
 
     slots: LookupIds
-    """The IDs of this node, each replaced by its index among the distinct IDs of its band (row interval)."""
+    """This node's IDs, replaced by their indices among the distinct IDs in the band (row interval)."""
     distinct: list[Tensor]
     """Distinct IDs by band, int64 [U]."""
     owned: LookupIds
-    """IDs that nodes request from this rank, node by node."""
+    """IDs requested by nodes from this rank, node by node."""
     counts: list[list[int]]
-    """Number of IDs in ``owned``, by requesting node and local band, [M, B]."""
+    """ID counts in ``owned``, by requesting node and local band, [M, B]."""
 
 
 class LookupBatch:
-    """State of a batch, from routing to the update.
+    """Batch state, from routing to the update.
 
-    Every stage sets fields that later stages read. Autograd's graph holds the batch until the backward pass.
+    Every stage sets fields read by later stages. Autograd's graph holds the batch until the backward pass.
     The batch must not hold lookup results, because they hold the graph: such a cycle would never be freed.
     """
 
@@ -116,9 +116,9 @@ class LookupBatch:
 
     # Set by ``route``, until the IDs are sent.
     arguments: tuple[Any, ...]
-    """Arguments of the op ``route_ids``, kept to find the input error if the op reports one."""
+    """Arguments for the op ``route_ids``, kept to find the input error if the op reports one."""
     routed: tuple[Tensor, Tensor, Tensor, Tensor] | None
-    """Result of the op ``route_ids``, on the device of the IDs, before any value is read on the host:
+    """Result from the op ``route_ids``, on the IDs' device, before any value is read on the host:
 
     - messages to all ranks, then the local message; a GPU may leave unused words at the end;
     - header, int64 [R + 1, 4], or [R + 1, 5] with the elements requested by message;
@@ -133,7 +133,7 @@ class LookupBatch:
     sample_weights: Tensor | None
     """fp32 [N]: the caller's per-sample weights, if they require a gradient."""
 
-    # Set by ``exchange``. All ranks know the first two, so all or none take part in the collectives of
+    # Set by ``exchange``. All ranks know the first two, so all or none take part in collectives during
     # the backward pass.
     trains: bool
     """Whether some rank trains."""
@@ -154,9 +154,9 @@ class LookupBatch:
     local_ids: LookupIds | None
     """IDs to look up in the data-parallel tables."""
     batches: list[int]
-    """Bags per route, by requesting rank of the shard axis."""
+    """Bags per route, by requesting rank on the shard axis."""
     block_sizes: list[int]
-    """Number of elements in this rank's output, by block."""
+    """Element count in this rank's output, by block."""
 
     # Set by ``resolve``.
     fetch: Fetch | None = None
@@ -166,6 +166,6 @@ class LookupBatch:
     has_rows = False
     """Whether the rows of tables with files have arrived in memory."""
     fetched: Sequence[Tensor]
-    """The rows of ``fetch.distinct``."""
+    """The rows for ``fetch.distinct``."""
     foreign_writes: Sequence[int]
-    """Number of writes by the user to every table, at lookup time."""
+    """User write count by table, at lookup time."""

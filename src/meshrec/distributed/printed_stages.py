@@ -1,4 +1,4 @@
-"""Stages of a sharded module as text: which shards of which tables a stage serves."""
+"""Sharded module stages as text: which table shards a stage serves."""
 
 from dataclasses import dataclass
 

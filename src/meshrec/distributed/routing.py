@@ -1,20 +1,20 @@
-"""Plan compilation: which IDs go to which rank, what the rank looks up, and where results belong.
+"""Plan compilation: which IDs go to which rank, which rows the rank looks up, and where results belong.
 
 [Note: how a plan becomes routes]
 
 - A *use* is a (table, feature) pair: the feature is looked up in the table and gives output columns.
-- A *rectangle* is a row range and column range of a table on a rank.
+- A *rectangle* is a table's row range and column range on a rank.
 - A *route* is a use and a row interval on a rank: the use's IDs in the interval are sent to the rank.
 - A *lookup* is a route and a rectangle: the rank looks up the route's IDs in the rectangle.
 
-1. ``compile_plan`` turns the shards of every table into rectangles by rank. Neighbors on the same rank are
+1. ``compile_plan`` turns every table's shards into rectangles by rank. Neighbors on the same rank are
    joined. If an optimizer needs sums over whole rows, rectangles are cut at common rows.
 2. ``rank_work`` derives, for every rank, a route for every use and row interval on the rank, and a lookup for
    every rectangle with exactly these rows.
-3. ``Routing.router`` numbers the routes of all ranks. For every interval between two row cuts of a use, it
-   lists the routes that take the interval's IDs. The kernel ``route_ids`` reads it. Data-parallel tables
+3. ``Routing.router`` numbers all ranks' routes. For every interval between two row cuts in a use, it
+   lists the routes taking the interval's IDs. The kernel ``route_ids`` reads it. Data-parallel tables
    count as an additional rank, whose message is not sent.
-4. ``pieces.py`` maps the columns of every rank's lookups to result columns, and ``output_dist.py`` builds the
+4. ``pieces.py`` maps every rank's lookup columns to result columns, and ``output_dist.py`` builds the
    hops from them.
 
 Every rank compiles the same plan into the same numbers, so messages need no description.
@@ -47,7 +47,7 @@ _LAST_KEY = (1 << 63) - 1
 
 
 class RoutedTable(NamedTuple):
-    """An unsharded table and the features that are looked up in it."""
+    """An unsharded table and the features looked up in it."""
 
     name: str
     num_rows: int
@@ -55,29 +55,29 @@ class RoutedTable(NamedTuple):
     features: tuple[str, ...]
     mean: bool = False
     mix_seed: int | None = None
-    """Seed of the hash from IDs to keys; None: keys are IDs. See [Note: the keys of hashed tables] in
+    """Seed for the hash from IDs to keys; None: keys are IDs. See [Note: the keys of hashed tables] in
     ``tables/hashed/keys.py``.
     """
 
     @property
     def keys(self) -> Span:
-        """Interval [first, end) that contains all keys."""
+        """Interval [first, end) with all keys."""
         return (0, self.num_rows) if self.mix_seed is None else ALL_KEYS
 
     def key_at(self, row: int) -> int:
-        """Return the first key that belongs to a row of the plan."""
+        """Return the first key for a plan row."""
         return row if self.mix_seed is None else key_at(row, self.num_rows)
 
 
 class Use(NamedTuple):
-    """A feature that is looked up in a table, which gives ``dim`` output columns."""
+    """A feature looked up in a table, with ``dim`` output columns."""
 
     table: int
     feature: str
 
 
 class Route(NamedTuple):
-    """The IDs of a use with keys in [r0, r1), which go to a rank together."""
+    """A use's IDs with keys in [r0, r1), which go to a rank together."""
 
     use: int
     r0: int
@@ -85,7 +85,7 @@ class Route(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Lookup of a route's IDs in a rectangle of the same rank."""
+    """Lookup for a route's IDs in a rectangle on the same rank."""
 
     route: int
     """Index among the rank's routes."""
@@ -93,15 +93,15 @@ class Lookup(NamedTuple):
     """Index among the rank's rectangles."""
     use: int
     c0: int
-    """First column of the rectangle in the table."""
+    """First rectangle column in the table."""
     width: int
-    """Number of columns."""
+    """Column count."""
 
 
 class RankWork(NamedTuple):
-    """Rectangles of a rank, and what it looks up.
+    """A rank's rectangles, and the lookups in them.
 
-    The columns of an output row are in the order of lookups.
+    Output row columns are in lookup order.
     """
 
     rectangles: tuple[Rectangle, ...]
@@ -110,7 +110,7 @@ class RankWork(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Number of columns in the rank's output row."""
+        """Column count in the rank's output row."""
         return sum(lookup.width for lookup in self.lookups)
 
 
@@ -123,18 +123,18 @@ class Routing:
     work: tuple[RankWork, ...]
     """Rectangles and lookups by shard-axis rank, [R]."""
     local: RankWork
-    """Rectangles and lookups of data-parallel tables, which every rank has."""
+    """Rectangles and lookups for data-parallel tables, which every rank has."""
     replicated: tuple[bool, ...]
     """Whether the table is data-parallel, by table number."""
 
     @cached_property
     def dims(self) -> list[int]:
-        """Number of output columns by use, [U]."""
+        """Output column count by use, [U]."""
         return [self.tables[use.table].dim for use in self.uses]
 
     @cached_property
     def columns(self) -> list[int]:
-        """First output column by use, and the total number of columns, [U + 1]."""
+        """First output column by use, and the total column count, [U + 1]."""
         return list(accumulate(self.dims, initial=0))
 
     @property
@@ -148,7 +148,7 @@ class Routing:
 
     @cached_property
     def row_split(self) -> list[bool]:
-        """Whether the table is split by rows, so that pooled results are partial sums, by table number."""
+        """Whether the table is split by rows, so pooled results are partial sums, by table number."""
         split = [False] * len(self.tables)
         for work in self.work:
             for rectangle in work.rectangles:
@@ -157,7 +157,7 @@ class Routing:
         return split
 
     def intervals(self, table: int) -> list[Span]:
-        """Return the key intervals between the row edges of a table's rectangles, ascending."""
+        """Return the key intervals between the row edges in a table's rectangles, ascending."""
         edges = set(self.tables[table].keys)
         for work in self.work:
             edges.update(*((x.r0, x.r1) for x in work.rectangles if x.table == table))
@@ -174,7 +174,7 @@ class Routing:
 
     @cached_property
     def router(self) -> list[Tensor]:
-        """Arguments of the op ``route_ids``: cut_begin, cuts, interval_begin, interval_routes, routes.
+        """Arguments for the op ``route_ids``: cut_begin, cuts, interval_begin, interval_routes, routes.
 
         ``ops/dist/naive.py`` describes them. Data-parallel tables belong to an additional rank, number R.
         """
@@ -191,14 +191,14 @@ class Routing:
             for first in use_cuts[:-1]:
                 interval_routes += [number for number, r0, r1 in use_routes if r0 <= first < r1]
                 interval_start.append(len(interval_routes))
-        # The end of the keys of hashed tables, 2^63, does not fit int64.
+        # The key end for hashed tables, 2^63, does not fit int64.
         cuts = [min(cut, _LAST_KEY) for cut in cuts]
         columns = [cut_start, cuts, interval_start, interval_routes, [x for q in routes for x in q[:3]]]
         return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
     @cached_property
     def route_elements(self) -> tuple[list[int], list[int]]:
-        """Rank of every route, and number of columns looked up per ID of every route; [Q] both.
+        """Rank by route, and columns looked up per ID by route; [Q] both.
 
         As in ``router``, data-parallel tables belong to an additional rank.
         """
@@ -213,9 +213,9 @@ class Routing:
 
     @cached_property
     def first_columns(self) -> tuple[Tensor, Tensor]:
-        """Numbers of the routes with a lookup of column 0, and their uses, as two int64 tensors.
+        """Route numbers with a lookup in column 0, and their uses, as two int64 tensors.
 
-        Together, these routes get every ID of a use exactly once, also if columns are split.
+        Together, these routes get every ID in a use exactly once, also if columns are split.
         """
         routes, uses, first = [], [], 0
         for work in self._all_work:
@@ -227,7 +227,7 @@ class Routing:
 
     @cached_property
     def names(self) -> Tensor:
-        """Text with a line "TABLE <tab> FEATURE" per use, as uint8 tensor, for error messages of kernels."""
+        """Text with a line "TABLE <tab> FEATURE" per use, as uint8 tensor, for kernel error messages."""
         text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
@@ -242,10 +242,10 @@ def compile_plan(
     """Compile a verified plan; see [Note: how a plan becomes routes].
 
     Args:
-        tables: unsharded tables. Uses are in the order of tables, then of their features.
+        tables: unsharded tables. Uses are in table order, then in feature order.
         plan: the module's plan.
-        num_ranks: size of the shard axis.
-        whole_rows: numbers of tables whose updates need sums over whole rows. Any two rectangles of such a
+        num_ranks: shard axis size.
+        whole_rows: table numbers whose updates need sums over whole rows. Any two rectangles in such a
             table get the same rows or disjoint rows.
     """
     uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
@@ -268,7 +268,7 @@ def compile_plan(
 def _rectangles_by_rank(
     sharding: ParameterSharding, table: int, *, in_bands: bool
 ) -> dict[int, list[Rectangle]]:
-    """Return the rectangles of a table by rank, with neighbors joined.
+    """Return a table's rectangles by rank, with neighbors joined.
 
     Args:
         sharding: the table's sharding.
@@ -284,9 +284,9 @@ def _rectangles_by_rank(
 
 
 def _cut_at_common_rows(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
-    """Cut the rectangles of a table so that any two have the same rows or disjoint rows.
+    """Cut a table's rectangles until any two have the same rows or disjoint rows.
 
-    Cuts only where the ranks of some columns change.
+    Cuts only where some columns change ranks.
     """
     edges = sorted({edge for rectangles in by_rank.values() for x in rectangles for edge in (x.r0, x.r1)})
     columns: list[list[tuple[int, int, int]]] = [[] for _ in edges[1:]]
@@ -304,7 +304,7 @@ def _cut_at_common_rows(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int,
 
 
 def _join_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Join neighboring column ranges (first, end, rank) of the same rank."""
+    """Join neighboring column ranges (first, end, rank) on the same rank."""
     joined: list[tuple[int, int, int]] = []
     for c0, c1, rank in columns:
         if joined and joined[-1][1:] == (c0, rank):
@@ -315,7 +315,7 @@ def _join_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, i
 
 
 def _merge_rectangles(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Join neighboring rectangles of a table on the same rank."""
+    """Join a table's neighboring rectangles on the same rank."""
     by_columns: list[Rectangle] = []
     for rectangle in sorted(rectangles, key=lambda x: (x.r0, x.r1, x.c0)):
         last = by_columns[-1] if by_columns else None
@@ -323,7 +323,7 @@ def _merge_rectangles(rectangles: list[Rectangle]) -> list[Rectangle]:
             by_columns[-1] = last._replace(c1=rectangle.c1)
         else:
             by_columns.append(rectangle)
-    # Columns first, then rows, so that a table that is wholly on one rank becomes a single rectangle.
+    # Columns first, then rows, so a table wholly on one rank becomes a single rectangle.
     by_rows: list[Rectangle] = []
     for rectangle in sorted(by_columns, key=lambda x: (x.c0, x.c1, x.r0)):
         last = by_rows[-1] if by_rows else None
@@ -335,7 +335,7 @@ def _merge_rectangles(rectangles: list[Rectangle]) -> list[Rectangle]:
 
 
 def rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
-    """Return the routes and lookups of a rank with these rectangles."""
+    """Return the routes and lookups for a rank with these rectangles."""
     routes = sorted(
         {Route(u, x.r0, x.r1) for u, use in enumerate(uses) for x in rectangles if x.table == use.table}
     )

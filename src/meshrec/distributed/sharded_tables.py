@@ -1,8 +1,8 @@
-"""Sharded tables of a module on this rank, and the stages of a batch: route, look up, return, backward.
+"""A module's sharded tables on this rank, and the batch stages: route, look up, return, backward.
 
 [Note: the stages of a batch]
 
-Every stage starts the communication that the next stage waits for, so a pipeline can do other work in
+Every stage starts the communication awaited by the next stage, so a pipeline can do other work in
 between::
 
     batch = tables.route(features)           # route IDs; sizes are in flight
@@ -12,8 +12,8 @@ between::
     link = tables.look_up(batch)             # look up; embeddings are in flight
     embeddings = tables.finish(batch, link)  # wait for embeddings
 
-``advance`` runs all stages up to the given one, and ``look_up`` runs those that remain. A plain forward pass
-therefore calls only ``route``, ``look_up`` and ``finish``. `LookupBatch` has the state of the batch.
+``advance`` runs all stages up to that stage, and ``look_up`` runs the remaining stages. A plain forward pass
+therefore calls only ``route``, ``look_up`` and ``finish``. `LookupBatch` has the batch state.
 ``look_up`` may run again after tables have changed, because the batch keeps its slots. The backward pass runs
 ``send_grad``, then ``receive_grad``, which updates the tables.
 
@@ -57,11 +57,11 @@ from meshrec.tables.updates import TableGradient, TableUpdates, WriteCounter
 
 
 class GradientSignal:
-    """Says, equally on all ranks, whether gradients are collected for ``step``, and whether they are finite.
+    """Tells all ranks alike whether gradients are collected for ``step``, and whether they are finite.
 
-    ``signal`` is a parameter in the optimizer's groups, and its gradient has the answer: None before the
+    ``signal`` is a parameter in the optimizer's groups, and ``signal.grad`` has the answer: None before the
     first backward pass and after ``zero_grad``; otherwise 0, or infinity if some rank has a non-finite
-    gradient. A GradScaler or gradient clipping that reads it decides alike on all ranks, also on ranks
+    gradient. A GradScaler or gradient clipping reading it decides alike on all ranks, also on ranks
     without tables.
     """
 
@@ -76,25 +76,25 @@ class GradientSignal:
 
 
 class ShardedTables:
-    """Tables of a sharded module on this rank: exchanges IDs and rows, looks up, and updates.
+    """A sharded module's tables on this rank: exchanges IDs and rows, looks up, and updates.
 
     Attributes:
-        routing: routes of the ID exchange: those of the plan, or those inside a node with ``inside``.
+        routing: routes for the ID exchange: the plan's routes, or with ``inside`` routes inside a node.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        held: shards of split tables, an entry per rank whose tables this process has (one, or with
-            ``env.devices`` all ranks of the shard axis); ordered as ``routing.work[rank].rectangles``.
+        held: split table shards, an entry per rank whose tables this process has (one, or with
+            ``env.devices`` all ranks on the shard axis); ordered as ``routing.work[rank].rectangles``.
         local: data-parallel tables.
         fused: tables with a fused optimizer, by table number. Other tables get ordinary gradients.
         input_dist: ID exchange.
         sequence: whether the module returns a row per ID instead of a pooled row per bag.
-        wire: wire formats of embeddings and gradients, by table.
-        admission_evictions: admission and eviction of the split and of the data-parallel tables.
-        inside: routing and ranks inside a node, if nodes exchange rows instead of sums; ``input_dist`` must
+        wire: wire formats for embeddings and gradients, by table.
+        admission_evictions: admission and eviction in the split and in the data-parallel tables.
+        inside: routing and ranks inside a node, if nodes exchange rows, not sums; ``input_dist`` must
             use the same. None: nodes exchange sums.
-        may_fail: whether some table has rows in a file, on any rank, so that reading them may fail.
+        may_fail: whether some table has rows in a file, on any rank, so reading them may fail.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ShardedTables:
             wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
         codecs = Codecs(*(Codec(here, wires, direction, self._step) for direction in (FORWARD, BACKWARD)))
         self.feedback = (codecs if self._nodes is None else self._nodes.codecs).backward.feedback
-        """Error feedback for gradients that this rank sends; None if no wire format has it."""
+        """Error feedback for gradients sent by this rank; None if no wire format has it."""
         out_dtype = codecs.forward.encoding.kernel_dtype
         works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
         self._played = [
@@ -141,8 +141,8 @@ class ShardedTables:
         Otherwise, batches skip the stage ``RESOLVED``.
         """
         self._row_arrival, self.rows_arrive = RowArrival(routing, env, may_fail=may_fail), may_fail
-        """Whether rows may be read from files after the stage ``RESOLVED``, so that it should run early."""
-        # Whether ``route`` has checked for optimizers that torch attached to tables after sharding.
+        """Whether rows may be read from files after the stage ``RESOLVED``, so it should run early."""
+        # Whether ``route`` has checked for optimizers attached by torch to tables after sharding.
         self._is_checked = False
         self._writes = WriteCounter(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
@@ -164,14 +164,14 @@ class ShardedTables:
         self.collected = GradientSignal(input_dist.device) if is_deferred else None
         """Whether gradients are collected for ``step``; None if the backward pass updates all tables."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
-        """Called in every backward pass with the gradients of the split and of the data-parallel tables."""
+        """Called in every backward pass with the gradients for the split and for the data-parallel tables."""
         self.num_changes = 0
         """Number of updates and state dict loads so far, equal on all ranks."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(here, ranks, codecs)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
-        """Order of uses in the result, if the module returns a row per ID; else empty."""
-        # With ``env.devices``, every rank that this process plays gets a single message, from the first rank.
+        """Use order in the result, if the module returns a row per ID; else empty."""
+        # With ``env.devices``, every rank played by this process gets a single message, from the first rank.
         self._blocks = [0] if env.devices else self._output.blocks
         # Sum gradients over ranks with the same rows, for split and data-parallel tables; None: no such
         # ranks.
@@ -184,20 +184,20 @@ class ShardedTables:
         self._axis, self.routing = ranks.shard, here
 
     def recount(self) -> None:
-        """Count the rows of hashed tables over all ranks, after rows were loaded. Collective."""
+        """Count hashed table rows over all ranks, after rows were loaded. Collective."""
         for admission_eviction in self.admission_evictions:
             admission_eviction.recount()
 
     @property
     def admission_evictions(self) -> list[AdmissionEviction]:
-        """Admission and eviction of hashed tables; empty without hashed tables."""
+        """Admission and eviction in hashed tables; empty without hashed tables."""
         return [
             updates.admission_eviction for updates in self._updates if updates.admission_eviction is not None
         ]
 
     @property
     def num_clamped_ids(self) -> int:
-        """Number of IDs on this rank replaced by ``BoundsCheckMode.WARN`` so far."""
+        """IDs on this rank replaced by ``BoundsCheckMode.WARN`` so far."""
         return self._input.num_clamped_ids
 
     @announced_on_failure
@@ -207,7 +207,7 @@ class ShardedTables:
         Invalid input does not raise here, but in the next stage, on every rank.
 
         Raises:
-            ValueError: torch has attached an optimizer to a table that has a fused optimizer.
+            ValueError: torch has attached an optimizer to a table with a fused optimizer.
         """
         if not self._is_checked:
             for table in self._fused:
@@ -222,7 +222,7 @@ class ShardedTables:
 
     @announced_on_failure
     def advance(self, batch: LookupBatch, stage: Stage) -> LookupBatch:
-        """Run all stages of a batch up to ``stage`` that have not run yet. Collective.
+        """Run a batch's stages up to ``stage``, except those already run. Collective.
 
         Args:
             batch: a batch from ``route``.
@@ -287,7 +287,7 @@ class ShardedTables:
         """Run the remaining stages, look up the rows, and start to send them to other ranks. Collective.
 
         Returns:
-            The rows of data-parallel tables. Pass them to ``finish``; they connect both calls in autograd's
+            The data-parallel table rows. Pass them to ``finish``; they connect both calls in autograd's
             graph.
 
         Raises:
@@ -320,11 +320,11 @@ class ShardedTables:
         return embeddings
 
     def send(self, batch: LookupBatch) -> Tensor:
-        """Look up rows, start to send them, and return the rows of data-parallel tables, fp32, flat.
+        """Look up rows, start to send them, and return data-parallel table rows, fp32, flat.
 
-        Runs in the forward pass of `_Send`.
+        Runs in `_Send`'s forward pass.
         """
-        # Counted before rows are read, so that ``send_grad`` notices any later write.
+        # Counted before rows are read, so ``send_grad`` notices any later write.
         batch.foreign_writes = self._writes.foreign_writes() if batch.trains else ()
         if self._nodes is not None:
             assert batch.fetch is not None
@@ -344,11 +344,11 @@ class ShardedTables:
 
     @announced_on_failure
     def receive(self, batch: LookupBatch, local: Tensor) -> Tensor:
-        """Wait for the rows, and return the embeddings. Runs in the forward pass of `_Receive`.
+        """Wait for the rows, and return the embeddings. Runs in `_Receive`'s forward pass.
 
         Args:
             batch: the batch.
-            local: rows of data-parallel tables, from ``send``.
+            local: data-parallel table rows, from ``send``.
         """
         assert batch.in_flight is not None
         in_flight, batch.in_flight = batch.in_flight, None
@@ -357,13 +357,13 @@ class ShardedTables:
 
     @announced_on_failure
     def send_grad(self, batch: LookupBatch, grad: Tensor) -> Tensor:
-        """Start to send gradients to the rows' owners, and return the gradient of the data-parallel rows.
+        """Start to send gradients to the rows' owners, and return the data-parallel rows' gradient.
 
-        Runs in the backward pass of `_Receive`.
+        Runs in `_Receive`'s backward pass.
 
         Args:
             batch: the batch.
-            grad: gradient of the embeddings.
+            grad: embedding gradient.
 
         Raises:
             ValueError: the user has written to the batch or to a table since the forward pass.
@@ -387,20 +387,20 @@ class ShardedTables:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Wait for the gradients, and update the tables in place, or return their gradients.
 
-        Runs in the backward pass of `_Send`.
+        Runs in `_Send`'s backward pass.
 
         Args:
             batch: the batch.
-            local_grad: result of ``send_grad``.
+            local_grad: from ``send_grad``.
 
         Returns:
-            The gradient of the caller's per-sample weights, if some rank needs it, and the gradient of every
+            Gradient for the caller's per-sample weights, if some rank needs it, and the gradient for every
                 parameter; None for fused tables.
         """
         assert batch.in_flight is not None
         local = None
         if batch.local_ids is not None:
-            # Data-parallel tables first, so that their exchange overlaps with the gradients in flight.
+            # Data-parallel tables first, so their exchange overlaps with the gradients in flight.
             if self._data_parallel is None:
                 local = self.local.gradient(local_grad, batch.local_ids)
             else:
@@ -421,7 +421,7 @@ class ShardedTables:
             split = self._replicas.sum_gradients(batch.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
         if self.rows_arrive and (self._env.replicate.size > 1 or local is not None):
-            # The gradients may touch rows that only other replicas looked up, which are not in memory yet.
+            # The gradients may touch rows looked up only by other replicas, which are not in memory yet.
             self._row_arrival.wait([pin for gradient in gradients for pin in gradient.pins])
         with phase("update") if recorders else OFF:
             self._collect(gradients)
@@ -438,7 +438,7 @@ class ShardedTables:
         return sample_grad, grads + [None] * (len(self._parameters) - len(grads))
 
     def _release(self, batch: LookupBatch, gradients: Sequence[TableGradient]) -> None:
-        """Release the pins of a batch's slots after its update, so that the slots may be evicted."""
+        """Release the pins on a batch's slots after the update, so the slots may be evicted."""
         for ids in [*batch.ids, batch.local_ids]:
             if ids is not None:
                 release_pins(ids.pins)
@@ -447,7 +447,7 @@ class ShardedTables:
 
     @announced_on_failure
     def step(self) -> None:
-        """Update the deferred tables with the gradients that backward passes have collected. Collective."""
+        """Update the deferred tables with gradients collected by backward passes. Collective."""
         if self.collected is not None and self.collected.signal.grad is not None:
             self._apply([updates.collected() for updates in self._updates], deferred=True)
 
@@ -455,18 +455,18 @@ class ShardedTables:
         """Update all tables with deferred rules, or all other tables. After an error, no table is updated.
 
         Args:
-            gradients: gradients of the split and of the data-parallel tables.
+            gradients: gradients for the split and for the data-parallel tables.
             deferred: whether to update the tables with deferred rules.
         """
         pairs = list(zip(self._updates, gradients, strict=False))
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
-        # Tables change from here on. All communication that can fail has completed.
+        # Tables change from here on. All fallible communication has completed.
         self.num_changes += 1
         for (updates, gradient), update in zip(pairs, prepared, strict=True):
             updates.apply(update, gradient)
 
     def _gradient_from_nodes(self, batch: LookupBatch, grad: Tensor) -> TableGradient:
-        """Return the gradient of this rank's rectangles, from that of rows fetched from other nodes."""
+        """Return the gradient for this rank's rectangles, from the fetched rows' gradient."""
         assert self._nodes is not None
         assert batch.fetch is not None
         with phase("gradient") if recorders else OFF:
@@ -475,11 +475,11 @@ class ShardedTables:
             return self._nodes.return_gradients(batch.fetch, by_row)
 
     def _step(self) -> int:
-        """Return the number of table updates so far; 0 if no table has a fused optimizer."""
+        """Return the table update count so far; 0 if no table has a fused optimizer."""
         return max((int(table.state["step"]) for table in self._fused), default=0)
 
     def _collect(self, gradients: Sequence[TableGradient]) -> None:
-        """Store the gradients of deferred tables for ``step``, and set the signal. Collective."""
+        """Store the deferred tables' gradients for ``step``, and set the signal. Collective."""
         if self.collected is None:
             return
         finite = True
@@ -488,7 +488,7 @@ class ShardedTables:
         self.collected.agree(finite, self._env.world)
 
     def _sample_weight_grad(self, batch: LookupBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
-        """Return the gradient of this rank's loss with respect to its per-sample weights, fp32 [N].
+        """Return the gradient for this rank's per-sample weights, fp32 [N].
 
         Collective.
         """
@@ -502,7 +502,7 @@ class ShardedTables:
         for rank, block in zip(self._output.blocks, blocks, strict=True):
             by_rank[rank] = block
         grads = return_weight_grads(by_rank, local, batch.source, self.routing, self._axis)
-        # Undo the average over ranks of ``send_grad``, because the weights belong to this rank's loss alone.
+        # Undo ``send_grad``'s average over ranks, because the weights belong to this rank's loss alone.
         return grads.mul_(self._env.world.size)
 
 

@@ -23,7 +23,7 @@ FusedParams = OptimizerSpec | Mapping[str, Any] | None
 
 
 class _Sharder:
-    """Base class of sharders; see `EmbeddingBagCollectionSharder` for the arguments."""
+    """Base class for sharders; see `EmbeddingBagCollectionSharder` for the arguments."""
 
     module_type: type[TableCollection]
 
@@ -48,15 +48,15 @@ class _Sharder:
     def by_path(
         self, tables: Mapping[str, Sequence[str]], model: Mapping[str, Sequence[str]]
     ) -> dict[str, Self]:
-        """Return a copy of this sharder for every module, whose options name only tables of the module.
+        """Return a copy for every module, whose options name only tables in the module.
 
         Args:
-            tables: table names of the modules to shard, by module path.
-            model: table names of all embedding modules of the model, by module path. ``precision`` may name
+            tables: table names in the modules to shard, by module path.
+            model: table names in all embedding modules in the model, by module path. ``precision`` may name
                 any.
 
         Raises:
-            ValueError: an option names a table that does not exist, or that several modules have.
+            ValueError: an option names a table missing from the model, or in several modules.
         """
         optimized = None
         if self.tables is not None and tables:
@@ -76,7 +76,7 @@ class _Sharder:
         env: ShardingEnv | None,
         device: torch.device | None,
     ) -> ModuleParts:
-        """Create the parts of a sharded module. Collective.
+        """Create the parts for a sharded module. Collective.
 
         Args:
             module: the unsharded module.
@@ -85,7 +85,7 @@ class _Sharder:
             device: device for this rank's tables; None: the process group's device.
 
         Raises:
-            TypeError: the sharder does not shard modules of this type.
+            TypeError: the sharder does not shard this module type.
         """
         if not isinstance(module, self.module_type):
             raise TypeError(
@@ -117,19 +117,19 @@ class EmbeddingBagCollectionSharder(_Sharder):
     """Creates a ShardedEmbeddingBagCollection from an EmbeddingBagCollection.
 
     Args:
-        fused_params: fused optimizer of tables that have none attached (``apply_optimizer_in_backward``): a
+        fused_params: fused optimizer for tables with none attached (``apply_optimizer_in_backward``): a
             spec, or a mapping such as ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``. None: these tables get
             ordinary gradients. Then use torch's ShardedGradScaler instead of GradScaler, because an overflow
-            shows only on the ranks that have the table.
+            shows only on the table's ranks.
         precision: wire formats for embeddings and gradients, for all tables or by table, named as in
             ``tables``.
-        update: ``"in_backward"``: the backward pass updates fused tables. ``"on_step"``: it collects their
-            gradients for ``fused_optimizer.step()``. None: as ``meshrec.fuse`` set it, or else in the
+        update: ``"in_backward"``: the backward pass updates fused tables. ``"on_step"``: it collects
+            their gradients for ``fused_optimizer.step()``. None: as ``meshrec.fuse`` set it, or else in the
             backward pass.
-        tables: names of the tables that use ``fused_params``; None: all. If several modules have a table of
-            the name, write ``path.name``.
+        tables: tables to train with ``fused_params``; None: all. If several modules have a table with
+            this name, write ``path.name``.
         across_nodes: what nodes exchange on a mesh with the axis ``node``: ``"sums"`` (a row per bag and
-            node), or ``"rows"`` (every distinct row once, which is less if the ranks of a node look up the
+            node), or ``"rows"`` (every distinct row once, which is less if a node's ranks look up the
             same IDs).
     """
 
@@ -145,7 +145,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
         """Shard a module. Collective.
 
         Args:
-            module: the unsharded module. The sharded tables copy its weights, or draw new weights if it is on
+            module: the unsharded module. The sharded tables copy the weights, or draw new ones if on
                 ``meta``.
             plan: the module's plan.
             env: the ranks (default: all ranks in the default process group).

@@ -1,4 +1,4 @@
-"""State dict tensors of tables whose shards are on several ranks, for ``TableModule``."""
+"""State dict tensors for tables with shards on several ranks, for ``TableModule``."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -19,7 +19,7 @@ from meshrec.tables.table import Rectangle, Span
 
 
 class FixedSplit:
-    """Makes split tensors of a table with a fixed number of rows.
+    """Makes split tensors for a table with a fixed row count.
 
     Args:
         owners: rectangles by rank of ``mesh``.
@@ -32,7 +32,7 @@ class FixedSplit:
         self._owners, self._mesh = [list(rectangles) for rectangles in owners], mesh
 
     def full_parts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return the row parts (weights, quantization scales, ...) of the table by name, as split tensors.
+        """Return the table's row parts (weights, quantization scales, ...) by name, as split tensors.
 
         The split tensors share memory with the local shards.
         """
@@ -51,18 +51,18 @@ class FixedSplit:
         }
 
     def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
-        """Return a slot of the optimizer state, fp32, as split tensor; it shares memory with the shards."""
-        # Not detached, because pickle stores a tensor object once, but two tensors that share memory twice.
+        """Return an optimizer state slot, fp32, as split tensor; it shares memory with the shards."""
+        # Not detached, because pickle stores a tensor object once, but two tensors with shared memory twice.
         parts = [table.tensors()[slot.name] for table in module.tables]
         like = torch.empty(0, device=module.weight.device)
         return self._joined(module, parts, like, slot.shape(module.num_rows, module.dim), int)
 
     def any_rank(self, condition: bool) -> bool:
-        """Return this rank's condition, because fixed tables load without communication."""
+        """Return this rank's condition, as fixed tables load without communication."""
         return condition
 
     def rows_loaded(self) -> None:
-        """Do nothing, because other ranks need not know that rows were loaded."""
+        """Do nothing, because other ranks need not know about loaded rows."""
 
     def _joined(
         self,
@@ -78,8 +78,8 @@ class FixedSplit:
             module: has this rank's rectangles.
             parts: a tensor per rectangle.
             like: tensor with the dtype and device, for ranks without a rectangle.
-            size: size of the full tensor.
-            position: maps a table column to a column of the tensor, which differs for packed int4.
+            size: full tensor size.
+            position: maps a table column to a tensor column, which differs for packed int4.
         """
         # Imported here, because torch's DTensor is slow to import.
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
@@ -92,7 +92,7 @@ class FixedSplit:
 
 
 class GrowableSplit:
-    """Makes split tensors of a hashed table, with its current rows in key order.
+    """Makes split tensors for a hashed table, with its current rows in key order.
 
     See [Note: hashed tables in key order]. ``full_parts`` is collective if IDs waiting for admission are
     counted. Loading is always collective.
@@ -101,7 +101,7 @@ class GrowableSplit:
         table: table number.
         owners: rectangles (key ranges) by rank of ``mesh``.
         mesh: the ranks; None if every rank has the whole table.
-        admission_eviction: has the numbers of rows by key interval, over all ranks.
+        admission_eviction: has the row counts by key interval, over all ranks.
         axis: the ranks.
     """
 
@@ -119,7 +119,7 @@ class GrowableSplit:
         self.is_split = mesh is not None
 
     def full_parts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return the row parts, IDs and counts of waiting IDs by name, in key order, as split tensors."""
+        """Return the row parts, IDs and waiting ID counts by name, in key order, as split tensors."""
         joined = self._key_ordered(module)
         parts = {part.name: joined(part.name, part.dtype, part.per_row) for part in module.storage.row_parts}
         parts[IDS] = joined(IDS, torch.int64, True)
@@ -128,7 +128,7 @@ class GrowableSplit:
         return parts
 
     def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
-        """Return a slot of the optimizer state in key order, as split tensor."""
+        """Return an optimizer state slot in key order, as split tensor."""
         return self._key_ordered(module)(slot.name, torch.float32, slot.per_row)
 
     def any_rank(self, condition: bool) -> bool:
@@ -143,7 +143,7 @@ class GrowableSplit:
         self._admission_eviction.recount()
 
     def _key_ordered(self, module: TableModule) -> Callable[[str, torch.dtype, bool], Tensor]:
-        """Return a function that creates the split tensor of a row part from (name, dtype, per_row)."""
+        """Return a function from (name, dtype, per_row) to the split tensor for a row part."""
         positions = self._positions(self._admission_eviction.live[self._table])
         tables = [table.key_ordered(positions(table.rectangle)[0]) for table in module.tables]
         tensors = [table.tensors() for table in tables]
@@ -151,7 +151,7 @@ class GrowableSplit:
             assert (table.rectangle.r0, table.rectangle.r1) == positions(r), "ranks have lost count"
 
         def joined(name: str, dtype: torch.dtype, per_row: bool) -> Tensor:
-            """Create the split tensor of a row part.
+            """Create the split tensor for a row part.
 
             Args:
                 name: part name.
@@ -164,7 +164,7 @@ class GrowableSplit:
         return joined
 
     def _admission_counts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return IDs that wait for admission and their counts, as split tensors.
+        """Return IDs waiting for admission and their counts, as split tensors.
 
         Collective if the table is split.
         """
@@ -190,10 +190,10 @@ class GrowableSplit:
         }
 
     def _positions(self, counts: Sequence[int]) -> Callable[[Rectangle], Span]:
-        """Return a function from a rectangle to its interval of positions in key order.
+        """Return a function from a rectangle to the position interval in key order.
 
         Args:
-            counts: number of entries in every key interval, over all ranks.
+            counts: entry count in every key interval, over all ranks.
         """
         spans = self._admission_eviction.intervals[self._table]
         edges = [span[0] for span in spans] + [spans[-1][1]]
@@ -209,13 +209,13 @@ class GrowableSplit:
         *,
         per_row: bool,
     ) -> Tensor:
-        """Create the split tensor of a row part.
+        """Create the split tensor for a row part.
 
         Args:
             module: has this rank's rectangles.
             parts: a tensor per rectangle, in key order.
-            positions: function from a rectangle to its interval of positions in key order.
-            dtype: dtype of the part.
+            positions: function from a rectangle to the position interval in key order.
+            dtype: part dtype.
             per_row: whether the part has a value per row.
         """
         if self._mesh is None:
