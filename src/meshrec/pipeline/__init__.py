@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 __all__ = ["Lookahead", "Staged", "TrainPipeline", "Update"]
 
-# Its old home, for one release.
+# The old module path, for one release.
 __getattr__ = importer(__name__, {"meshrec.stages": ["Staged"]})

@@ -1,4 +1,4 @@
-"""Batches in flight: the copy to the device, and lookups that start before the model calls its modules."""
+"""Batches in flight: the copy to the device, and lookups started before the model calls the modules."""
 
 import functools
 import operator
@@ -33,7 +33,7 @@ class Mover:
     def move_batch(self, batch: Any) -> Any:
         """Return a copy of the batch on the device. The copy may still be in flight, see ``wait``.
 
-        Copies objects with a ``to`` method, also inside of tuples, lists and mappings.
+        Copies objects with a ``to`` method, also inside tuples, lists and mappings.
         """
         if self._device is None:
             return batch
@@ -50,11 +50,11 @@ class Mover:
 
 
 class PathStep(NamedTuple):
-    """A step from an object to a part of it: ``.name`` (attribute), or ``[name]`` (item)."""
+    """A step from an object to a part: ``.name`` (attribute), or ``[name]`` (item)."""
 
     name: Any
     is_item: bool
-    """Whether ``name`` is a key of a mapping or an index of a sequence; otherwise it is an attribute."""
+    """Whether ``name`` is a mapping key or sequence index; otherwise it is an attribute."""
 
     def __str__(self) -> str:
         return f"[{self.name!r}]" if self.is_item else f".{self.name}"
@@ -64,13 +64,13 @@ Path = tuple[PathStep, ...]
 
 
 def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
-    """Return all tensors and jagged tensors in ``batch``, in order, with their paths.
+    """Return all tensors and jagged tensors in ``batch``, in order, with the paths.
 
     An object occurs once.
     """
     leaves: list[tuple[Path, Tensor | Jagged]] = []
     seen: set[int] = set()
-    # A stack instead of recursion: every batch is walked, and most time was spent in calls.
+    # A stack instead of recursion: every batch is walked, and calls took most of the time.
     stack: list[tuple[Path, Any]] = [((), batch)]
     while stack:
         path, part = stack.pop()
@@ -80,7 +80,7 @@ def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
         if isinstance(part, Tensor | Jagged):
             leaves.append((path, part))
             continue
-        parts_of = _parts_of(type(part))  # type: ignore[arg-type]  # the type's hash is not that of its instances
+        parts_of = _parts_of(type(part))  # type: ignore[arg-type]  # the type's hash differs from the instances'
         # Reversed, so leaves are listed in batch order.
         stack += [((*path, step), child) for step, child in reversed(parts_of(part))]
     return leaves
@@ -88,7 +88,7 @@ def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
 
 @functools.lru_cache
 def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
-    """Return the function that lists the attributes or items of an instance of ``kind``, with their steps."""
+    """Return the function listing a ``kind`` instance's attributes or items, with the steps."""
     if issubclass(kind, Mapping):
         return lambda mapping: [(PathStep(name, True), part) for name, part in mapping.items()]
     if issubclass(kind, Sequence):
@@ -96,7 +96,7 @@ def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
     if is_dataclass(kind) and "__dataclass_fields__" in vars(kind):  # not only a base class
         steps = [PathStep(field.name, False) for field in fields(kind)]
         return lambda batch: [(step, getattr(batch, step.name, None)) for step in steps]
-    # Other types do not list their attributes, so read them from every instance.
+    # Other types do not list attributes, so read them from every instance.
     slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
     names = [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
     names = [name for name in names if name not in ("__weakref__", "__dict__")]
@@ -107,12 +107,12 @@ def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
 
 
 def path_to(batch: Any, features: KeyedJaggedTensor) -> Path | None:
-    """Return the path to ``features``, compared by identity, in the batch; None if it is not in the batch."""
+    """Return the path to ``features``, compared by identity, in the batch; None if absent."""
     return next((path for path, part in find_tensors(batch) if part is features), None)
 
 
 def object_at(batch: Any, path: Path) -> Any:
-    """Return the object at ``path`` in ``batch``; None if the batch has no such part."""
+    """Return the object at ``path`` in ``batch``; None if the batch has no object there."""
     for name, is_item in path:
         try:
             batch = batch[name] if is_item else getattr(batch, name)
@@ -127,17 +127,17 @@ def path_text(path: Path) -> str:
 
 
 class Call(NamedTuple):
-    """A call of a sharded module in the forward pass."""
+    """A sharded module call in the forward pass."""
 
     name: str
     """Module name in the model."""
     module: Collection
     path: Path | None
-    """Position of the call's input in the batch; None if the forward pass creates the input."""
+    """Call input position in the batch; None if the forward pass creates the input."""
 
 
 class LookupInFlight:
-    """Lookup of a module for known input, started before the forward pass calls the module.
+    """Module lookup for known input, started before the forward pass calls the module.
 
     Args:
         module: sharded module.
@@ -146,7 +146,7 @@ class LookupInFlight:
 
     def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:
         self.module, self.features = module, features
-        # Fixed at the start: after a reshard or a change of mode, this lookup is not used (see is_current).
+        # Fixed at the start: after a reshard or mode change, this lookup is not used (see is_current).
         self._before, self._tables = _module_mode(module), module.tables
         self._batch = self._tables.route(features)
         # From send_embeddings on. Held here, because in the LookupBatch it would be part of a reference
@@ -158,11 +158,11 @@ class LookupInFlight:
 
     @property
     def is_current(self) -> bool:
-        """Whether the module still has the tables, grad mode and trainable parameters of the start."""
+        """Whether the module's tables, grad mode and trainable parameters are unchanged since the start."""
         return self._before == _module_mode(self.module)
 
     def advance(self, stage: Stage) -> None:
-        """Run all stages up to ``stage`` that have not run yet.
+        """Run all remaining stages up to ``stage``.
 
         Raises:
             ValueError: some rank's input was invalid; raised on every rank.
@@ -188,13 +188,13 @@ class LookupInFlight:
 
 @dataclass
 class BatchInFlight:
-    """A batch from the loader until its backward pass."""
+    """A batch from the loader until the backward pass."""
 
     batch: Any
     lookups: list[LookupInFlight] = field(default_factory=list)
-    """Lookups that have started, and that the forward pass has not taken yet."""
+    """Started lookups not yet taken by the forward pass."""
     error: Exception | None = None
-    """Error of a lookup; raised when the batch's training step starts."""
+    """Lookup error; raised when the batch's training step starts."""
 
     def __post_init__(self) -> None:
         self._leaves = find_tensors(self.batch)
@@ -206,7 +206,7 @@ class BatchInFlight:
         return _describe_write(before, self._versions)
 
     def route(self, module: Collection, features: KeyedJaggedTensor) -> None:
-        """Start the lookup of a module for these features. Collective."""
+        """Start a module's lookup for these features. Collective."""
         if self.error is None:
             try:
                 self.lookups.append(LookupInFlight(module, features))
@@ -214,9 +214,9 @@ class BatchInFlight:
                 self._fail(error)
 
     def send_ids(self) -> None:
-        """Start the ID exchange of all lookups.
+        """Start the ID exchange for all lookups.
 
-        Collective. Stores the error of invalid input in ``error``.
+        Collective. Stores the error for invalid input in ``error``.
         """
         try:
             for lookup in self.lookups:
@@ -225,9 +225,9 @@ class BatchInFlight:
             self._fail(error)
 
     def start_reads(self) -> None:
-        """Start to read the rows of tables whose rows are in files, while the previous batch computes.
+        """Start to read rows for tables stored in files, while the previous batch computes.
 
-        Collective. Waits for the ID exchange of these tables.
+        Collective. Waits for these tables' ID exchange.
         """
         try:
             for lookup in self.lookups:
@@ -237,9 +237,9 @@ class BatchInFlight:
             self._fail(error)
 
     def send_embeddings(self, is_ready: Callable[[Collection], bool], *, keep_result: bool = False) -> None:
-        """Look up the rows of modules that are ready, and start to send them to the requesting ranks.
+        """Look up rows for modules which are ready, and start to send them to the requesting ranks.
 
-        Resolves keys to slots for all modules, also for those that are not ready.
+        Resolves keys to slots for all modules, also if they are not ready.
 
         Args:
             is_ready: selects the modules whose rows are looked up now.
@@ -258,9 +258,9 @@ class BatchInFlight:
             self._fail(error)
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
-        """Return the result of the lookup in flight for this module and input, and forget the lookup.
+        """Return the result for this module and input from the lookup in flight, and forget the lookup.
 
-        Returns None if there is no such lookup.
+        Returns None if no lookup matches.
 
         Raises:
             ValueError: the IDs were written to after the lookup started, for example by the forward pass.
@@ -288,17 +288,17 @@ class BatchInFlight:
 
 
 def _tensor_versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int, tuple[Path, Tensor, int]]:
-    """Return (path, tensor, version) of all tensors in ``leaves``, by ``id(tensor)``.
+    """Return (path, tensor, version) for all tensors in ``leaves``, by ``id(tensor)``.
 
-    The version is torch's count of in-place writes.
+    The version is torch's in-place write count.
 
     Args:
-        leaves: tensors and jagged tensors of a batch, from `find_tensors`.
+        leaves: tensors and jagged tensors in a batch, from `find_tensors`.
     """
     versions: dict[int, tuple[Path, Tensor, int]] = {}
     for path, part in leaves:
         for tensor in part._tensors() if isinstance(part, Jagged) else (part,):
-            # Inference tensors have no version counter. Holding the tensor keeps its ``id`` unique.
+            # Inference tensors have no version counter. Holding the tensor keeps the ``id`` unique.
             if not tensor.is_inference():
                 versions.setdefault(id(tensor), (path, tensor, tensor._version))
     return versions
@@ -307,7 +307,7 @@ def _tensor_versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int
 def _describe_write(
     before: Mapping[int, tuple[Path, Tensor, int]], now: Mapping[int, tuple[Path, Tensor, int]]
 ) -> str | None:
-    """Compare two `_tensor_versions`, and return a message about the first tensor that changed, or None."""
+    """Compare two `_tensor_versions`, and return a message about the first changed tensor, or None."""
     for key, (path, _, version) in before.items():
         if key in now and now[key][2] != version:
             return (
@@ -318,16 +318,16 @@ def _describe_write(
 
 
 def _module_mode(module: Collection) -> tuple[Any, ...]:
-    """Return what a lookup depends on besides IDs and weights: tables, grad mode, ``requires_grad``.
+    """Return a lookup's dependencies besides IDs and weights: tables, grad mode, ``requires_grad``.
 
-    It changes on all ranks or on none, so ranks agree on whether a lookup is used.
+    They change on all ranks or on none, so ranks agree on whether a lookup is used.
     """
     trained = list(map(operator.attrgetter("requires_grad"), module.parameters()))
     return id(module.tables), torch.is_grad_enabled(), trained
 
 
 def _copy_to(thing: Any, device: torch.device) -> Any:
-    """Copy objects with a ``to`` method, also inside of mappings, tuples and lists, to a device."""
+    """Copy objects with a ``to`` method, also inside mappings, tuples and lists, to a device."""
     if hasattr(thing, "to"):
         return thing.to(device, non_blocking=True)
     if isinstance(thing, Mapping):

@@ -1,9 +1,9 @@
-"""Lookahead: start the lookups of later batches while the current batch computes.
+"""Lookahead: start later batches' lookups while the current batch computes.
 
-While batch i computes, ranks exchange the IDs of batch i + 1, and the loader reads batch i + 2. The model is
-not traced. The first forward pass shows which part of the batch is the input of which module. In later
-batches, the lookups of these parts start before the forward pass. A module call whose input is that very
-object takes the result of the lookup in flight. Any other call runs the plain lookup.
+While batch i computes, ranks exchange IDs for batch i + 1, and the loader reads batch i + 2. The model is not
+traced. The first forward pass shows which part in the batch is the input for which module. In later batches,
+the lookups for these parts start before the forward pass. A module call with exactly this object as input
+takes the result from the lookup in flight. Any other call runs the plain lookup.
 """
 
 import logging
@@ -28,17 +28,17 @@ from meshrec.sparse import KeyedJaggedTensor
 
 _logger = logging.getLogger("meshrec")
 Uneven = Literal["stop", "error"]
-# Status of a rank without a next batch. 0: the rank has a batch.
+# Status for a rank without a next batch. 0: the rank has a batch.
 _END, _FAILED = 1, 2
 
 
 class _Decision(NamedTuple):
-    """What all ranks know about the batches they have just read; equal on all ranks."""
+    """Joint status for the batches just read by all ranks; equal on all ranks."""
 
     continues: bool
     """Whether all ranks have a batch."""
     has_input: list[bool]
-    """For every call of a sharded module: whether its input was found in the batches of all ranks."""
+    """For every sharded module call: whether the input was found in the batches on all ranks."""
     error: Exception | None
     """Loader error, to be raised once all earlier batches are trained."""
     ended: list[int]
@@ -49,9 +49,9 @@ class _StatusExchange:
     """Asynchronous exchange between ranks: does every rank have a batch, and which inputs does it contain?
 
     Args:
-        batch: batch from this rank's loader; None at the end of the data and after an error.
-        has_input: for every call of a sharded module, whether the batch contains the input.
-        error: error of the loader; None if there was none.
+        batch: batch from this rank's loader; None at the data's end and after an error.
+        has_input: for every sharded module call, whether the batch contains the input.
+        error: loader error; None if there was none.
         axis: the ranks.
         device: device for the exchange.
     """
@@ -71,7 +71,7 @@ class _StatusExchange:
         self._words = all_gather(words, axis, "status of batches")
 
     def decide(self) -> _Decision:
-        """Wait for the status of all ranks. If a loader failed, also exchange the error messages."""
+        """Wait for the status from all ranks. If a loader failed, also exchange the error messages."""
         words = self._words.wait().cpu()
         statuses, has_input = words[:, 0].tolist(), words[:, 1:].bool().all(0).tolist()
         error = self._error
@@ -106,7 +106,7 @@ class _WriteCheck:
 
 
 class Lookahead:
-    """Runs lookups ahead of the model, for any training loop::
+    """Runs lookups before the model, for any training loop::
 
         batch = ahead.next(iterator)  # StopIteration at the end
         with ahead.forward():
@@ -118,12 +118,12 @@ class Lookahead:
 
     All calls are collective. A loop may omit calls, as in evaluation without a backward pass or after an
     exception, and only loses overlap. Do not omit ``exchange`` in training: it raises, before any update, if
-    a batch was written to while its IDs were in flight.
+    a batch was written to while the IDs were in flight.
 
     Args:
-        model: a model with sharded modules anywhere in it.
+        model: a model with sharded modules at any depth.
         device: device to copy batches to; None: batches are not copied.
-        uneven: reaction to different numbers of batches on different ranks. ``"stop"`` ends all ranks after
+        uneven: reaction to different batch counts on different ranks. ``"stop"`` ends all ranks after
             the last common batch; ``"error"`` raises ValueError there and names the ranks.
         strict: raise ValueError after the first forward pass if a module cannot be pipelined. Otherwise a log
             line names it.
@@ -147,7 +147,7 @@ class Lookahead:
         self._calls: list[Call] | None = None
         # Calls recorded during a forward pass while ``_calls`` is None.
         self._seen: list[tuple[str, Collection, KeyedJaggedTensor]] = []
-        # The batch being trained, from one call of ``next`` to the following one.
+        # The batch being trained, from a ``next`` call to the following call.
         self._current: BatchInFlight | None = None
         # Batches after the current one, at most two: read, and known to exist on all ranks.
         self._waiting: deque[BatchInFlight] = deque()
@@ -157,7 +157,7 @@ class Lookahead:
         # Loader error to raise after the batches in flight. Set by ``_end``, until ``next`` raises it.
         self._failure: Exception | None = None
         self.has_ended = False
-        """Whether the loader of a rank has no batch after the batches in flight."""
+        """Whether a rank's loader has no batch after the batches in flight."""
 
     @property
     def is_last(self) -> bool:

@@ -1,3 +1,3 @@
-"""The old name of `meshrec.stages`, for one release."""
+"""The old name for `meshrec.stages`, for one release."""
 
 from meshrec.stages import *  # noqa: F403

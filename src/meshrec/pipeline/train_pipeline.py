@@ -1,4 +1,4 @@
-"""Training loop that overlaps communication with computation, with the same results as the plain loop."""
+"""Training loop overlapping communication with computation, with the same results as the plain loop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,9 +13,9 @@ Forward = Callable[[Any], tuple[Tensor, Any]]
 
 
 class TrainPipeline:
-    """Trains batch by batch, and exchanges the IDs of the next batch and reads the one after it meanwhile.
+    """Trains batch by batch, and meanwhile exchanges the next batch's IDs and reads the batch after it.
 
-    Outputs, weights and optimizer state are bit-identical to those of this loop::
+    Outputs, weights and optimizer state are bit-identical to this loop's::
 
         for batch in loader:
             optimizer.zero_grad()
@@ -26,26 +26,26 @@ class TrainPipeline:
     With ``accumulate=n``, ``zero_grad`` runs before the first and ``step`` after the last of n batches; the
     last group may have fewer.
 
-    The model is not traced, so any model works. A sharded module is pipelined if its input is a
-    KeyedJaggedTensor of the batch itself; otherwise it runs the plain lookup. In eval mode, the pipeline only
-    computes outputs. Inputs are found in mapping values, sequence items, dataclass fields, and attributes of
-    other objects.
+    The model is not traced, so any model works. A sharded module is pipelined if the input is a
+    KeyedJaggedTensor in the batch itself; otherwise it runs the plain lookup. In eval mode, the pipeline only
+    computes outputs. Inputs are found in mapping values, sequence items, dataclass fields, and other objects'
+    attributes.
 
-    A batch's tensors must not change until the batch is trained. If the loader reuses tensors of an earlier
+    A batch's tensors must not change until the batch is trained. If the loader reuses tensors from an earlier
     batch, the pipeline raises ValueError; writes through NumPy are not detected. If the loader draws random
     values in this process, it draws them earlier than in the plain loop.
 
     Args:
-        model: maps a batch to (losses, output). Sharded modules may be anywhere in it.
-        optimizer: optimizer of dense parameters and tables, such as a CombinedOptimizer, with or without
+        model: maps a batch to (losses, output). Sharded modules may be at any depth.
+        optimizer: optimizer for dense parameters and tables, such as a CombinedOptimizer, with or without
             clipping. If it is a plain CombinedOptimizer, the tables step first.
-        device: device to copy batches to: objects with a ``to`` method, and tuples, lists and mappings of
-            such objects. None: batches are not copied.
+        device: device to copy batches to: objects with a ``to`` method, and tuples, lists and mappings with
+            these objects. None: batches are not copied.
         forward: function from a batch to (losses, output), called instead of ``model``.
-        accumulate: number of batches per optimizer step.
-        uneven: reaction to different numbers of batches on different ranks. ``"stop"`` ends all ranks after
+        accumulate: batch count per optimizer step.
+        uneven: reaction to different batch counts on different ranks. ``"stop"`` ends all ranks after
             the last common batch; ``"error"`` raises ValueError there and names the ranks.
-        semi_synchronous_from: number of a batch, from 0. From this batch on, rows are looked up before the
+        semi_synchronous_from: batch number, from 0. From this batch on, rows are looked up before the
             previous batch updates the tables. Results differ from the plain loop, and the embedding exchange
             is overlapped as well. The first two batches are always exact. None: never.
         strict: raise ValueError, after the first forward pass, if a module cannot be pipelined. Otherwise a
@@ -84,7 +84,7 @@ class TrainPipeline:
             StopIteration: after the last batch, on every rank. The following call reads from ``iterator``
                 again.
             ValueError: this batch has invalid IDs, or was written to while in flight; or, with
-                ``uneven="error"``, ranks have different numbers of batches. Raised on every rank.
+                ``uneven="error"``, ranks have different batch counts. Raised on every rank.
             Exception: the loader's error, once all earlier batches are trained. Other ranks raise
                 RuntimeError.
         """
@@ -98,7 +98,7 @@ class TrainPipeline:
         if self._num_collected == 0:
             self._optimizer.zero_grad()
         self._num_collected += 1
-        # At the end of the data, a group of fewer than ``accumulate`` batches also steps.
+        # At the data's end, a group with fewer than ``accumulate`` batches also steps.
         steps = self._num_collected >= self._accumulate or self._ahead.is_last
         with self._update.backward(steps=steps):
             with self._ahead.forward():
@@ -132,7 +132,7 @@ class TrainPipeline:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the loader of a rank has no batch after the batches in flight."""
+        """Whether a rank's loader has no batch after the batches in flight."""
         return self._ahead.has_ended
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Updates at the end of a training step, in an order that lets the next batch's lookup start early."""
+"""Updates at a training step's end, in an order in which the next batch's lookup can start early."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,17 +14,17 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class Update:
-    """Backward pass and optimizer steps of a batch, in this order:
+    """Backward pass and optimizer steps for a batch, in this order:
 
-    1. The backward pass updates fused tables, and starts the all-reduce of dense gradients.
+    1. The backward pass updates fused tables, and starts the dense gradient all-reduce.
     2. Tables with ``update="on_step"`` step, if ``optimizer`` is a plain CombinedOptimizer.
     3. The next batch's rows are looked up and sent.
-    4. The all-reduce of dense gradients completes, and all other optimizers step.
-    5. The tables that step 4 updates are looked up: those without a fused optimizer, and clipped tables.
+    4. The dense gradient all-reduce completes, and all other optimizers step.
+    5. Tables updated in step 4 are looked up: tables without a fused optimizer, and clipped tables.
 
     Args:
         model: the model.
-        optimizer: optimizer of dense parameters and tables.
+        optimizer: optimizer for dense parameters and tables.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -38,7 +38,7 @@ class Update:
 
         Args:
             steps: whether ``optimizer`` steps afterward. Otherwise dense gradients are not reduced.
-            late: whether ``after_backward`` follows and waits for the reduction of dense gradients. Otherwise
+            late: whether ``after_backward`` follows and waits for the dense gradient reduction. Otherwise
                 the backward pass waits.
         """
         with ExitStack() as stack:
@@ -51,7 +51,7 @@ class Update:
             yield
 
     def after_backward(self, ahead: Lookahead, *, steps: bool) -> None:
-        """Step all optimizers, and look up the next batch's rows as soon as their tables are updated.
+        """Step all optimizers, and look up the next batch's rows as soon as the tables are updated.
 
         Args:
             ahead: the next batches.
@@ -70,16 +70,16 @@ class Update:
             )
         )
         if self._parallel is not None and self._parallel.late_gradients is not None:
-            # After the lookup, so that the next batch's embeddings travel while dense gradients are reduced.
+            # After the lookup, so the next batch's embeddings travel while dense gradients are reduced.
             self._parallel.late_gradients.finish()
         for other in self._others:
             other.step()
         ahead.look_up(self.is_stepped)
 
     def is_stepped(self, module: Collection) -> bool:
-        """Return whether no optimizer other than this one updates the module's tables."""
+        """Return whether no other optimizer updates the module's tables."""
         if not module.has_ordinary_gradients:
-            return True  # the tables count their own updates
+            return True  # the tables count their updates
         stepped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         return all(id(parameter) in stepped or parameter.numel() == 0 for parameter in module.parameters())
 
