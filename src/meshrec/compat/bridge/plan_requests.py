@@ -54,7 +54,7 @@ class StorageReservationPolicy(str, Enum):
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """Planner options of a request.
+    """Planner options of a request. ``debug`` has no effect.
 
     Raises:
         ValueError: a part of TorchRec's search is chosen, or another planner or memory policy than MeshRec's.
@@ -73,7 +73,13 @@ class PlannerConfig:
     parameter_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("proposer_type", "partitioner_type", "performance_model", "proposer_config"):
+        for name in (
+            "proposer_type",
+            "partitioner_type",
+            "performance_model",
+            "proposer_config",
+            "parameter_multiplier",
+        ):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
                     f"{name} must be None, got {value!r}: MeshRec's planner searches all plans by itself. "
