@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, or differ from what was written."""
+    """Checkpoint files are missing, or differ from the bytes written."""
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Axis:
@@ -47,7 +47,7 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
     Args:
         axis: participating ranks.
         function: function without arguments; its result must be picklable.
-        action: what the function does, for error messages, such as "writing the manifest".
+        action: description for error messages, such as "writing the manifest".
 
     Returns:
         Results in rank order.
@@ -73,7 +73,7 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
 
 
 def combined(errors: dict[int, Exception], action: str) -> Exception:
-    """Combine the errors of ranks into a single error that names the ranks."""
+    """Combine rank errors into a single error naming the ranks."""
     texts = {rank: describe(error) for rank, error in errors.items()}
     if len(set(texts.values())) == 1:
         ranks = ", ".join(map(str, texts))
@@ -87,21 +87,21 @@ def combined(errors: dict[int, Exception], action: str) -> Exception:
 
 
 def as_checkpoint_error(error: Exception, action: str) -> Exception:
-    """Convert an error to one of the types that `agreed` raises."""
+    """Convert an error to an error type raised by `agreed`."""
     if isinstance(error, ValueError | CheckpointError):
         return error
     return CheckpointError(f"{action} failed: {describe(error)}")
 
 
 def _sendable(error: Exception) -> Exception:
-    """Convert an error to a type that every rank can unpickle; see ``comms.agreement.gather_errors``."""
+    """Convert an error to a type every rank can unpickle; see ``comms.agreement.gather_errors``."""
     if isinstance(error, ValueError | CheckpointError):
         return sendable(error, (DamagedCheckpointError, CheckpointError, ValueError))
     return CheckpointError(describe(error))
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's message, after its type's name unless it is a ValueError or CheckpointError."""
+    """Return an error's message, after the type name unless it is a ValueError or CheckpointError."""
     if isinstance(error, ValueError | CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -21,12 +21,12 @@ from meshrec.tables.streamed import StreamedPart, values_of
 
 # Part of the file format: the manifest check requires blocks of this many bytes, rounded down to whole rows.
 BLOCK_BYTES = 1 << 22
-# Start writeback after 64 MiB, so that the final fsync has little left to write.
+# Start writeback after 64 MiB, so the final fsync has little left to write.
 _FLUSH_BYTES = 1 << 26
 
 
 class Grid(NamedTuple):
-    """Division of a tensor's rows into blocks of ``rows_per_block`` rows; the last block may have fewer."""
+    """Partition of tensor rows into blocks with ``rows_per_block`` rows; the last block may be smaller."""
 
     num_rows: int
     row_bytes: int
@@ -34,11 +34,11 @@ class Grid(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Size of the largest block in bytes."""
+        """Largest block size in bytes."""
         return min(self.rows_per_block, self.num_rows) * self.row_bytes
 
     def blocks(self, first: int = 0, end: int | None = None) -> range:
-        """Return the first row of every block that overlaps rows [first, end)."""
+        """Return the first row in every block overlapping rows [first, end)."""
         if self.row_bytes == 0:
             return range(0)
         step = self.rows_per_block
@@ -46,7 +46,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None = None) -> Grid:
-    """Return the division of a tensor into blocks. A 0-d tensor has one row.
+    """Return the block partition for a tensor. A 0-d tensor has one row.
 
     Args:
         shape: tensor shape.
@@ -58,7 +58,7 @@ def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return a writable view of the bytes of a contiguous CPU tensor. It is valid while the tensor exists."""
+    """Return a writable byte view of a contiguous CPU tensor. It is valid while the tensor exists."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
@@ -68,7 +68,7 @@ class FileWriter:
     """Appends to an open file, and starts to write pages to disk every 64 MiB.
 
     Attributes:
-        position: number of bytes written so far.
+        position: bytes written so far.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -85,8 +85,8 @@ class FileWriter:
             unwritten = unwritten[written:]
         if self.position - self._flushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
             length = self.position - self._flushed
-            # DONTNEED starts writeback of dirty pages. It also drops them from the page cache afterward, so
-            # that a large save does not evict other files from the cache.
+            # DONTNEED starts writeback for dirty pages. It also drops them from the page cache afterward, so
+            # a large save does not evict other files from the cache.
             os.posix_fadvise(self._descriptor, self._flushed, length, os.POSIX_FADV_DONTNEED)
             self._flushed = self.position
 
@@ -96,9 +96,9 @@ def checksum_of(content: memoryview, identity: bytes, first: int) -> int:
 
     Args:
         content: the block's bytes.
-        identity: result of `piece_identity`. The checksum covers it, so that bytes at a wrong position are
-            detected. Empty for checkpoints of format version 1, whose checksums cover only ``content``.
-        first: index of the block's first row within the piece.
+        identity: result of `piece_identity`. The checksum covers it, which detects bytes at a wrong
+            position. Empty for checkpoints of format version 1, whose checksums cover only ``content``.
+        first: first block row within the piece.
     """
     start = zlib.crc32(b"%s%d" % (identity, first)) if identity else 0
     return zlib.crc32(content, start)
@@ -136,8 +136,8 @@ class StoredRows(NamedTuple):
 
     Attributes:
         descriptor: open file; the caller keeps it open.
-        start: offset of the first row in the file, in bytes.
-        shape: shape of the piece.
+        start: first row's file offset, in bytes.
+        shape: piece shape.
         dtype: tensor dtype.
         rows_per_block: rows in every block but the last.
         checksums: CRC-32 per block.
@@ -156,18 +156,18 @@ class StoredRows(NamedTuple):
 
     @property
     def grid(self) -> Grid:
-        """Division of the piece into blocks."""
+        """Block partition for the piece."""
         return grid_of(self.shape, self.dtype, self.rows_per_block)
 
     def read_block(self, first: int, target: memoryview) -> None:
         """Read and verify a block.
 
         Args:
-            first: first row of the block.
-            target: memory to fill, with the size of the block.
+            first: first row in the block.
+            target: memory to fill, with the block size.
 
         Raises:
-            DamagedCheckpointError: the block differs from what was written.
+            DamagedCheckpointError: the block differs from the bytes written.
         """
         grid = self.grid
         position = self.start + first * grid.row_bytes
@@ -184,15 +184,15 @@ class StoredRows(NamedTuple):
 
 
 def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> None:
-    """Read a region of a piece, and verify every block that overlaps it.
+    """Read a region of a piece, and verify every block overlapping it.
 
     Args:
         stored: piece to read from.
-        offsets: start of the region within the piece, per dimension.
-        target: tensor to fill; its shape is that of the region.
+        offsets: region start within the piece, per dimension.
+        target: tensor to fill; it has the region's shape.
 
     Raises:
-        DamagedCheckpointError: a block differs from what was written; ``target`` is then partly filled.
+        DamagedCheckpointError: a block differs from the bytes written; ``target`` is then partly filled.
     """
     grid = stored.grid
     if target.numel() == 0:
@@ -206,7 +206,7 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
     buffer = None
     for row in grid.blocks(first, end):
         last = min(row + grid.rows_per_block, grid.num_rows)
-        # A block that lies in the target is read in place. Other blocks are read to a buffer, and then
+        # A block inside the target is read in place. Other blocks are read to a buffer, and then
         # copied.
         if is_direct and first <= row and last <= end:
             stored.read_block(row, memory_of(target[row - first : last - first]))
@@ -224,15 +224,15 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
 
 
 def verify_rows(stored: StoredRows, buffer: Tensor, share: slice = slice(None)) -> None:
-    """Read blocks of a piece, and compare their checksums.
+    """Read blocks from a piece, and compare their checksums.
 
     Args:
         stored: piece to verify.
-        buffer: scratch memory, uint8, with at least the size of the largest block.
-        share: which blocks to verify, as a slice of the list of blocks.
+        buffer: scratch memory, uint8, with at least the largest block size.
+        share: which blocks to verify, as a slice into the block list.
 
     Raises:
-        DamagedCheckpointError: a block differs from what was written.
+        DamagedCheckpointError: a block differs from the bytes written.
     """
     grid = stored.grid
     memory = memory_of(buffer)

@@ -6,19 +6,19 @@ from itertools import product
 from math import prod
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape of a box in a tensor."""
+"""Box offset and shape in a tensor."""
 
 MAX_SPLIT_DIMS = 6
-"""Maximum number of split dimensions. Every additional one doubles the time of the check."""
+"""Maximum number of split dimensions. Every additional dimension doubles the check time."""
 
 
 def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return a message that says why boxes do not tile a tensor; None if they do.
 
-    The time is linear in the number of boxes. Consider the function that is 1 in a box and 0 elsewhere. Its
-    differences along all dimensions are +1 or -1 at the corners of the box, and 0 elsewhere. The differences
-    determine the function. Boxes therefore tile the tensor if and only if the signed corners of all boxes sum
-    to those of the tensor.
+    The time is linear in the box count. Consider the function equal to 1 in a box and 0 elsewhere. Its
+    differences along all dimensions are +1 or -1 at the box corners, and 0 elsewhere. The differences
+    determine the function. Boxes therefore tile the tensor if and only if the signed corners from all boxes
+    sum to the tensor's signed corners.
 
     Args:
         shape: tensor shape.
@@ -38,7 +38,7 @@ def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     dims = [dim for dim, whole in enumerate(shape) if any(size[dim] != whole for _, size in filled)]
     if len(dims) > MAX_SPLIT_DIMS:
         return f"it is split along {len(dims)} dimensions; at most {MAX_SPLIT_DIMS} are supported"
-    # Sum of signed corners of all boxes, minus the tensor's. A sum other than 0 shows an overlap or a gap.
+    # Signed corner sum over all boxes, minus the tensor's. A sum other than 0 shows an overlap or a gap.
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, (offset, size) in [(-1, ((0,) * len(shape), tuple(shape))), *((1, box) for box in filled)]:
         ends = [((offset[dim], 1), (offset[dim] + size[dim], -1)) for dim in dims]

@@ -1,6 +1,6 @@
 """Data file of a rank, in safetensors format.
 
-A whole tensor is stored under its name. The name of a piece also has its range: ``name[0:5, 0:8]``.
+A whole tensor is stored under its name. A piece's name also has the range: ``name[0:5, 0:8]``.
 """
 
 import json
@@ -19,7 +19,7 @@ from meshrec.checkpoint.blocks import FileWriter, grid_of, write_rows
 from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, StoredPiece, entry_name, piece_identity
 from meshrec.durable import Created
 
-# Start of tensor data: a multiple of the cache line, so that mapped tensors are aligned for every dtype.
+# Tensor data offset: a multiple of the cache line size, so mapped tensors are aligned for every dtype.
 _ALIGNMENT = 64
 
 
@@ -28,9 +28,9 @@ class TensorPart(NamedTuple):
 
     Attributes:
         name: tensor name.
-        offset: start of the piece in the tensor, per dimension.
-        size: shape of the tensor.
-        tensor: values of the piece, on any device.
+        offset: piece start in the tensor, per dimension.
+        size: tensor shape.
+        tensor: piece values, on any device.
     """
 
     name: str
@@ -40,13 +40,13 @@ class TensorPart(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A data file that has been written, and its pieces in order. ``StoredPiece.file`` is not set yet."""
+    """A finished data file, with the pieces in order. ``StoredPiece.file`` is not set yet."""
 
     file: DataFile
     pieces: list[StoredPiece]
 
     def to_json(self) -> list[Any]:
-        """Convert to JSON types, for the note that a background writer leaves."""
+        """Convert to JSON types, for the note left by a background writer."""
         return [list(self.file), [list(piece) for piece in self.pieces]]
 
     @classmethod
@@ -94,7 +94,7 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
 
 
 def header(parts: Sequence[TensorPart]) -> bytes:
-    """Return the safetensors header of a file with these pieces.
+    """Return the safetensors header for a file with these pieces.
 
     Raises:
         ValueError: unsupported dtype, or two pieces with equal names.
@@ -115,9 +115,9 @@ def header(parts: Sequence[TensorPart]) -> bytes:
 
 
 def header_of(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Return the safetensors header of a file with tensors of these dtypes and shapes, in this order.
+    """Return the safetensors header for tensors with these dtypes and shapes, in this order.
 
-    It has the length of the JSON (8 bytes), then JSON with names, dtypes, shapes and byte ranges.
+    It has the JSON length (8 bytes), then JSON with names, dtypes, shapes and byte ranges.
     """
     entries: dict[str, Any] = {}
     start = 0

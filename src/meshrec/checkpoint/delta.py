@@ -1,4 +1,4 @@
-"""Export the table rows that training has changed since an update, for deltas."""
+"""Export the table rows changed by training since an update, for deltas."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +18,14 @@ from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span
 from meshrec.tables.table import Table, read_weights
 
-# Changed rows of a rectangle: IDs [U], first column, end column, rows [U, columns].
+# Changed rows in a rectangle: IDs [U], first column, end column, rows [U, columns].
 _Piece = tuple[Tensor, int, int, Tensor]
 
 
 class RowTracker:
-    """Records which rows of a model's fused tables every update changes, from construction on.
+    """Records the fused table rows changed by every update, from construction on.
 
-    Takes 4 bytes per row, and a write per ID in every backward pass. The number of an update is the optimizer
+    Takes 4 bytes per row, and a write per ID in every backward pass. The update number is the optimizer
     step (the maximum ``"step"`` over all tables), which checkpoints contain.
 
     Args:
@@ -48,7 +48,7 @@ class RowTracker:
     @property
     def step(self) -> int:
         """Number of the last update. It never decreases."""
-        # If an older state is loaded, the steps of tables decrease, but numbers must not be used twice.
+        # Loading an older state decreases the table steps, but numbers must not be used twice.
         self._last_step = max(self._last_step, self._max_step())
         return self._last_step
 
@@ -65,18 +65,18 @@ class RowTracker:
         """Write the rows changed after update ``since`` to a safetensors file. Collective, between steps.
 
         For every table with changed rows, the file has ``<name>.ids``, int64 [U], ascending, and
-        ``<name>.rows`` [U, D]. The first rank collects all columns of the rows, whatever the plan, and writes
-        the file. For every hashed table, the file also has ``<name>.gone``, int64 [G]: IDs that were evicted
+        ``<name>.rows`` [U, D]. The first rank collects all columns for the rows, whatever the plan, and
+        writes the file. For every hashed table, the file also has ``<name>.gone``, int64 [G]: IDs evicted
         and not admitted again. Evictions before ``since`` are forgotten, so ``since`` must not decrease from
         call to call.
 
         Args:
             path: output file.
-            since: number of an update, at least `first_step`.
-            also: IDs of additional rows to write, by table name; equal on all ranks.
+            since: update number, at least `first_step`.
+            also: additional row IDs to write, by table name; equal on all ranks.
 
         Returns:
-            Numbers of rows and of evicted IDs, by table.
+            Row counts and evicted ID counts, by table.
 
         Raises:
             ValueError: ``since`` is before tracking started, or the model was resharded; raised on every
@@ -102,7 +102,7 @@ class RowTracker:
             except Exception as error:  # raised on all ranks by `write` below
                 errors.append(error)
             if axis.rank != 0:
-                # Only the first rank writes. Other ranks free the rows before those of the next table arrive.
+                # Only the first rank writes. Other ranks free the rows before the next table's rows arrive.
                 tensors.clear()
 
         def write() -> None:
@@ -121,11 +121,11 @@ class RowTracker:
         return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
 
     def _next_mark(self) -> int:
-        """Return the number of the current update, for the rows that it changes.
+        """Return the current update's number, for the rows it changes.
 
-        It is greater than every value that ``step`` has returned.
+        It is greater than every value returned by ``step``.
         """
-        # The maximum over tables is used because the step of a table that was frozen for a while lags behind.
+        # The maximum over tables is used because the step lags in a table frozen for a while.
         # With deferred updates, backward runs before the step counter increases.
         is_deferred = any(module.tables.collected is not None for module in self._modules.values())
         return max(self._max_step() + is_deferred, self._last_step + 1)
@@ -144,7 +144,7 @@ class RowTracker:
             )
 
     def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, "_LocalRows", int]]:
-        """Return (parameter name, this rank's changed rows, embedding dim) of every tracked table."""
+        """Return (parameter name, this rank's changed rows, embedding dim) for every tracked table."""
         changed = []
         for path, module in self._modules.items():
             names = list(module.fused_optimizer.params)
@@ -165,21 +165,21 @@ class RowTracker:
 
 
 class Exported(NamedTuple):
-    """Number of rows written by table, and of evicted IDs by hashed table."""
+    """Written row count by table, and evicted ID count by hashed table."""
 
     rows: dict[str, int]
     evicted: dict[str, int]
 
 
 class _LocalRows(NamedTuple):
-    """Changed rows of a table's rectangles on a rank, and evicted IDs (None for a table with fixed rows)."""
+    """A rank's changed rows in table rectangles, and evicted IDs (None for a table with fixed rows)."""
 
     pieces: list[_Piece]
     evicted: Tensor | None
 
 
 def _fixed_rows(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
-    """Return the rows with the given keys, and those of ``extra_ids`` in the rectangle, of a fixed table."""
+    """Return a fixed table's rows for the given keys, and for ``extra_ids`` in the rectangle."""
     _, r0, r1, c0, c1 = rows.rectangle
     if extra_ids is not None:
         keys = _union(keys, extra_ids, r0, r1)
@@ -189,14 +189,14 @@ def _fixed_rows(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
 def _hashed_rows(
     touched: TouchedRows, table: int, since: int, now: int, extra_ids: Tensor | None
 ) -> _LocalRows:
-    """Return this rank's changed rows and evicted IDs of a hashed table.
+    """Return this rank's changed rows and evicted IDs for a hashed table.
 
     Args:
         touched: record of updated rows.
         table: table number.
         since: return changes after this update.
         now: number of the last update.
-        extra_ids: IDs of additional rows; those without a row are returned as evicted. None: none.
+        extra_ids: additional row IDs; IDs without a row are returned as evicted. None: none.
     """
     pieces, evicted = [], [torch.empty(0, dtype=torch.int64)]
     for (_, keys), (rows, evicted_keys) in zip(
@@ -218,20 +218,20 @@ def _hashed_rows(
 
 
 def _union(keys: Tensor, extra_ids: Tensor, first: int, end: int) -> Tensor:
-    """Return the distinct values of ``keys`` and of the extra IDs in [first, end), ascending."""
+    """Return the distinct values from ``keys`` and from the extra IDs in [first, end), ascending."""
     inside = extra_ids[(extra_ids >= first) & (extra_ids < end)]
     united: Tensor = torch.cat([keys, inside.to(keys.device)]).unique()
     return united
 
 
 def _assemble_table(name: str, pieces: list[_LocalRows], dim: int, counts: Exported) -> dict[str, Tensor]:
-    """Combine the ranks' rows of a table to the tensors of the output file.
+    """Combine a table's rows from all ranks into the output file tensors.
 
     Args:
         name: parameter name.
         pieces: changed rows by rank.
         dim: embedding dim.
-        counts: the numbers of rows and of evicted IDs are added here.
+        counts: receives the row and evicted ID counts.
 
     Returns:
         Tensors ``<name>.ids``, ``<name>.rows`` and ``<name>.gone``; see `export`. IDs and rows are missing if
@@ -249,7 +249,7 @@ def _assemble_table(name: str, pieces: list[_LocalRows], dim: int, counts: Expor
 
 
 def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
-    """Join the columns of rows: return the distinct IDs [U], ascending, and rows [U, dim]."""
+    """Join row columns: return the distinct IDs [U], ascending, and rows [U, dim]."""
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, *_ in pieces)]).unique()
     dtype = pieces[0][3].dtype if pieces else torch.float32
     whole = torch.empty(len(ids), dim, dtype=dtype)

@@ -1,13 +1,13 @@
-"""Delta files: changes of weights since the previous delta, in a folder that servers watch.
+"""Delta files: weight changes since the previous delta, in a folder that servers watch.
 
-Delta ``n`` has three files: ``<n>.rows.safetensors`` (IDs and whole rows that training has changed, by
-table), ``<n>.dense.safetensors`` (all other weights), and ``<n>.json`` (written last). The JSON has its own
-checksum, the digests of both other files, and the digest of the previous delta's JSON. Readers therefore
-detect damage, missing deltas, and deltas of another run.
+Delta ``n`` has three files: ``<n>.rows.safetensors`` (IDs and whole rows changed by training, by table),
+``<n>.dense.safetensors`` (all other weights), and ``<n>.json`` (written last). The JSON has a checksum, the
+digests for both other files, and the digest for the previous delta's JSON. Readers therefore detect damage,
+missing deltas, and deltas from another run.
 
-Delta ``n + 1`` applied to the weights of delta ``n`` gives the weights of delta ``n + 1``. This also holds if
-a killed run resumes from an earlier step: its first delta repeats all rows that deltas after this step have
-changed.
+Delta ``n + 1`` applied to the weights after delta ``n`` gives the weights after delta ``n + 1``. This also
+holds if a killed run resumes from an earlier step: the first delta after the resume repeats all rows changed
+by deltas after this step.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from meshrec.durable.sealed import fields, integer, mapping, text, texts
 
 FORMAT = 2
 KINDS = ("rows", "dense")
-# 64 MiB. The limit bounds the memory that a damaged or hostile JSON file can take.
+# 64 MiB. The limit bounds the memory for a damaged or hostile JSON file.
 _MAX_RECORD_BYTES = 1 << 26
 _NAME = re.compile(r"[0-9]{8,18}\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -41,14 +41,14 @@ class DeltaRecord(NamedTuple):
     Attributes:
         number: delta number.
         run: run name.
-        since: training step of the previous delta.
-        step: training step of this delta.
-        rows: number of changed rows by table.
-        sha256: SHA-256 of the safetensors files by file name.
+        since: previous delta's training step.
+        step: this delta's training step.
+        rows: changed row count by table.
+        sha256: safetensors file SHA-256 by file name.
         previous: SHA-256 of the previous delta's JSON file; "" for the first delta.
-        tracked: tables of which deltas have changed rows; None in format 1.
-        whole: all other weights, which every delta has in full; None in format 1.
-        evicted: number of evicted IDs by hashed table, including zeros. The JSON key is "gone".
+        tracked: tables whose changed rows are in deltas; None in format 1.
+        whole: all other weights, complete in every delta; None in format 1.
+        evicted: evicted ID count by hashed table, including zeros. The JSON key is "gone".
         digest: SHA-256 of the JSON file.
     """
 
@@ -66,19 +66,19 @@ class DeltaRecord(NamedTuple):
 
     @property
     def published(self) -> "Published":
-        """Number and digest, with which packages and checkpoints refer to this delta."""
+        """Number and digest, by which packages and checkpoints refer to this delta."""
         return Published(self.number, self.digest)
 
 
 class Published(NamedTuple):
-    """Reference to a delta: the last one that is contained in the weights of a package or checkpoint."""
+    """Reference to a delta: the last delta contained in package or checkpoint weights."""
 
     number: int
     digest: str
 
 
 class Delta(NamedTuple):
-    """Weights of a delta.
+    """Delta weights.
 
     Attributes:
         rows: changed rows by table: IDs, int64 [U], ascending, and rows [U, D].
@@ -92,7 +92,7 @@ class Delta(NamedTuple):
 
 
 def delta_numbers(folder: str | Path) -> list[int]:
-    """Return the numbers of the deltas in a folder, ascending."""
+    """Return the delta numbers in a folder, ascending."""
     names = [path.name for path in Path(folder).glob("[0-9]*.json") if _NAME.fullmatch(path.name)]
     return sorted(number for name in names if delta_name(number := int(name.removesuffix(".json"))) == name)
 
@@ -107,7 +107,7 @@ def delta_records(folder: str | Path) -> list[DeltaRecord]:
 
 
 def read_record(folder: str | Path, number: int) -> DeltaRecord:
-    """Read the JSON file of a delta.
+    """Read a delta's JSON file.
 
     Raises:
         DeltaError: the file cannot be read, or is damaged.
@@ -121,7 +121,7 @@ def read_record(folder: str | Path, number: int) -> DeltaRecord:
 
 
 def _parse_record(content: bytes, number: int) -> DeltaRecord:
-    """Parse and validate the content of a delta's JSON file.
+    """Parse and validate a delta's JSON content.
 
     Raises:
         DamageError: the content is invalid, or belongs to another delta.
@@ -169,7 +169,7 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
     Raises:
         DeltaError: the files are damaged, or do not match the record.
     """
-    # Verified in memory, so that later writes to the files have no effect.
+    # Verified in memory, so later writes to the files have no effect.
     try:
         rows, whole = (
             read_whole(Path(folder) / (name := delta_name(record.number, kind)), record.sha256[name])
@@ -209,7 +209,7 @@ def check_follows(record: DeltaRecord, last: Published | None, step: int) -> Non
 
     Args:
         record: the delta.
-        last: last delta that was applied to the weights; None: none.
+        last: last delta applied to the weights; None: none.
         step: training step of the weights.
 
     Raises:
@@ -252,5 +252,5 @@ def verify_deltas(folder: str | Path) -> list[DeltaRecord]:
 
 
 def delta_name(number: int, kind: str | None = None) -> str:
-    """Return the name of a delta's JSON file, or of its safetensors file of a kind ("rows" or "dense")."""
+    """Return a delta's JSON file name, or the safetensors file name for a kind ("rows" or "dense")."""
     return f"{number:08d}.json" if kind is None else f"{number:08d}.{kind}.safetensors"

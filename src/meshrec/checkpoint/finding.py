@@ -1,4 +1,4 @@
-"""Find the checkpoint that a path stands for: a checkpoint, a folder of checkpoints, or a run."""
+"""Find the checkpoint that a path stands for: a checkpoint, a checkpoint folder, or a run."""
 
 import logging
 import re
@@ -9,15 +9,15 @@ from meshrec.checkpoint.manifest import MANIFEST
 _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""Subfolder of a run with the last checkpoints, from which training resumes."""
+"""Run subfolder with the last checkpoints, from which training resumes."""
 BEST = "best"
-"""Subfolder of a run with the best weights on validation data."""
+"""Run subfolder with the best weights on validation data."""
 _NAME = re.compile(r"step-([0-9]+)")
 _MANAGED_NAME = re.compile(r"step-([0-9]{10,})")
 
 
 def step_name(step: int) -> str:
-    """Return the folder name that `CheckpointManager` gives to a step's checkpoint."""
+    """Return the `CheckpointManager` folder name for a step's checkpoint."""
     return f"step-{step:010d}"
 
 
@@ -30,17 +30,16 @@ def step_of(name: str) -> int | None:
 def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = False) -> Path:
     """Return the finished checkpoint that ``path`` stands for.
 
-    A checkpoint stands for itself, and a folder of checkpoints for the newest. A run stands for the weights
-    that it
-    reports: the best on validation data, or the last if there is no validation data.
+    A checkpoint stands for itself, and a checkpoint folder for the newest checkpoint. A run stands for the
+    reported weights: the best on validation data, or the last if the run has no validation data.
 
     Args:
-        path: checkpoint, folder of checkpoints, or run folder.
-        step: select the checkpoint of this step.
+        path: checkpoint, checkpoint folder, or run folder.
+        step: select this step's checkpoint.
         last: select a run's last checkpoint instead of the best.
 
     Raises:
-        ValueError: there is no such checkpoint. The message lists existing steps.
+        ValueError: no checkpoint matches. The message lists existing steps.
     """
     path = Path(path)
     if (path / MANIFEST).exists() and step is None:

@@ -1,8 +1,8 @@
-"""Load tables that are hashed in the model, in the checkpoint, or in both, block by block.
+"""Load tables hashed in the model, in the checkpoint, or in both, block by block.
 
-A checkpoint stores the rows of a hashed table in key order, with a tensor ``ids``. Every rank reads all IDs,
-and the rows of its rectangles. The checkpoint of a fixed table has no IDs, because row i belongs to ID i. A
-hashed table can load the checkpoint of a fixed table, and vice versa: the row of ID i becomes row i.
+A checkpoint stores a hashed table's rows in key order, with a tensor ``ids``. Every rank reads all IDs,
+and the rows in local rectangles. A fixed table's checkpoint has no IDs, because row i belongs to ID i. A
+hashed table can load a fixed table's checkpoint, and vice versa: the row of ID i becomes row i.
 """
 
 import logging
@@ -25,7 +25,7 @@ from meshrec.tables.module import TableModule
 from meshrec.tables.table import Rectangle, RowBlock
 
 _log = logging.getLogger(__name__)
-# Rows per read, which bound the memory that a load needs.
+# Rows per read, which bound load memory.
 _BLOCK_ROWS = 1 << 16
 
 
@@ -45,12 +45,12 @@ class HashedTarget(NamedTuple):
     rows_loaded: Callable[[], object]
 
     def names(self) -> list[str]:
-        """Return the names of the table's tensors in its state dict."""
+        """Return the table's tensor names in the state dict."""
         return state_dict_names(self.storage)
 
 
 def hashed_targets(item: nn.Module) -> dict[str, HashedTarget]:
-    """Return the hashed tables of a module by path."""
+    """Return a module's hashed tables by path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
     targets: dict[str, HashedTarget] = {}
     for path, child in module.named_modules():
@@ -60,7 +60,7 @@ def hashed_targets(item: nn.Module) -> dict[str, HashedTarget]:
 
 
 def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
-    """Check that a hashed table can load its rows from a checkpoint.
+    """Check that a hashed table can load rows from a checkpoint.
 
     Args:
         target: table to load.
@@ -96,7 +96,7 @@ def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
 def load_hashed(
     target: HashedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Replace the rows of a hashed table with those of a checkpoint.
+    """Replace a hashed table's rows with rows from a checkpoint.
 
     Args:
         target: table to load.
@@ -123,7 +123,7 @@ def load_hashed(
                 here = (first + start, first + end)
                 values = {part: read_rows(folder, manifest, name, here) for part, name in parts.items()}
                 table.load(rows_in_rectangle(table, ids[start:end], values))
-    # Occurrence counts of IDs that wait for admission.
+    # Occurrence counts for IDs waiting for admission.
     waiting = [f"{prefix}{name}" for name in WAITING]
     if target.storage.counts_waiting_ids and all(name in manifest.tensors for name in waiting):
         span = (0, manifest.tensors[waiting[0]].shape[0])
@@ -133,18 +133,18 @@ def load_hashed(
 
 
 class LoadableRows(Protocol):
-    """Rectangle of a table that rows can be loaded into."""
+    """Table rectangle that rows can be loaded into."""
 
     @property
     def rectangle(self) -> Rectangle:
         """Key range and column range."""
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace rows, or some parts of rows such as the optimizer state."""
+        """Replace rows, or some row parts such as the optimizer state."""
 
 
 class WholeRows:
-    """Unsharded table with fixed rows, in the memory of its parameter.
+    """Unsharded table with fixed rows, in parameter memory.
 
     Attributes:
         tensors: weight and optimizer state by name; callers add the state.
@@ -169,9 +169,9 @@ class FixedTarget(NamedTuple):
     Attributes:
         path: module path of the table.
         tables: this rank's rectangles.
-        num_rows: number of rows of the unsharded table.
-        dim: number of columns of the unsharded table.
-        rows_loaded: function to call after a load, so that batches in flight look up their rows again.
+        num_rows: row count of the unsharded table.
+        dim: column count of the unsharded table.
+        rows_loaded: function to call after a load, so batches in flight look up their rows again.
     """
 
     path: str
@@ -182,7 +182,7 @@ class FixedTarget(NamedTuple):
 
 
 def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
-    """Return the trainable tables with fixed rows of a module, by path."""
+    """Return a module's trainable tables with fixed rows, by path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
     targets: dict[str, FixedTarget] = {}
     for path, child in module.named_modules():
@@ -206,7 +206,7 @@ def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
 
     Args:
         ids: blocks of IDs, int64.
-        num_rows: number of rows of the table.
+        num_rows: number of rows in the table.
         table: table name in errors.
 
     Returns:
@@ -231,7 +231,7 @@ def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
 
 
 def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, prefix: str) -> None:
-    """Check that a fixed table can load its rows from the checkpoint of a hashed table.
+    """Check that a fixed table can load rows from a hashed table's checkpoint.
 
     Args:
         target: table to load.
@@ -265,7 +265,7 @@ def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, pref
 def load_fixed(
     target: FixedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Load a fixed table from the checkpoint of a hashed table: the row of ID i becomes row i.
+    """Load a fixed table from a hashed table's checkpoint: the row of ID i becomes row i.
 
     Args:
         target: table to load.
@@ -285,17 +285,17 @@ def load_fixed(
 
 
 def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterable[RowBlock]:
-    """Yield a block with the rows that are in the rectangle of a fixed table; nothing if there are none.
+    """Yield a block with the rows in a fixed table's rectangle; nothing if there are none.
 
     Args:
         table: the rectangle.
-        ids: IDs of rows, int64 [N], in any order.
+        ids: row IDs, int64 [N], in any order.
         parts: row parts by name: [N] (a value per row) or [N, D].
     """
     r = table.rectangle
     inside = ((ids >= r.r0) & (ids < r.r1)).nonzero()[:, 0]
     if len(inside):
-        # The keys of a row block must be ascending.
+        # Row block keys must be ascending.
         keys, order = ids[inside].sort()
         positions = inside[order]
         cut = {name: v[positions] if v.dim() == 1 else v[positions, r.c0 : r.c1] for name, v in parts.items()}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: save in the background, load the latest intact one, and remove old ones."""
+"""A run's checkpoints: save in the background, load the latest intact one, and remove old ones."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,17 +22,17 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Checkpoints of a run, named ``folder/step-0000000100``. Saves, loads and ``wait`` are collective.
+    """A run's checkpoints, named ``folder/step-0000000100``. Saves, loads and ``wait`` are collective.
 
-    Old checkpoints in the folder are deleted, including copies that the user put there. Other files are kept.
+    Old checkpoints in the folder are deleted, including copies put there by the user. Other files are kept.
     If a checkpoint is a link, only the link is deleted.
 
     Args:
-        folder: folder that all ranks can access, created when first needed. With ``store``, a folder of this
+        folder: folder accessible from all ranks, created when first needed. With ``store``, a folder on this
             host for temporary files.
-        keep_last: number of checkpoints to keep, at least 1: the one saved last and those of the steps before
-            it. If training returns to an earlier step, checkpoints of later steps are kept until they are
-            saved again.
+        keep_last: checkpoint count to keep, at least 1: the last saved and the steps before it. If
+            training returns to an earlier step, checkpoints of later steps are kept until they are saved
+            again.
         keep_every: also keep checkpoints whose step is a multiple of this number.
         group: participating ranks; None: the default process group.
         store: folder in an object store for the checkpoints, if hosts have no shared folder; see [Note: how a
@@ -80,7 +80,7 @@ class CheckpointManager:
         """Save a checkpoint, then remove old ones; see ``checkpoint.save``. Collective.
 
         Returns:
-            Path of the checkpoint; with a store, its address.
+            Checkpoint path; with a store, the address.
 
         Raises:
             CheckpointError: the checkpoint cannot be written; raised on every rank. Older checkpoints are
@@ -156,7 +156,7 @@ class CheckpointManager:
         load(path, state, group=self._group)
 
     def load_latest(self, state: Mapping[str, Any]) -> int | None:
-        """Load the newest intact checkpoint, and return its step; None if there is no checkpoint. Collective.
+        """Load the newest intact checkpoint, and return its step; None without checkpoints. Collective.
 
         If a checkpoint is damaged, logs a warning and tries the previous one.
 
@@ -190,7 +190,7 @@ class CheckpointManager:
                     self._checkpoints.remove(later)
 
     def _remove_link(self, step: int) -> None:
-        """Remove a link at the save path, so that the save does not replace the link's target."""
+        """Remove a link at the save path, so the save does not replace the link's target."""
         if ranks_of(self._group).rank == 0:
             remove_link(self.path(step))
 
@@ -209,7 +209,7 @@ class CheckpointManager:
             yield step
 
     def _remove_old(self, saved: int) -> None:
-        """Remove complete checkpoints that need not be kept, and incomplete ones, up to step ``saved``."""
+        """Remove complete checkpoints no longer needed, and incomplete checkpoints, up to step ``saved``."""
         # Steps after ``saved`` are kept: training may have returned to an earlier step.
         steps = {step: complete for step, complete in self._checkpoints.steps().items() if step <= saved}
         complete_steps = sorted(step for step, is_complete in steps.items() if is_complete)
@@ -221,7 +221,7 @@ class CheckpointManager:
 
 
 class _FolderCheckpoints:
-    """Checkpoints of a run in a folder, with the methods of `StoredCheckpoints`."""
+    """A run's checkpoints in a folder, with the same methods as `StoredCheckpoints`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

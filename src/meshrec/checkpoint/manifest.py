@@ -1,18 +1,17 @@
 """Checkpoint manifest: JSON with a checksum, written last.
 
-A checkpoint is complete if and only if the manifest exists and is intact, and all files that it lists have
-the listed sizes. Nothing in the manifest is executed, and no name in it can refer to a file outside of the
-folder.
+A checkpoint is complete if and only if the manifest exists and is intact, and all listed files have the
+listed sizes. Nothing in the manifest is executed, and no name in it can refer to a file outside the folder.
 
 A valid checksum does not prove valid content, because a manifest may come from another program or checkpoint.
 Every value is therefore validated before it is used for an allocation or a read. Version 2 differs from
 version 1 in two ways: block checksums also cover the position (see `piece_identity`), and every tensor is
-named after its position in the values.
+named after the tensor's position in the values.
 
 [Note: file format versions] A release reads the format versions listed here. It rejects later versions with
 an error that says what to do. A format gets a new version if readers of the current version would misread a
-file. Readers of checkpoints, deltas and packages also reject unknown fields, so a new field needs a new
-version as well.
+file. Checkpoint, delta and package readers also reject unknown fields, so a new field needs a new version as
+well.
 
 - Checkpoints: writes version 2, reads 1 and 2.
 - Deltas (publishing.py): writes format 2, reads 1 and 2.
@@ -20,10 +19,10 @@ version as well.
   version; ``meshrec export PACKAGE`` compiles it again.
 - Plans (plan/sharding_plan.py) and features (data/features/features.py): version 1. Fields missing from an
   old plan have defaults.
-- A run's config.json and summary.json are unversioned: a missing field has its default, and a value that
-  cannot be parsed is an error (runs/saved_recipe.py).
+- A run's config.json and summary.json are unversioned: missing fields get defaults, and an unparsable value
+  is an error (runs/saved_recipe.py).
 
-tests/checkpoint/format1 has version 1 files that every later release must read.
+tests/checkpoint/format1 has version 1 files, which every later release must read.
 """
 
 import json
@@ -49,11 +48,11 @@ MANIFEST = "manifest.json"
 FORMAT = "meshrec.checkpoint"
 VERSION = 2
 RANDOM = "random"
-"""Name of the state entry that is reserved for random number generators."""
+"""State entry name reserved for random number generators."""
 KINDS = ("module", "optimizer", "stateful", "plain")
-"""Kinds of state entries."""
+"""State entry kinds."""
 MAX_MANIFEST_BYTES = 1 << 28
-"""Maximum size of a manifest, 256 MiB. That of a 100 TB checkpoint is about a tenth."""
+"""Maximum manifest size, 256 MiB. A 100 TB checkpoint needs about a tenth."""
 
 _FIELDS = ("format", "version", "step", "world_size", "files", "tensors", "values", "plans")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -86,8 +85,8 @@ class DataFile(NamedTuple):
     Attributes:
         name: file name.
         num_bytes: file size.
-        header_bytes: size of the header; the first tensor follows.
-        header_checksum: CRC-32 of the header.
+        header_bytes: header size; the first tensor follows.
+        header_checksum: header CRC-32.
     """
 
     name: str
@@ -100,10 +99,10 @@ class StoredPiece(NamedTuple):
     """Piece (a rectangle) of a tensor in a data file.
 
     Attributes:
-        offset: start of the piece in the tensor, per dimension.
-        shape: shape of the piece.
+        offset: piece start in the tensor, per dimension.
+        shape: piece shape.
         file: index into the manifest's files.
-        start: offset of the piece in the file, in bytes.
+        start: piece offset in the file, in bytes.
         rows_per_block: rows in every block but the last.
         checksums: CRC-32 per block; see ``blocks.checksum_of``.
     """
@@ -117,7 +116,7 @@ class StoredPiece(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """Tensor in a checkpoint. ``entry`` is the name of the state entry that it belongs to."""
+    """Tensor in a checkpoint. ``entry`` names the state entry that owns the tensor."""
 
     entry: str
     dtype: torch.dtype
@@ -126,12 +125,12 @@ class TensorRecord(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """Tensor size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class PlacedPiece(NamedTuple):
-    """Piece of a tensor, with the tensor's name and record."""
+    """Piece of a tensor, with tensor name and record."""
 
     name: str
     record: TensorRecord
@@ -139,17 +138,17 @@ class PlacedPiece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the piece in bytes."""
+        """Piece size in bytes."""
         return prod(self.piece.shape) * self.record.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of a checkpoint's manifest.
+    """Checkpoint manifest content.
 
     Attributes:
         step: training step; None if ``save`` got none.
-        world_size: number of ranks that saved.
+        world_size: rank count at the save.
         files: data files.
         tensors: records by tensor name.
         values: kind and plain values by state entry, encoded by ``values.encode``.
@@ -167,7 +166,7 @@ class Manifest:
 
     @cached_property
     def contents(self) -> list[list["PlacedPiece"]]:
-        """Pieces of every file, in the order of their bytes."""
+        """Pieces in every file, in byte order."""
         by_file: list[list[PlacedPiece]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             for piece in record.pieces:
@@ -179,7 +178,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Total size of the data files in bytes."""
+        """Total data file size in bytes."""
         return sum(file.num_bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
@@ -209,7 +208,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Parse the output of `to_bytes`, and check everything that can be checked without the data files.
+        """Parse `to_bytes` output, and check everything that can be checked without the data files.
 
         Raises:
             DamagedCheckpointError: the checksum or the content is invalid. Callers put the checkpoint's name
@@ -228,28 +227,28 @@ class Manifest:
 def piece_identity(name: str, dtype: torch.dtype, shape: Sequence[int], piece: StoredPiece) -> bytes:
     """Return bytes that identify a piece by tensor name, dtype, shape and position.
 
-    Since format version 2, block checksums cover these bytes (see `checksum_of`), so that values stored under
-    another name, dtype, shape or offset are detected.
+    Since format version 2, block checksums cover these bytes (see `checksum_of`), which detects values stored
+    under another name, dtype, shape or offset.
 
     Args:
         name: tensor name.
-        dtype: dtype of the tensor.
-        shape: shape of the tensor.
+        dtype: tensor dtype.
+        shape: tensor shape.
         piece: the piece; ``file`` and ``checksums`` are ignored.
     """
-    # Without the file name, which changes with every save, so that equal states have equal checksums.
+    # Without the file name, which changes with every save, so equal states have equal checksums.
     where = [piece.offset, piece.shape, piece.rows_per_block, piece.start]
     return json.dumps([name, DTYPE_NAMES[dtype], shape, *where]).encode()
 
 
 def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Sequence[int]) -> str:
-    """Return the name of a piece in a data file: ``name[0:5, 0:8]``, or ``name`` for a whole tensor.
+    """Return a piece's name in a data file: ``name[0:5, 0:8]``, or ``name`` for a whole tensor.
 
     Args:
         name: tensor name.
-        offset: start of the piece, per dimension.
-        shape: shape of the piece.
-        size: shape of the tensor.
+        offset: piece start, per dimension.
+        shape: piece shape.
+        size: tensor shape.
     """
     if tuple(shape) == tuple(size):
         return name
@@ -262,7 +261,7 @@ def tensor_label(name: str) -> str:
 
 
 def _parse_manifest(body: bytes) -> Manifest:
-    """Parse and validate the JSON of a manifest.
+    """Parse and validate manifest JSON.
 
     Raises:
         DamageError: the content is invalid.
@@ -345,7 +344,7 @@ def _check_contents(manifest: Manifest) -> None:
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Raise DamageError if an entry's values cannot be decoded, or do not refer to exactly its tensors."""
+    """Raise DamageError if an entry's values are invalid, or do not refer to exactly the entry's tensors."""
     of_entry: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
         of_entry.setdefault(record.entry, set()).add(name)

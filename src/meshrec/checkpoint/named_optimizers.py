@@ -1,4 +1,4 @@
-"""Optimizers whose state is keyed by parameter names instead of numbers."""
+"""Optimizers whose state is keyed by parameter name instead of index."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from meshrec.tables.module import TableModule
 
 
 def as_keyed_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> KeyedOptimizer:
-    """Wrap an optimizer as a `KeyedOptimizer`, unless it is one already.
+    """Wrap an optimizer as a `KeyedOptimizer`, unless it is a `KeyedOptimizer` already.
 
     Args:
         optimizer: the optimizer.
         state: training state, whose modules have the names of the optimizer's parameters.
 
     Raises:
-        ValueError: a torch optimizer trains a table that is split over ranks.
+        ValueError: a torch optimizer trains a table split over ranks.
     """
     if isinstance(optimizer, KeyedOptimizer):
         return optimizer
@@ -39,7 +39,7 @@ def as_keyed_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
 
 
 def create_state(optimizer: KeyedOptimizer, content: Any) -> Callable[[], None]:
-    """Create the state of parameters that have state in the checkpoint, but not in the optimizer.
+    """Create state for parameters with state in the checkpoint, but not in the optimizer.
 
     Torch optimizers create state in their first step.
 
@@ -57,7 +57,7 @@ def create_state(optimizer: KeyedOptimizer, content: Any) -> Callable[[], None]:
 
 
 def select_local_state(content: Any, item: Any, state: Mapping[str, Any]) -> Any:
-    """Return the part of an optimizer's saved state dict that belongs to parameters on this rank.
+    """Select the entries for this rank's parameters from an optimizer's saved state dict.
 
     Args:
         content: the optimizer's saved state dict, encoded.
@@ -83,7 +83,7 @@ def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _split_tables(state: Mapping[str, Any]) -> set[str]:
-    """Return the parameter names of tables that are split over ranks."""
+    """Return the parameter names of tables split over ranks."""
     return {
         f"{path}.{name}"
         for item in state.values()

@@ -22,18 +22,18 @@ from meshrec.model_parallel import DistributedModelParallel
 
 
 class DeltaPublisher:
-    """Writes deltas of a model during training. All methods are collective.
+    """Writes model deltas during training. All methods are collective.
 
     Args:
-        model: the model. Changed rows of its fused tables are recorded from now on.
-        folder: folder for deltas. If it has deltas, the next one follows them.
-        run: run name, which packages exported from the run's checkpoints also have.
+        model: the model. Changed rows in fused tables are recorded from now on.
+        folder: folder for deltas. If it has deltas, the next delta follows them.
+        run: run name, also stored in packages exported from the run's checkpoints.
         step: last training step.
-        after: last delta that the weights contain: the value of `last` when they were saved. None: unknown,
-            so rows of all deltas after ``step`` are published again.
+        after: last delta contained in the weights: the value of `last` when they were saved. None: unknown,
+            so rows from all deltas after ``step`` are published again.
 
     Attributes:
-        last: last delta that was published; None: none.
+        last: last published delta; None: none.
 
     Raises:
         ValueError: the existing deltas cannot be continued; raised on every rank.
@@ -51,7 +51,7 @@ class DeltaPublisher:
         self._model, self._folder, self._run = model, Path(folder), run
         self._tracker = RowTracker(model)
         self._axis = ranks_of(None)
-        # Training step and number of the optimizer update of the last published delta.
+        # Training step and optimizer update number for the last published delta.
         self._step, self._updates = step, self._tracker.step
 
         def read_deltas() -> tuple[Published | None, dict[str, Tensor]]:
@@ -63,19 +63,19 @@ class DeltaPublisher:
                     "export the run again for its servers."
                 ) from error
 
-        # `_ids_to_repeat` are the IDs, by table, of rows that the next delta must contain even if they do not
-        # change. Cleared once it is published.
+        # `_ids_to_repeat` are row IDs, by table, which the next delta must contain even if the rows do not
+        # change. Cleared once that delta is published.
         self.last, self._ids_to_repeat = agreed(self._axis, read_deltas, "reading existing deltas")[0]
 
     def publish(self, step: int) -> None:
-        """Write a delta with all changes since the last one. Does nothing if ``step`` has a delta already.
+        """Write a delta with all changes since the last delta. Does nothing if ``step`` has a delta already.
 
         Args:
             step: current training step.
 
         Raises:
-            CheckpointError: the delta cannot be written; raised on every rank. The next delta then has its
-                changes.
+            CheckpointError: the delta cannot be written; raised on every rank. The next delta then contains
+                the changes.
         """
         if step == self._step:
             return
@@ -113,11 +113,11 @@ class DeltaPublisher:
     def _find_last_delta(
         self, step: int, after: Published | None
     ) -> tuple[Published | None, dict[str, Tensor]]:
-        """Return the last delta in the folder, and, by table, the IDs in deltas that the weights lack.
+        """Return the last delta in the folder, and, by table, the IDs in deltas missing from the weights.
 
         Args:
             step: training step of the weights.
-            after: last delta that the weights contain; None: unknown.
+            after: last delta contained in the weights; None: unknown.
 
         Raises:
             DeltaError: a delta after ``after`` is missing or damaged.
@@ -140,7 +140,7 @@ class DeltaPublisher:
                 ids.setdefault(name, []).append(rows)
         last = records[-1].published if records else None
         if after is not None and (last is None or last.number < after.number):
-            # The deltas were removed from the folder, but servers that applied them wait for the next number.
+            # The deltas were removed from the folder, but servers with these deltas wait for the next number.
             last = after
         return last, {name: torch.cat(tensors).unique() for name, tensors in ids.items()}
 

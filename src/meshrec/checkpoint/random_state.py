@@ -1,4 +1,4 @@
-"""Random number generator states of a rank as tensors: Python, NumPy, torch, current CUDA device."""
+"""A rank's random number generator states as tensors: Python, NumPy, torch, current CUDA device."""
 
 import logging
 import random
@@ -9,15 +9,15 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _MERSENNE = "MT19937"
-"""The only bit generator of NumPy's global functions that is supported: NumPy's default."""
+"""The only supported bit generator for NumPy's global functions: NumPy's default."""
 
 
 def seed_python_and_numpy(seed: int, stream: str) -> None:
     """Seed Python's ``random`` and NumPy's global generator, but not torch's.
 
     Args:
-        seed: seed of the run.
-        stream: name of a purpose. Different names give independent random numbers.
+        seed: run seed.
+        stream: name of the purpose. Different names give independent random numbers.
     """
     # random.Random hashes strings with SHA-512, so all processes get the same seed, unlike with `hash`.
     source = random.Random(f"{seed}/{stream}")
@@ -26,7 +26,7 @@ def seed_python_and_numpy(seed: int, stream: str) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the current state of all generators, by name, such as "python" or "torch"."""
+    """Return the current generator states, by name, such as "python" or "torch"."""
     version, mersenne_words, gauss = random.getstate()
     assert version == 3
     state = {
@@ -48,16 +48,16 @@ def random_state() -> dict[str, Tensor]:
             numpy_state["bit_generator"],
             _MERSENNE,
         )
-    # Reading the state would initialize CUDA in processes which do not use it.
+    # Reading the state would initialize CUDA in processes not using it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Set the generators to the output of `random_state`. Generators that ``state`` lacks are unchanged.
+    """Set the generators to the output of `random_state`. Generators missing from ``state`` are unchanged.
 
-    Checkpoints of earlier releases lack NumPy's generator.
+    Checkpoints from earlier releases lack NumPy's generator.
     """
     has_gauss, gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))

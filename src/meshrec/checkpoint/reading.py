@@ -29,11 +29,11 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import parse
 
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
-"""Error numbers of a missing file. Other errors mean that a file exists, but cannot be read."""
+"""Error numbers for a missing file. Other errors: the file exists, but cannot be read."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and compare it with the sizes and headers of the data files.
+    """Read a checkpoint's manifest, and compare it with data file sizes and headers.
 
     Then the pieces cover all tensors, and have the listed names, dtypes, shapes and positions. Their contents
     are verified when they are read.
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextmanager
 def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
-    """Open a data file, and verify its size and header.
+    """Open a data file, and verify size and header.
 
     Args:
         folder: checkpoint folder.
@@ -74,7 +74,7 @@ def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
         File descriptor.
 
     Raises:
-        DamagedCheckpointError: the file is missing, or its size or header differs.
+        DamagedCheckpointError: the file is missing, or the size or header differs.
         CheckpointError: the file cannot be read.
     """
     file = manifest.files[number]
@@ -101,17 +101,17 @@ def verify_data(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Read the data files, and compare the checksums of all blocks. Ranks can share the work.
+    """Read the data files, and compare all block checksums. Ranks can share the work.
 
     Args:
         folder: checkpoint folder.
         manifest: checkpoint manifest.
-        names: names of the tensors to verify; None: all.
+        names: names of tensors to verify; None: all.
         rank: this rank, which verifies every ``world_size``-th block.
-        world_size: number of ranks that share the work.
+        world_size: number of ranks sharing the work.
 
     Raises:
-        DamagedCheckpointError: a block differs from what was written; the message names tensor and rows.
+        DamagedCheckpointError: a block differs from the bytes written; the message names tensor and rows.
         CheckpointError: a file cannot be read.
     """
     num_blocks = 0
@@ -139,20 +139,20 @@ def read_rows(
     *,
     opened: dict[int, int] | None = None,
 ) -> Tensor:
-    """Read and verify rows of a tensor, from all its pieces.
+    """Read and verify tensor rows, from all pieces.
 
     Args:
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         name: tensor name; a 0-d tensor has one row.
         rows: first row and end row.
-        opened: descriptors of open data files by file index; None: files are opened and closed here.
+        opened: open data file descriptors by file index; None: files are opened and closed here.
 
     Returns:
         Tensor [rows[1] - rows[0], ...] with the stored dtype.
 
     Raises:
-        DamagedCheckpointError: a block differs from what was written.
+        DamagedCheckpointError: a block differs from the bytes written.
     """
     record = manifest.tensors[name]
     values = torch.empty((rows[1] - rows[0], *record.shape[1:]), dtype=record.dtype)
@@ -175,7 +175,7 @@ def read_rows(
 
 
 def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
-    """Raise DamageError if the tensors in a data file's header differ from those in the manifest."""
+    """Raise DamageError if the tensors in a data file's header differ from the tensors in the manifest."""
     file = manifest.files[number]
     head = _header(descriptor, file.header_bytes, file.name)
     if int.from_bytes(head[:8], "little") != len(head) - 8:
@@ -227,7 +227,7 @@ def stored_rows(
         descriptor: open data file.
         name: tensor name.
         record: tensor record.
-        piece: piece of the tensor.
+        piece: tensor piece.
     """
     file = manifest.files[piece.file].name
     return StoredRows(

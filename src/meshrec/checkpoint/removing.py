@@ -1,9 +1,8 @@
-"""Delete checkpoints: only the files that their saves wrote.
+"""Delete checkpoints: only the files written by their saves.
 
-See [Note: what MeshRec deletes] in ``durable/removal.py``. The names of a save's files contain the random ID
-of the save. Until the save is complete, its mark has the ID. Afterward, the names of data files in the
-manifest have it, also if the manifest is damaged or of another version. All other files in the folder belong
-to the user.
+See [Note: what MeshRec deletes] in ``durable/removal.py``. A save's file names contain the save's random ID.
+Until the save is complete, the save mark has the ID. Afterward, data file names in the manifest have it, also
+if the manifest is damaged or from another version. All other files in the folder belong to the user.
 """
 
 import logging
@@ -25,7 +24,7 @@ from meshrec.durable import (
 )
 
 KIND = "checkpoint"
-"""Kind of the marks of saves."""
+"""Kind of a save's marks."""
 _DATA = re.compile(rb'"data-([0-9a-f]{8,64})-\d{5,}\.safetensors"')
 _DATA_NAME = re.compile(r"data-[0-9a-f]{8,64}-\d{5,}\.safetensors")
 # A manifest starts with the file names, so 64 KiB contain at least one.
@@ -34,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def names_of(save: str) -> str:
-    """Return a regular expression that matches the names of a save's files, except the manifest."""
+    """Return a regular expression that matches a save's file names, except the manifest."""
     note = rf"note-{save}-\d{{5,}}"
     temporary = rf"\.manifest\.json\.{save}|\.{note}\.json\.[0-9a-f]+"
     return rf"data-{save}-\d{{5,}}\.safetensors|{note}\.(json|failed)|{temporary}"
@@ -47,7 +46,7 @@ def check_target(folder: Path) -> None:
         ValueError: the folder has a ``manifest.json`` from another program, which would be replaced.
     """
     head = _read_manifest_start(folder)
-    # With data files, it is the damaged manifest of a checkpoint. A resumed run must be able to replace it.
+    # With data files, it is a checkpoint's damaged manifest. A resumed run must be able to replace it.
     has_data = any(_DATA_NAME.fullmatch(path.name) for path in folder.glob("data-*"))
     if head.strip(b"\0") and FORMAT.encode() not in head and not has_data:
         raise ValueError(
@@ -57,20 +56,20 @@ def check_target(folder: Path) -> None:
 
 
 def saves_in(folder: Path) -> set[str]:
-    """Return the IDs of all saves with files in a folder: the checkpoint's, and those of killed saves."""
+    """Return the IDs of all saves with files in a folder: the checkpoint's save, and killed saves."""
     head = _read_manifest_start(folder)
     named = {match.decode() for match in _DATA.findall(head)} if FORMAT.encode() in head else set()
     return named | {save_mark.id for save_mark in marks(folder, KIND, moved=True)}
 
 
 def remove_saves(folder: Path, saves: set[str]) -> None:
-    """Delete the files of saves, given by their IDs, except the manifest."""
+    """Delete the files of the saves with these IDs, except the manifest."""
     for save in saves:
         Mark(folder, save, KIND).remove(names_of(save))
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, finished or not, and its folder if it has no other files.
+    """Delete a checkpoint, finished or not, and the folder if no other files are in it.
 
     If ``folder`` is a link, only the link is deleted.
     """
@@ -79,7 +78,7 @@ def remove_checkpoint(folder: Path) -> None:
     saves = saves_in(folder)
     if not saves:
         return
-    # Write marks, then remove the manifest, then the other files. If this is interrupted, the folder is not a
+    # Write marks, then remove the manifest, then the other files. After an interruption, the folder is not a
     # checkpoint any more, and the next removal finds the remaining files by the marks.
     for save in saves:
         with suppress(OSError):  # already marked, or the disk is full

@@ -1,6 +1,6 @@
-"""Save and load the residuals of error feedback; see ``distributed/error_feedback.py``.
+"""Save and load error feedback residuals; see ``distributed/error_feedback.py``.
 
-Residuals belong to the columns that a rank sends, so they can only be loaded under the plan under which they
+Residuals belong to the columns sent by a rank, so they can only be loaded under the plan under which they
 were saved. Under another plan, a run starts without residuals, like a new run.
 """
 
@@ -18,10 +18,10 @@ _RESIDUALS = f"{RANDOM}.residuals"
 
 
 def residuals_of(entry: str, model: DistributedModelParallel, rank: int) -> dict[str, Tensor]:
-    """Return the residuals of this rank, by tensor name in the checkpoint.
+    """Return this rank's residuals, by tensor name in the checkpoint.
 
     Args:
-        entry: name of the model in the training state.
+        entry: model name in the training state.
         model: sharded model.
         rank: this rank.
     """
@@ -33,10 +33,10 @@ def residuals_of(entry: str, model: DistributedModelParallel, rank: int) -> dict
 
 
 def saved_residuals(entry: str, rank: int, names: set[str]) -> list[str]:
-    """Return the names of a rank's residuals among the tensor names of a checkpoint.
+    """Select a rank's residuals from a checkpoint's tensor names.
 
     Args:
-        entry: name of the model in the training state.
+        entry: model name in the training state.
         rank: the rank.
         names: tensor names.
     """
@@ -46,10 +46,10 @@ def saved_residuals(entry: str, rank: int, names: set[str]) -> list[str]:
 def set_residuals(
     entry: str, model: DistributedModelParallel, rank: int, saved: Mapping[str, Tensor]
 ) -> None:
-    """Replace the residuals of this rank with those of a checkpoint.
+    """Replace this rank's residuals with saved residuals.
 
     Args:
-        entry: name of the model in the training state.
+        entry: model name in the training state.
         model: sharded model.
         rank: this rank.
         saved: residuals by tensor name in the checkpoint; empty if the checkpoint has another plan.
@@ -67,7 +67,7 @@ def set_residuals(
 
 
 def warn_residuals_dropped(entry: str) -> None:
-    """Log a warning that the residuals of a checkpoint belong to another plan and are not loaded."""
+    """Log a warning: the checkpoint's residuals belong to another plan and are not loaded."""
     _log.warning(
         "the checkpoint's error feedback residuals for %r belong to another plan or world size, and "
         "are not loaded: error feedback restarts from zero.",

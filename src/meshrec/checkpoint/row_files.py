@@ -1,4 +1,4 @@
-"""Export the rows of a table from a checkpoint to Parquet, and import them into a model.
+"""Export table rows from a checkpoint to Parquet, and import them into a model.
 
 A file has the columns ``id`` (int64), ``row`` (list of ``dim`` floats) and, if requested, optimizer state.
 Export and import work block by block, so a table may be larger than memory.
@@ -27,24 +27,24 @@ from meshrec.ops.index import unique
 from meshrec.tables.hashed.io import rows_in_rectangle
 from meshrec.tables.hashed.table import IDS
 
-# Rows per record batch, which bound the memory that is needed.
+# Rows per record batch, which bound memory use.
 _BLOCK_ROWS = 1 << 16
 _ID, _ROW = "id", "row"
 
 
 def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer: bool = False) -> int:
-    """Write the rows of a table in a checkpoint to a Parquet file.
+    """Write a checkpoint table's rows to a Parquet file.
 
     bf16 rows are written as fp32, which is exact.
 
     Args:
         folder: checkpoint, saved under any plan.
         target: new file.
-        table: table name, or the end of its path, such as ``"ebc.embedding_bags.items"``.
+        table: table name, or the end of the module path, such as ``"ebc.embedding_bags.items"``.
         optimizer: whether to write optimizer state as well.
 
     Returns:
-        Number of rows.
+        Row count.
 
     Raises:
         ValueError: no such table, an ambiguous name, or an existing target.
@@ -81,11 +81,11 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
 
 
 def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer: bool = False) -> int:
-    """Replace rows of a table with those of a Parquet file. Collective.
+    """Replace table rows with rows from a Parquet file. Collective.
 
-    A hashed table then has exactly the IDs of the file, and restarts eviction statistics and counts of
+    A hashed table then has exactly the IDs in the file, and restarts eviction statistics and counts for
     waiting IDs. In a fixed table, row i is replaced with the row of ID i, and rows whose ID is not in the
-    file are unchanged. The number of updates, which some optimizers use, is unchanged.
+    file are unchanged. The update count, which some optimizers use, is unchanged.
 
     The file is read twice, because all values are checked before the first row changes.
 
@@ -93,11 +93,11 @@ def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer:
         source: file from `export_rows`, or a file with the same columns; other columns are ignored. Every
             rank reads it.
         module: model, sharded under any plan or unsharded.
-        table: table name, or the end of its path.
+        table: table name, or the end of the module path.
         optimizer: whether to read optimizer state; otherwise it is reset.
 
     Returns:
-        Number of rows.
+        Row count.
 
     Raises:
         ValueError: no such table; a missing column, or another type or width; repeated IDs; more than
@@ -131,12 +131,12 @@ class _FilledTable(NamedTuple):
     """Table to import rows into.
 
     Attributes:
-        module: collection that owns the table.
+        module: collection owning the table.
         path: module path of the table.
         tables: this rank's rectangles.
-        dim: number of columns of the unsharded table.
-        max_rows: number of rows of a fixed table, or maximum number of rows of a hashed table.
-        seed: seed of the keys of a hashed table; None for a fixed table.
+        dim: column count of the unsharded table.
+        max_rows: row count for a fixed table, or maximum row count for a hashed table.
+        seed: key seed for a hashed table; None for a fixed table.
         columns: row parts to read, ``weight`` first; True if a part has a value per row.
         changed: function to call after the import; see `HashedTarget.rows_loaded`.
     """
@@ -156,7 +156,7 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTabl
 
     Args:
         module: the model.
-        table: table name, or the end of its path.
+        table: table name, or the end of the module path.
         optimizer: whether optimizer state is imported.
     """
     hashed, fixed = hashed_targets(module), fixed_targets(module)
@@ -196,7 +196,7 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTabl
 
 
 def _state_of(collection: nn.Module, path: str) -> dict[str, Tensor]:
-    """Return the optimizer state of an unsharded table by slot; empty if the collection is not fused."""
+    """Return an unsharded table's optimizer state by slot; empty if the collection is not fused."""
     if not (isinstance(collection, TableCollection) and collection.is_fused):
         return {}
     name = ".".join([*path.split(".")[-2:], "weight"])
@@ -218,7 +218,7 @@ def _check_file(file: Any, source: Path, target: _FilledTable) -> None:
 
     Args:
         file: open Parquet file.
-        source: its path.
+        source: file path.
         target: the table.
 
     Raises:
@@ -268,7 +268,7 @@ def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
     """Raise ValueError if a column has another Arrow type than needed.
 
     Args:
-        source: path of the file.
+        source: file path.
         name: column name.
         kind: Arrow type of the column.
         width: floats per row; 0 for the IDs.
@@ -286,7 +286,7 @@ def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
 
 
 def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield blocks of IDs, int64 [N], and of row parts by name, [N] or [N, dim].
+    """Yield blocks with IDs, int64 [N], and row parts by name, [N] or [N, dim].
 
     Args:
         file: open Parquet file.
@@ -353,8 +353,8 @@ def _find_table(paths: set[str], table: str, where: str) -> str:
 
     Args:
         paths: table paths.
-        table: table name, or the end of its path.
-        where: what has the tables, for errors.
+        table: table name, or the end of the module path.
+        where: source of the tables, for errors.
 
     Raises:
         ValueError: no path or several paths match.
@@ -370,7 +370,7 @@ def _find_table(paths: set[str], table: str, where: str) -> str:
 
 
 def _slots_of(manifest: Manifest, prefix: str) -> dict[str, str]:
-    """Return the names of a table's optimizer state tensors in a checkpoint, by slot."""
+    """Return the checkpoint names of a table's optimizer state tensors, by slot."""
     entry = next(record.entry for name, record in manifest.tensors.items() if name == f"{prefix}weight")
     middle = f".state.{prefix.removeprefix(f'{entry}.')}weight."
     return {

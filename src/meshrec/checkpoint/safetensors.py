@@ -1,4 +1,4 @@
-"""Reader of safetensors files that rejects invalid headers, such as byte ranges outside the file."""
+"""Safetensors reader that rejects invalid headers, such as byte ranges outside the file."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import fields, integer, integers, mapping, parse, text
 
 METADATA = "__metadata__"
-"""Key of free text in a header, which cannot be a tensor name."""
+"""Header key for free text, which cannot be a tensor name."""
 _MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
 _MAX_DIMS = 64
 
@@ -33,7 +33,7 @@ def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
     """
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
-        # Check the header first, so that memory is allocated only for a safetensors file.
+        # Check the header first, so memory is allocated only for a safetensors file.
         _check_before_reading(descriptor, size, str(path))
         try:
             content = torch.empty(size, dtype=torch.uint8)
@@ -61,10 +61,10 @@ def read_mapped(path: Path) -> dict[str, Tensor]:
 
 
 def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name, as views of ``content``, the file's bytes.
+    """Return a safetensors file's tensors by name, as views of ``content``, the file's bytes.
 
     Raises:
-        DamageError: the tensors do not tile the file from the header to the end of the file.
+        DamageError: the tensors do not tile the file from the header to the file's end.
     """
     length = _header_length(content[:8].numpy().tobytes(), len(content), path)
     entries = _entries(content[8 : 8 + length].numpy().tobytes(), len(content), path)
@@ -78,7 +78,7 @@ def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
 
 
 def _check_before_reading(descriptor: int, size: int, path: str) -> None:
-    """Raise DamageError if the header of an open file is invalid."""
+    """Raise DamageError if an open file's header is invalid."""
     first = bytearray(min(8, size))
     read_into(descriptor, memoryview(first), 0, path)
     header = bytearray(_header_length(first, size, path))
@@ -87,7 +87,7 @@ def _check_before_reading(descriptor: int, size: int, path: str) -> None:
 
 
 def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
-    """Return the size in bytes of the JSON header, from the first 8 bytes of the file."""
+    """Return the JSON header size in bytes, from the file's first 8 bytes."""
     length = int.from_bytes(first, "little") if size >= 8 else 0
     if length + 8 > size or not 2 <= length <= _MAX_HEADER_BYTES:
         raise DamageError(f"{path} is not a safetensors file: the stated header exceeds the file")
@@ -100,7 +100,7 @@ def _entries(header: bytes, size: int, path: str) -> dict[str, Entry]:
 
 
 def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
-    """Validate a parsed safetensors header, and return its tensors.
+    """Validate a parsed safetensors header, and return the tensors.
 
     Args:
         header: parsed JSON.

@@ -6,11 +6,11 @@ reads the files, in MeshRec's format.
 [Note: checkpoint guarantees]
 1. Complete or absent. Data files get new names and reach the disk first; then the manifest appears
    atomically. A crash leaves either the old checkpoint or the new.
-2. A single point in time. ``async_save`` writes the state at the time of the call, even if training changes
+2. A single point in time. ``async_save`` writes the state at call time, even if training changes
    it during the write.
-3. Independent of the plan. Names and shapes are the unsharded model's, so any plan and any number of
+3. Independent of the plan. Names and shapes are the unsharded model's, so any plan with any rank count
    ranks can load it.
-4. Verified. Checksums cover the bytes of blocks and their positions. No byte is used before it is verified,
+4. Verified. Checksums cover block bytes and block positions. No byte is used before it is verified,
    and nothing in a file is executed.
 5. Resumable. Weights, optimizer state, data position and every rank's random numbers are saved. On the same
    ranks, a resumed run is bit-identical to an uninterrupted run. Additional ranks start with new random
@@ -18,7 +18,7 @@ reads the files, in MeshRec's format.
 6. Consistent with deltas. The trainer publishes a delta before every checkpoint, so servers and a resumed run
    miss no step.
 
-The guarantees do not hold if two runs save to the same path at once (runs/lock.py prevents that), or if the
+The guarantees do not hold if two runs save to the same path at once (prevented by runs/lock.py), or if the
 file system loses files after ``fsync`` has returned.
 """
 
@@ -54,7 +54,7 @@ from meshrec.durable import Created, Mark, mark, release, remove_named, write_du
 from meshrec.tables.streamed import saves_key_ordered
 
 Group = dist.ProcessGroup | None
-# Intervals at which threads look for the notes of background writers, on the disk and in an object store. The
+# Intervals at which threads look for notes from background writers, on the disk and in an object store. The
 # interval is longer for a store, because every request costs money.
 _POLL_SECONDS = 0.02
 _STORE_POLL_SECONDS = 0.5
@@ -63,11 +63,11 @@ _STORE_POLL_SECONDS = 0.5
 def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None, group: Group = None) -> Path:
     """Save a training state. When the function returns, the checkpoint is on disk. Collective.
 
-    An existing checkpoint at ``path`` is replaced atomically. Other files in the folder are kept. The states
-    of every rank's random number generators are saved as well.
+    An existing checkpoint at ``path`` is replaced atomically. Other files in the folder are kept. The random
+    number generator states from every rank are saved as well.
 
     Args:
-        path: folder that all ranks can access.
+        path: folder accessible from all ranks.
         state: entries by name: modules (including DistributedModelParallel), optimizers, plain values, and
             objects with ``state_dict()`` and ``load_state_dict()``, whose plain values and tensors are equal
             on all ranks.
@@ -110,9 +110,9 @@ def async_save(
 ) -> "PendingSave":
     """Save the current training state in the background. Collective; see `save`.
 
-    Every rank forks a child process, whose memory stays as it is at the time of the call, and which writes
-    it. The call takes as long as the fork. The kernel copies pages that training changes meanwhile. Device
-    tensors and memory shared between processes are copied before the fork.
+    Every rank forks a child process, which keeps the memory content from call time, and writes it. The call
+    takes as long as the fork. The kernel copies pages changed by training meanwhile. Device tensors and
+    memory shared between processes are copied before the fork.
 
     Call this function from a thread that outlives the save, and ``wait`` for the save before the process
     ends.
@@ -122,9 +122,9 @@ def async_save(
         state: see `save`.
         step: see `save`.
         group: see `save`.
-        after: function that rank 0 calls in another thread once the checkpoint is complete.
-        store: folder in an object store, to which the files are uploaded. ``path`` is then a scratch folder
-            of this rank; see [Note: how a checkpoint reaches a store].
+        after: function called by rank 0 in another thread once the checkpoint is complete.
+        store: folder in an object store, to which the files are uploaded. ``path`` is then this rank's
+            scratch folder; see [Note: how a checkpoint reaches a store].
 
     Returns:
         The save in progress.
@@ -137,8 +137,8 @@ def async_save(
 def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, group: Group = None) -> None:
     """Load a checkpoint into a training state, in place. Collective.
 
-    The plan and the number of ranks may differ from those of the save. Ranks whose number existed at the save
-    continue its random numbers.
+    The plan and the rank count may differ from the save. Ranks that existed at the save continue the
+    saved random numbers.
 
     All ranks compare the whole state with the checkpoint, and verify all bytes, before any rank writes to a
     table. Every byte is therefore read twice, the second time from the page cache if it fits there.
@@ -146,8 +146,8 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
     Args:
         path: checkpoint, or run folder (its reported weights); see `find_checkpoint`.
         state: entries to load; see `save`. Plain values are replaced in this mapping.
-        partial: whether modules may have tensors that the checkpoint lacks, and vice versa. Modules load the
-            common tensors, such as pretrained tables, and the log lists the others.
+        partial: whether modules may have tensors missing from the checkpoint, and vice versa. Modules load
+            the common tensors, such as pretrained tables, and the log lists the other tensors.
         group: see `save`.
 
     Raises:
@@ -205,7 +205,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
 
 
 class PendingSave:
-    """A checkpoint save that runs in the background.
+    """A checkpoint save running in the background.
 
     Args:
         job: the save.
@@ -258,7 +258,7 @@ class PendingSave:
             self._uploaded.wait()
             self._raise_error()
 
-        # Two rounds: rank 0 waits for the notes of all ranks, so it must learn first whether they will come.
+        # Two rounds: rank 0 waits for notes from all ranks, so it must learn first whether they will come.
         try:
             agreed(self._job.axis, finish_local_part, "writing a checkpoint")
         except Exception:
@@ -385,7 +385,7 @@ class _Save:
         except BaseException:
             self.clean_up()
             raise
-        # Merge entries of which every rank has a part, so that all ranks know the whole entries.
+        # Merge entries that are split over ranks, so that all ranks know the whole entries.
         for part in parts[1:]:
             self._collected.entries.update(part.names)
             for entry, values in part.values.items():
@@ -417,7 +417,7 @@ class _Save:
             saves_key_ordered.reset(can_load)
 
     def complete(self) -> None:
-        """Write the manifest, which completes the checkpoint, and remove the files that it replaces.
+        """Write the manifest, which completes the checkpoint, and remove the replaced files.
 
         Rank 0 only.
         """
@@ -447,7 +447,7 @@ class _Save:
         remove_saves(self.path, replaced)
 
     def clean_up(self) -> None:
-        """Remove the files of a failed save, and the folders created for it."""
+        """Remove a failed save's files, and the folders created for it."""
         remove_saves(self.path, {self.files.nonce})
         self._release()
         for folder in self._created:
@@ -460,12 +460,12 @@ class _Save:
 
 
 class _RankShare(NamedTuple):
-    """What a rank sends to the others at the start of a save.
+    """Data that a rank sends to all ranks when a save starts.
 
     Attributes:
-        nonce: random ID; rank 0's becomes the ID of the save.
+        nonce: random ID; rank 0's becomes the save ID.
         values: plain values of entries of which the rank has only a part.
-        names: entry by tensor name, for the tensors of these entries.
+        names: entry by tensor name, for the tensors in these entries.
     """
 
     nonce: str

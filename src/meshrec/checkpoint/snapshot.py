@@ -2,16 +2,15 @@
 
 The kernel shares memory pages between both processes, and copies a page when either writes to it. A snapshot
 therefore takes the time to copy page tables, and as much memory as training changes before the file is
-written: none for unchanged rows, at most the size of the saved tensors. A fork does not freeze all memory.
+written: none for unchanged rows, at most the saved tensor size. A fork does not freeze all memory.
 Memory shared between processes (mapped files, ``share_memory_()``) is copied before the fork, and tables with
 rows in files provide a snapshot (``ExternalTable.snapshot``).
 
-The child only reads memory and writes a file. It takes no lock that a thread of the parent may hold, and does
-not communicate with devices or ranks. It closes the parent's sockets, so that peers notice if the parent
-dies.
+The child only reads memory and writes a file. It takes no lock that a parent thread may hold, and does not
+communicate with devices or ranks. It closes the parent's sockets, so peers notice if the parent dies.
 
 In Python 3.11 and older, the interpreter may wait forever for a lock in the child if another thread was
-starting during the fork (python/cpython#112275). The child therefore reports to the parent that it runs. A
+starting during the fork (python/cpython#112275). The child therefore reports to the parent when it runs. A
 child that does not report is killed, and the parent forks again.
 """
 
@@ -49,7 +48,7 @@ class Snapshot:
 
     def __init__(self, pid: int, note: Path) -> None:
         self._pid, self._note = pid, note
-        # Exit status of the child, as waitpid returned it; None while the child runs.
+        # The child's exit status from waitpid; None while the child runs.
         self._status: int | None = None
         # Table snapshots, which stay open until the child ends.
         self._frozen: FrozenParts | None = None
@@ -58,8 +57,8 @@ class Snapshot:
     def start(cls, path: Path, parts: Sequence[TensorPart], note: Path) -> "Snapshot":
         """Fork a process that writes ``parts`` to ``path``.
 
-        When the file is on disk, the child writes the positions of the parts to ``note``. Tensors that are
-        not contiguous CPU memory, or are shared between processes, are copied before the fork.
+        When the file is on disk, the child writes the part positions to ``note``. Tensors outside contiguous
+        CPU memory, or shared between processes, are copied before the fork.
 
         Args:
             path: new data file.
@@ -150,16 +149,16 @@ class Snapshot:
 
 
 class FrozenParts:
-    """Pieces of tensors whose memory does not change in a forked process.
+    """Tensor pieces whose memory does not change in a forked process.
 
-    Copies, or takes snapshots of, tensors whose memory a fork does not freeze; see the module docstring.
+    Copies or snapshots tensors whose memory a fork does not freeze; see the module docstring.
 
     Args:
         parts: pieces to write.
     """
 
     def __init__(self, parts: Sequence[TensorPart]) -> None:
-        # Snapshots by ``id(table)``, until `close`. All parts of a table are from the same snapshot.
+        # Snapshots by ``id(table)``, until `close`. All parts from a table use the same snapshot.
         self._snapshots: dict[int, TableSnapshot] = {}
         try:
             shared = shared_memory()
@@ -186,7 +185,7 @@ class FrozenParts:
 
 
 def shared_memory() -> list[tuple[int, int]]:
-    """Return the address ranges (start, end) of memory that this process shares with other processes."""
+    """Return the address ranges (start, end) of memory shared with other processes."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:  # not Linux: shared mappings are unknown
@@ -211,9 +210,9 @@ def _write_and_exit(
     """Write the data file and the note in the child, and end the process.
 
     Args:
-        parent: process ID of the parent.
+        parent: parent process ID.
         prctl: prctl(2), or None.
-        begun: pipe to which the child reports that it runs.
+        begun: pipe on which the child reports when it runs.
         path: data file.
         parts: pieces to write.
         note: file to write after success.
@@ -221,7 +220,7 @@ def _write_and_exit(
     code = 1
     try:
         os.write(begun, b".")
-        gc.disable()  # a finalizer might wait for a lock that a thread of the parent held
+        gc.disable()  # a finalizer might wait for a lock held by a parent thread
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         # prctl kills the child when the parent dies, but the parent may have died before.
@@ -243,7 +242,7 @@ def _write_and_exit(
 
 
 def _write_reason(note: Path, error: BaseException) -> None:
-    """Write the reason of a failure to a file next to the note."""
+    """Write the failure reason to a file next to the note."""
     with contextlib.suppress(OSError):  # the exit code also reports the failure
         if isinstance(error, OSError):
             name_full_disk(error, [note.parent])
@@ -260,5 +259,5 @@ class _InlineExecutor(Executor):
 
 
 def _prctl() -> Any:
-    """Return prctl(2); None if the system lacks it. Looked up before the fork, because that takes locks."""
+    """Return prctl(2); None if the system lacks it. The lookup takes locks, so call it before the fork."""
     return getattr(ctypes.CDLL(None), "prctl", None)

@@ -1,6 +1,6 @@
 """Convert a training state to named tensors and plain values, and back.
 
-Names and shapes are those of the unsharded model, so a checkpoint does not depend on the plan. Names are
+Names and shapes are the unsharded model's, so a checkpoint does not depend on the plan. Names are
 ``<entry>.<parameter>`` for modules, and ``<entry>.state.<parameter>.<slot>`` for optimizers. If a table is
 split by columns, state with a value per row is stored once: row-wise optimizers sum their statistics over all
 columns, so all column shards of a row have equal values.
@@ -51,11 +51,11 @@ _MODULE, _OPTIMIZER, _STATEFUL, _PLAIN = KINDS
 
 @dataclass(kw_only=True)
 class Collected:
-    """Everything that a rank saves.
+    """Everything saved by a rank.
 
     Attributes:
         tensors: tensors by name.
-        entries: name of the state entry by tensor name.
+        entries: state entry name by tensor name.
         values: kind and encoded plain values by entry.
         partial_entries: entries of which this rank has only a part, such as a pipeline stage.
         plans: sharding plan (JSON) by entry.
@@ -68,10 +68,10 @@ class Collected:
     plans: dict[str, str] = field(default_factory=dict)
 
     def add(self, entry: str, kind: str, content: Any) -> None:
-        """Add the content of a state entry.
+        """Add a state entry's content.
 
         Args:
-            entry: name of the entry.
+            entry: entry name.
             kind: one of `KINDS`.
             content: plain values and tensors, such as a state dict.
         """
@@ -84,7 +84,7 @@ class Collected:
         """Add a tensor.
 
         Args:
-            entry: name of the state entry that the tensor belongs to.
+            entry: name of the state entry owning the tensor.
             name: tensor name in the checkpoint.
             tensor: values.
 
@@ -105,7 +105,7 @@ class Collected:
 
 
 def collect(state: Mapping[str, Any], rank: int) -> Collected:
-    """Collect everything that this rank saves, without copying tensors.
+    """Collect everything saved by this rank, without copying tensors.
 
     Args:
         state: training state.
@@ -138,17 +138,17 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
 
 
 class Loading(NamedTuple):
-    """A prepared load: memory to fill and functions to call, in the order of the fields.
+    """A prepared load: memory to fill and functions to call, in field order.
 
     Until ``tensors`` are filled, everything can be undone; see ``checkpoint.load``.
 
     Attributes:
-        names: names of all tensors to read from the checkpoint.
-        fresh: new memory for tensors of plain values, stateful objects and random number generators.
+        names: all tensor names to read from the checkpoint.
+        fresh: new memory for tensors in plain values, stateful objects and random number generators.
         accept: passes the values in ``fresh`` to stateful objects, which may raise.
         tensors: memory of modules and optimizers.
-        fill: reads tables that are hashed, which DCP cannot read, from the checkpoint folder.
-        exchange_row_counts: counts the rows of hashed tables over all ranks. Collective.
+        fill: reads hashed tables, which DCP cannot read, from the checkpoint folder.
+        exchange_row_counts: counts hashed table rows over all ranks. Collective.
         finish: passes the filled state to modules and optimizers, and replaces plain values.
     """
 
@@ -177,8 +177,8 @@ def prepare(
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         rank: this rank.
-        partial: whether modules load only the tensors that they have in common with the checkpoint.
-        undo: functions that undo the changes of this function and of ``Loading.accept`` are appended here.
+        partial: whether modules load only the tensors in common with the checkpoint.
+        undo: receives functions that undo the changes made here and by ``Loading.accept``.
 
     Raises:
         ValueError: the state does not fit the checkpoint; the message names entry and difference.
@@ -243,7 +243,7 @@ def prepare(
 
 
 def _accept(objects: list[tuple[Any, Callable[[], None]]], undo: list[Callable[[], object]]) -> None:
-    """Pass loaded values to stateful objects, and append functions that undo this."""
+    """Pass loaded values to stateful objects, and append functions to undo this."""
     for item, job in objects:
         undo.append(functools.partial(item.load_state_dict, copy.deepcopy(item.state_dict())))
         job()
@@ -253,7 +253,7 @@ def _check_references(entry: str, kind: str, content: Any, held: Any) -> None:
     """Raise DamagedCheckpointError if tensors are at other positions in the checkpoint than in the state.
 
     Args:
-        entry: name of the entry.
+        entry: entry name.
         kind: one of `KINDS`.
         content: encoded content in the checkpoint.
         held: encoded content of the state.
@@ -265,7 +265,7 @@ def _check_references(entry: str, kind: str, content: Any, held: Any) -> None:
 
 
 def _generators(manifest: Manifest, saved: Mapping[str, set[str]], rank: int) -> dict[str, Tensor]:
-    """Return memory for the state of this rank's generators; empty if the rank did not exist at the save."""
+    """Return memory for this rank's generator states; empty if the rank did not exist at the save."""
     prefix = f"{RANDOM}.{rank}."
     names = [name for name in saved.get(RANDOM, ()) if name.startswith(prefix)]
     return {name.removeprefix(prefix): _empty(manifest, name) for name in names}
@@ -288,13 +288,13 @@ def _residuals(
 class _TablesById(NamedTuple):
     """Tables with rows by ID, which DCP cannot load.
 
-    A prefix is that of a table's tensor names in the checkpoint.
+    A prefix starts all tensor names of a table in the checkpoint.
 
     Attributes:
         hashed: hashed tables by prefix.
         fixed: fixed tables that are hashed in the checkpoint, by prefix.
-        slots: by prefix, the names of optimizer state tensors in the checkpoint by slot.
-        names_by_entry: names of all tensors of these tables, by entry.
+        slots: by prefix, the checkpoint names of optimizer state tensors by slot.
+        names_by_entry: tensor names of these tables, by entry.
     """
 
     hashed: dict[str, HashedTarget]
@@ -307,7 +307,7 @@ class _TablesById(NamedTuple):
         return self.names_by_entry.get(entry, set())
 
     def read(self, manifest: Manifest) -> set[str]:
-        """Return the names of all tensors of these tables that are in the checkpoint."""
+        """Return the names of all checkpoint tensors for these tables."""
         return {name for names in self.names_by_entry.values() for name in names if name in manifest.tensors}
 
     def fill(self, folder: Path, manifest: Manifest) -> None:
@@ -318,7 +318,7 @@ class _TablesById(NamedTuple):
             load_fixed(fixed, folder, manifest, prefix, self.slots.get(prefix, {}))
 
     def exchange_row_counts(self) -> None:
-        """Count rows over all ranks, and tell batches in flight that rows have changed. Collective."""
+        """Count rows over all ranks, and notify batches in flight about changed rows. Collective."""
         for hashed in self.hashed.values():
             hashed.rows_loaded()
         for fixed in self.fixed.values():
@@ -333,14 +333,14 @@ def _find_tables_by_id(
     *,
     partial: bool,
 ) -> _TablesById:
-    """Find the tables that are hashed in the state or in the checkpoint, and check that they can be loaded.
+    """Find tables hashed in the state or in the checkpoint, and check that they can be loaded.
 
     Args:
         state: training state to load.
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         saved: tensor names in the checkpoint by entry.
-        partial: whether to skip tables that the checkpoint lacks.
+        partial: whether to skip tables missing from the checkpoint.
 
     Raises:
         ValueError: a table does not fit the checkpoint.
@@ -374,13 +374,13 @@ def _find_tables_by_id(
 
 
 def _add_slots(tables: _TablesById, state: Mapping[str, Any], path: str, prefix: str) -> dict[str, Tensor]:
-    """Add the names of a table's optimizer state in the checkpoint to ``tables``.
+    """Add the checkpoint names of a table's optimizer state to ``tables``.
 
     Args:
-        tables: names are added here.
+        tables: receives the names.
         state: training state to load; any optimizer in it may have state of the table.
-        path: path of the table in its module.
-        prefix: prefix of the table's tensor names in the checkpoint.
+        path: table path in the module.
+        prefix: prefix for the table's tensor names in the checkpoint.
 
     Returns:
         Current optimizer state tensors by slot.
@@ -407,14 +407,14 @@ def _kind(item: Any) -> str:
 
 
 def _content(item: Any, kind: str, state: Mapping[str, Any]) -> Any:
-    """Return what is saved of a state entry: its state dict, or the plain value itself."""
+    """Return the content to save for a state entry: the state dict, or the plain value itself."""
     if kind == _PLAIN:
         return item
     return as_keyed_optimizer(item, state).state_dict() if kind == _OPTIMIZER else dict(item.state_dict())
 
 
 def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
-    """Return whether this rank has only a part of a state entry.
+    """Return whether a state entry is only partly on this rank.
 
     This is True for a pipeline stage (a module with ``holds_part``), and for optimizers in the same state.
     """
@@ -424,7 +424,7 @@ def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
 
 
 def merge_values(one: Any, other: Any, where: str) -> Any:
-    """Merge the encoded values (JSON) that two ranks have of the same entry.
+    """Merge the encoded values (JSON) for the same entry from two ranks.
 
     Args:
         one: values of a rank.
@@ -455,12 +455,12 @@ def _fill_targets(
     """Prepare a module or optimizer to be loaded in place.
 
     Args:
-        entry: name of the entry.
+        entry: entry name.
         item: module or optimizer.
-        kind: kind of the item.
+        kind: item kind.
         content: encoded content in the checkpoint.
         state: training state to load.
-        keeps_names: whether a module is loaded with the names of its own state dict instead of those saved.
+        keeps_names: whether a module is loaded with current state dict names instead of saved names.
 
     Returns:
         The item's tensors by name, a function to call once they have been filled, and the item's encoded
@@ -489,7 +489,7 @@ def _fill_targets(
 
 
 def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], str]:
-    """Return the names of all tensors in an encoded value, by their position in it."""
+    """Return the names of all tensors in an encoded value, by position."""
     if isinstance(value, dict) and list(value) == ["__tensor__"]:
         return {where: value["__tensor__"]}
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -508,12 +508,12 @@ def _select_common(
     *,
     is_only_source: bool,
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Select the tensors that a module has in common with the checkpoint, and log the others.
+    """Select a module's tensors in common with the checkpoint, and log the other tensors.
 
     Args:
-        entry: name of the entry.
+        entry: entry name.
         module: the module.
-        targets: tensors of the module by name.
+        targets: module tensors by name.
         saved: tensor names in the checkpoint.
         rank: this rank; rank 0 logs.
         is_only_source: whether the module has no hashed tables, which are loaded separately.
@@ -522,7 +522,7 @@ def _select_common(
         The common tensors, and a function to call once they have been filled.
 
     Raises:
-        ValueError: there are no common tensors.
+        ValueError: module and checkpoint have no tensor in common.
     """
     common = {name: tensor for name, tensor in targets.items() if name in saved}
     if not common and is_only_source:
@@ -556,7 +556,7 @@ def _restorer(
 
     Args:
         state: training state to load.
-        entry: name of the item in the state.
+        entry: item name in the state.
         item: stateful object or plain value.
         kind: one of `KINDS`.
         content: encoded value from the manifest.
@@ -583,7 +583,7 @@ def _restorer(
 
 
 def _saved_content(entry: str, kind: str, manifest: Manifest) -> Any:
-    """Return the encoded content of an entry in the checkpoint.
+    """Return an entry's encoded content in the checkpoint.
 
     Raises:
         ValueError: the checkpoint lacks the entry, or has it with another kind.
@@ -613,10 +613,10 @@ def _compare(entry: str, targets: Mapping[str, Tensor], manifest: Manifest, save
     """Raise ValueError if names or shapes of an entry's tensors differ from the checkpoint.
 
     Args:
-        entry: name of the entry.
+        entry: entry name.
         targets: tensors to load by name.
         manifest: checkpoint manifest.
-        saved: names of the entry's tensors in the checkpoint.
+        saved: entry's tensor names in the checkpoint.
     """
     missing, unexpected = sorted(set(targets) - saved), sorted(saved - set(targets))
     if missing or unexpected:
@@ -642,6 +642,6 @@ def _list_names(names: list[str]) -> str:
 
 
 def _empty(manifest: Manifest, name: str) -> Tensor:
-    """Allocate memory for a tensor of the checkpoint."""
+    """Allocate memory for a checkpoint tensor."""
     record = manifest.tensors[name]
     return torch.empty(record.shape, dtype=record.dtype)

@@ -1,7 +1,7 @@
-"""Storage layer for torch.distributed.checkpoint (DCP) that writes and reads MeshRec's file format.
+"""Storage layer of torch.distributed.checkpoint (DCP) for MeshRec's file format.
 
 DCP plans which rank writes a piece (also if several ranks have it), and which pieces every rank must read.
-DCP's own format pickles metadata. MeshRec's has the manifest instead, so that loading cannot execute code.
+DCP pickles metadata. MeshRec writes a manifest instead, so loading cannot execute code.
 """
 
 import os
@@ -42,12 +42,12 @@ class RankFiles(NamedTuple):
         return self.folder / f"data-{self.nonce}-{rank:05d}.safetensors"
 
     def note(self, rank: int) -> Path:
-        """Return the path of the note that a rank's background writer writes once its data is on disk."""
+        """Return the path of the note written by a rank's background writer once data is on disk."""
         return self.folder / f"note-{self.nonce}-{rank:05d}.json"
 
 
 class Writer(StorageWriter):
-    """Writes this rank's data file. On rank 0, ``records`` then returns the files and tensors of all ranks.
+    """Writes this rank's data file. On rank 0, ``records`` then returns all ranks' files and tensors.
 
     Args:
         files: file names of the save.
@@ -56,7 +56,7 @@ class Writer(StorageWriter):
     Attributes:
         snapshot: forked process, from `write_data` on; None without ``background``.
         written: written files by rank; set on rank 0 by `finish`, or with ``background`` from the notes.
-        items: pieces that every rank writes, in order; set on rank 0 by `prepare_global_plan`.
+        items: pieces written by every rank, in order; set on rank 0 by `prepare_global_plan`.
         metadata: DCP's metadata by tensor name; set on rank 0 by `finish`.
     """
 
@@ -106,7 +106,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Record metadata and the written files of all ranks. DCP calls this method on rank 0."""
+        """Record metadata and the files written by all ranks. DCP calls this method on rank 0."""
         self.metadata = {
             name: record
             for name, record in metadata.state_dict_metadata.items()
@@ -120,14 +120,14 @@ class Writer(StorageWriter):
 
     @property
     def writing_ranks(self) -> list[int]:
-        """Ranks that write a data file. Only on rank 0."""
+        """Ranks writing a data file. Only on rank 0."""
         return [rank for rank, items in enumerate(self.items) if items]
 
     def records(self, entries: Mapping[str, str]) -> tuple[list[Written], dict[str, TensorRecord]]:
-        """Return the written files in rank order, and the records of all tensors by name. Only on rank 0.
+        """Return the written files in rank order, and the tensor records by name. Only on rank 0.
 
         Args:
-            entries: name of the state entry by tensor name.
+            entries: state entry name by tensor name.
         """
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.metadata}
         order = sorted(self.written)
@@ -144,7 +144,7 @@ class Writer(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads the pieces that this rank needs, and verifies every block."""
+    """Reads the pieces needed by this rank, and verifies every block."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
@@ -180,7 +180,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned pieces, file by file and in the order of their bytes."""
+        """Read the planned pieces, file by file and in byte order."""
         work: list[tuple[int, int, Any, TensorRecord, StoredPiece]] = []
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR

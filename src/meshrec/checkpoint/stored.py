@@ -2,17 +2,17 @@
 
 [Note: how a checkpoint reaches a store]
 1. Every rank forks a writer, as for a save to a folder (snapshot.py). The writer writes a data file and a
-   note to a scratch folder of the host. It cannot upload them, because connections to the store do not
+   note to a host scratch folder. It cannot upload them, because connections to the store do not
    survive a fork.
-2. A thread of every rank uploads the data file, and then the note, while training continues.
-3. A thread of rank 0 uploads the manifest once the store has the notes of all ranks, and removes the notes.
+2. A thread on every rank uploads the data file, and then the note, while training continues.
+3. A thread on rank 0 uploads the manifest once the store has all ranks' notes, and removes the notes.
    Stores show an object only when it is complete, so the manifest completes the checkpoint, as on a disk.
 4. `PendingSave.wait` ends the save on all ranks. Then the scratch folders are removed.
 
-To load a checkpoint, one rank per host downloads all of it to a scratch folder, from which all ranks of the
-host read.
+To load a checkpoint, a single rank per host downloads all files to a scratch folder, from which all ranks on
+the host read.
 
-Only objects whose names are those of checkpoint files are deleted from the store.
+Only objects with checkpoint file names are deleted from the store.
 """
 
 import os
@@ -30,7 +30,7 @@ from meshrec.data.faults import needs
 from meshrec.durable import durable_file, make_scratch, remove_scratch
 
 _FILE = re.compile(rf"{re.escape(MANIFEST)}|(?:data|note)-[0-9a-f]{{8,64}}-\d{{5,}}\.(?:safetensors|json)")
-"""Names of a checkpoint's objects. Other objects are never deleted."""
+"""A checkpoint's object names. Other objects are never deleted."""
 _KIND = "staged"
 """Kind of the scratch folders."""
 # Bytes per read and write.
@@ -79,7 +79,7 @@ class ObjectStore:
                 target.write(block)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file."""
+        """Return a small file's content."""
         with self._files.open_input_stream(self._path(name)) as source:
             return bytes(source.read())
 
@@ -100,7 +100,7 @@ class ObjectStore:
         """Write, read and remove a small file.
 
         Raises:
-            OSError: the store does not allow that.
+            OSError: the store does not allow these operations.
         """
         name = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
         self._files.create_dir(self._root, recursive=True)
@@ -113,10 +113,10 @@ class ObjectStore:
 
 
 class StoredCheckpoints:
-    """Checkpoints of a run in an object store, for `CheckpointManager`.
+    """A run's checkpoints in an object store, for `CheckpointManager`.
 
     Args:
-        store: folder of the checkpoints.
+        store: checkpoint folder.
         local: folder on this host for temporary files.
     """
 
@@ -144,7 +144,7 @@ class StoredCheckpoints:
     def remove(self, step: int) -> None:
         """Remove a checkpoint, finished or not."""
         names = [name for object_step, name in self._objects() if object_step == step]
-        # The manifest first, so that after an interrupted removal the checkpoint does not look complete.
+        # The manifest first, so after an interrupted removal the checkpoint does not look complete.
         for name in sorted(names, key=lambda name: name != MANIFEST):
             self._store.remove(f"{step_name(step)}/{name}")
 
@@ -154,7 +154,7 @@ class StoredCheckpoints:
         return make_scratch(_KIND, self._local, token=token)
 
     def download(self, step: int, to: Path) -> None:
-        """Download a checkpoint to the folder ``to`` if this is local rank 0 of the host. Not collective."""
+        """Download a checkpoint to the folder ``to`` if this is local rank 0 on the host. Not collective."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             names = [name for object_step, name in self._objects() if object_step == step]
             names = [name for name in names if not name.startswith("note-")]
@@ -164,7 +164,7 @@ class StoredCheckpoints:
 
     @contextmanager
     def opened(self, step: int, axis: Axis) -> Iterator[Path]:
-        """Download a step's checkpoint, yield its folder on this host, and remove it at the end.
+        """Download a step's checkpoint, yield the folder on this host, and remove it at the end.
 
         Collective.
         """
@@ -182,12 +182,12 @@ class StoredCheckpoints:
             agreed(axis, download, f"downloading step {step}")
             yield scratch / step_name(step)
         finally:
-            # Wait for all ranks, because another rank of this host may still read from the folder.
+            # Wait for all ranks, because another rank on this host may still read from the folder.
             agreed(axis, lambda: None, "loading a checkpoint")
             remove_scratch(scratch)
 
     def _objects(self) -> Iterator[tuple[int, str]]:
-        """Yield (step, file name) of all checkpoint objects in the store."""
+        """Yield (step, file name) for all checkpoint objects in the store."""
         for object_name in self._store.names():
             folder, _, name = object_name.partition("/")
             step = step_of(folder)

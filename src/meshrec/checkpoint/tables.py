@@ -1,4 +1,4 @@
-"""Export the weights of a checkpoint to safetensors, and create a checkpoint from plain weights.
+"""Export checkpoint weights to safetensors, and create a checkpoint from plain weights.
 
 Both work block by block, so a table may be larger than memory.
 """
@@ -26,18 +26,18 @@ _log = logging.getLogger(__name__)
 
 
 def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | None = None) -> list[str]:
-    """Write all tensors of a module in a checkpoint to a safetensors file.
+    """Write a checkpoint module's tensors to a safetensors file.
 
     Args:
         folder: checkpoint.
         target: new file.
-        entry: name of the module in the saved state; None: the only module.
+        entry: module name in the saved state; None: the only module.
 
     Returns:
-        Names of the written tensors, without the entry.
+        Written tensor names, without the entry.
 
     Raises:
-        ValueError: there is no such module, or ``target`` exists.
+        ValueError: the module is missing, or ``target`` exists.
         DamagedCheckpointError: the checkpoint is damaged; no file is left behind.
     """
     folder, target = Path(folder), Path(target)
@@ -62,18 +62,18 @@ def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | N
 def import_weights(
     source: str | Path, folder: str | Path, *, entry: str = "model", rename: Sequence[tuple[str, str]] = ()
 ) -> list[str]:
-    """Create a checkpoint with a single module from the file of a plain state dict.
+    """Create a checkpoint with a single module from a plain state dict file.
 
-    Load it under any plan with ``load(folder, {entry: model}, partial=True)``. Weights that the file lacks
-    are unchanged.
+    Load it under any plan with ``load(folder, {entry: model}, partial=True)``. Weights missing from
+    the file are unchanged.
 
     Args:
         source: safetensors file, or output of ``torch.save(module.state_dict())``. The latter is read with
             ``weights_only=True``, so no code in it is executed.
         folder: new checkpoint.
-        entry: name of the module in the checkpoint.
-        rename: pairs of regular expression and replacement, such as ``(r"^emb\\.(\\w+)\\.weight$",
-            r"ebc.embedding_bags.\\1.weight")``. For every name, the first pair that matches is applied.
+        entry: module name in the checkpoint.
+        rename: pairs (regular expression, replacement), such as ``(r"^emb\\.(\\w+)\\.weight$",
+            r"ebc.embedding_bags.\\1.weight")``. For every name, the first matching pair is applied.
 
     Returns:
         Tensor names in the checkpoint, without the entry.
@@ -155,7 +155,7 @@ def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorReco
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         name: tensor name.
-        record: record of the tensor.
+        record: tensor record.
 
     Yields:
         Consecutive rows, with the stored dtype.

@@ -1,7 +1,7 @@
-"""Block modules that have a mix of old and new values after a failed load.
+"""Block modules that mix old and new values after a failed load.
 
 A load verifies the whole source before it writes to a table. It can then only fail because of the system: a
-full disk, an unreadable disk, or a source that another program changes. To undo the writes, a load would need
+full disk, an unreadable disk, or a source changed by another program. To undo the writes, a load would need
 a second copy of every table. Instead, the modules raise in forward passes and saves until a load succeeds.
 """
 
@@ -29,12 +29,12 @@ def filling(items: Iterable[object], source: object, *, is_whole: bool = True) -
     """Enclose writes to modules. After an error, the modules are blocked: their forward pass raises.
 
     If the writes succeed, blocks of earlier failures are removed: all of them if ``is_whole``, else only
-    those of the same source.
+    blocks of the same source.
 
     Args:
-        items: modules that are written to; other objects are ignored.
-        source: path that is loaded.
-        is_whole: whether all values of the modules are written.
+        items: modules to write to; other objects are ignored.
+        source: loaded path.
+        is_whole: whether all module values are written.
     """
     modules = [part for item in items if isinstance(item, nn.Module) for part in item.modules()]
     try:

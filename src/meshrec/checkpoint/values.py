@@ -1,7 +1,7 @@
-"""Lossless JSON encoding of the plain values of a state. Decoding cannot execute code.
+"""Lossless JSON encoding for plain values in a state. Decoding cannot execute code.
 
 JSON has no tuples and sets, and only string keys. A tuple is encoded as ``{"__tuple__": [...]}``, and so on.
-A tensor is encoded as its name, ``{"__tensor__": "model.weight"}``.
+A tensor is encoded as the tensor name, ``{"__tensor__": "model.weight"}``.
 """
 
 import json
@@ -15,15 +15,15 @@ _TYPE_TAGS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert a value to JSON types, and collect its tensors.
+    """Convert a value to JSON types, and collect the tensors.
 
     Args:
         value: plain value, tensor, or container of these.
-        name: position in the state, such as ``model.weight``, which becomes the name of a tensor.
-        tensors: tensors are added here by name.
+        name: position in the state, such as ``model.weight``, used as tensor name.
+        tensors: receives the tensors by name.
 
     Raises:
-        ValueError: the type of a value is not supported; the message names the position.
+        ValueError: a value's type is not supported; the message names the position.
     """
     if value is None or isinstance(value, bool | int | float | str):
         # Subclasses (numpy floats, IntEnum) are stored as their base type.
@@ -54,8 +54,8 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         tensor: function from a name to the tensor.
 
     Raises:
-        ValueError: the value is not an output of `encode`.
-        TypeError: the value is not an output of `encode`: a key or an item of a set is not hashable.
+        ValueError: the value does not come from `encode`.
+        TypeError: the value does not come from `encode`: a key or a set item is not hashable.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
@@ -105,7 +105,7 @@ def _key(key: Any) -> Any:
 
 
 def _to_builtin(value: Any) -> Any:
-    """Convert an instance of a subclass of bool, int, float or str to that type."""
+    """Convert a bool, int, float or str subclass instance to the base type."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
