@@ -1,6 +1,6 @@
 """Embedding tables in memory, whole or sharded: rows, optimizer state, and updates.
 
-A rectangle is the rows [r0, r1) and columns [c0, c1) of a table; a shard consists of rectangles.
+A rectangle has rows [r0, r1) and columns [c0, c1) from a table; a shard consists of rectangles.
 """
 
 from meshrec.tables.dense.rows import DenseRows, QuantisedRows

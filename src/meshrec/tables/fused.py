@@ -30,7 +30,7 @@ from meshrec.tables.updates import LookedUp, TableGradient, TableUpdates, WriteC
 
 
 class UpdateLock:
-    """A lock that is replaced by a new lock when it is copied or pickled, together with the tables."""
+    """A lock replaced by a new lock when copied or pickled, together with the tables."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class UpdateLock:
 
 
 class TrainedTable(NamedTuple):
-    """A table of a collection, and how it is trained."""
+    """A collection's table, and how it is trained."""
 
     name: str
     """Parameter name."""
@@ -59,7 +59,7 @@ class TrainedTable(NamedTuple):
 
 
 class WholeTables(tbe.Updater):
-    """Tables of a fused collection. Receives the gradient of each lookup, and updates the tables with it.
+    """A fused collection's tables. Receives lookup gradients, and updates the tables with them.
 
     Args:
         tables: tables in the module's lookup order.
@@ -77,7 +77,7 @@ class WholeTables(tbe.Updater):
             raise ValueError(f"update must be 'in_backward' or 'on_step', got {update!r}.")
         check_seed(seed)
         self.plain_tables = [index for index, table in enumerate(tables) if table.spec is None]
-        """Indices of the tables that get ordinary gradients."""
+        """Indices of tables with ordinary gradients."""
         held: list[LocalShard] = []
         fused: dict[int, FusedTable] = {}
         hashed: dict[int, HashedTable] = {}
@@ -129,7 +129,7 @@ class WholeTables(tbe.Updater):
         return [] if self._updates.admission_eviction is None else [self._updates.admission_eviction]
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Return, for each fused table, the number of in-place writes made by anything but the updates.
+        """Count in-place writes per fused table made by anything but the updates.
 
         Raises:
             ValueError: a fused parameter was replaced, so the new parameter would not be trained.
@@ -150,11 +150,11 @@ class WholeTables(tbe.Updater):
     def take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
         """Update the tables with a lookup gradient. With ``"on_step"``, add it to ``parameter.grad`` instead.
 
-        Tables whose parameter does not require a gradient now are not changed. Threads take turns: two
-        updates that read the same step number would count as one.
+        Tables are not changed if their parameter requires no gradient now. Threads take turns: two
+        updates reading the same step number would count as a single update.
 
         Args:
-            grad: gradient of the lookup output.
+            grad: lookup output gradient.
             lookups: the batch.
         """
         gradient = TableGradient(LookedUp(grad, lookups), {}, pins_of(lookups.values))
@@ -179,6 +179,6 @@ class WholeTables(tbe.Updater):
 
 
 def _slots_of(table: HashedTable, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the optimizer state of a table's present rows, by slot name."""
+    """Return optimizer state for a table's present rows, by slot name."""
     tensors = table.tensors()
     return {name: tensors[name] for name in names}

@@ -1,4 +1,4 @@
-"""Protocol of an index: finds the slots (memory rows) of keys, where a slot is not simply ``key - r0``."""
+"""Index protocol: finds slots (memory rows) for keys, where a slot is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
@@ -20,12 +20,12 @@ from meshrec.ops.index import (
 
 
 class Resolved(NamedTuple):
-    """Slots for a batch of keys, and the pin that keeps them valid."""
+    """Slots for a key batch, and the pin keeping them valid."""
 
     slots: Tensor
     """int64, one slot per key."""
     pin: object = None
-    """A ``Pin`` that keeps the slots valid; None if slots never change.
+    """A ``Pin`` keeping the slots valid; None if slots never change.
 
     ``release_pins`` ends the pin after the batch's update. Without an update, the pin lives as long as the
     batch. The pin is an ``ArrivingRows`` if rows may still be being read from a file into the slots.
@@ -33,7 +33,7 @@ class Resolved(NamedTuple):
 
 
 class Pin:
-    """Keeps the slots that a batch uses from being given to other keys."""
+    """Keeps slots used by a batch from being given to other keys."""
 
     is_released = False
 
@@ -47,9 +47,9 @@ class ArrivingRows(Protocol):
     """Rows on their way from a file to memory."""
 
     band: tuple[int, int, int]
-    """Table number, first row that may arrive, and end row."""
+    """Table number, first row to arrive, and end row."""
     trace: int
-    """Fingerprint of the slots that the index has assigned so far, to compare ranks."""
+    """Fingerprint for all slots assigned so far, to compare ranks."""
 
     def wait(self) -> None:
         """Wait until the rows are in memory. Calls after the first return at once.
@@ -60,17 +60,17 @@ class ArrivingRows(Protocol):
 
 
 class Index(Protocol):
-    """Map from the keys of a rectangle to slots.
+    """Map from a rectangle's keys to slots.
 
     The same calls in the same order must assign the same slots: column shards are looked up and compared by
     slot, on the same rank and across ranks.
 
-    An index may have an attribute ``slot_keys``, the key of each slot, int64: stochastic rounding of 16-bit
+    An index may have an attribute ``slot_keys``, int64, one key per slot: stochastic rounding for 16-bit
     rows then depends on the key instead of the slot.
     """
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return a slot for each key, and start to bring the rows there.
+        """Return a slot per key, and start to bring the rows there.
 
         Args:
             keys: int64 [N], whole-table keys within the rectangle's rows; they may repeat.
@@ -78,16 +78,16 @@ class Index(Protocol):
         """
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys whose rows are in these slots now, int64 [N]."""
+        """Return the keys with rows in these slots now, int64 [N]."""
 
 
 class SearchableIndex(Protocol):
-    """An index that is based on a `HashIndex`. One kernel call searches several such indexes."""
+    """An index based on a `HashIndex`. One kernel call searches several such indexes."""
 
     slots: HashIndex
 
     def release(self, *more: Self) -> None:
-        """Free the slots that no batch uses any longer, in this index and in ``more``.
+        """Free slots no longer used by any batch, in this index and in ``more``.
 
         Called before a search.
         """
@@ -101,24 +101,24 @@ class SearchableIndex(Protocol):
         fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> object:
-        """Pin the slots that a batch uses, and return the pin.
+        """Pin slots for a batch, and return the pin.
 
         Args:
-            parts: slots that the batch uses.
+            parts: slots used by the batch.
             train: whether the rows will be updated.
-            fills: queue to which writes to the slots are added.
-            fresh: keys that have just been assigned slots, whose rows must be initialized.
-            num_absent: number of entries in ``parts`` that belong to such keys.
+            fills: queue for writes to the slots.
+            fresh: keys just assigned slots, with rows to initialize.
+            num_absent: entries in ``parts`` for such keys.
         """
 
 
 class KeyReader(NamedTuple):
-    """The rectangles that a feature reads: column shards of the same rows."""
+    """Rectangles read by a feature: column shards with the same rows."""
 
     indexes: Sequence[Index]
     first_row: int
     mix_seed: int | None = None
-    """Seed of the mix from IDs to keys; None: IDs are keys.
+    """Seed for mixing IDs into keys; None: IDs are keys.
 
     Either all readers in a call have one, or none.
     """
@@ -133,19 +133,19 @@ def replace_ids_by_slots(
     train: bool,
     at_once: bool = False,
 ) -> tuple[Tensor, list[object]]:
-    """Replace the IDs of some features by slots, with one call per index.
+    """Replace IDs in some features by slots, with one call per index.
 
     Args:
-        values: int [N], block by block, in each block feature by feature. IDs are relative to the first row
-            of the reader.
-        bounds: index of the first ID of each block and feature, followed by N.
+        values: int [N], ordered by block, then by feature. IDs are relative to the reader's first row
+            (``first_row``).
+        bounds: index of the first ID per block and feature, followed by N.
         readers: rectangles to search, by feature.
-        num_keys: number of features per block.
+        num_keys: features per block.
         train: whether the rows will be updated.
-        at_once: whether the slots are used before any other call. Slots of existing keys are then not pinned.
+        at_once: whether the slots are used before any other call. Existing keys' slots are then not pinned.
 
     Returns:
-        A copy of the values in which IDs of the features in ``readers`` are slots; and the pins.
+        A copy with IDs replaced by slots for features in ``readers``; and the pins.
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
     replaced, missing = _find_slots(values, bounds, readers, num_keys)
@@ -200,7 +200,7 @@ def replace_ids_by_slots(
 
 
 def _concatenate(values: Tensor, bounds: Sequence[int], segments: Sequence[int]) -> Tensor:
-    """Return the values of some segments: a view for a single segment, else a copy."""
+    """Return values from some segments: a view for a single segment, else a copy."""
     parts = [values[bounds[segment] : bounds[segment + 1]] for segment in segments]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -216,10 +216,10 @@ def _copy_slots(slots: Tensor, parts: Sequence[Tensor]) -> None:
 def _find_slots(
     values: Tensor, bounds: Sequence[int], readers: Mapping[int, KeyReader], num_keys: int
 ) -> tuple[Tensor, dict[int, int]]:
-    """Replace the IDs of all hash indexes by slots, in one kernel call. Other IDs are copied.
+    """Replace IDs by slots for all hash indexes, in one kernel call. Other IDs are copied.
 
     Returns:
-        The values, and the number of IDs without a slot by searched segment.
+        The values, and the count of IDs without a slot by searched segment.
     """
     searched: dict[int, tuple[KeyReader, list[SearchableIndex]]] = {}
     for key, reader in sorted(readers.items()):
@@ -250,20 +250,20 @@ def _is_searchable(index: Index) -> TypeGuard[SearchableIndex]:
 
 
 def arriving_rows(pins: Sequence[object]) -> list[ArrivingRows]:
-    """Return the rows that may still be on their way to pinned slots."""
+    """Return rows possibly still on their way to pinned slots."""
     arriving = [getattr(pin, "arriving", pin) for pin in pins]  # rows in hashed tables are pinned twice
     return [rows for rows in arriving if isinstance(rows, ArrivingRows)]
 
 
 def release_pins(pins: Sequence[object]) -> None:
-    """Release the slots of a batch. Called when the batch ends, after the update."""
+    """Release a batch's slots. Called when the batch ends, after the update."""
     for pin in pins:
         if isinstance(pin, Pin):
             pin.release()
 
 
 def check_pinned(pins: Sequence[object]) -> None:
-    """Check that the slots of a batch are still pinned when its backward pass starts.
+    """Check that a batch's slots are still pinned when the backward pass starts.
 
     Raises:
         ValueError: the batch has ended, so this is a second backward pass.

@@ -1,7 +1,7 @@
 """Initial rows of tables built on ``meta``: the same under any plan and on any number of ranks.
 
-Rows are drawn in blocks of whole rows. Each block has its own random seed, derived from (seed, table, block),
-so a rank draws only the blocks that its rectangles touch, and gets the same values as any other rank.
+Blocks have whole rows. Every block has a random seed, derived from (seed, table, block),
+so a rank draws only the blocks touched by local rectangles, and gets the same values as any other rank.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ _BLOCK_ELEMENTS = 1 << 18
 def initial_rows(
     rows: Span, *, table: str, size: Span, init_fn: Callable[[Tensor], Any], seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Draw the initial fp32 values of rows [r0, r1). Yields (first row, values) for one block after another.
+    """Draw initial fp32 values for rows [r0, r1). Yields (first row, values) for one block after another.
 
     The next block overwrites the values. ``init_fn`` fills blocks on the CPU from torch's default generator.
-    It must treat all rows alike, because it does not know which rows it gets.
+    It must treat all rows alike, because it cannot know the row numbers.
 
     Args:
         rows: the row interval [r0, r1).
-        table: table name, part of the seed.
-        size: (rows, columns) of the whole table.
+        table: table name, used in the seed.
+        size: whole-table (rows, columns).
         init_fn: fills a block in place.
         seed: the seed.
     """
@@ -48,7 +48,7 @@ def initial_rows(
 
 
 def block_rows(num_rows: int, dim: int) -> int:
-    """Return the number of rows in a block."""
+    """Return the row count per block."""
     return min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
 
 
@@ -58,7 +58,7 @@ def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], 
 
     Args:
         target: the table, [rows, columns].
-        table: table name, part of the seed.
+        table: table name, used in the seed.
         init_fn: fills a block in place.
         seed: the seed.
     """
@@ -70,24 +70,24 @@ def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], 
 
 
 def _block_seed(seed: int, table: str, block: int) -> int:
-    """Return the seed of one block: 63 bits of a hash."""
+    """Return a block's seed: 63 hash bits."""
     digest = hashlib.blake2b(f"{seed}\n{table}\n{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_of_rows(name: str, seed: int) -> int:
-    """Return the seed of the initial rows of a hashed table: 62 bits of a hash of table name and seed."""
+    """Return the seed for a hashed table's initial rows: 62 bits from a hash over table name and seed."""
     digest = hashlib.blake2b(f"{seed}\n{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def draw_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, columns: Span) -> Tensor:
-    """Draw rows one by one, each with its own seed, from torch's default generator.
+    """Draw rows one by one, with a seed per row, from torch's default generator.
 
     Args:
-        seeds: seed of each row, int64 [N].
+        seeds: row seeds, int64 [N].
         init_fn: fills a row ``[1, dim]``.
-        dim: width of a whole row.
+        dim: whole-row width.
         columns: columns to return.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The shards of tables that a rank holds: one parameter per table, with any number of rectangles."""
+"""Table shards held by a rank: one parameter per table, with any number of rectangles."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -16,12 +16,12 @@ from meshrec.tables.table import Rectangle, Table
 
 
 class GradientBuffer:
-    """Gradient that the backward pass has collected for a rectangle whose rows are outside its parameter.
+    """Gradient collected in the backward pass for a rectangle with rows outside the parameter.
 
-    ``parameter.grad`` must have the parameter's shape, and the parameter of such a table has no rows. The
-    gradient values are therefore the ``grad`` of another parameter, ``[U, D]``, in the optimizer's group: a
+    ``parameter.grad`` must have the parameter's shape, and such a table's parameter has no rows. The
+    gradient values are therefore the ``grad`` in another parameter, ``[U, D]``, in the optimizer's group: a
     GradScaler unscales it and ``zero_grad`` drops it, like any other gradient. The touched slots are stored
-    here, with the pins that keep them valid.
+    here, with the pins keeping them valid.
     """
 
     def __init__(self, width: int) -> None:
@@ -38,7 +38,7 @@ class GradientBuffer:
 
         Args:
             new: gradient by slot.
-            pins: pins of the slots, kept until the gradient is applied.
+            pins: slot pins, kept until the gradient is applied.
         """
         rows, grads = new
         if self.parameter.grad is not None:
@@ -61,7 +61,7 @@ class GradientBuffer:
 
 
 class LocalShard(NamedTuple):
-    """The part of a table on this rank: its parameter and its rectangles."""
+    """A table's part on this rank: parameter and rectangles."""
 
     parameter: nn.Parameter
     packing: Packing  # where the rectangles are in the parameter
@@ -76,16 +76,16 @@ class LocalShard(NamedTuple):
         return isinstance(self.tables[0], FixedTable)
 
     def rows(self) -> Sequence[Tensor]:
-        """Return the memory that kernels read, one tensor per rectangle."""
+        """Return the memory read by kernels, one tensor per rectangle."""
         if self.is_fixed:
             return self.packing.views(self.parameter.detach())
         return [table.rows for table in self.tables]
 
 
 class LocalShards:
-    """All tables on a rank that are looked up together.
+    """All tables on a rank with a common lookup.
 
-    Each table has a parameter and a packing; each rectangle has a ``Table``. Rectangles are numbered across
+    A table has a parameter and a packing; a rectangle has a ``Table``. Rectangles are numbered across
     all tables.
     """
 
@@ -94,7 +94,7 @@ class LocalShards:
         self.parameters = [shard.parameter for shard in held]
         self.packings = [shard.packing for shard in held]
         self.rectangles = [rectangle for packing in self.packings for rectangle in packing.rectangles]
-        self._owners = [i for i, shard in enumerate(held) for _ in shard.tables]  # shard of each rectangle
+        self._owners = [i for i, shard in enumerate(held) for _ in shard.tables]  # shard by rectangle
 
         tables = [table for shard in held for table in shard.tables]
         self.state = [table.state for table in tables]
@@ -102,7 +102,7 @@ class LocalShards:
         """Whether a parameter holds several rectangles."""
         self._rows = [table.rows for table in tables]
         self.indexes = {i: table.index for i, table in enumerate(tables) if table.index is not None}
-        """Index of each rectangle that has one, by rectangle number."""
+        """Indexes by rectangle number, where present."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Row memory belongs to the tables, so a copy takes the copied tables' memory and not a second copy.
@@ -110,22 +110,22 @@ class LocalShards:
 
     @property
     def storages(self) -> list[RowStorage]:
-        """Storage of each rectangle."""
+        """Storage per rectangle."""
         return [packing.storage for packing in self.packings for _ in packing.rectangles]
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """Row memory of each rectangle. Packed parameters give new views, because their memory may change."""
+        """Row memory per rectangle. Packed parameters give new views, because their memory may change."""
         if not self.is_packed:
             return self._rows
         return [rows for shard in self.held for rows in shard.rows()]
 
     def of_table(self, table: int) -> "LocalShard | None":
-        """Return the local shard of a table; None if this rank has none."""
+        """Return a table's local shard; None if this rank has none."""
         return next((shard for shard in self.held if shard.packing.table == table), None)
 
     def gradient(self, rectangle: int) -> Tensor | None:
-        """Return the ``grad`` of the parameter that holds a rectangle."""
+        """Return the ``grad`` from a rectangle's parameter."""
         return self.parameters[self._owners[rectangle]].grad
 
     def is_trained(self, rectangle: int) -> bool:
@@ -133,7 +133,7 @@ class LocalShards:
         return self.parameters[self._owners[rectangle]].requires_grad
 
     def gradients(self, parts: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Merge the gradients of rectangles into one per parameter; None for a parameter without gradient.
+        """Merge rectangle gradients into one per parameter; None for a parameter without gradient.
 
         Args:
             parts: dense gradients by rectangle.
@@ -158,10 +158,10 @@ class LocalShards:
         return finite
 
     def collected(self, names: Mapping[int, str]) -> dict[int, RowGradients]:
-        """Return the sparse gradients that ``collect`` has added, by rectangle.
+        """Return sparse gradients added by ``collect``, by rectangle.
 
         Args:
-            names: names of the tables to return, by table number, for messages.
+            names: tables to return, name by table number, for messages.
 
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.
@@ -186,7 +186,7 @@ class LocalShards:
         }
 
     def _rectangles(self) -> list[list[int]]:
-        """Return the rectangle numbers of each parameter."""
+        """Return rectangle numbers per parameter."""
         ends = list(accumulate((len(packing.rectangles) for packing in self.packings), initial=0))
         return [list(range(start, end)) for start, end in pairwise(ends)]
 
@@ -197,12 +197,12 @@ def parameter_shard(
     state: Sequence[Sequence[Tensor]],
     spec: OptimizerSpec | None,
 ) -> LocalShard:
-    """Create a shard whose rows are in its parameter.
+    """Create a shard with rows in the parameter.
 
     Args:
-        parameter: tensor that holds all rectangles.
+        parameter: tensor with all rectangles.
         packing: where the rectangles are in the parameter.
-        state: optimizer state of each rectangle.
+        state: optimizer state per rectangle.
         spec: the fused optimizer; None: ordinary gradients.
     """
     tables = [FixedTable(parameter, packing, i, slots, spec) for i, slots in enumerate(state)]
@@ -210,12 +210,12 @@ def parameter_shard(
 
 
 def table_shard(parameter: nn.Parameter, packing: Packing, tables: Sequence[Table]) -> LocalShard:
-    """Create a shard whose rows are outside its parameter.
+    """Create a shard with rows outside the parameter.
 
     Args:
         parameter: placeholder without rows.
         packing: the rectangles.
-        tables: table of each rectangle.
+        tables: table per rectangle.
     """
     gradient_buffers = [GradientBuffer(table.rectangle.c1 - table.rectangle.c0) for table in tables]
     return LocalShard(parameter, packing, tables, gradient_buffers)
@@ -230,7 +230,7 @@ def allocate(
     *,
     device: torch.device,
 ) -> LocalShards:
-    """Allocate the rectangles of a rank, with initial optimizer state. Rows are not initialized.
+    """Allocate a rank's rectangles, with initial optimizer state. Rows are not initialized.
 
     Args:
         rectangles: rectangles, grouped by table.

@@ -1,4 +1,4 @@
-"""Module with the rows of a single table: whole or a shard, in any storage, trained or not."""
+"""Module for a single table's rows: whole or a shard, in any storage, trained or not."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -29,43 +29,43 @@ from meshrec.tables.table import Rectangle, RowBlock, Table
 
 
 class TableSplit(Protocol):
-    """The ranks that share a split table, as far as state dicts need them."""
+    """Ranks sharing a split table, as far as state dicts need them."""
 
     @property
     def is_split(self) -> bool:
         """Whether a rank may hold only part of the table."""
 
     def full_parts(self, module: "TableModule") -> dict[str, Tensor]:
-        """Return the row parts of the whole table by name, without a copy."""
+        """Return whole-table row parts by name, without a copy."""
 
     def full_state(self, module: "TableModule", slot: StateSlot) -> Tensor:
-        """Return the optimizer state of the whole table, fp32, without a copy."""
+        """Return whole-table optimizer state, fp32, without a copy."""
 
     def any_rank(self, condition: bool) -> bool:
         """Return whether a condition holds on any rank. Collective if the table is split."""
 
     def rows_loaded(self) -> None:
-        """Tell all ranks that the rows of a growable table were replaced. Collective."""
+        """Tell all ranks that a growable table's rows were replaced. Collective."""
 
 
 class TableModule(nn.Module):
-    """The rows of one table in this process.
+    """A table's rows in this process.
 
-    The state dict has the row parts of the whole table (``weight``, scales and biases of quantised rows, IDs
-    of hashed tables), whatever parameters hold them. The entries of a split table are ``SplitTensor``s, which
+    The state dict has whole-table row parts (``weight``, scales and biases for quantised rows, IDs
+    in hashed tables), whatever parameters hold them. A split table has ``SplitTensor`` entries, which
     torch.distributed.checkpoint saves, and loads in place, under any plan; ``full_tensor()`` returns the
     whole. Tables in a single process have plain tensors, or tensors that stream their values. Loading copies
     all parts or none.
 
     Args:
         name: table name.
-        size: number of rows (for a hashed table: the limit) and dimension.
+        size: row count (for a hashed table: the limit) and dimension.
         storage: row storage.
         weight: the parameter ``weight``: a whole table, or this rank's rectangles. None if ``shards`` are on
             several devices; the parameters are then ``part0``, ``part1``, ...
-        tables: rectangles of an unsharded hashed table.
-        shards: local shards of a sharded module, one per device.
-        split: the ranks that share a sharded table; None if this process has the whole table.
+        tables: rectangles, for an unsharded hashed table.
+        shards: local shards, for a sharded module, one per device.
+        split: ranks sharing a sharded table; None if this process has the whole table.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TableModule(nn.Module):
 
     @classmethod
     def hashed(cls, storage: Any, device: torch.device | None) -> Self:
-        """Create the module of an unsharded hashed table without rows.
+        """Create a module for an unsharded hashed table without rows.
 
         Args:
             storage: row storage, a ``HashedRows``.
@@ -114,7 +114,7 @@ class TableModule(nn.Module):
 
     @property
     def is_growable(self) -> bool:
-        """Whether the number of rows changes during training."""
+        """Whether the row count changes during training."""
         return self.storage.is_growable
 
     @property
@@ -135,17 +135,17 @@ class TableModule(nn.Module):
 
     @property
     def rectangles(self) -> list[Rectangle]:
-        """Rectangles of the table in this process."""
+        """Table rectangles in this process."""
         return [table.rectangle for table in self.tables]
 
     def shards(self) -> list[Tensor]:
-        """Return the row memory of each rectangle: ``weight``, or views into it if it holds several."""
+        """Return row memory per rectangle: ``weight``, or views into it if it holds several."""
         return [table.rows for table in self.tables]
 
     # ---- unsharded hashed tables ------------------------------------------------------------------
 
     def train_with(self, spec: OptimizerSpec | None) -> Any:
-        """Allocate optimizer state for the rows of an unsharded hashed table. Returns the new table.
+        """Allocate row optimizer state for an unsharded hashed table. Returns the new table.
 
         Args:
             spec: fused optimizer; None: no state.
@@ -157,17 +157,17 @@ class TableModule(nn.Module):
         return table
 
     def share(self, table: Table) -> None:
-        """Use the rows of another module's hashed table, on the CPU, without a copy. They are not trained."""
+        """Use rows from another module's hashed table, on the CPU, without a copy. They are not trained."""
         self.to_empty(device="cpu")
         self._tables = [table]
         self.weight.requires_grad_(False)
 
     def use_storage(self, storage: RowStorage) -> None:
-        """Replace the storage options of an unsharded hashed table. The rows stay."""
+        """Replace an unsharded hashed table's storage options. The rows stay."""
         self.storage = self.tables[0].storage = storage
 
     def reset_parameters(self) -> None:
-        """Remove all rows of a hashed table.
+        """Remove all rows from a hashed table.
 
         Set quantised rows to zero: they have no random initial values.
         """
@@ -179,13 +179,13 @@ class TableModule(nn.Module):
     # ---- state dicts ------------------------------------------------------------------------------
 
     def part_names(self) -> list[str]:
-        """Return the names of the table's tensors in the state dict."""
+        """Return the table's tensor names in the state dict."""
         if is_growable(self.storage):
             return state_dict_names(self.storage)
         return [part.name for part in self.storage.row_parts]
 
     def full_parts(self) -> dict[str, Tensor]:
-        """Return the row parts of the whole table by name. Copied only from several devices."""
+        """Return whole-table row parts by name. Copied only from several devices."""
         if self.split is not None:
             return self.split.full_parts(self)
         if self.over_devices:
@@ -198,15 +198,15 @@ class TableModule(nn.Module):
         return {name: tensors[name] for name in self.part_names()}
 
     def full_state(self, slot: StateSlot) -> Tensor:
-        """Return one optimizer state tensor of the whole table, fp32 for any row dtype, without a copy."""
+        """Return a whole-table optimizer state tensor, fp32 for any row dtype, without a copy."""
         if self.split is not None:
             return self.split.full_state(self, slot)
-        # Not detached: pickle deduplicates the same tensor object, but not two tensors that share memory.
+        # Not detached: pickle deduplicates the same tensor object, but not two tensors sharing memory.
         state: Tensor = self.tables[0].tensors()[slot.name]
         return state
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
-        """Load row parts of a whole table, or of a table split by the same plan, into the local rows.
+        """Load row parts from a whole table, or from a table split by the same plan, into the local rows.
 
         If a part does not fit, nothing is copied. Collective for growable tables.
 
@@ -256,7 +256,7 @@ class TableModule(nn.Module):
             )  # the rows are elsewhere, and a batch in flight must see the change
 
     def rows_loaded(self) -> None:
-        """Tell batches in flight, and all ranks, that rows were replaced. Collective for growable tables."""
+        """Tell batches in flight, and all ranks, about replaced rows. Collective for growable tables."""
         if not self.over_devices:
             increment_version(self.weight)
         if self.split is not None:
@@ -275,12 +275,12 @@ class TableModule(nn.Module):
                 self.rows_loaded()
 
     def _empty_parts(self) -> dict[str, Tensor]:
-        """Return the row parts of the whole table on the CPU, filled with zeros."""
+        """Return whole-table row parts on the CPU, filled with zeros."""
         rows = self.storage.allocate(self.num_rows, self.storage.columns(self.dim), torch.device("cpu"))
         return dict(zip(self.part_names(), self.storage.parts(rows.zero_(), self.dim), strict=True))
 
     def _copied_parts(self) -> dict[str, Tensor]:
-        """Return the row parts of a fixed table, copied from several devices to the CPU."""
+        """Return row parts for a fixed table, copied from several devices to the CPU."""
         full = self._empty_parts()
         for table in self.tables:
             for block in table.stream():
@@ -314,7 +314,7 @@ class TableModule(nn.Module):
 
 
 def _all_rows(dim: int) -> Rectangle:
-    """Return the rectangle of a whole hashed table."""
+    """Return a rectangle for a whole hashed table."""
     return Rectangle(0, *ALL_KEYS, 0, dim)
 
 
@@ -338,7 +338,7 @@ def _copy_pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
 def _save_full_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
 ) -> None:
-    """Put the parts of the whole table into a state dict. Registered as a state dict post-hook."""
+    """Put whole-table parts into a state dict. Registered as a state dict post-hook."""
     assert isinstance(module, TableModule)
     # Remove torch's own entries (placeholders, parts) before the whole parts replace them.
     for name in module._parameters:
@@ -356,7 +356,7 @@ def _load_full_parts(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Load the parts of the whole table from a state dict. Registered as a load pre-hook."""
+    """Load whole-table parts from a state dict. Registered as a load pre-hook."""
     assert isinstance(module, TableModule)
     names = module.part_names()
     values = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}

@@ -1,4 +1,4 @@
-"""Optimizers of fused tables: the update rule, and the optimizer object for training loops."""
+"""Optimizers for fused tables: the update rule, and the optimizer object for training loops."""
 
 import dataclasses
 import operator
@@ -13,7 +13,7 @@ from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, StepHyper
 
 
 class UpdateRule:
-    """Optimizer spec and current hyperparameters of tables that one kernel call updates together.
+    """Optimizer spec and current hyperparameters for tables updated together in a kernel call.
 
     A step reads the rule when rows have displaced all other data from the processor's caches, so the rule
     computes kernel arguments ahead of the step.
@@ -26,25 +26,25 @@ class UpdateRule:
 
     def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
         self.spec = spec
-        """Spec with the hyperparameters of the last ``refresh``."""
+        """Spec with hyperparameters from the last ``refresh``."""
         self.deferred, self.seed = deferred, seed
         self.slot_names = [slot.name for slot in spec.state_slots()]
         hyper = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         self.group: dict[str, Any] = {"params": [], **hyper}
         """torch's param_group: the tables' parameters and the current hyperparameters."""
         self._read = operator.itemgetter(*hyper)
-        # Values that ``spec`` was built from; ``refresh`` compares them with the param_group in every step.
+        # Values for building ``spec``; ``refresh`` compares them with the param_group in every step.
         self._values = tuple(hyper.values())
         self._hyper = StepHyper(spec, seed)
 
     @property
     def code(self) -> int:
-        """Number of the optimizer in the kernels."""
+        """Optimizer number in the kernels."""
         return self.spec.code
 
     @property
     def name(self) -> str:
-        """Name of the optimizer class, such as ``"Adam"``."""
+        """Optimizer class name, such as ``"Adam"``."""
         return type(self.spec).__name__
 
     def refresh(self) -> None:
@@ -62,11 +62,11 @@ class UpdateRule:
             self._values = tuple(values)
 
     def hyper_at(self, step: int) -> Tensor:
-        """Return the hyperparameters of update ``step``, float64. The next call overwrites the tensor."""
+        """Return hyperparameters for update ``step``, float64. The next call overwrites the tensor."""
         return self._hyper.at(step)
 
     def hyper(self, step: int, row_dim: int) -> Tensor:
-        """Return the hyperparameters of update ``step`` in a new tensor, float64.
+        """Return hyperparameters for update ``step`` in a new tensor, float64.
 
         Args:
             step: update number, counted from 1.
@@ -76,17 +76,17 @@ class UpdateRule:
 
 
 def distinct_rules(rules: Sequence[UpdateRule | None]) -> list[UpdateRule]:
-    """Return the distinct rules, in the order of first use."""
+    """Return distinct rules, ordered by first use."""
     return list({id(rule): rule for rule in rules if rule is not None}.values())
 
 
 def rules_of(
     specs: Sequence[OptimizerSpec | None], *, deferred: bool = False, seed: int = DEFAULT_SEED
 ) -> list[UpdateRule | None]:
-    """Return the update rule of each table. Tables with equal specs share a rule.
+    """Return update rules by table. Tables with equal specs share a rule.
 
     Args:
-        specs: optimizer spec of each table; None: ordinary gradients.
+        specs: optimizer spec per table; None: ordinary gradients.
         deferred: see ``UpdateRule``.
         seed: see ``UpdateRule``.
     """
@@ -102,10 +102,10 @@ UpdateMode = Literal["in_backward", "on_step"]
 
 
 class KeyOrderedState(dict[str, Any]):
-    """Optimizer state of a growable table: ``"step"``, and slots that are computed when they are listed.
+    """Optimizer state for a growable table: ``"step"``, and slots computed when listed.
 
     Args:
-        step: number of updates so far.
+        step: update count so far.
         key_ordered: returns the present slots in key order, by slot name.
     """
 
@@ -128,39 +128,39 @@ class KeyOrderedState(dict[str, Any]):
 
 
 class FusedTable(NamedTuple):
-    """A table that a fused optimizer updates: parameter, rule, and optimizer state."""
+    """A table with a fused optimizer: parameter, rule, and optimizer state."""
 
     weight: nn.Parameter
     """Parameter with the table's name; without rows if this rank has none."""
     rule: UpdateRule
     state: dict[str, Any]
-    """State of the whole table by slot name, and ``"step"``, the number of updates so far.
+    """Whole-table state by slot name, and ``"step"``, the update count so far.
 
     Every update reads and writes ``"step"`` here, so a loaded state dict takes effect at once.
     """
     label: str
     """Table name in messages."""
     dim: int
-    """Width of the whole table."""
+    """Whole-table width."""
     gradient_buffers: Sequence[nn.Parameter] = ()
-    """Parameters whose ``grad`` collects the gradients of rows outside the parameter, see
+    """Parameters with a ``grad`` that collects gradients for rows outside the parameter, see
     ``local_shards.GradientBuffer``.
     """
 
 
 class Deferred(NamedTuple):
-    """How ``FusedOptimizer.step`` applies the gradients that the backward pass has collected."""
+    """How ``FusedOptimizer.step`` applies gradients collected in the backward pass."""
 
     step: Callable[[], None]
     signal: nn.Parameter | None = None
-    """Parameter whose ``grad`` tells whether the gradients of all ranks are finite; see
+    """Parameter whose ``grad`` tells whether gradients on all ranks are finite; see
     ``distributed.sharded_tables.GradientSignal``.
     None in a single process.
     """
 
 
 class _Shared(NamedTuple):
-    """Mappings that a FusedOptimizer shares with wrappers: changed in place, never replaced."""
+    """Mappings shared by a FusedOptimizer and wrappers: changed in place, never replaced."""
 
     params: dict[str, Tensor]
     state: dict[Tensor, dict[str, Any]]
@@ -168,17 +168,17 @@ class _Shared(NamedTuple):
 
 
 class FusedOptimizer(KeyedOptimizer):
-    """Optimizer of fused tables, unsharded or sharded, with state keyed by parameter name.
+    """Optimizer for fused tables, unsharded or sharded, with state keyed by parameter name.
 
     It updates tables from lookup gradients and never builds a whole-table gradient. With
     ``update="in_backward"`` the backward pass applies the updates and ``step`` does nothing. With
     ``"on_step"`` the backward pass adds sparse gradients to ``parameter.grad`` and ``step`` applies them;
     accumulation, clipping and gradient scaling then work as with any torch optimizer.
 
-    The state of a table has one fp32 tensor per state slot (``[rows]`` or ``[rows, D]``) and ``"step"``, the
-    number of updates of this table. Tables that share a spec may have different steps. Split tables have
-    DTensors of the whole table. ``param_groups`` has one group per spec. The hyperparameters (``lr``,
-    ``weight_decay``, ...) are read at each update, so learning rate schedulers work.
+    A table's state has one fp32 tensor per state slot (``[rows]`` or ``[rows, D]``) and ``"step"``, the
+    table's update count. Tables sharing a spec may have different steps. Split tables have
+    whole-table DTensors. ``param_groups`` has one group per spec. The hyperparameters (``lr``,
+    ``weight_decay``, ...) are read at every update, so learning rate schedulers work.
 
     Args:
         tables: fused tables by parameter name.
@@ -195,7 +195,7 @@ class FusedOptimizer(KeyedOptimizer):
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
         """Replace the tables, after they have moved to other parameters.
 
-        All code that holds this optimizer, its state, or its groups sees the new tables.
+        All code holding this optimizer, the state, or the groups sees the new tables.
         """
         params, state, groups = self._shared
         self.tables, self._deferred = dict(tables), deferred
@@ -229,7 +229,7 @@ class FusedOptimizer(KeyedOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError: tables get their optimizer when their module is fused or sharded.
+        """Raise ValueError: tables get an optimizer when the module is fused or sharded.
 
         Raises:
             ValueError: always.

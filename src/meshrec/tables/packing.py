@@ -1,4 +1,4 @@
-"""Layout of several rectangles of a table in a single parameter."""
+"""Layout for several table rectangles in a single parameter."""
 
 import math
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from torch import Tensor
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import Rectangle
 
-# Shape legend: U touched rows, D columns of a rectangle.
+# Shape legend: U touched rows, D rectangle columns.
 
 
 class RowGradients(NamedTuple):
-    """Touched rows of a rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
+    """A rectangle's touched rows, int64 [U], ascending, and row gradients, fp32 [U, D]."""
 
     rows: Tensor
     grads: Tensor
 
 
 class Packing:
-    """Layout of several rectangles of a table in a single parameter.
+    """Layout for several table rectangles in a single parameter.
 
     The rectangles lie one after the other. The parameter is as wide as the greatest common divisor of all
     rectangle widths: rectangles with 8 and 12 columns share a parameter with 4 columns, and take 2 and 3
@@ -33,19 +33,19 @@ class Packing:
         self.rectangles, self.storage = list(rectangles), storage
         self._shapes = [(r.r1 - r.r0, storage.columns(r.c1 - r.c0)) for r in rectangles]
         self._width = math.gcd(*(width for _, width in self._shapes))
-        # Parameter rows per rectangle row; then the first parameter row of each rectangle, and the end.
+        # Parameter rows per rectangle row; then the first parameter row per rectangle, and the end.
         self._rows_per_row = [width // self._width for _, width in self._shapes]
         rows = [height * n for (height, _), n in zip(self._shapes, self._rows_per_row, strict=True)]
         self._starts = list(accumulate(rows, initial=0))
 
     @property
     def table(self) -> int:
-        """Number of the table that the rectangles belong to."""
+        """Table number, common to the rectangles."""
         return self.rectangles[0].table
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the parameter."""
+        """Parameter shape."""
         return self._starts[-1], self._width
 
     def views(self, packed: Tensor) -> list[Tensor]:
@@ -58,13 +58,13 @@ class Packing:
         ]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate dense gradients of all rectangles into a gradient of the parameter."""
+        """Concatenate dense rectangle gradients into the parameter gradient."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)
 
     def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
-        """Concatenate sparse gradients of all rectangles into a coalesced gradient of the parameter."""
+        """Concatenate sparse rectangle gradients into a coalesced parameter gradient."""
         rows = [
             _parameter_rows(part.rows, n) + start
             for part, n, start in zip(parts, self._rows_per_row, self._starts, strict=False)
@@ -79,7 +79,7 @@ class Packing:
         )
 
     def unpack_rows(self, gradient: Tensor) -> list[RowGradients]:
-        """Split a coalesced gradient of the parameter by rectangle: the inverse of ``pack_rows``."""
+        """Split a coalesced parameter gradient by rectangle. Inverts ``pack_rows``."""
         rows, grads = gradient._indices()[0], gradient._values().float()
         # Coalesced rows ascend, so every rectangle is a contiguous range.
         bounds = torch.searchsorted(rows, torch.tensor(self._starts, device=rows.device)).tolist()
@@ -90,7 +90,7 @@ class Packing:
 
 
 def add_sparse(one: Tensor, other: Tensor) -> Tensor:
-    """Return the coalesced sum of two sparse gradients. torch's own addition does not support fp16."""
+    """Return two sparse gradients' coalesced sum. torch's own addition does not support fp16."""
     return torch.sparse_coo_tensor(
         torch.cat([one._indices(), other._indices()], 1),
         torch.cat([one._values(), other._values()]),
@@ -100,5 +100,5 @@ def add_sparse(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _parameter_rows(rows: Tensor, n: int) -> Tensor:
-    """Return the parameter rows of rectangle rows, ``n`` each: rows [0, 2] with n = 2 give [0, 1, 4, 5]."""
+    """Return ``n`` parameter rows per rectangle row: rows [0, 2] with n = 2 give [0, 1, 4, 5]."""
     return rows if n == 1 else (rows[:, None] * n + torch.arange(n, device=rows.device)).view(-1)

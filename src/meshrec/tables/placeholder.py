@@ -1,4 +1,4 @@
-"""Placeholder parameters of tables whose rows are outside the parameter."""
+"""Placeholder parameters for tables with rows outside the parameter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 _aten = torch.ops.aten
-_ALIASES = (_aten.detach.default, _aten.alias.default)  # they return a placeholder of the same table
+_ALIASES = (_aten.detach.default, _aten.alias.default)  # they return a placeholder for the same table
 _NEW = (_aten.new_empty.default, _aten.new_empty_strided.default)  # they return ordinary tensors
 
 
 class PlaceholderTensor(Tensor):
-    """A tensor ``[0, columns]`` that stands for the rows of a table.
+    """A tensor ``[0, columns]`` standing for table rows.
 
     A module needs a parameter with the table's name, for optimizers and hooks. On an ordinary empty tensor,
     arithmetic would succeed and do nothing: ``p.zero_()``, model averaging and ``nn.init`` would skip the
@@ -20,8 +20,8 @@ class PlaceholderTensor(Tensor):
 
     Args:
         table: table name.
-        like: tensor that gives columns, dtype and device.
-        owner: object that is the same for all aliases of one parameter.
+        like: tensor with the columns, dtype and device to use.
+        owner: object common to all aliases of a parameter.
     """
 
     table: str
@@ -42,7 +42,7 @@ class PlaceholderTensor(Tensor):
         return f"PlaceholderTensor({self.table!r}, {list(self.shape)}, {self.dtype})"
 
     def share_memory_(self) -> "PlaceholderTensor":
-        """Raise ValueError: the rows are in memory of this process, or in a file that it owns."""
+        """Raise ValueError: the rows are in this process's memory, or in a file owned by it."""
         raise _unsupported(self.table, "share_memory_")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -76,10 +76,10 @@ class PlaceholderTensor(Tensor):
 
 
 def placeholder(rows: Tensor, table: str, requires_grad: bool) -> nn.Parameter:
-    """Return the placeholder parameter of a table.
+    """Return a table's placeholder parameter.
 
     Args:
-        rows: tensor that gives columns, dtype and device.
+        rows: tensor with the columns, dtype and device to use.
         table: table name.
         requires_grad: whether the table is trained.
     """
@@ -87,14 +87,14 @@ def placeholder(rows: Tensor, table: str, requires_grad: bool) -> nn.Parameter:
 
 
 def _rebuild(rows: Tensor, table: str, requires_grad: bool, attributes: dict[str, Any]) -> nn.Parameter:
-    """Create a placeholder from its pickled form."""
+    """Create a placeholder from the pickled form."""
     parameter = placeholder(rows, table, requires_grad)
     vars(parameter).update(attributes)
     return parameter
 
 
 def _flatten(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield all elements of nested lists and tuples."""
+    """Yield all elements in nested lists and tuples."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _flatten(value)
@@ -103,7 +103,7 @@ def _flatten(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _unsupported(table: str, call: str) -> ValueError:
-    """Return the exception for an operation that needs rows."""
+    """Return the exception for operations on rows."""
     return ValueError(
         f"{call} is not for the parameter of table {table!r}, which has no rows: an index finds them, or "
         "they are in a file. Read and replace rows with state_dict() and load_state_dict(), choose first "

@@ -1,6 +1,6 @@
-"""Row storage: protocol for the formats in which rows are kept in memory.
+"""Row storage: protocol for row formats in memory.
 
-All other code is independent of the format: rectangles on a rank, packing, optimizer, state dict, routing and
+All other code works with any format: rectangles on a rank, packing, optimizer, state dict, routing and
 output.
 """
 
@@ -21,19 +21,19 @@ from meshrec.tables.table import ExternalTable, Rectangle, RowPart, Span
 
 
 class RowStorage(Protocol):
-    """Format that keeps rows of ``dim`` values as rows of ``columns(dim)`` elements of ``dtype``."""
+    """Format storing ``dim`` values per row in ``columns(dim)`` elements of ``dtype``."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the memory."""
+        """Memory dtype."""
 
     @property
     def bits(self) -> int:
-        """Bits per code of quantised rows; 0 for floating-point rows."""
+        """Bits per code in quantised rows; 0 for floating-point rows."""
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """Tensors that a row consists of, ``weight`` first."""
+        """Tensors in a row, ``weight`` first."""
 
     @property
     def is_trainable(self) -> bool:
@@ -45,7 +45,7 @@ class RowStorage(Protocol):
 
     @property
     def is_growable(self) -> bool:
-        """Whether the number of rows changes in training: keys are hashed IDs, which are admitted and
+        """Whether the row count changes in training: keys are hashed IDs, which are admitted and
         evicted.
         """
 
@@ -59,46 +59,46 @@ class RowStorage(Protocol):
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether eviction depends on whole rows, so that plans should not split columns."""
+        """Whether eviction depends on whole rows, so plans should not split columns."""
 
     def columns(self, dim: int) -> int:
-        """Return the number of elements that a row of ``dim`` values takes in memory."""
+        """Return the elements in memory for a row with ``dim`` values."""
 
     def part_column(self, column: int) -> int:
-        """Return the element of the part ``weight`` at which table column ``column`` starts."""
+        """Return the position in the part ``weight`` where table column ``column`` starts."""
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """Allocate uninitialized memory ``[num_rows, columns]``.
 
         Args:
-            num_rows: number of rows.
+            num_rows: row count.
             columns: elements per row, see ``columns``.
             device: memory device.
         """
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Create the index of a rectangle's rows.
+        """Create an index for a rectangle's rows.
 
-        Returns None if the slot of a key is ``key - first_row``.
+        Returns None if a key's slot is ``key - first_row``.
         """
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes that ``num_rows`` rows of ``dim`` values take, without optimizer state."""
+        """Return the bytes for ``num_rows`` rows with ``dim`` values, without optimizer state."""
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create the optimizer state of ``num_rows`` new rows: one tensor per slot of ``spec``.
+        """Create optimizer state for ``num_rows`` new rows: one tensor per slot in ``spec``.
 
         Args:
             spec: the optimizer; None: no state.
-            num_rows: number of rows.
+            num_rows: row count.
             dim: values per row.
             device: memory device.
         """
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Return the ``row_parts`` of rows in memory, as views.
+        """Split rows in memory into ``row_parts``, as views.
 
         Args:
             rows: memory, [n, columns(dim)].
@@ -106,7 +106,7 @@ class RowStorage(Protocol):
         """
 
     def encode(self, values: Tensor) -> Tensor:
-        """Convert whole rows of values ``[n, dim]`` to this format, ``[n, columns(dim)]``.
+        """Convert whole-row values ``[n, dim]`` to this format, ``[n, columns(dim)]``.
 
         Raises:
             ValueError: the format cannot represent a value.
@@ -114,10 +114,10 @@ class RowStorage(Protocol):
 
 
 class ExternalRows(ABC):
-    """Base class for storages whose tables keep their rows outside the memory of a parameter.
+    """Base class for storages with table rows outside parameter memory.
 
     A sharded module asks the storage for tables. An unsharded module has ordinary memory
-    (``RowStorage.allocate``). List this class before other bases, so that its attributes take precedence.
+    (``RowStorage.allocate``). List this class before other bases, so the attributes here take precedence.
     """
 
     rows_in_parameter = False
@@ -138,11 +138,11 @@ class ExternalRows(ABC):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> ExternalTable:
-        """Create the table of a rectangle; see [Note: the parts of a table] in ``tables/table.py``.
+        """Create a rectangle's table; see [Note: the parts of a table] in ``tables/table.py``.
 
         Args:
-            rectangle: keys and columns of the table.
-            spec: optimizer of the rows; None: no state.
+            rectangle: the table's keys and columns.
+            spec: row optimizer; None: no state.
             device: the module's device.
         """
 
@@ -155,14 +155,14 @@ def slice_parts(
     *,
     first_column: int = 0,
 ) -> dict[str, Tensor]:
-    """Return rows and columns of a table's parts, as views.
+    """Slice rows and columns from a table's parts, as views.
 
     Args:
         storage: row format.
         tensors: row parts and optimizer state by name.
-        rows: positions of the rows in these tensors.
+        rows: row positions in these tensors.
         columns: table columns to return.
-        first_column: table column at which the tensors start.
+        first_column: first table column in the tensors.
     """
     start, first, end = map(storage.part_column, (first_column, *columns))
     return {
@@ -172,7 +172,7 @@ def slice_parts(
 
 
 def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
-    """Raise ValueError if read-only rows are to be loaded from values of another dtype.
+    """Raise ValueError if read-only rows are to be loaded from values in another dtype.
 
     Quantised rows can only load codes; they do not encode values.
 
@@ -189,10 +189,10 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
 
 
 LookUp = Callable[[Sequence[Tensor], tbe.Lookups, tbe.LookupOptions], Tensor]
-"""Lookup function of some storages, with the arguments of ``ops.tbe.forward``."""
+"""Lookup function for some storages, with the ``ops.tbe.forward`` arguments."""
 
 
 def lookup_function(storages: Sequence[RowStorage]) -> LookUp:
-    """Return the function that looks up rows of several tables at once, given the storage of each table."""
+    """Return the function for looking up rows in several tables at once, given their storages."""
     bits = [storage.bits for storage in storages]
     return functools.partial(nbit.forward, bits) if any(bits) else tbe.forward

@@ -1,4 +1,4 @@
-"""State dict tensors of tables without a single backing tensor: they read and write values on request."""
+"""State dict tensors for tables without a single backing tensor: they read and write values on request."""
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -17,9 +17,9 @@ saves_key_ordered: ContextVar[bool] = ContextVar("saves_key_ordered", default=Fa
 
 @final
 class StreamedPart(Tensor):
-    """A row part of a table that has no single tensor with all rows.
+    """A row part in a table without a single tensor for all rows.
 
-    It has the shape, dtype and device which that tensor would have. Slices select rows and columns of the
+    It has the shape, dtype and device of such a tensor. Slices select rows and columns from the
     same table. ``clone()`` reads the values; ``copy_`` in either direction reads or writes them block by
     block. Other operations raise an error, because they would need all rows in memory.
     """
@@ -29,7 +29,7 @@ class StreamedPart(Tensor):
     keys: Span
     columns: Span
     source: ExternalTable | TableSnapshot
-    """Table or snapshot that the values are read from."""
+    """Table or snapshot to read the values from."""
 
     @staticmethod
     def __new__(
@@ -53,7 +53,7 @@ class StreamedPart(Tensor):
         super().__init__()
 
     def blocks(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield ((first row, end row), values) for one block of rows after another."""
+        """Yield ((first row, end row), values) for one row block after another."""
         position = 0
         for block in self.source.stream(self.columns, keys=self.keys):
             assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"
@@ -71,15 +71,15 @@ class StreamedPart(Tensor):
         return values
 
     def frozen(self, snapshot: TableSnapshot) -> "StreamedPart":
-        """Return the same part of a snapshot of the table."""
+        """Return the same part of a table snapshot."""
         return StreamedPart(self.table, self.part, keys=self.keys, columns=self.columns, source=snapshot)
 
     def is_same(self, other: object) -> bool:
-        """Return whether both tensors stand for the same values of the same table."""
+        """Return whether both tensors stand for the same values in the same table."""
         return isinstance(other, StreamedPart) and other._identity() == self._identity()
 
     def _identity(self) -> tuple[object, ...]:
-        """Return what two tensors of the same values have in common."""
+        """Return the key shared by tensors with the same values."""
         return id(self.source), self.part.name, self.keys, self.columns
 
     def _slice(
@@ -117,7 +117,7 @@ class StreamedPart(Tensor):
     def check_saver(self, name: str) -> None:
         """Raise an error if torch.distributed.checkpoint (DCP) saves a growable table.
 
-        DCP loads into the tensors of a state dict, and their sizes differ once rows were admitted or evicted.
+        DCP loads into state dict tensors, and sizes differ once rows were admitted or evicted.
 
         Raises:
             ValueError: DCP saves the tensor, and the table is growable.
@@ -130,7 +130,7 @@ class StreamedPart(Tensor):
             )
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """Return the write items of this tensor for DCP: a single item with the whole tensor."""
+        """Return this tensor's write items for DCP: a single item with the whole tensor."""
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             MetadataIndex,
@@ -181,7 +181,7 @@ _READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)  #
 
 
 def streamed_parts(table: ExternalTable) -> dict[str, Tensor]:
-    """Return the parts of a table by name, as streamed tensors. All keys must have a row."""
+    """Return table parts by name, as streamed tensors. All keys must have a row."""
     r = table.rectangle
     return {
         part.name: StreamedPart(table, part, keys=(r.r0, r.r1), columns=r.columns) for part in table.parts
@@ -201,7 +201,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _unsupported(call: str) -> ValueError:
-    """Return the exception for an operation that needs all rows in memory."""
+    """Return the exception for operations on all rows in memory."""
     return ValueError(
         f"{call} is not for a table whose rows are not in one tensor. Read the rows that are wanted first: "
         "part[first:end].clone()."

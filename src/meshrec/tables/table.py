@@ -1,15 +1,15 @@
-"""Table protocol: the interface through which all code reads, writes and moves rows.
+"""Table protocol: the interface for reading, writing and moving rows.
 
 [Note: the parts of a table]
 
-A ``Table`` holds the rows of a single rectangle on a single rank. It has three parts: an index (keys to
-slots), the memory that kernels read (``rows`` and ``state``, indexed by slot), and the storage behind that
-memory, such as a file. Only a ``FixedTable`` has its rows in the memory of a parameter, at slot ``key - r0``.
-The parameter of any other table has no rows, so DDP, FSDP2, clipping and ``parameters()`` have nothing to
-touch; its name, ``requires_grad`` and optimizer still belong to the table.
+A ``Table`` holds a single rectangle's rows on a single rank. It has three parts: an index (keys to
+slots), the memory read by kernels (``rows`` and ``state``, indexed by slot), and the storage behind that
+memory, such as a file. Only a ``FixedTable`` has rows in parameter memory, at slot ``key - r0``.
+Any other table's parameter has no rows, so DDP, FSDP2, clipping and ``parameters()`` have nothing to
+touch; the name, ``requires_grad`` and optimizer still belong to the table.
 
 Rows leave a table through ``stream`` and enter it through ``load``, in blocks with ascending keys.
-Checkpoints, resharding and state dicts use nothing else. The blocks of a fixed table are its memory: nothing
+Checkpoints, resharding and state dicts use nothing else. A fixed table's blocks are views: nothing
 is copied before it is written or sent.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from meshrec.tables.index import Index
 
 Span = tuple[int, int]
-"""An interval of rows or columns: first, and end (exclusive)."""
+"""A row or column interval: first, and end (exclusive)."""
 
 
 class Rectangle(NamedTuple):
@@ -46,7 +46,7 @@ class Rectangle(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """Name, dtype and shape of a tensor that holds a part of a table's rows or optimizer state."""
+    """Name, dtype and shape of a tensor with some row values or optimizer state."""
 
     name: str
     """``weight``, another row part such as a scale, or an optimizer slot."""
@@ -56,30 +56,30 @@ class RowPart(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """Some rows of a table, or some columns of these rows."""
+    """Some table rows, or some columns in these rows."""
 
     keys: range | Tensor
-    """Ascending keys of the rows: a range if they are consecutive, otherwise int64 [n]."""
+    """Ascending row keys: a range if they are consecutive, otherwise int64 [n]."""
     columns: Span
-    """Table columns that ``parts`` contain."""
+    """Table columns in ``parts``."""
     parts: Mapping[str, Tensor]
     """Values by ``RowPart`` name, one row per key. A block may have only some parts."""
 
 
 class Table(Protocol):
-    """Rows of a table on a rank: all or a rectangle. See [Note: the parts of a table]."""
+    """Table rows on a rank: all or a rectangle. See [Note: the parts of a table]."""
 
     @property
     def rectangle(self) -> Rectangle:
-        """Keys and columns of this table."""
+        """This table's keys and columns."""
 
     @property
     def parts(self) -> Sequence[RowPart]:
-        """Parts of a row, ``weight`` first, followed by optimizer state."""
+        """Row parts, ``weight`` first, followed by optimizer state."""
 
     @property
     def is_growable(self) -> bool:
-        """Whether the number of rows changes during training, so only an index knows the keys."""
+        """Whether the row count changes during training, so only an index knows the keys."""
 
     @property
     def index(self) -> Index | None:
@@ -87,11 +87,11 @@ class Table(Protocol):
 
     @property
     def rows(self) -> Tensor:
-        """Memory that the kernels read, indexed by slot."""
+        """Memory read by kernels, indexed by slot."""
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Optimizer state that the kernels change: one tensor per state slot, indexed like ``rows``."""
+        """Optimizer state changed by kernels: one tensor per state slot, indexed like ``rows``."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the parts by name, as a state dict has them: the memory, or ``StreamedPart`` tensors."""
@@ -107,14 +107,14 @@ class Table(Protocol):
         """
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Write the rows, or parts of rows, that the blocks contain. Other rows stay.
+        """Write the rows, or row parts, from the blocks. Other rows stay.
 
         A block is copied before the next block is requested.
         """
 
 
 class TableSnapshot(Protocol):
-    """The rows of a table at a fixed moment, readable while training continues."""
+    """Table rows at a fixed moment, readable while training continues."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
         """Yield the rows as ``Table.stream`` would have at that moment.
@@ -124,31 +124,31 @@ class TableSnapshot(Protocol):
         """
 
     def close(self) -> None:
-        """Free the memory or files that hold the old rows."""
+        """Free memory or files with the old rows."""
 
 
 class ExternalTable(Table, Protocol):
-    """Table whose rows are outside the memory of a parameter."""
+    """Table with rows outside parameter memory."""
 
     def snapshot(self) -> TableSnapshot:
-        """Return a snapshot of the present rows."""
+        """Snapshot the present rows."""
 
 
 @runtime_checkable
 class LazyRows(Protocol):
-    """A table that computes initial rows when they are first needed."""
+    """A table computing initial rows on first use."""
 
     def set_initial_rows(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
-        """Set the function that returns the initial rows of a key interval."""
+        """Set the function for the initial rows in a key interval."""
 
 
 def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]], *, lazily: bool) -> None:
-    """Write the initial rows of a table, or let the table compute them when they are needed.
+    """Write a table's initial rows, or let the table compute them on first use.
 
     Args:
         table: the table.
-        initial: returns the initial rows of a key interval.
-        lazily: whether a table may call ``initial`` later, for the rows that it needs.
+        initial: returns the initial rows in a key interval.
+        lazily: whether a table may call ``initial`` later, for the rows it needs.
     """
     if lazily and isinstance(table, LazyRows):
         table.set_initial_rows(initial)
@@ -157,7 +157,7 @@ def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]],
 
 
 def read_weights(table: Table, keys: Tensor) -> Tensor:
-    """Return the ``weight`` of some keys, int64 [n], ascending. Each key must have a row."""
+    """Return the ``weight`` for some keys, int64 [n], ascending. Every key must have a row."""
     if len(keys) == 0:
         return table.rows.new_empty(0, table.rows.shape[1])
     weights = []

@@ -1,17 +1,17 @@
-"""Updates of the tables on a rank, unsharded or sharded: from a gradient to changed rows.
+"""Updates for the tables on a rank, unsharded or sharded: from a gradient to changed rows.
 
 [Note: what makes an update deterministic]
 
-The same gradient gives the same bits, for any number of threads and any message order:
+The same gradient gives the same bits, for any thread count and any message order:
 
-1. The kernels sort the rows that a batch has looked up, add the gradients of equal rows in batch order, and
-   change each touched row once (``csrc/tbe/fused_update.cpp``). Threads split work between rows, never within
+1. The kernels sort the rows looked up by a batch, add equal rows' gradients in batch order, and
+   change every touched row once (``csrc/tbe/fused_update.cpp``). Threads split work by rows, never within
    a row.
 2. Partial sums from several ranks are added in rank order (``distributed/row_stats.py``,
    ``distributed/output_dist.py``).
 3. Stochastic rounding draws from (seed, step, row and column in the whole table), so a rectangle rounds
    as the whole table would. "step" is the table's own update count.
-4. An update happens for all tables or for none: ``prepare`` does everything that can fail, including
+4. An update happens for all tables or for none: ``prepare`` does everything fallible, including
    collectives and hyperparameter checks, and ``apply`` only writes.
 
 [Note: who may change rows, and when]
@@ -42,15 +42,15 @@ from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.optimizer import FusedTable, UpdateRule, distinct_rules
 from meshrec.tables.packing import RowGradients
 
-_version: Callable[[Tensor], int] = operator.attrgetter("_version")  # number of in-place writes
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")  # in-place write count
 
 
 class WriteCounter:
-    """Counts the in-place writes that updates of fused tables have made, to detect all other writes.
+    """Counts in-place writes made by fused table updates, to detect all other writes.
 
-    torch counts all in-place writes to a tensor. A gradient stays valid if the update of another batch
+    torch counts all in-place writes to a tensor. A gradient stays valid if another batch's update
     changes the table in between (it does not depend on the rows), but not if the user loads or writes
-    weights. The difference between the two counts is the number of other writes.
+    weights. The difference between the two counts is the count of other writes.
 
     Args:
         names: table names for messages.
@@ -63,11 +63,11 @@ class WriteCounter:
         self._lock = threading.Lock()
 
     def index_of(self, weight: Tensor) -> int:
-        """Return the index of a parameter in ``weights``, for ``count``."""
+        """Return a parameter's index in ``weights``, for ``count``."""
         return next(index for index, parameter in enumerate(self._weights) if parameter is weight)
 
     def foreign_writes(self) -> list[int]:
-        """Return, for each table, the number of in-place writes that updates did not make."""
+        """Count in-place writes per table not made by updates."""
         with self._lock:
             return list(map(operator.sub, map(_version, self._weights), self._counted))
 
@@ -93,7 +93,7 @@ class WriteCounter:
                 raise ValueError(in_place_change_message(name))
 
     def check_parameters(self, weights: Sequence[Tensor]) -> None:
-        """Raise if a parameter of a module is not the one that updates change.
+        """Raise if a module's parameter is not the one changed by updates.
 
         Raises:
             ValueError: a parameter was replaced; the message names it.
@@ -113,27 +113,27 @@ class WriteCounter:
 
 
 class LookedUp(NamedTuple):
-    """Gradient of a lookup output, and the lookup. ``lookups.tables`` are rectangle numbers."""
+    """Lookup output gradient, and the lookup. ``lookups.tables`` are rectangle numbers."""
 
     grad: Tensor
     lookups: tbe.Lookups
 
 
 class TableGradient(NamedTuple):
-    """Gradient of a rank's tables.
+    """Gradient for a rank's tables.
 
-    The gradient of a lookup output, except for rectangles in ``rows``, whose gradients are already summed by
+    The lookup output gradient, except for rectangles in ``rows``, where gradients are already summed by
     row.
     """
 
     looked_up: LookedUp | None
     rows: Mapping[int, RowGradients]
     pins: Sequence[object] = ()
-    """Pins that keep the slots valid; see ``tables.index.Resolved``."""
+    """Pins keeping the slots valid; see ``tables.index.Resolved``."""
 
 
 class Touched(NamedTuple):
-    """Touched rows of a rectangle, as input to whole-row statistics.
+    """A rectangle's touched rows, as input to whole-row statistics.
 
     ``rows`` is int64 [U], ``grad`` and ``weight`` are fp32 [U, D], ``slots`` the optimizer state. Weight and
     state are empty if the statistics need only the gradient (``needs_gradient_only``).
@@ -146,27 +146,27 @@ class Touched(NamedTuple):
 
 
 class RowPeers(Protocol):
-    """The ranks that hold other columns of the same rows, for tables of one rule.
+    """Ranks with other columns in the same rows, for tables with a common rule.
 
     All methods are collective.
     """
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """Return the mean squared gradient of each whole row; see ``distributed.row_stats``.
+        """Return mean squared gradients by whole row; see ``distributed.row_stats``.
 
         Args:
-            squares: sum of squares over local columns of each row, fp32 [total rows].
-            counts: number of rows of each rectangle.
-            row_dims: columns of a whole row, for each rectangle.
+            squares: sum of squares over local columns per row, fp32 [total rows].
+            counts: row count per rectangle.
+            row_dims: whole-row columns per rectangle.
         """
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """Return the ``row_stats`` argument of ``tbe_update`` for each rectangle.
+        """Return the ``row_stats`` argument for ``tbe_update`` per rectangle.
 
         Args:
-            touched: touched rows of each rectangle.
+            touched: touched rows per rectangle.
             optimizer: optimizer code.
-            hyper: hyperparameters of each rectangle.
+            hyper: hyperparameters per rectangle.
         """
 
 
@@ -175,9 +175,9 @@ FindPeers = Callable[[UpdateRule, Sequence[int]], "tuple[frozenset[int], RowPeer
 
 
 class _Group:
-    """Tables and rectangles of one update rule.
+    """Tables and rectangles with a common update rule.
 
-    Rows of rectangles in ``whole`` are complete on this rank; those in ``split`` have columns on other ranks.
+    Rows in ``whole`` rectangles are complete on this rank; rows in ``split`` have columns on other ranks.
     """
 
     def __init__(self, rule: UpdateRule, tables: list[int], peers: RowPeers | None) -> None:
@@ -185,26 +185,26 @@ class _Group:
         self.whole: list[int] = []
         self.split: list[int] = []
         self.state: list[Tensor] = []
-        """Optimizer state of the rectangles in ``whole``, cached because every update needs it."""
+        """Optimizer state for rectangles in ``whole``, cached because every update needs it."""
         self.origins: list[int] = []
-        """First row and column of each rectangle in ``whole``."""
+        """First row and column per rectangle in ``whole``."""
         self.weights: list[Tensor] | None = None
-        """Row memory of the rectangles in ``whole``; None if it may change, as in packed parameters."""
+        """Row memory for rectangles in ``whole``; None if it may change, as in packed parameters."""
         self.members: list[tuple[int, FusedTable, dict[str, Any]]] = []
-        """Number, table and state of each table, listed once because every step iterates over them."""
+        """Number, table and state per table, listed once because every step iterates over them."""
 
 
 class _RowUpdate(NamedTuple):
-    """Update of the touched rows of one rectangle, with statistics over whole rows."""
+    """Update for the touched rows in a rectangle, with statistics over whole rows."""
 
     rectangle: int
     rows: RowGradients
     hyper: Tensor
-    sums: Tensor  # the row_stats argument of tbe_update
+    sums: Tensor  # row_stats argument for tbe_update
 
 
 class _RunUpdate(NamedTuple):
-    """Arguments of ``tbe_update`` for rows that have columns on other ranks.
+    """Arguments to ``tbe_update`` for rows with columns on other ranks.
 
     ``runs`` saves the second sort, and ``mean_squares`` covers whole rows; see ``naive.tbe_update``.
     """
@@ -214,7 +214,7 @@ class _RunUpdate(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Prepared update of one group: everything except the gradient."""
+    """Prepared update for a group: everything except the gradient."""
 
     group: _Group
     steps: dict[int, list[int]]
@@ -223,24 +223,24 @@ class Prepared(NamedTuple):
 
 
 class PreparedUpdates(NamedTuple):
-    """Prepared updates of all groups, and the IDs of hashed tables to admit and evict."""
+    """Prepared updates for all groups, and hashed table IDs to admit and evict."""
 
     groups: list[Prepared]
     admission_eviction: TableChanges | None
 
 
 class TableUpdates:
-    """Updates the fused tables that a rank looks up together.
+    """Updates fused tables with a common lookup.
 
-    Tables without a rule get ordinary gradients. Each table counts its own updates: tables that were frozen
-    for a while, or loaded from different checkpoints, continue from their own step number.
+    Tables without a rule get ordinary gradients. Every table has an update count: tables frozen
+    for a while, or loaded from different checkpoints, continue from that count.
 
     Args:
         held: the tables.
         fused: tables with a rule, by table number, including tables without rows on this rank.
-        writes: counts the writes that updates make.
+        writes: counts writes by updates.
         peers: finds the tables split by columns; None if all rows are whole on this rank.
-        admission_eviction: admits and evicts IDs of hashed tables at each update; None without such tables.
+        admission_eviction: admits and evicts hashed table IDs at every update; None without such tables.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class TableUpdates:
         self.admission_eviction = admission_eviction
         self._held, self._fused, self._writes = held, dict(fused), writes
         self._rectangles = held.rectangles
-        # Index of each fused table's parameter in ``writes``, which both ``TableUpdates`` of a module share.
+        # Parameter index in ``writes`` per fused table. Both ``TableUpdates`` in a module share ``writes``.
         self._write_index = {number: writes.index_of(table.weight) for number, table in fused.items()}
         self._groups: list[_Group] = []
         for rule in distinct_rules([table.rule for table in fused.values()]):
@@ -288,11 +288,11 @@ class TableUpdates:
         }
 
     def prepare(self, gradient: TableGradient, *, deferred: bool) -> PreparedUpdates:
-        """Prepare an update: do everything that can fail, and change nothing.
+        """Prepare an update: do everything fallible, and change nothing.
 
         Args:
-            gradient: gradient of all tables.
-            deferred: whether to update the tables of ``optimizer.step()``, or those of the backward pass.
+            gradient: gradient for all tables.
+            deferred: whether to update tables for ``optimizer.step()``, or for the backward pass.
 
         Collective over the ranks with other columns in the same rows.
 
@@ -338,13 +338,13 @@ class TableUpdates:
             self.admission_eviction.finish(decision)
 
     def ordinary_gradients(self, gradient: TableGradient) -> list[Tensor | None]:
-        """Return the dense gradient of each parameter for autograd; None for parameters of fused tables."""
+        """Return dense gradients by parameter for autograd; None for fused tables."""
         if not self._ordinary:
             return [None] * len(self._held.parameters)
         return self._held.gradients(self._dense_gradients(gradient))
 
     def collect(self, gradient: TableGradient) -> bool:
-        """Add the gradients of deferred tables to ``parameter.grad``.
+        """Add deferred tables' gradients to ``parameter.grad``.
 
         Returns whether all accumulated gradients are finite.
         """
@@ -358,7 +358,7 @@ class TableUpdates:
         return self._held.collect(parts) and finite
 
     def collected(self) -> TableGradient:
-        """Return the gradients that ``collect`` has added, of all deferred tables.
+        """Return gradients added by ``collect``, for all deferred tables.
 
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.
@@ -373,7 +373,7 @@ class TableUpdates:
         return TableGradient(None, rows, pins)
 
     def _prepare_group(self, group: _Group, gradient: TableGradient) -> Prepared:
-        """Prepare the update of one rule's tables, without frozen tables."""
+        """Prepare an update for a rule's tables, without frozen tables."""
         members = [member for member in group.members if member[1].weight.requires_grad]
         if group.rule.deferred:
             members = [member for member in members if not self._lacks_gradient(member[1])]
@@ -387,12 +387,12 @@ class TableUpdates:
         )
 
     def _lacks_gradient(self, table: FusedTable) -> bool:
-        """Return whether the backward pass has collected no gradient for a deferred table."""
-        # A rank without rows counts the step along with the ranks that have rows.
+        """Return whether a deferred table lacks a gradient from the backward pass."""
+        # A rank without rows counts the step along with the other ranks.
         return table.weight.numel() > 0 and table.weight.grad is None
 
     def _update_whole(self, rectangles: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
-        """Update rectangles whose rows are whole on this rank, with one kernel call per kind of gradient."""
+        """Update rectangles with whole rows on this rank, with one kernel call per gradient kind."""
         rule, hyper = group.rule, group.rule.hyper_at(step)
         together = [i for i in rectangles if i not in gradient.rows] if gradient.rows else rectangles
         # The common case, with the group's cached state and origins.
@@ -432,7 +432,7 @@ class TableUpdates:
         sums: Tensor | None = None,
         runs: tuple[Tensor, Tensor] | tuple[()] = (),
     ) -> None:
-        """Call the update kernel, which changes each touched row of the rectangles once.
+        """Call the update kernel, which changes every touched row in the rectangles once.
 
         Args:
             looked_up: gradient and lookups.
@@ -458,14 +458,14 @@ class TableUpdates:
     def _trailing_arguments(
         self, rectangles: Sequence[int], runs: tuple[Tensor, Tensor] | tuple[()] = ()
     ) -> Sequence[object]:
-        """Return the last arguments of the kernel, as far as these rectangles need them."""
+        """Return the last kernel arguments, as far as these rectangles need them."""
         if not self._row_keys:
             return runs
         nothing = torch.empty(0, dtype=torch.int64)
         return *(runs or (None, None)), [self._row_keys.get(i, nothing) for i in rectangles]
 
     def _update_split(self, prepared: Prepared, gradient: TableGradient, tables: set[int]) -> None:
-        """Update the group's rectangles whose rows have columns on other ranks."""
+        """Update the group's rectangles with columns on other ranks."""
         group, split = prepared.group, prepared.split
         if isinstance(split, _RunUpdate):
             assert gradient.looked_up is not None
@@ -484,9 +484,9 @@ class TableUpdates:
     def _prepare_split(
         self, group: _Group, peers: RowPeers, gradient: TableGradient
     ) -> list[_RowUpdate] | _RunUpdate:
-        """Prepare the updates of rectangles whose rows have columns on other ranks. Collective.
+        """Prepare updates for rectangles with columns on other ranks. Collective.
 
-        One kernel call updates all of them if the statistics need only the gradient. The ranks exchange the
+        One kernel call updates them all if the statistics need only the gradient. The ranks exchange the
         same data either way.
         """
         rule, split, looked_up = group.rule, group.split, gradient.looked_up
@@ -506,7 +506,7 @@ class TableUpdates:
     def _prepare_row_updates(
         self, group: _Group, peers: RowPeers, gradient: TableGradient, hypers: Sequence[Tensor]
     ) -> list[_RowUpdate]:
-        """Prepare the update of each split rectangle separately, with statistics from all ranks."""
+        """Prepare updates for split rectangles separately, with statistics from all ranks."""
         weights, rule = self._held.weights, group.rule
         values = [Hyper.from_tensor(hyper) for hyper in hypers]
         parts = self._row_gradients(gradient, group.split)
@@ -521,7 +521,7 @@ class TableUpdates:
         ]
 
     def _touched_rows(self, i: int, part: RowGradients, with_weights: bool) -> Touched:
-        """Return the touched rows of rectangle ``i``, with weights and state if needed."""
+        """Return touched rows for rectangle ``i``, with weights and state if needed."""
         rows, grad = part
         if not with_weights:
             return Touched(rows, grad, grad.new_empty(0), [])
@@ -538,7 +538,7 @@ class TableUpdates:
         return by_rectangle
 
     def _dense_gradients(self, gradient: TableGradient) -> dict[int, Tensor]:
-        """Return the dense gradients of ordinary (not fused) tables, by rectangle."""
+        """Return dense gradients for ordinary (not fused) tables, by rectangle."""
         weights = self._held.weights
         trained = self._trained(self._ordinary)
         by_rectangle = {
@@ -553,12 +553,12 @@ class TableUpdates:
         return by_rectangle
 
     def _heights(self, rectangles: Sequence[int]) -> list[int]:
-        """Return the number of rows in memory of each rectangle."""
+        """Return in-memory row counts by rectangle."""
         weights = self._held.weights
         return [weights[i].shape[0] for i in rectangles]
 
     def _trained(self, rectangles: Sequence[int]) -> list[int]:
-        """Return the rectangles whose tables are not frozen now."""
+        """Return the rectangles in tables not frozen now."""
         return [i for i in rectangles if self._held.is_trained(i)]
 
 
@@ -574,13 +574,13 @@ def _no_rows(weight: Tensor) -> RowGradients:
 
 
 def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequence[int]) -> tbe.Lookups:
-    """Return lookups that read each row once, without pooling, so that their gradient is the row gradient.
+    """Return lookups reading every row once, without pooling: the lookup gradient is the row gradient.
 
-    The matching output gradient is the row gradients ``[U, D]`` of all tables, flattened and concatenated.
+    The matching output gradient has all row gradients ``[U, D]``, flattened and concatenated.
 
     Args:
-        rows: touched rows of each table, int64 [U]. Gradients of repeated rows are added.
-        dims: width of each table.
+        rows: touched rows per table, int64 [U]. Gradients for repeated rows are added.
+        dims: width per table.
         tables: table indices.
     """
     counts = torch.tensor([0, *(len(rows_U) for rows_U in rows)], dtype=torch.int64)
@@ -608,13 +608,13 @@ def update_rows(
     optimizer: int,
     hyper: Tensor,
 ) -> None:
-    """Apply an optimizer step to distinct rows of a whole table, in place.
+    """Apply an optimizer step to distinct rows in a whole table, in place.
 
     Args:
         weight: the table, [rows, D].
         state: optimizer state, one tensor per slot.
         rows: distinct rows, int64 [U].
-        grad: gradient of each row, fp32 [U, D].
+        grad: gradient per row, fp32 [U, D].
         optimizer: optimizer code.
         hyper: hyperparameters.
     """
@@ -623,5 +623,5 @@ def update_rows(
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Reorder optimizer state from tables to slots: first slot 0 of all tables, then slot 1."""
+    """Reorder optimizer state from tables to slots: first slot 0 for all tables, then slot 1."""
     return [slot for slots in zip(*state, strict=True) for slot in slots]

@@ -1,4 +1,4 @@
-"""Row storage of fixed tables: floating-point rows, and quantised rows with a scale and a bias."""
+"""Row storage for fixed tables: floating-point rows, and quantised rows with a scale and a bias."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from meshrec.tables.table import RowPart
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Storage of floating-point rows, fp32, fp16 or bf16: ``dim`` elements per row.
+    """Storage for floating-point rows, fp32, fp16 or bf16: ``dim`` elements per row.
 
     Optimizer state is fp32.
     """
@@ -40,7 +40,7 @@ class DenseRows:
         """Allocate uninitialized memory.
 
         Args:
-            num_rows: number of rows.
+            num_rows: row count.
             columns: elements per row.
             device: memory device.
         """
@@ -60,7 +60,7 @@ class DenseRows:
 
         Args:
             spec: the optimizer; None: no state.
-            num_rows: number of rows.
+            num_rows: row count.
             dim: values per row.
             device: memory device.
         """
@@ -78,9 +78,9 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """Storage of read-only rows with codes of 8, 4 or 2 bits, and a scale and a bias per row.
+    """Storage for read-only rows with 8-, 4- or 2-bit codes, and a scale and a bias per row.
 
-    A column shard has the scale and bias of the whole row, so its values equal those of the whole table. See
+    A column shard has the whole row's scale and bias, so values equal the whole table's. See
     ``ops.nbit``.
     """
 
@@ -97,18 +97,18 @@ class QuantisedRows:
     )
 
     def columns(self, dim: int) -> int:
-        """Return the bytes of scale, bias and codes of a row: a multiple of 4."""
+        """Return the bytes per row (scale, bias and codes): a multiple of 4."""
         return nbit.row_bytes(dim, self.bits)
 
     def part_column(self, column: int) -> int:
-        """Return the byte at which the code of a column starts. Columns can be split at byte boundaries."""
+        """Return the first code byte for a column. Columns can be split at byte boundaries."""
         return nbit.code_bytes(column, self.bits)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """Allocate uninitialized memory.
 
         Args:
-            num_rows: number of rows.
+            num_rows: row count.
             columns: bytes per row.
             device: memory device.
         """
@@ -118,7 +118,7 @@ class QuantisedRows:
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes of the rows, including padding."""
+        """Return row bytes, including padding."""
         return num_rows * self.columns(dim)
 
     def new_state(
@@ -136,11 +136,11 @@ class QuantisedRows:
         return []
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Return the codes, scales and biases of rows, as views."""
+        """Return row codes, scales and biases, as views."""
         params = rows.view(torch.float16)
         codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]
         return [codes, params[:, 0], params[:, 1]]
 
     def encode(self, values: Tensor) -> Tensor:
-        """Quantize rows of values, with the rounding of FBGEMM."""
+        """Quantize row values, with FBGEMM's rounding."""
         return nbit.quantize(values, self.bits)

@@ -1,4 +1,4 @@
-"""Tables whose rows are in a single tensor: each key has a row, at slot ``key - r0``."""
+"""Tables with rows in a single tensor: every key has a row, at slot ``key - r0``."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
@@ -14,12 +14,12 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 @final
 class FixedTable:
-    """A rectangle of a table in the memory of a parameter.
+    """A table rectangle in parameter memory.
 
     Args:
         parameter: parameter, which may hold other rectangles too.
         packing: where the rectangles are in the parameter.
-        number: index of this rectangle in ``packing``.
+        number: this rectangle's index in ``packing``.
         state: optimizer state, one tensor per slot.
         spec: optimizer; None: no state.
     """
@@ -78,12 +78,12 @@ class FixedTable:
                     targets[name][block.keys - r0] = values.to(targets[name].dtype)
 
     def _slice(self, rows: slice, columns: Span) -> dict[str, Tensor]:
-        """Return some rows and columns of all parts, as views."""
+        """Slice rows and columns from all parts, as views."""
         r = self.rectangle
         return slice_parts(self._packing.storage, self.tensors(), rows, columns, first_column=r.c0)
 
 
 def parts_of(storage: RowStorage, spec: OptimizerSpec | None) -> list[RowPart]:
-    """Return the parts of a row, followed by those of its optimizer state."""
+    """Return row parts, followed by optimizer state parts."""
     slots = spec.state_slots() if spec is not None else ()
     return [*storage.row_parts, *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots)]
