@@ -2,7 +2,7 @@
 
 [Note: how errors reach every rank]
 
-A rank that raises alone leaves its peers waiting in the next collective until the timeout. An operation that
+A rank that raises alone leaves peers waiting in the next collective until the timeout. An operation that
 may fail on some ranks, such as reading a file or checking a batch, therefore catches every exception, shares
 it in a small collective, and then all ranks raise:
 
@@ -12,7 +12,7 @@ it in a small collective, and then all ranks raise:
   (distributed/input_dist.py);
 - the train pipeline sends a word per batch in the background (pipeline/lookahead.py);
 - stages send an error instead of a value (stages/messages.py);
-- resharding agrees on the rows of each round (distributed/reshard.py);
+- resharding agrees on the rows per round (distributed/reshard.py);
 - the trainer exchanges two flags per step (train/stopping.py), and reports or stores the step only
   afterwards.
 
@@ -22,7 +22,7 @@ between ranks. The ranks agree on a common type afterwards.
 Where an agreement would cost a collective per step, a rank announces the error instead:
 [Note: a rank that fails alone] in comms/failures.py.
 
-A dead rank cannot report. The peers see closed sockets or a timeout, and the launcher reports the error of
+A dead rank cannot report. The peers see closed sockets or a timeout, and the launcher reports the error from
 the first rank to fail (train/launch.py).
 """
 
@@ -45,7 +45,7 @@ def together(axis: Axis, name: str) -> Iterator[None]:
 
     Args:
         axis: participating ranks.
-        name: name of the operation, for errors in the exchange.
+        name: operation name, for errors in the exchange.
 
     Raises:
         Exception: see `raise_as_one`.
@@ -62,12 +62,12 @@ def together(axis: Axis, name: str) -> Iterator[None]:
 
 
 def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
-    """Exchange the errors of all ranks, and raise one on every rank if any rank has an error. Collective.
+    """Exchange errors between all ranks, and raise on every rank if any rank has an error. Collective.
 
     Args:
         error: this rank's error, or None.
         axis: participating ranks.
-        name: name of the operation, for errors in the exchange.
+        name: operation name, for errors in the exchange.
 
     Raises:
         Exception: the error itself on a single rank; on several ranks, see `combined`.
@@ -85,22 +85,22 @@ def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
 def gather_errors(
     error: Exception | None, axis: Axis, name: str, kinds: Sequence[type[Exception]] = KINDS
 ) -> dict[int, Exception]:
-    """Return the errors of the ranks that have one, by rank. Collective.
+    """Return the errors by rank, for ranks with an error. Collective.
 
     Args:
         error: this rank's error, or None.
         axis: participating ranks.
-        name: name of the operation, for errors in the exchange.
+        name: operation name, for errors in the exchange.
         kinds: exception types to keep; others become RuntimeError.
     """
-    # Exceptions of other types may not survive pickling, or have a class that other ranks cannot import.
+    # Exceptions with other types may not survive pickling, or may have a class other ranks cannot import.
     local_error = None if error is None else sendable(error, kinds)
     errors = gather_objects(local_error, axis, name)
     return {rank: error for rank, error in enumerate(errors) if error is not None}
 
 
 def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks in ``group`` have the same plan. Collective.
+    """Check whether all ranks in ``group`` have the same plan. Collective.
 
     Raises:
         ValueError: the plans differ. All ranks raise the same message.
@@ -108,7 +108,7 @@ def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> Non
     if group is None or group.size() == 1:
         return
     axis = Axis(size=group.size(), rank=group.rank(), group=group)
-    # An argument of the wrong type is rejected after this exchange, so that no rank waits alone.
+    # Arguments with a wrong type are rejected after this exchange, so no rank waits alone.
     # Compare digests first: plans are large, and usually equal.
     digest = plan.digest() if isinstance(plan, ShardingPlan) else ""
     if len(set(gather_objects(digest, axis, "digests of plans"))) == 1:
@@ -119,10 +119,10 @@ def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> Non
 
 
 def _difference(tables_by_rank: Sequence[Mapping[tuple[str, str], str]]) -> str:
-    """Return the error message for the first table that two ranks place differently.
+    """Return the error message for the first table placed differently by two ranks.
 
     Args:
-        tables_by_rank: for each rank, the digest of each table's sharding by (module path, table name).
+        tables_by_rank: per rank, the sharding digest by (module path, table name).
     """
     for rank, other in enumerate(tables_by_rank):
         for key in sorted({*tables_by_rank[0], *other}):

@@ -1,30 +1,30 @@
-"""Collectives of sharded modules. A call starts the collective; the result is awaited where it is needed.
+"""Collectives for sharded modules. A call starts the collective; the result is awaited where it is needed.
 
 A failed collective raises an error naming the collective, this rank, and unresponsive peers. Peers are
 identified through the process group's store, because a broken connection only reveals an address.
 
 [Note: what may run on which thread]
 
-Ranks match collectives by order, so all collectives of a process group start on a single thread at a time, in
+Ranks match collectives by order, so all collectives in a process group start on a single thread at a time, in
 the same order on all ranks. A rank's threads are
 
-1. the main thread: runs steps, checkpoints and evaluations, and starts all collectives of the forward pass.
+1. the main thread: runs steps, checkpoints and evaluations, and starts all forward pass collectives.
 Signal handlers only set a flag, which the main thread reads after a step (train/stopping.py);
 2. autograd's threads: on a GPU they run the backward pass including the collectives, while the main thread
 waits. Two backward passes through the same module must not overlap; table locks (tables/fused.py,
-tables/updates.py) protect only updates of unsharded tables;
-3. kernel threads: split the rows of a call, and finish with it;
+tables/updates.py) protect only unsharded table updates;
+3. kernel threads: split a call's rows, and finish with the call;
 4. the prefetch thread (data/prefetch.py): runs the data reader, and starts no collective;
-5. the "checkpoint" thread of the first rank: waits for files and writes the manifest. A forked child of every
+5. the first rank's "checkpoint" thread: waits for files and writes the manifest. A forked child on every
 rank writes the data (checkpoint/snapshot.py); it must not use threads, devices or sockets;
-6. workers and carriers of stages in one process (stages/threads.py): each runs a single stage;
+6. workers and carriers for stages in a process (stages/threads.py): a worker runs a single stage;
 7. two threads per file-backed table (tables/cached/table.py): a reader, and a writer for evicted rows. They
 start no collectives, and no work on torch's threads;
-8. the "dense gradients" thread of a model on several hosts (comms/peer_average.py): waits for point-to-point
-messages of dense gradients, adds them, and sends the means under separate tags.
+8. a model's "dense gradients" thread on several hosts (comms/peer_average.py): waits for point-to-point
+dense gradient messages, adds them, and sends the means under separate tags.
 
-The launcher has a thread that kills ranks blocking their peers (train/launch.py). A server answers on the
-event loop thread, reads packed requests on another, and computes on one thread per model (serve/batching.py);
+The launcher has a thread to kill ranks blocking peers (train/launch.py). A server answers on the event loop
+thread, reads packed requests on another thread, and computes on a thread per model (serve/batching.py);
 nothing else may call a predictor.
 """
 
@@ -60,16 +60,16 @@ from meshrec.ops import operators
 # If the same collective has failed on a live peer too, the peer reports it within this time.
 _ANSWER_SECONDS = 3.0
 _GLOO = "gloo/transport"
-"""Part of a source path that all connection errors of gloo contain."""
+"""Source path part contained in all gloo connection errors."""
 # all_gather_into_tensor is deprecated in torch versions with all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_traffic: list[Counter[str]] = []  # active counters of measure_traffic
+_traffic: list[Counter[str]] = []  # active counters for measure_traffic
 _logger = logging.getLogger("meshrec")
 _warned_devices: set[str] = set()  # device types for which the CPU detour has been logged
 
 
 class BlockedTime:
-    """Seconds this process has spent blocked in collectives, by which the slowest rank is found.
+    """Seconds this process has spent blocked in collectives, used to find the slowest rank.
 
     On a GPU, collectives block the device and not the process, so they do not count.
     """
@@ -124,7 +124,7 @@ class InFlight:
         return self.tensor
 
     def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-        """Return a tensor computed from the received messages: ``make(tensor, 0, 0)``.
+        """Return a tensor computed from received messages: ``make(tensor, 0, 0)``.
 
         On a host link, the messages are not assembled. ``make`` then gets an empty tensor, the link handle
         and the exchange number, and reads the messages from peer memory; see ``Reading.wait``. Raises
@@ -157,7 +157,7 @@ class _CopyBack:
 
 
 class _PolledWork:
-    """A gloo collective. ``wait`` also raises if a rank fails alone before it reaches the collective."""
+    """A gloo collective. ``wait`` also raises if a rank fails alone before reaching the collective."""
 
     def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
         self._work, self._group = work, group
@@ -170,14 +170,14 @@ class _PolledWork:
                 return
             except RuntimeError:
                 if self._work.is_completed():
-                    self._work.wait()  # raises what has ended it, if it was not its success
+                    self._work.wait()  # raises unless the collective has succeeded
                     return
             listener = listener or Listener(dist.get_process_group_ranks(self._group))
             listener.check()
 
 
 class Splits(NamedTuple):
-    """Number of elements sent to, and received from, each rank on an axis."""
+    """Element counts sent to, and received from, every rank on an axis."""
 
     sent: list[int]
     received: list[int]
@@ -189,10 +189,10 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
     Args:
         sent: elements to send. Must not be modified, even after the wait: ranks on the same host read it in
             place.
-        splits: number of elements per rank.
+        splits: element count per rank.
         axis: participating ranks.
         name: collective name, for errors and ``measure_traffic``.
-        same: send the whole tensor to each rank, instead of slices.
+        same: send the whole tensor to every rank, instead of slices.
 
     Raises:
         CollectiveError: a peer failed.
@@ -209,10 +209,10 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
         link = links[group] if sent.is_cpu else None
     except RuntimeError as error:
         raise _collective_error(error, name, group) from error
-    # Outside the try block: running out of memory here is not a failure of the collective.
+    # Outside the try block: running out of memory here is not a collective failure.
     received, sent = None, sent.contiguous()
     if link is None:
-        # The backend has no all-to-all that sends a buffer to every rank.
+        # The backend has no all-to-all sending a buffer to every rank.
         sent = sent.repeat(axis.size) if same else sent
         received = operators.new_buffer(sent, sum(splits.received))
     work: Any
@@ -230,7 +230,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
             work = _start_collective(start, received, sent, group)
     except RuntimeError as error:
         raise _collective_error(error, name, group) from error
-    # Without overlap, a phase recorder attributes the whole exchange to the phase that starts it.
+    # Without overlap, a phase recorder attributes the whole exchange to the starting phase.
     started = InFlight(received, work, name, group)
     if recorders and not recorders[0].overlap:
         started.wait()
@@ -238,17 +238,17 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
 
 
 def release_read(axis: Axis) -> None:
-    """Free messages on this axis that all ranks have read. They are otherwise freed with the next message."""
+    """Free messages on this axis already read by all ranks. Otherwise the next message frees them."""
     link = links.get(axis.group) if axis.group is not None else None
     if link is not None:
         link.release_read()
 
 
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
-    """Start an all-gather of tensors with equal shapes. The result has shape ``[axis size, *shape]``.
+    """Start an all-gather for tensors with equal shapes. The result has shape ``[axis size, *shape]``.
 
     Args:
-        sent: tensor of this rank; see ``all_to_all``.
+        sent: this rank's tensor; see ``all_to_all``.
         axis: participating ranks.
         name: collective name.
 
@@ -285,7 +285,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
-    """Replace a tensor by its sum over the ranks on an axis.
+    """Replace a tensor by the sum over the ranks on an axis.
 
     Args:
         tensor: addend and result.
@@ -303,7 +303,7 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
 
 
 def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
-    """Replace a tensor on all ranks of an axis by that of rank ``source``.
+    """Replace a tensor on all ranks on an axis by rank ``source``'s tensor.
 
     Args:
         tensor: value on the source rank; overwritten on the others.
@@ -324,10 +324,10 @@ def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None
 
 
 def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
-    """Return the objects of all ranks on an axis, pickled. Slow: for start-up and failures only.
+    """Return the objects from all ranks on an axis, pickled. Slow: for start-up and failures only.
 
     Args:
-        item: object of this rank.
+        item: this rank's object.
         axis: participating ranks.
         name: collective name.
 
@@ -347,7 +347,7 @@ def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
 
 @contextmanager
 def measure_traffic() -> Iterator[Counter[str]]:
-    """Count the bytes that this rank sends to others inside the context, by collective name."""
+    """Count the bytes sent by this rank to other ranks inside the context, by collective name."""
     counter: Counter[str] = Counter()
     _traffic.append(counter)
     try:
@@ -357,7 +357,7 @@ def measure_traffic() -> Iterator[Counter[str]]:
 
 
 def count_sent(name: str, num_bytes: int) -> None:
-    """Count bytes that this rank has sent to others without a collective of this module.
+    """Count bytes sent by this rank to other ranks without a collective in this module.
 
     Args:
         name: collective name.
@@ -368,7 +368,7 @@ def count_sent(name: str, num_bytes: int) -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the time that collectives of this process wait for a rank before they fail.
+    """Set how long collectives in this process wait for a rank before they fail.
 
     Applies to all existing process groups, and to host links.
 
@@ -384,7 +384,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether a collective of this group needs a copy of the tensor on the CPU.
+    """Return whether a collective in this group needs a CPU copy.
 
     gloo copies CUDA tensors internally, but not in every collective.
     """
@@ -403,7 +403,7 @@ def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 def _start_collective(
     start: Callable[[Tensor, Tensor], Any], received: Tensor, sent: Tensor, group: dist.ProcessGroup
 ) -> Any:
-    """Start a collective that fills ``received``; on CPU copies if the group needs them."""
+    """Start a collective filling ``received``; on CPU copies if the group needs them."""
     if not goes_through_cpu(sent, group):
         return _poll_for_failures(start(received, sent), sent, group)
     arrived = torch.empty_like(received, device="cpu")
@@ -412,7 +412,7 @@ def _start_collective(
 
 
 def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, name: str) -> None:
-    """Run a collective that changes a tensor in place; on a CPU copy if the group needs it."""
+    """Run a collective changing a tensor in place; on a CPU copy if the group needs it."""
     if axis.group is None or axis.size == 1:
         return
     count_start(axis.group)
@@ -427,14 +427,14 @@ def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, n
 
 
 def _poll_for_failures(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any:
-    """Wrap a gloo collective so that waiting for it notices a rank that fails alone."""
+    """Wrap a gloo collective so waiting for it notices a rank failing alone."""
     return _PolledWork(work, group) if sent.is_cpu and "gloo" in dist.get_backend(group) else work
 
 
 def named_failure(error: RuntimeError) -> Exception:
-    """Return a CollectiveError for a gloo or NCCL error that names no rank; other errors unchanged.
+    """Return a CollectiveError for a gloo or NCCL error without a rank name; other errors unchanged.
 
-    For collectives that this module does not start: those of torch, or of small values.
+    For collectives not started by this module: torch's collectives, or collectives on small values.
     """
     is_named = isinstance(error, CollectiveError)
     if is_named or not (isinstance(error, dist.DistError) or _GLOO in str(error)):
@@ -445,19 +445,19 @@ def named_failure(error: RuntimeError) -> Exception:
 
 
 def _count_bytes(name: str, tensor: Tensor, elements: list[int], rank: int) -> None:
-    """Count the bytes of a collective, without the part for this rank."""
+    """Count a collective's bytes, without the part for this rank."""
     for counter in _traffic:
         counter[name] += (sum(elements) - elements[rank]) * tensor.element_size()
 
 
 def _has_failed(work: Any) -> bool:
-    """Return whether the collective itself failed, not the computation of its result."""
+    """Return whether the collective itself failed, not the result computation."""
     return not isinstance(work, Reading) or bool(work.link.failure)
 
 
 def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> Exception:
-    """Return the exception for a failed collective: that of a rank that failed alone, or one that names the
-    collective and the ranks that do not answer.
+    """Return the exception for a failed collective: the announced error if a rank failed alone; otherwise an
+    error naming the collective and the unresponsive ranks.
     """
     if (failure := lone_failure(group)) is not None:
         return failure
@@ -470,7 +470,7 @@ def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup |
 
 
 def _silent_peers(ranks: list[int]) -> str:
-    """Return a description of the ranks that do not answer: live peers soon report the same failure.
+    """Return a description for the unresponsive ranks: live peers soon report the same failure.
 
     The stopped rank may be the store's host, and torch's store calls have no deadline. They therefore run in
     a daemon thread, which is abandoned if it does not return.

@@ -1,10 +1,10 @@
-"""Averaging of dense gradients over ranks, as a DDP communication hook.
+"""Average dense gradients over ranks, as a DDP communication hook.
 
 Gradients are added in rank order, so the result bits depend neither on rank placement nor on host links
 (``host_link``); gloo's all-reduce adds in another order. Every rank averages a share of the elements and
 sends the means to all. Two ranks without a link exchange all elements instead: equally many bytes, in one
 exchange instead of two. The hook finishes at the end of the backward pass, so that the tables' backward and
-their exchange do not wait; without a link, a thread averages meanwhile (``peer_average``). With pipelining
+the table exchange do not wait; without a link, a thread averages meanwhile (``peer_average``). When pipelined,
 the hook may finish even later, when the next lookup has started.
 """
 
@@ -26,31 +26,31 @@ from meshrec.ops import operators
 # Shape legend: R ranks.
 
 DENSE_GRADIENTS = "gradients of dense parameters"
-"""Name of the collective in errors and in ``measure_traffic``."""
+"""Collective name in errors and in ``measure_traffic``."""
 
 
 class _Bucket(NamedTuple):
-    """A gradient bucket of DDP whose average is in flight."""
+    """A DDP gradient bucket with an average in flight."""
 
     buffer: Tensor  # the gradients, flat; finally the means
     sent: Tensor
-    """The buffer in the dtype of the exchange; may be the buffer itself."""
+    """The buffer in the exchange dtype; may be the buffer itself."""
     terms: InFlight
-    """Gradients of all ranks for this rank's share; without ``adds_in_order`` or with a `PeerAverage`, the
+    """Gradients from all ranks for this rank's share; without ``adds_in_order`` or with a `PeerAverage`, the
     means.
     """
-    future: Any  # what DDP waits for
+    future: Any  # awaited by DDP
 
 
 class DenseGradients:
-    """State of the hook ``average_gradients``. Create it with ``for_axis``.
+    """State for the hook ``average_gradients``. Create it with ``for_axis``.
 
     Attributes:
         is_late: whether gradients are averaged in ``finish``, after the backward pass; see ``late``.
-        adds_in_order: whether gradients are added in rank order. NCCL chooses the order itself.
-        dtype: dtype in which gradients are exchanged; None: that of the gradients.
+        adds_in_order: whether gradients are added in rank order. NCCL selects the order itself.
+        dtype: exchange dtype; None: the gradients' dtype.
         ends_with_backward: whether buckets are averaged at the end of the backward pass instead of in the
-            last bucket's hook. DistributedDataParallel with a static graph calls hooks in a final callback of
+            last bucket's hook. DistributedDataParallel with a static graph calls hooks in a final callback in
             the backward pass, which would wait for a later callback forever. Set before the first step.
     """
 
@@ -65,7 +65,7 @@ class DenseGradients:
     ) -> None:
         self._link, self._axis, self.dtype, self._peers = link, axis, dtype, peers
         self.adds_in_order = adds_in_order
-        # Buckets between start() and finish(), in the order of their hooks.
+        # Buckets between start() and finish(), in hook order.
         self._in_progress: list[_Bucket] = []
         self.is_late = False
         self.ends_with_backward = False
@@ -74,12 +74,12 @@ class DenseGradients:
     def for_axis(
         cls, axis: Axis, device: torch.device | None = None, *, dtype: torch.dtype | None = None
     ) -> "DenseGradients | None":
-        """Create the state for the ranks of an axis. Returns None for a single rank. Collective.
+        """Create the state for the ranks on an axis. Returns None for a single rank. Collective.
 
         Args:
             axis: participating ranks.
             device: gradient device; CPU by default.
-            dtype: dtype in which gradients are exchanged; None: that of the gradients. CPU ranks add in
+            dtype: exchange dtype; None: the gradients' dtype. CPU ranks add in
                 fp32 and round the mean; NCCL adds in this dtype.
         """
         group = axis.group
@@ -108,7 +108,7 @@ class DenseGradients:
             self.is_late = False
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
-        """Start the average of a bucket: make this rank's gradients available to its peers."""
+        """Start a bucket's average: make this rank's gradients available to peers."""
         future: Future[Tensor] = Future()
         sizes = self._sizes(buffer)
         local_sizes = [sizes[self._axis.rank]] * self._axis.size
@@ -134,11 +134,11 @@ class DenseGradients:
         return future
 
     def forget(self) -> None:
-        """Drop the buckets of a backward pass that failed."""
+        """Drop the buckets from a failed backward pass."""
         self._in_progress.clear()
 
     def finish(self) -> None:
-        """Wait for the averages of all buckets, and write them to the buffers.
+        """Wait for the averages for all buckets, and write them to the buffers.
 
         Raises:
             CollectiveError: a rank does not answer.
@@ -155,7 +155,7 @@ class DenseGradients:
                 bucket.future.set_result(bucket.buffer)
 
     def _means(self, bucket: _Bucket) -> InFlight:
-        """Average this rank's share of the elements, and start to send the means to all ranks."""
+        """Average this rank's element share, and start to send the means to all ranks."""
         size, rank, sent = self._axis.size, self._axis.rank, bucket.sent
         average = operators.average_ranks
         if self._link is None and size == 2:
@@ -175,24 +175,24 @@ class DenseGradients:
             Args:
                 _: unused: on a host link the messages are never assembled.
                 link: host link handle.
-                exchange: number of the exchange to read.
+                exchange: exchange number.
 
             Returns:
-                The means of this rank's share, 1-D.
+                The means for this rank's share, 1-D.
             """
             average(mean, [], size, link, exchange)
             return mean
 
         bucket.terms.use(read)
-        # The buffer may be overwritten: a peer sends its means only after reading its share of the buffer.
+        # The buffer may be overwritten: a peer sends means only after reading the share from it.
         return self._in_flight(sent, self._link.start(mean, local_sizes, sent, sizes, same=True))
 
     def _sizes(self, buffer: Tensor) -> list[int]:
-        """Return the number of elements that each rank averages, [R]."""
+        """Return the element count averaged per rank, [R]."""
         return list(map(Tensor.numel, buffer.tensor_split(self._axis.size)))
 
     def _in_flight(self, result: Tensor | None, work: object) -> InFlight:
-        """Return a collective in flight with the name of this module."""
+        """Return a collective in flight with this module's name."""
         return InFlight(result, work, DENSE_GRADIENTS, self._axis.group)
 
 
@@ -203,7 +203,7 @@ def average_gradients(
     """Average gradients over ranks, with equal bits on all ranks.
 
     A hook for ``DistributedDataParallel.register_comm_hook``. It publishes a bucket when the gradients are
-    ready. All buckets are averaged after the last one, so no rank waits for a peer earlier; see
+    ready. All buckets are averaged after the last bucket, so no rank waits for a peer earlier; see
     ``ends_with_backward``.
     """
     if bucket.index() == 0:
@@ -211,7 +211,7 @@ def average_gradients(
     future = state.start(bucket.buffer())
     if bucket.is_last() and not state.is_late:
         if state.ends_with_backward:
-            # DistributedDataParallel queues the callback that waits for the futures after this hook, and
+            # DistributedDataParallel queues the callback waiting for the futures after this hook, and
             # callbacks run in order.
             torch.autograd.Variable._execution_engine.queue_callback(state.finish)
         else:

@@ -1,7 +1,7 @@
-"""Messages of rows in several wire formats.
+"""Row messages in several wire formats.
 
-A message is a sequence of blocks. All rows of a block have the same columns, and each column has its own
-format, so tables of a module may use different formats. If all formats of a direction are the same cast,
+A message is a sequence of blocks. All rows in a block have the same columns, and every column has a separate
+format, so tables in a module may use different formats. If all formats in a direction are the same cast,
 kernels write the message directly, without this module.
 """
 
@@ -16,18 +16,18 @@ from meshrec.ops import operators
 
 
 class Columns(NamedTuple):
-    """The columns of a row, in message order. All tuples have one element per column."""
+    """A row's columns, in message order. All tuples have an element per column."""
 
     widths: tuple[int, ...]  # values per column
     formats: tuple[WireFormat, ...]
     seeds: tuple[int, ...]
-    """Seeds of stochastic rounding."""
+    """Stochastic rounding seeds."""
     origins: tuple[int, ...]
-    """Column of the whole table at which the column starts."""
+    """First column in the whole table."""
     names: tuple[str, ...]
-    """Names of the columns in warnings, such as "table 't0', feature 'a'"."""
+    """Column names in warnings, such as "table 't0', feature 'a'"."""
     uses: tuple[int, ...]
-    """Number of the use (a feature read from a table) that the column belongs to."""
+    """Use number for the column. A use is a feature read from a table."""
 
     @property
     def width(self) -> int:
@@ -36,7 +36,7 @@ class Columns(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of a message with the same columns. Row i seeds stochastic rounding with key ``first_key + i``."""
+    """Rows in a message with the same columns. Row i seeds stochastic rounding with key ``first_key + i``."""
 
     num_rows: int
     columns: Columns
@@ -44,10 +44,10 @@ class Block(NamedTuple):
 
 
 class RowEncoding(NamedTuple):
-    """How the rows of a module are encoded in one direction (embeddings or gradients)."""
+    """How a module's rows are encoded in one direction (embeddings or gradients)."""
 
     unit: torch.dtype
-    """Dtype of the message."""
+    """Message dtype."""
     kernel_dtype: torch.dtype
     """Dtype in which kernels write and read rows."""
     is_cast: bool
@@ -55,13 +55,13 @@ class RowEncoding(NamedTuple):
 
     @classmethod
     def from_formats(cls, formats: Iterable[WireFormat]) -> "RowEncoding":
-        """Return the encoding of rows whose tables have these formats.
+        """Return the encoding for rows from tables with these formats.
 
-        If all formats are equal, the encoding has the dtypes of that format. If they differ, messages are
+        If all formats are equal, the encoding has the format's dtypes. If they differ, messages are
         uint8 and kernels use fp32. Without formats, the encoding is an fp32 cast.
 
         Args:
-            formats: format of each table; repeats do not matter.
+            formats: format per table; repeats do not matter.
         """
         distinct = set(formats)
         if len(distinct) == 1:
@@ -70,20 +70,20 @@ class RowEncoding(NamedTuple):
         return cls(torch.uint8 if distinct else torch.float32, torch.float32, not distinct)
 
     def units(self, columns: Columns) -> int:
-        """Return the number of message elements, of dtype ``unit``, per row."""
+        """Return the message element count per row, with dtype ``unit``."""
         pairs = zip(columns.formats, columns.widths, strict=True)
         return sum(format.row_bytes(width) for format, width in pairs) // self.unit.itemsize
 
     def encode(
         self, values: Tensor, blocks: Sequence[Block], *, step: int = 0, keys: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Encode the rows of consecutive blocks into a flat message, in order.
+        """Encode the rows in consecutive blocks into a flat message, in order.
 
         Args:
-            values: rows, flat, of ``kernel_dtype``.
-            blocks: number of rows and columns of each block.
+            values: rows, flat, in ``kernel_dtype``.
+            blocks: row count and columns per block.
             step: training step, part of the seed for stochastic rounding.
-            keys: key of each row, int64, instead of the blocks' keys.
+            keys: key per row, int64, instead of the blocks' keys.
 
         Returns:
             The message, and the kernels' report on non-finite values (see ``wire_encode``), or None if no
@@ -107,7 +107,7 @@ class RowEncoding(NamedTuple):
         return message.view(self.unit), report
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode a message with these blocks into flat rows of ``kernel_dtype``."""
+        """Decode a message with these blocks into flat rows in ``kernel_dtype``."""
         blocks = [block for block in blocks if block.num_rows and block.columns.width]
         if not blocks:
             return message.new_empty(0, dtype=self.kernel_dtype)
@@ -133,7 +133,7 @@ class RowEncoding(NamedTuple):
         return torch.cat(parts)
 
     def _encode_by_format(self, values: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Encode with the ``encode`` method of each format, instead of kernels."""
+        """Encode with every format's ``encode`` method, instead of kernels."""
         parts, start = [], 0
         for block in blocks:
             end = start + block.num_rows * block.columns.width
@@ -148,18 +148,18 @@ class RowEncoding(NamedTuple):
 
 
 def kernel_columns(columns: Sequence[Columns]) -> tuple[list[int], list[int], list[int]] | None:
-    """Return the columns of each source for ``gather_coded``; None if the kernels lack one of the formats."""
+    """Return the columns per source for ``gather_coded``; None if the kernels lack a format."""
     blocks = [Block(0, source) for source in columns]
     return _layout(blocks)[1:] if _in_kernels(blocks) else None
 
 
 def _in_kernels(blocks: Sequence[Block]) -> bool:
-    """Return whether the encoding kernels have all formats of these blocks."""
+    """Return whether the encoding kernels have all formats in these blocks."""
     return all(format.code is not None for block in blocks for format in block.columns.formats)
 
 
 def _layout(blocks: Sequence[Block]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the first arguments of the kernels: rows, first columns, widths, and format codes."""
+    """Return the kernels' first arguments: rows, first columns, widths, and format codes."""
     starts = [0]
     for block in blocks:
         starts.append(starts[-1] + len(block.columns.widths))
