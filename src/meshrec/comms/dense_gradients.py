@@ -4,8 +4,8 @@ Gradients are added in rank order, so the result bits depend neither on rank pla
 (``host_link``); gloo's all-reduce adds in another order. Every rank averages a share of the elements and
 sends the means to all. Two ranks without a link exchange all elements instead: equally many bytes, in one
 exchange instead of two. The hook finishes at the end of the backward pass, so that the tables' backward and
-the table exchange do not wait; without a link, a thread averages meanwhile (``peer_average``). When pipelined,
-the hook may finish even later, when the next lookup has started.
+exchange do not wait; without a link, a thread averages meanwhile (``peer_average``). With pipelining, the
+hook may finish even later, when the next lookup has started.
 """
 
 from collections.abc import Iterator
