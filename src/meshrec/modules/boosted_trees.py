@@ -32,24 +32,24 @@ def scale_leaves(node: Branch | Leaf, factor: float) -> Branch | Leaf:
 
 
 class BoostedTrees(nn.Module):
-    """Sum of T binary regression trees. Initially all trees return 0; `set_trees` replaces them.
+    """Sums T binary regression trees. Initially all trees return 0; `set_trees` replaces them.
 
-    Each tree is stored as a complete binary tree with L levels, so that tensor shapes do not depend on the
+    Each tree is stored as a complete binary tree with L levels, so tensor shapes do not depend on the
     fitted trees. All samples descend all trees at once, level by level. Trees are buffers: checkpoints and
     exported programs include them, optimizers do not.
 
     Args:
-        num_trees: Number of trees T.
-        num_levels: Maximum number of splits L from root to leaf.
+        num_trees: Tree count T.
+        num_levels: Maximum split count L from root to leaf.
         device: Device for the buffers.
     """
 
     # Read by export: these buffers may be folded into a program as constants.
     constant_buffers = ("inputs", "thresholds", "values", "roots")
     inputs: Tensor  # input that each inner node compares, tree by tree in level order, [T * (2^L - 1)]
-    thresholds: Tensor  # threshold of each inner node, in the same order
+    thresholds: Tensor  # inner node thresholds, in the same order
     values: Tensor  # leaf values, tree by tree, [T * 2^L]
-    roots: Tensor  # 0 to T - 1; a buffer, so that it moves with the module
+    roots: Tensor  # 0 to T - 1; a buffer, so it moves with the module
 
     def __init__(self, num_trees: int, num_levels: int, *, device: torch.device | None = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class BoostedTrees(nn.Module):
         self.register_buffer("roots", roots, persistent=False)
 
     def set_trees(self, trees: list[Branch | Leaf]) -> None:
-        """Replace all trees of the module. Trees beyond ``len(trees)`` return 0.
+        """Replace all trees in the module. Trees beyond ``len(trees)`` return 0.
 
         Raises:
             ValueError: There are more trees than ``num_trees``, or a tree has more levels than
@@ -73,14 +73,14 @@ class BoostedTrees(nn.Module):
                 f"there are {len(trees)} trees, and room for {self.num_trees}. Make the module larger."
             )
         inputs, thresholds = torch.zeros_like(self.inputs), torch.full_like(self.thresholds, torch.inf)
-        # Filled aside and copied at the end, so that an error leaves the trees unchanged.
+        # Filled aside and copied at the end, so an error leaves the trees unchanged.
         values = torch.zeros_like(self.values)
 
         def fill(node: Branch | Leaf, tree: int, index: int, level: int) -> None:
             """Write a subtree whose root is node number ``index`` in that level.
 
             Args:
-                node: Root of the subtree.
+                node: Subtree root.
                 tree: Tree index.
                 index: Node number within the level.
                 level: Distance from the tree root.

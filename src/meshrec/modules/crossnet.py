@@ -21,8 +21,8 @@ class CrossNet(nn.Module):
     """Cross network with full-rank kernels: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``.
 
     Args:
-        in_features: Number of input and output columns.
-        num_layers: Number of cross layers.
+        in_features: Input and output column count.
+        num_layers: Cross layer count.
         device: Parameter device.
 
     Example::
@@ -49,9 +49,9 @@ class LowRankCrossNet(nn.Module):
     """Cross network with low-rank kernels: ``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``.
 
     Args:
-        in_features: Number of input and output columns.
-        num_layers: Number of cross layers.
-        low_rank: Rank of the kernels: V_l is [low_rank, in_features], W_l [in_features, low_rank].
+        in_features: Input and output column count.
+        num_layers: Cross layer count.
+        low_rank: Kernel rank: V_l is [low_rank, in_features], W_l [in_features, low_rank].
         device: Parameter device.
 
     Raises:
@@ -82,8 +82,8 @@ class VectorCrossNet(nn.Module):
     """Cross network with kernel vectors w_l: ``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l``.
 
     Args:
-        in_features: Number of input and output columns.
-        num_layers: Number of cross layers.
+        in_features: Input and output column count.
+        num_layers: Cross layer count.
         device: Parameter device.
     """
 
@@ -107,15 +107,15 @@ class LowRankMixtureCrossNet(nn.Module):
     g(C_lk g(V_lk x)) + b_l)``. A single expert has no gate.
 
     Args:
-        in_features: Number of input and output columns.
-        num_layers: Number of cross layers.
-        num_experts: Number of experts per layer. All layers share the gates.
-        low_rank: Rank of the expert kernels.
+        in_features: Input and output column count.
+        num_layers: Cross layer count.
+        num_experts: Expert count per layer. All layers share the gates.
+        low_rank: Expert kernel rank.
         activation: Activation g, a tensor function or a module.
         device: Parameter device.
 
     Raises:
-        ValueError: The rank or the number of experts is below 1.
+        ValueError: The rank or the expert count is below 1.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class DeepFM(nn.Module):
 class FactorizationMachine(nn.Module):
     """Factorization machine part: the sum of ``x_i x_j`` over all pairs i < j, ``((sum x)^2 - sum x^2) / 2``.
 
-    As in TorchRec, ``x`` runs over all elements of all embeddings, so that widths may differ. Unlike the
+    As in TorchRec, ``x`` runs over all elements of all embeddings, so widths may differ. Unlike the
     paper's sum of dot products, this includes products between different columns.
     """
 

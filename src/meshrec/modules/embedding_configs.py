@@ -38,7 +38,7 @@ class _DataTypeMeta(enum.EnumMeta):
 
 
 def _unknown_data_type(name: object, members: Iterable[str]) -> str:
-    """Return the error message for a data type that does not exist."""
+    """Return the error message for an unknown data type."""
     return (
         f"tables have no data type {name}. Choose one of {', '.join(members)}; codes are unsigned, so that "
         "what others call UINT8 is INT8."
@@ -46,7 +46,7 @@ def _unknown_data_type(name: object, members: Iterable[str]) -> str:
 
 
 class DataType(enum.Enum, metaclass=_DataTypeMeta):
-    """Data type of table elements."""
+    """Table element data type."""
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -101,8 +101,8 @@ class BaseEmbeddingConfig:
     """Configuration of one embedding table [num_embeddings, embedding_dim].
 
     Args:
-        num_embeddings: Number of rows; IDs are in ``[0, num_embeddings)``. Omit it if ``keys`` is given: it
-            is then set to the maximum number of rows.
+        num_embeddings: Row count; IDs are in ``[0, num_embeddings)``. Omit it if ``keys`` is given: it
+            is then set to the maximum row count.
         embedding_dim: Row width D.
         name: Table name, unique in the collection. No dots, because it is part of the parameter name.
         feature_names: Features looked up in this table. Several features may share a table, and a feature may
@@ -175,7 +175,7 @@ class BaseEmbeddingConfig:
             raise ValueError(f"table {self.name!r}: features {repeated} are given twice. Name each once.")
 
     def _max_rows(self, keys: Hashed) -> int:
-        """Return the maximum number of rows of a hashed table.
+        """Return a hashed table's maximum row count.
 
         Raises:
             ValueError: ``keys`` is invalid, or ``num_embeddings`` contradicts it.
@@ -245,7 +245,7 @@ def check_configs(collection: object, tables: object, kind: type[BaseEmbeddingCo
     Args:
         collection: Collection to name in error messages.
         tables: Argument to check.
-        kind: Config class that all elements must have.
+        kind: Config class for all elements.
 
     Raises:
         TypeError: ``tables`` is not a list of ``kind``.

@@ -89,12 +89,12 @@ class TableCollection(nn.Module, ABC):
 
     @property
     def num_clamped_ids(self) -> int:
-        """Number of IDs replaced by ``BoundsCheckMode.WARN`` so far."""
+        """IDs replaced by ``BoundsCheckMode.WARN`` so far."""
         return self._lookup.num_clamped_ids
 
     @property
     def device(self) -> torch.device:
-        """Device of the tables."""
+        """Table device."""
         return self._weights()[0].device
 
     @property
@@ -124,7 +124,7 @@ class TableCollection(nn.Module, ABC):
         )
 
     def attach(self, updater: WholeTables) -> None:
-        """Send the gradients of lookups to ``updater`` from now on. Called by ``meshrec.fuse``."""
+        """Send lookup gradients to ``updater`` from now on. Called by ``meshrec.fuse``."""
         self._updater = updater
 
     def seed_by(self, names: Mapping[str, str]) -> None:
@@ -155,7 +155,7 @@ class TableCollection(nn.Module, ABC):
                 holders[config.name].reset_parameters()  # type: ignore[operator]
 
     def _weights(self) -> list[nn.Parameter]:
-        """Return the weights of all tables, in config order."""
+        """Return all table weights, in config order."""
         # Called in every forward. Reading _parameters skips nn.Module.__getattr__, which is slow.
         holders = self.table_holders()[1]._modules.values()
         try:
@@ -164,7 +164,7 @@ class TableCollection(nn.Module, ABC):
             return [holder.weight for holder in holders]  # type: ignore[misc]
 
     def table_modules(self) -> dict[str, TableModule]:
-        """Return the submodules of quantized and hashed tables, by table name. Others are torch modules."""
+        """Return quantized and hashed table submodules, by table name. Others are torch modules."""
         holders = self.table_holders()[1]._modules
         return {name: child for name, child in holders.items() if isinstance(child, TableModule)}
 
@@ -175,7 +175,7 @@ class TableCollection(nn.Module, ABC):
 
     @property
     def admission_evictions(self) -> list[AdmissionEviction]:
-        """Admission and eviction of the fused hashed tables."""
+        """Admission and eviction in the fused hashed tables."""
         return [] if self._updater is None else self._updater.admission_evictions
 
     def _hashed_tables(self) -> dict[int, HashedTable]:
@@ -200,7 +200,7 @@ class TableCollection(nn.Module, ABC):
         """Return the tensor that kernels read as the rows of each table.
 
         Args:
-            weights: Weight of each table.
+            weights: Table weights.
             hashed: Hashed tables by table index. Their weight parameter is a placeholder.
 
         Raises:
@@ -322,7 +322,7 @@ class EmbeddingBagCollection(TableCollection):
         """Look up all IDs and pool the rows per bag.
 
         Args:
-            features: IDs for the features of all tables; other keys are ignored. Variable strides need
+            features: IDs for all table features; other keys are ignored. Variable strides need
                 ``inverse_indices``.
 
         Returns:
@@ -422,10 +422,10 @@ class EmbeddingCollection(TableCollection):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look up the row of each ID.
+        """Look up the row for every ID.
 
         Args:
-            features: IDs for the features of all tables; other keys are ignored.
+            features: IDs for all table features; other keys are ignored.
 
         Returns:
             JaggedTensor by feature (``feature@table`` if several tables read it), with values [N, D] and the
@@ -492,7 +492,7 @@ def module_dict_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
 
 
 def _table_module(config: BaseEmbeddingConfig, device: torch.device | str | None) -> TableModule | None:
-    """Build the submodule of a quantized or hashed table. Returns None for other tables."""
+    """Build the submodule for a quantized or hashed table. Returns None for other tables."""
     storage = storage_of(config)
     if is_growable(storage):
         target = _as_device(device)

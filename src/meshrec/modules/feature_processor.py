@@ -13,7 +13,7 @@ from meshrec.modules.embedding_modules import EmbeddingBagCollection
 from meshrec.modules.parameters import InitializedDict
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-# Shape legend: K keys, B bags of all keys, N IDs.
+# Shape legend: K keys, B bags from all keys, N IDs.
 
 
 class FeatureProcessor(nn.Module, ABC):
@@ -37,7 +37,7 @@ class PositionWeightedModule(FeatureProcessor):
 
     Args:
         max_feature_length: Maximum bag length.
-        device: Device of ``position_weight``, which is initialized to 1.
+        device: Device for ``position_weight``, which is initialized to 1.
 
     Raises:
         ValueError: The length is below 1.
@@ -112,19 +112,19 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         )
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return the weight of each ID, [N]: learned for features with position weights, else 1."""
+        """Return ID weights, [N]: learned for features with position weights, else 1."""
         learned = dict(self.position_weights.items())
         device = features.values().device
         key_weights = [learned[key] for key in features.keys() if key in learned]  # noqa: SIM118  not a dict
         table = torch.cat([torch.ones(1, device=device), *key_weights])
-        # Entry 0 is the constant 1. Keys without learned weights have start 0 and step 0, so that all their
+        # Entry 0 is the constant 1. Keys without learned weights have start 0 and step 0, so all their
         # positions read it, and a single gather serves all keys.
         starts_K, steps_K, start = [], [], 1
         for key in features.keys():  # noqa: SIM118
             starts_K.append(start if key in learned else 0)
             steps_K.append(int(key in learned))
             start += learned[key].numel() if key in learned else 0
-        # output_size is passed throughout, so that repeat_interleave need not synchronize.
+        # output_size is passed throughout, so repeat_interleave need not synchronize.
         bags_N = _bag_indices(features.lengths(), features.values().size(0))
         strides = features.stride_per_key()
         keys_B = torch.arange(len(strides), device=device).repeat_interleave(
@@ -209,18 +209,18 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
 
 def _bag_indices(lengths: Tensor, num_ids: int) -> Tensor:
-    """Return the bag of each ID, int64 [N]."""
+    """Return the bag for every ID, int64 [N]."""
     return torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
         lengths, output_size=num_ids
     )
 
 
 def _positions(offsets: Tensor, bags: Tensor) -> Tensor:
-    """Return the position of each ID within its bag, [N].
+    """Return the position within the bag for every ID, [N].
 
     Args:
         offsets: Bag boundaries, [B + 1].
-        bags: Bag of each ID, [N].
+        bags: Bag by ID, [N].
     """
     return torch.arange(bags.numel(), device=bags.device) - offsets[bags]
 

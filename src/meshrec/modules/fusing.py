@@ -72,7 +72,7 @@ def fuse(
         raise ValueError(
             "no table has an optimizer. Pass optimizer=..., or call apply_optimizer_in_backward first."
         )
-    # All checks come before any change, so that an error leaves the module as it was.
+    # All checks come before any change, so an error leaves the module as it was.
     _check_not_shared(trained_tables)
     seed_by_path(collections)
     optimizers: dict[str, KeyedOptimizer] = {}

@@ -17,13 +17,13 @@ class Tokens(NamedTuple):
     """Where the tokens of each sample are, and which of them are new (not in the KV cache)."""
 
     offsets_B1: Tensor
-    """Index of the first token of each sample, followed by N; int64 [B + 1]."""
+    """First token index per sample, followed by N; int64 [B + 1]."""
     timestamps_N: Tensor | None = None
     """Token times in seconds, int64."""
     num_targets_B: Tensor | None = None
-    """Number of targets at the end of each sample, int64 [B]; None: no targets."""
+    """Target count at the end, per sample, int64 [B]; None: no targets."""
     new_offsets_B1: Tensor | None = None
-    """Index of the first new token of each sample, counting new tokens only, followed by M; int64 [B + 1].
+    """First new token index per sample, counting new tokens only, followed by M; int64 [B + 1].
 
     New tokens are the last ones of their sample. None: all tokens are new.
     """
@@ -38,8 +38,8 @@ class Tokens(NamedTuple):
         """Build the layout of samples with ``cached_B`` cached tokens, followed by ``new_B`` new tokens.
 
         Args:
-            cached_B: Number of cached tokens per sample, integers [B].
-            new_B: Number of new tokens per sample, integers [B].
+            cached_B: Cached token count per sample, integers [B].
+            new_B: New token count per sample, integers [B].
         """
         cached_B, new_B = cached_B.long(), new_B.long()
         # A single sample needs no reordering, so serving avoids the index_select below.
@@ -75,8 +75,8 @@ class Tokens(NamedTuple):
         """Return keys and values of cached tokens, merged with uninitialized entries for new tokens.
 
         Args:
-            cached: Keys and values of cached tokens, [layers, K, S].
-            num_new: Number of new tokens, M.
+            cached: Cached token keys and values, [layers, K, S].
+            num_new: New token count, M.
 
         Returns:
             [layers, N, S], in sample order.
@@ -94,13 +94,13 @@ class HSTUBlock(nn.Module):
 
     Args:
         width: Token width E.
-        max_length: Maximum number of tokens per sample.
+        max_length: Maximum token count per sample.
         num_heads: Attention heads H.
-        attention_dim: Width of queries and keys per head.
-        hidden_dim: Width of values and gates per head.
+        attention_dim: Width for queries and keys per head.
+        hidden_dim: Width for values and gates per head.
         position_bias: Add a bias by token distance. Without it, a target's result does not depend on its
             position among the targets.
-        num_time_buckets: Number of time bias entries T; 0: no time bias. See `ops.attention.time_buckets`.
+        num_time_buckets: Time bias entry count T; 0: no time bias. See `ops.attention.time_buckets`.
         dropout: Dropout probability.
         mask: Which tokens each token attends to.
         device: Parameter device.
@@ -168,9 +168,9 @@ class HSTUBlock(nn.Module):
 
         Args:
             tokens_NE: Tokens, sample by sample.
-            offsets_B1: Index of the first token of each sample, followed by N, int64 [B + 1].
+            offsets_B1: First token index per sample, followed by N, int64 [B + 1].
             timestamps_N: Token times in seconds, int64; required for a time bias.
-            num_targets_B: Number of targets at the end of each sample, int64 [B].
+            num_targets_B: Target count at the end, per sample, int64 [B].
 
         Raises:
             ValueError: A sample is longer than ``max_length``, or timestamps are missing.
@@ -185,7 +185,7 @@ class HSTUBlock(nn.Module):
             all_NS: Keys and values for all tokens, [N, S] with S = `cache_width`. Entries for new tokens are
                 written in place.
             new_at: Positions of the new tokens among all N tokens.
-            tokens: Layout of all tokens.
+            tokens: Token layout.
 
         Returns:
             Output for the new tokens, [M, E]. It equals `forward` on all tokens if no cached token attends to
@@ -203,7 +203,7 @@ class HSTUBlock(nn.Module):
 
         Args:
             tokens_ME: Tokens, sample by sample, [M, E].
-            tokens: Layout of all tokens.
+            tokens: Token layout.
             cache: Keys and values for all tokens, and the positions of ``tokens_ME`` among them. None:
                 ``tokens_ME`` are all tokens.
         """
@@ -258,7 +258,7 @@ def extend_all(blocks: nn.ModuleList, tokens_ME: Tensor, all_LNS: Tensor, tokens
         tokens_ME: New tokens, sample by sample, [M, E].
         all_LNS: Keys and values for all tokens, cached and new, [layers, N, S] with S =
             ``HSTUBlock.cache_width``; see `Tokens.extend_cache`. Entries for new tokens are written in place.
-        tokens: Layout of all tokens.
+        tokens: Token layout.
 
     Returns:
         Output of the last layer for the new tokens, [M, E].

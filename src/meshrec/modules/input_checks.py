@@ -35,7 +35,7 @@ def check_device(values: Tensor, table: str, device: torch.device) -> None:
     Args:
         values: IDs.
         table: Table name for errors.
-        device: Device of the table.
+        device: Table device.
     """
     if values.device != device:
         raise ValueError(
@@ -66,7 +66,7 @@ def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[
     """Return the position of each feature in the keys of the input.
 
     Args:
-        keys: Keys of the input.
+        keys: Input keys.
         features: Features to look up.
         tables: Table that reads each feature, for errors.
 
@@ -88,14 +88,14 @@ def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[
 def with_copied_keys(
     features: KeyedJaggedTensor, positions: Sequence[int], uses: Sequence[int]
 ) -> tuple[KeyedJaggedTensor, list[int]]:
-    """Give some lookups their own copy of a key that several lookups read.
+    """Give some lookups their own copy of a key read by several lookups.
 
     Lookups of the same feature read the same key. A table that replaces IDs, by hashes or slots, needs a copy
-    of the IDs, so that the other lookups still see the originals.
+    of the IDs, so the other lookups still see the originals.
 
     Args:
         features: Input.
-        positions: Position of the key that each lookup reads.
+        positions: Position by lookup, for the key read.
         uses: Indices of the lookups to give a copy.
 
     Returns:

@@ -124,7 +124,7 @@ class JaggedTensor(Jagged):
 
     Raises:
         ValueError: Shapes, dtypes or devices do not match, or lengths and offsets disagree. The constructor
-            does not check the data of other tensors; :meth:`validate` does.
+            does not check the data in other tensors; :meth:`validate` does.
 
     Example::
 
@@ -158,9 +158,9 @@ class JaggedTensor(Jagged):
         """Build a JaggedTensor without the constructor's checks, from tensors already known to match.
 
         Args:
-            values: Values of all bags, concatenated, [N, ...].
+            values: Values from all bags, concatenated, [N, ...].
             weights: One weight per value, [N].
-            lengths: Number of values per bag, [B].
+            lengths: Value count per bag, [B].
             offsets: Start index per bag, followed by N: [B+1]. Lengths or offsets must be given.
         """
         jt = JaggedTensor.__new__(JaggedTensor)
@@ -183,10 +183,10 @@ class JaggedTensor(Jagged):
 
         Args:
             is_weighted: Whether the result has weights, of size 0.
-            device: Device of all tensors.
-            values_dtype: Dtype of the values; torch's default dtype if None.
-            weights_dtype: Dtype of the weights; torch's default dtype if None.
-            lengths_dtype: Dtype of the lengths.
+            device: Device for all tensors.
+            values_dtype: Value dtype; torch's default dtype if None.
+            weights_dtype: Weight dtype; torch's default dtype if None.
+            lengths_dtype: Length dtype.
         """
         # Zero-length tensors keep the dtype, which concat and exchange depend on.
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
@@ -199,7 +199,7 @@ class JaggedTensor(Jagged):
 
         Args:
             jt: Template.
-            device: Device of the result; None: the device of ``jt``.
+            device: Result device; None: as ``jt``.
         """
         return JaggedTensor.empty(
             jt._weights is not None,
@@ -257,19 +257,19 @@ class JaggedTensor(Jagged):
         return JaggedTensor(values[mask], None if weights is None else weights[mask], lengths=lengths)
 
     def to_dense(self) -> list[Tensor]:
-        """Return one view of the values per bag."""
+        """Return one value view per bag."""
         # Synchronizes: split needs the sizes on the host.
         return list(self._values.split(self.lengths().tolist()))
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return one view of the weights per bag, or None if unweighted."""
+        """Return one weight view per bag, or None if unweighted."""
         return None if self._weights is None else list(self._weights.split(self.lengths().tolist()))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Pad or truncate all bags to a common length, and return the values as [B, T, ...].
 
         Args:
-            desired_length: T; if None, the length of the longest bag.
+            desired_length: T; if None, the longest bag length.
             padding_value: Fill value after the last value in a bag.
         """
         return self._padded(self._values, desired_length, padding_value)
@@ -292,7 +292,7 @@ class JaggedTensor(Jagged):
             longest = desired_length
         # [B, T] source row per output position.
         columns_T = torch.arange(longest, device=rows.device)
-        # Padded positions read an extra row at the end, so that padding sends no gradient to values.
+        # Padded positions read an extra row at the end, so padding sends no gradient to values.
         sources_BT = torch.where(
             columns_T < lengths_B[:, None], self.offsets()[:-1, None] + columns_T, rows.size(0)
         )
@@ -306,13 +306,13 @@ class JaggedTensor(Jagged):
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         values = self._values.to(device, non_blocking=non_blocking)
-        # Caches are copied too, so that the target device need not recompute them.
+        # Caches are copied too, so the target device need not recompute them.
         jt = JaggedTensor.unchecked(values, copy(self._weights), copy(self._lengths), copy(self._offsets))
         jt._by_offsets = self._by_offsets
         return jt
 
     def validate(self) -> None:
-        """Check the data of all lengths, offsets and weights. Synchronizes with the device.
+        """Check the data in all lengths, offsets and weights. Synchronizes with the device.
 
         Raises:
             ValueError: A value is invalid. The message names the sample.

@@ -1,6 +1,6 @@
 """KeyedJaggedTensor: the bags of several features (keys) in shared tensors.
 
-Shape legend: K keys, B bags of all keys, N values, R ranks.
+Shape legend: K keys, B bags from all keys, N values, R ranks.
 """
 
 from collections.abc import Callable
@@ -31,28 +31,28 @@ class KeyedJaggedTensor(Jagged):
 
     Args:
         keys: Feature names.
-        values: IDs of all bags, concatenated in key order, [N, ...].
+        values: IDs from all bags, concatenated in key order, [N, ...].
         weights: One weight per value, [N].
-        lengths: Number of values per bag, [B] or [K, stride], int32 or int64.
-        offsets: Index in ``values`` where each bag starts, followed by N: [B+1], int32 or int64. Pass
+        lengths: Value count per bag, [B] or [K, stride], int32 or int64.
+        offsets: Bag starts in ``values``, followed by N: [B+1], int32 or int64. Pass
             lengths, offsets or both. If both are given, they are compared on the CPU; on other devices the
             lengths take precedence.
-        stride: Number of bags per key; B / K if None.
-        stride_per_key_per_rank: Number of bags per key and source rank, [K][R] or a tensor [K, R].
-        stride_per_key: Number of bags per key, [K], if the keys differ.
-        length_per_key: Number of values per key, [K]. Computed if None; checked on the CPU if given.
-        lengths_offset_per_key: Index of the first bag per key, followed by B: K+1 integers. Computed if None;
+        stride: Bag count per key; B / K if None.
+        stride_per_key_per_rank: Bag count per key and source rank, [K][R] or a tensor [K, R].
+        stride_per_key: Bag count per key, [K], if the keys differ.
+        length_per_key: Value count per key, [K]. Computed if None; checked on the CPU if given.
+        lengths_offset_per_key: First bag index per key, followed by B: K+1 integers. Computed if None;
             checked on the CPU if given.
-        offset_per_key: Index of the first value per key, followed by N: K+1 integers. Computed if None;
+        offset_per_key: First value index per key, followed by N: K+1 integers. Computed if None;
             checked on the CPU if given.
-        index_per_key: Position of each key in ``keys``. Computed if None; not checked.
+        index_per_key: Key positions in ``keys``. Computed if None; not checked.
         jt_dict: Result of :meth:`to_dict`. Computed if None; not checked.
         inverse_indices: Keys, and an int64 tensor [K, batch size] with the bag index per key and sample. Pass
-            it if duplicate bags were removed, which leaves keys with different numbers of bags.
+            it if duplicate bags were removed, which leaves keys with different bag counts.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not match, or lengths, offsets and per-key counts disagree.
-            The constructor does not check the data of other tensors; :meth:`validate` does.
+            The constructor does not check the data in other tensors; :meth:`validate` does.
 
     Example::
 
@@ -175,9 +175,9 @@ class KeyedJaggedTensor(Jagged):
             weights: [N].
             lengths: [B].
             offsets: [B+1]. Lengths or offsets must be given.
-            stride: Number of bags per key, if equal for all keys.
+            stride: Bag count per key, if equal for all keys.
             strides: ``stride_per_key_per_rank`` of the constructor.
-            length_per_key: Number of values per key; None: computed on first read.
+            length_per_key: Value count per key; None: computed on first read.
             inverse_indices: As in the constructor.
         """
         kjt = cls.__new__(cls)
@@ -199,10 +199,10 @@ class KeyedJaggedTensor(Jagged):
         Args:
             keys: Feature names.
             values: [N, ...].
-            lengths: Number of values per bag, [B].
+            lengths: Value count per bag, [B].
             weights: [N].
-            stride: Number of bags per key.
-            stride_per_key_per_rank: Number of bags per key and source rank.
+            stride: Bag count per key.
+            stride_per_key_per_rank: Bag count per key and source rank.
             inverse_indices: As in the constructor.
         """
         return KeyedJaggedTensor(
@@ -230,10 +230,10 @@ class KeyedJaggedTensor(Jagged):
         Args:
             keys: Feature names.
             values: [N, ...].
-            offsets: Index in ``values`` where each bag starts, followed by N: [B+1].
+            offsets: Bag starts in ``values``, followed by N: [B+1].
             weights: [N].
-            stride: Number of bags per key.
-            stride_per_key_per_rank: Number of bags per key and source rank.
+            stride: Bag count per key.
+            stride_per_key_per_rank: Bag count per key and source rank.
             inverse_indices: As in the constructor.
         """
         return KeyedJaggedTensor(
@@ -248,7 +248,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """Build a KeyedJaggedTensor from one JaggedTensor per key, which may have different numbers of bags.
+        """Build a KeyedJaggedTensor from one JaggedTensor per key, which may have different bag counts.
 
         Raises:
             ValueError: The dict is empty, or only some inputs have weights.
@@ -258,7 +258,7 @@ class KeyedJaggedTensor(Jagged):
             raise ValueError(
                 "KeyedJaggedTensor.from_jt_dict: the dict is empty; pass one JaggedTensor per key"
             )
-        # Bag counts come from shapes, so that this does not synchronize.
+        # Bag counts come from shapes, so this does not synchronize.
         jts = list(jt_dict.values())
         values, weights, lengths = concatenate_bags("from_jt_dict", jts)
         return KeyedJaggedTensor(
@@ -289,10 +289,10 @@ class KeyedJaggedTensor(Jagged):
 
         Args:
             is_weighted: Whether the result has weights, of size 0.
-            device: Device of all tensors.
-            values_dtype: Dtype of the values; torch's default dtype if None.
-            weights_dtype: Dtype of the weights; torch's default dtype if None.
-            lengths_dtype: Dtype of the lengths.
+            device: Device for all tensors.
+            values_dtype: Value dtype; torch's default dtype if None.
+            weights_dtype: Weight dtype; torch's default dtype if None.
+            lengths_dtype: Length dtype.
         """
         # Shares the dtype defaults with JaggedTensor.empty.
         jt = JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
@@ -306,7 +306,7 @@ class KeyedJaggedTensor(Jagged):
 
         Args:
             kjt: Template.
-            device: Device of the result; None: the device of ``kjt``.
+            device: Result device; None: as ``kjt``.
         """
         weights = kjt._weights
         empty = KeyedJaggedTensor.empty(
@@ -325,7 +325,7 @@ class KeyedJaggedTensor(Jagged):
         return self._keys
 
     def stride(self) -> int:
-        """Return the number of bags per key (the batch size).
+        """Return the bag count per key (the batch size).
 
         With variable strides, return the batch size in ``inverse_indices`` if given, else the largest stride.
         """
@@ -341,11 +341,11 @@ class KeyedJaggedTensor(Jagged):
         return stride
 
     def variable_stride_per_key(self) -> bool:
-        """Return whether keys may have different numbers of bags."""
+        """Return whether keys may have different bag counts."""
         return self._strides is not None
 
     def stride_per_key(self) -> list[int]:
-        """Return the number of bags per key."""
+        """Return the bag count per key."""
         if self._stride_per_key is None:
             if self._strides is None:
                 self._stride_per_key = [self.stride()] * len(self._keys)
@@ -354,14 +354,14 @@ class KeyedJaggedTensor(Jagged):
         return self._stride_per_key
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the number of bags per key and source rank, [K][R]; empty if strides are not variable."""
+        """Return the bag count per key and source rank, [K][R]; empty if strides are not variable."""
         # A tensor if rebuilt from pytree leaves. Read here, on first use, because reading synchronizes.
         if isinstance(self._strides, Tensor):
             self._strides = self._strides.tolist()
         return [] if self._strides is None else self._strides
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Return the index of the first bag per key, followed by B: K+1 integers."""
+        """Return the first bag index per key, followed by B: K+1 integers."""
         if self._bag_offset_per_key is None:
             self._bag_offset_per_key = list(accumulate(self.stride_per_key(), initial=0))
         return self._bag_offset_per_key
@@ -398,17 +398,17 @@ class KeyedJaggedTensor(Jagged):
         return self._index_per_key
 
     def length_per_key(self) -> list[int]:
-        """Return the number of values per key. The first call synchronizes with the device."""
+        """Return the value count per key. The first call synchronizes with the device."""
         if self._length_per_key is None:
             self._length_per_key = count_per_key(self)
         return self._length_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Return the number of values per key if cached on the host, otherwise None."""
+        """Return the value count per key if cached on the host, otherwise None."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the index of the first value per key, followed by N: K+1 integers.
+        """Return the first value index per key, followed by N: K+1 integers.
 
         The first call synchronizes with the device.
         """
@@ -436,7 +436,7 @@ class KeyedJaggedTensor(Jagged):
         return self
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """Return the bags of one key as a JaggedTensor of views.
+        """Return the bags for one key as a JaggedTensor with views.
 
         Raises:
             KeyError: The key does not exist.
@@ -477,13 +477,13 @@ class KeyedJaggedTensor(Jagged):
         return self._jt_dict if self._jt_dict_grad in (None, torch.is_grad_enabled()) else None
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Split into groups of adjacent keys, each a KeyedJaggedTensor of views.
+        """Split into adjacent key groups, as KeyedJaggedTensors with views.
 
         Args:
-            segments: Number of keys per group. Keys after the last group are left out of the result.
+            segments: Key count per group. Keys after the last group are left out of the result.
 
         Raises:
-            ValueError: A segment is negative, or the segments sum to more than the number of keys.
+            ValueError: A segment is negative, or the segments sum to more than the key count.
         """
         return split_keys(self, segments)
 
@@ -520,7 +520,7 @@ class KeyedJaggedTensor(Jagged):
         return result
 
     def pin_memory(self) -> "KeyedJaggedTensor":
-        """Copy to pinned host memory, so that later copies to a GPU need not block."""
+        """Copy to pinned host memory, so later copies to a GPU need not block."""
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
@@ -558,7 +558,7 @@ class KeyedJaggedTensor(Jagged):
         return tensors if inverse is None else [*tensors, inverse[1]]
 
     def validate(self) -> None:
-        """Check the data of all tensors, and the per-key counts. Synchronizes with the device.
+        """Check the data in all tensors, and the per-key counts. Synchronizes with the device.
 
         Raises:
             ValueError: A value is invalid. The message names the key and sample.

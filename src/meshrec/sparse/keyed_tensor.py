@@ -21,16 +21,16 @@ class _ColumnRange(NamedTuple):
 class KeyedTensor:
     """A tensor split along ``key_dim`` into pieces, one per key.
 
-    Reading a piece returns a view. All pieces are split at once, so that the backward pass builds a single
+    Reading a piece returns a view. All pieces are split at once, so the backward pass builds a single
     gradient instead of one per key. torch therefore forbids in-place changes to a piece that requires grad.
 
     Args:
-        keys: Name of each piece.
-        length_per_key: Size of each piece along ``key_dim``.
+        keys: Piece names.
+        length_per_key: Piece sizes along ``key_dim``.
         values: Concatenated pieces, such as [B, sum(length_per_key)].
         key_dim: Dimension to split.
-        offset_per_key: Start of each piece along ``key_dim``, followed by the total size; computed if None.
-        index_per_key: Position of each key in ``keys``; computed if None.
+        offset_per_key: Piece starts along ``key_dim``, followed by the total size; computed if None.
+        index_per_key: Key positions in ``keys``; computed if None.
 
     Raises:
         ValueError: The lengths do not match the keys or the tensor.
@@ -86,8 +86,8 @@ class KeyedTensor:
         """Build a KeyedTensor without the constructor's checks, from arguments already known to match.
 
         Args:
-            keys: Name of each piece.
-            length_per_key: Size of each piece along ``key_dim``.
+            keys: Piece names.
+            length_per_key: Piece sizes along ``key_dim``.
             values: Concatenated pieces.
             key_dim: Dimension to split.
         """
@@ -102,7 +102,7 @@ class KeyedTensor:
         """Concatenate tensors, one per key, into a KeyedTensor.
 
         Args:
-            keys: Name of each tensor.
+            keys: Tensor names.
             tensors: Tensors to concatenate, one per key.
             key_dim: Dimension to split when a key is read.
             cat_dim: Dimension to concatenate along. Must equal ``key_dim`` if there are several tensors.
@@ -129,7 +129,7 @@ class KeyedTensor:
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Return the device of the values."""
+        """Return the value device."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
@@ -137,7 +137,7 @@ class KeyedTensor:
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the start of each piece along ``key_dim``, followed by the total size: K+1 integers."""
+        """Return the piece starts along ``key_dim``, followed by the total size: K+1 integers."""
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self._length_per_key, initial=0))
         return self._offset_per_key
@@ -161,11 +161,11 @@ class KeyedTensor:
         return self._split()[index]
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return the piece (a view) of each key."""
+        """Return the piece (a view) for every key."""
         return dict(zip(self._keys, self._split(), strict=True))
 
     def _split(self) -> list[Tensor]:
-        """Return the pieces of all keys, cached."""
+        """Return the pieces for all keys, cached."""
         # Views made under no_grad are detached, so a cached piece is valid in a single grad mode only.
         if torch.compiler.is_compiling():  # a traced program must not leave tensors in an input
             return list(self._values.split(self._length_per_key, dim=self._key_dim))
@@ -183,7 +183,7 @@ class KeyedTensor:
 
         Args:
             keyed_tensors: Tensors for the same batch. If several tensors have the same key, the last is used.
-            groups: Keys of each result, in order; a key may be in several groups.
+            groups: Keys per result, in order; a key may be in several groups.
 
         Returns:
             A tensor per group, such as [B, total length of the group's keys].
@@ -192,7 +192,7 @@ class KeyedTensor:
             ValueError: A key is not in any tensor, the list is empty, or the ``key_dim`` differ.
         """
         dim = _common_key_dim(keyed_tensors)
-        # Later tensors overwrite earlier ones that have the same key.
+        # Later tensors overwrite earlier tensors with the same key.
         columns_per_key = {
             key: _ColumnRange(i, start, start + length)
             for i, kt in enumerate(keyed_tensors)
@@ -221,8 +221,8 @@ class KeyedTensor:
 
         Args:
             keyed_tensors: Tensors for the same batch.
-            groups: Keys of each result.
-            keys: Name of each group in the returned dict.
+            groups: Keys per result.
+            keys: Group names in the returned dict.
 
         Raises:
             ValueError: Groups and names differ in number, or :meth:`regroup` fails.

@@ -16,13 +16,13 @@ _NAME = "KeyedJaggedTensor"
 def check_keys_and_strides(
     keys: list[str], num_bags: int, stride: int | None, strides: list[list[int]] | Tensor | None
 ) -> None:
-    """Check that the number of bags matches the keys and strides. Reads no tensor data.
+    """Check that the bag count matches the keys and strides. Reads no tensor data.
 
     Args:
         keys: Feature names.
-        num_bags: Total number of bags.
-        stride: Number of bags per key, if equal for all keys.
-        strides: Number of bags per key and source rank, [K][R] or a tensor [K, R].
+        num_bags: Total bag count.
+        stride: Bag count per key, if equal for all keys.
+        strides: Bag count per key and source rank, [K][R] or a tensor [K, R].
 
     Raises:
         ValueError: The counts do not match.
@@ -154,7 +154,7 @@ def _check_inverse_indices(kjt: KeyedBags) -> None:
             f"[{len(kjt.keys())}, batch size], got {keys} and {list(indices.shape)}"
         )
     for key, row in zip(keys, indices, strict=True):
-        # Compared per key: keys keep different numbers of bags after deduplication.
+        # Compared per key: keys keep different bag counts after deduplication.
         num_bags = kjt.stride_per_key()[kjt.index_per_key()[key]]
         invalid = ((row < 0) | (row >= num_bags)).nonzero()
         if invalid.numel():

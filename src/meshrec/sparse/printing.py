@@ -85,7 +85,7 @@ def format_per_key(name: str, keys: list[str], formatted: list[str]) -> str:
     Args:
         name: Class name.
         keys: Feature names.
-        formatted: Formatted bags or rows of each key.
+        formatted: Formatted bags or rows by key.
     """
     lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, formatted, strict=True))
     return f"{name}({{\n{lines}\n}})" if lines else f"{name}()"
@@ -101,9 +101,9 @@ def _format_weighted_bags(values: Tensor, weights: Tensor | None, offsets: list[
     """Format the bags of a single key: values only, or values and weights on separate lines.
 
     Args:
-        values: Values of all keys, [N, ...].
-        weights: Weights of all keys, [N].
-        offsets: Boundaries of the key's bags in ``values``.
+        values: Values for all keys, [N, ...].
+        weights: Weights for all keys, [N].
+        offsets: The key's bag boundaries in ``values``.
     """
     text = format_bags(values, offsets)
     if weights is None:

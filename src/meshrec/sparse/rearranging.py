@@ -25,7 +25,7 @@ def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
 
     Args:
         kjt: Tensor to slice.
-        sizes: Number of keys per group; must sum to the number of keys.
+        sizes: Key count per group; must sum to the key count.
     """
     all_values, all_weights, all_lengths = kjt.values(), kjt.weights_or_none(), kjt.lengths()
     num_keys = len(kjt.keys())
@@ -49,7 +49,7 @@ def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
     Implements ``KeyedJaggedTensor.split``.
 
     Raises:
-        ValueError: A segment is negative, or the segments sum to more than the number of keys.
+        ValueError: A segment is negative, or the segments sum to more than the key count.
     """
     num_keys, num_taken = len(kjt.keys()), sum(segments)
     if num_taken > num_keys or min(segments, default=0) < 0:
@@ -95,12 +95,12 @@ def permute_keys(kjt: Bags, indices: list[int]) -> Bags:
                 f"KeyedJaggedTensor.permute: index {index} is out of range; use 0 to {len(keys) - 1}"
             )
     is_permutation = len(indices) == len(keys) == len(set(indices))
-    # The result of a full permutation has the same size. Only a selection needs the counts on the host.
+    # A full permutation's result has the same size. Only a selection needs the counts on the host.
     counts = kjt.length_per_key_or_none() if is_permutation else kjt.length_per_key()
     length_per_key = None if counts is None else [counts[i] for i in indices]
     bags = kjt.stride_per_key()
     # No inverse indices in the result: as in TorchRec, a selection drops them.
-    # Sizes are passed so that the operator need not read them back from the device.
+    # Sizes are passed so the operator need not read them back from the device.
     permuted = permute_jagged(
         indices,
         len(keys),

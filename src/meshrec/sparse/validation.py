@@ -17,7 +17,7 @@ _COUNT_DTYPES = (torch.int32, torch.int64)
 def check_layout(
     name: str, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
 ) -> None:
-    """Check the shapes, dtypes and devices of constructor arguments. Reads no tensor data.
+    """Check the shapes, dtypes and devices for constructor arguments. Reads no tensor data.
 
     Args:
         name: Class name for error messages.
@@ -66,9 +66,9 @@ def consistent_offsets(lengths: Tensor | None, offsets: Tensor | None, name_bag:
     the given offsets are ignored, and computed from the lengths on first read.
 
     Args:
-        lengths: Number of values per bag, [B].
+        lengths: Value count per bag, [B].
         offsets: Bag boundaries, [B+1].
-        name_bag: Returns the name of a bag for error messages.
+        name_bag: Returns the bag name for error messages.
 
     Raises:
         ValueError: Lengths and offsets disagree. The message names the bag.
@@ -90,7 +90,7 @@ def describe(argument: object) -> str:
 
 
 def count_bags(lengths: Tensor | None, offsets: Tensor | None) -> int:
-    """Return the number of bags given lengths [B] or offsets [B+1]."""
+    """Return the bag count given lengths [B] or offsets [B+1]."""
     if lengths is not None:
         return lengths.numel()
     assert offsets is not None
@@ -107,7 +107,7 @@ def check_bags(
         weights: [N].
         lengths: [B].
         offsets: [B+1].
-        name_bag: Returns the name of a bag for error messages.
+        name_bag: Returns the bag name for error messages.
 
     Raises:
         ValueError: A value is invalid. The message names the bag.
@@ -124,7 +124,7 @@ def check_bags(
 
 
 def _first_index(mask: Tensor) -> int | None:
-    """Return the index of the first True, or None if there is none."""
+    """Return the first index with True, or None if there is none."""
     indices = mask.nonzero()
     return int(indices[0, 0]) if indices.numel() else None
 
@@ -136,7 +136,7 @@ def _offsets_from_lengths(lengths: Tensor | None) -> Tensor:
 
 
 def _check_lengths(lengths: Tensor, num_values: int, name_bag: BagName) -> None:
-    """Check that no length is negative, and that the lengths sum to the number of values."""
+    """Check that no length is negative, and that the lengths sum to the value count."""
     bag = _first_index(lengths < 0)
     if bag is not None:
         raise ValueError(f"{name_bag(bag)}: the length is {int(lengths[bag])}; lengths are 0 or more")
@@ -157,7 +157,7 @@ def _check_lengths(lengths: Tensor, num_values: int, name_bag: BagName) -> None:
 
 
 def _check_offsets(offsets: Tensor, num_values: int, name_bag: BagName) -> None:
-    """Check that the offsets rise from 0 to the number of values."""
+    """Check that the offsets rise from 0 to the value count."""
     bag = _first_index(offsets.diff() < 0)
     if bag is not None:
         raise ValueError(
