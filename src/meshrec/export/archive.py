@@ -1,7 +1,7 @@
-"""Load the programs of a package: compiled programs, and exported programs without pickles.
+"""Load package programs: compiled programs, and exported programs without pickles.
 
 Loading executes code: a compiled program is a shared library, and ``torch.export.load`` evaluates expressions
-of an exported program. Load only trusted packages; see "Packages" in docs/guides/security.md.
+in an exported program. Load only trusted packages; see "Packages" in docs/guides/security.md.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _EXTRACTED = re.compile(r" (/.*/aotinductor_\w+)/(?:program|shared)/data/aotindu
 # after.
 _loading = threading.Lock()
 _READERS = ("torch.export.pt2_archive._package", "torch._export.serde.serialize", "torch.export._trace")
-"""Modules that torch imports when it loads an exported program."""
+"""Modules imported by torch to load an exported program."""
 
 
 class PackageError(RuntimeError):
@@ -75,7 +75,7 @@ def load_exported(path: Path) -> "torch.export.ExportedProgram":
 
 
 def import_readers() -> None:
-    """Import the torch modules that `load_exported` needs. Call this function before forking.
+    """Import the torch modules needed by `load_exported`. Call this function before forking.
 
     Otherwise, every process imports them with its first program, which takes more than a second.
     """
@@ -85,18 +85,18 @@ def import_readers() -> None:
 
 
 def extra_file(path: Path, name: str, most: int) -> bytes | None:
-    """Read an extra file from the archive of an exported program.
+    """Read an extra file from an exported program's archive.
 
     Args:
         path: archive (``extra_files`` of ``torch.export.save``).
-        name: name of the extra file.
+        name: extra file name.
         most: maximum size in bytes.
 
     Returns:
         Content; None if the archive has no such file.
 
     Raises:
-        PackageError: not an archive, or a file of more than ``most`` bytes.
+        PackageError: not an archive, or a file larger than ``most`` bytes.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -110,7 +110,7 @@ def extra_file(path: Path, name: str, most: int) -> bytes | None:
 
 
 def _extracted_folders() -> set[str]:
-    """Return the temporary folders of compiled programs that this process has mapped (on Linux)."""
+    """Return the temporary folders of compiled programs mapped by this process (on Linux)."""
     maps = None
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
@@ -118,9 +118,9 @@ def _extracted_folders() -> set[str]:
 
 
 def _find_pickles(path: Path) -> list[str]:
-    """Return the entries of an archive that torch.export.load would unpickle.
+    """Return the archive entries that torch.export.load would unpickle.
 
-    These are example inputs, constants that are not tensors, and tensors marked as pickled.
+    These are example inputs, non-tensor constants, and tensors marked as pickled.
     """
     pickles = []
     with zipfile.ZipFile(path) as archive:
@@ -138,10 +138,10 @@ def _find_pickles(path: Path) -> list[str]:
 
 
 def isa() -> str:
-    """Return the CPU instruction set that programs compiled here may use, such as AVX512."""
+    """Return the CPU instruction set for programs compiled here, such as AVX512."""
     return str(torch.backends.cpu.get_cpu_capability())
 
 
 def operators() -> str:
-    """Return a digest of the schemas of MeshRec's operators, on which compiled programs depend."""
+    """Return a digest of MeshRec's operator schemas, on which compiled programs depend."""
     return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Call a model with weights that replace its own."""
+"""Call a model with replaced weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ def call_with(model: nn.Module, weights: Mapping[str, Tensor], *arguments: Any) 
 
     Args:
         model: the model.
-        weights: parameters and buffers by name. Modules that share a parameter all get the value.
-        arguments: arguments of the model.
+        weights: parameters and buffers by name. Modules sharing a parameter all get the value.
+        arguments: model arguments.
     """
     # Not torch.func.functional_call, which sets attributes and so fails for a table named ``items``: the
-    # module that has the tables has a method of this name.
+    # module with the tables has a method with this name.
     with _replace_weights(model, weights):
         return model(*arguments)
 

@@ -1,7 +1,7 @@
-"""Compute queries of next-item models from cached keys and values, in Python with the weights of a package.
+"""Compute next-item model queries from cached keys and values, in Python with package weights.
 
-The compiled program of a package takes whole histories. If a model can continue from cached keys and values,
-the package also describes its architecture, and Python rebuilds the model around the weights of the package.
+A package's compiled program takes whole histories. If a model can continue from cached keys and values, the
+package also describes the architecture, and Python rebuilds the model around the package weights.
 """
 
 import json
@@ -28,15 +28,15 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class Encoder(NamedTuple):
-    """Architecture of a next-item model that can continue from cached keys and values.
+    """Architecture of a next-item model able to continue from cached keys and values.
 
     Attributes:
-        kind: name of the model class.
-        features: names of the model's features.
-        table: name, number of rows, and width of the item table.
-        sizes: other constructor arguments that determine the shapes of weights.
+        kind: model class name.
+        features: the model's feature names.
+        table: item table name, row count and width.
+        sizes: other constructor arguments that determine weight shapes.
         scores_new_users: whether the query of an empty history is 0; see `HistoryModel`.
-        has_repeats: whether the model has a `meshrec.models.repeats.RepeatScores`, which queries do not use.
+        has_repeats: whether the model has a `meshrec.models.repeats.RepeatScores`, unused by queries.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Encoder(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module) -> "Encoder | None":
-        """Describe a model; None if it has no cache, or its table is not a plain float32 table."""
+        """Describe a model; None if it has no cache, or the table is not a plain float32 table."""
         if not isinstance(model, HSTU):
             return None
         ((config, _),) = model.embedding_collection.tables().values()
@@ -67,7 +67,7 @@ class Encoder(NamedTuple):
         """Parse `to_json` output.
 
         Raises:
-            PackageError: not a model of this version.
+            PackageError: not a model in this version.
         """
         try:
             values: dict[str, Any] = json.loads(text)
@@ -85,11 +85,11 @@ class Encoder(NamedTuple):
 
 
 class IncrementalQueries:
-    """Computes queries of histories whose first items have been encoded before.
+    """Computes queries for histories whose first items have been encoded before.
 
     Args:
-        encoder: architecture of the model.
-        weights: weights of the package by name. They are read in every call, so later changes have an effect.
+        encoder: model architecture.
+        weights: package weights by name. They are read in every call, so later changes have an effect.
         normalise: whether queries are scaled to length 1.
 
     Raises:
@@ -134,7 +134,7 @@ class IncrementalQueries:
         Args:
             values: for every feature in ``features``, the values after the cached prefixes, [N], sample by
                 sample.
-            lengths: for every feature, the number of values per sample, int64 [B].
+            lengths: for every feature, the value count per sample, int64 [B].
             cache: cached prefix per history, computed with the current weights.
 
         Raises:
@@ -148,7 +148,7 @@ class IncrementalQueries:
 
 
 class _AdvanceModule(nn.Module):
-    """Module whose forward is ``HSTU.advance``, and whose weights have the names that packages use."""
+    """Module whose forward is ``HSTU.advance``, and whose weights are named as in packages."""
 
     def __init__(self, model: HSTU) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Manifest of a package, and verification of its files.
+"""Package manifest, and verification of package files.
 
 `check_package` reads every file before anything in the package is used. Packages with ``digests.txt`` are
-verified by CRC-32, older ones by the SHA-256s in their manifest, which takes two to four times as long. Both
-detect accidental damage, but not forgery, because a forger can write new digests. Signatures detect forgery
-(`signing`). See docs/guides/security.md.
+verified by CRC-32, older packages by the SHA-256s in the manifest, which takes two to four times as long.
+Both detect accidental damage, but not forgery, because a forger can write new digests. Signatures detect
+forgery (`signing`). See docs/guides/security.md.
 """
 
 import json
@@ -41,9 +41,9 @@ MANIFEST, LAYOUT, WEIGHTS = "manifest.json", "layout.txt", "weights.bin"
 COMPILED, EXPORTED = "program.pt2", "exported.pt2"
 SHARED, SHARED_EXPORTED = "shared.pt2", "shared-exported.pt2"
 INTERFACE = "interface.json"
-"""Extra file in the archive of every exported program, with the output of `interface_of`."""
+"""Extra file in every exported program's archive, with the `interface_of` output."""
 ALIGNMENT = 4096
-"""Alignment of tensors in ``weights.bin``, in bytes: a page, so that tensors can be mapped."""
+"""Alignment of tensors in ``weights.bin``, in bytes: a page, so tensors can be mapped."""
 DTYPES = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -54,7 +54,7 @@ DTYPES = {
 _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 _MAX_BYTES = 1 << 28
 _MAX_UNKNOWN_BYTES = 1 << 34
-"""Maximum size of a file whose size is in neither ``digests.txt`` nor the manifest."""
+"""Maximum file size if the size is in neither ``digests.txt`` nor the manifest."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = (
     *("format", "torch", "isa", "operators", "compiled", "features", "num_dense", "outputs", "shared"),
@@ -63,7 +63,7 @@ _FIELDS = (
 _OPTIONAL = ("hashed", "any_ids")
 """Manifest fields that only packages with hashed tables have."""
 _FORMULA = ("seed", "max_rows", "dim", "first_seed", "low", "high")
-"""Fields of a hashed table: parameters of its keys and of the initial rows of unseen IDs."""
+"""Hashed table fields: parameters for keys and for the initial rows of unseen IDs."""
 _INTERFACE = ("features", "num_dense", "outputs", "shared", "rows", "quantised", "rounding")
 _REMEDY = "Copy the package again from where it was exported, or export the model again."
 
@@ -72,9 +72,9 @@ class WeightRecord(NamedTuple):
     """Position of a tensor in ``weights.bin``.
 
     Attributes:
-        name: name of the weight.
-        dtype: name of the dtype, such as "float32".
-        shape: shape of the tensor.
+        name: weight name.
+        dtype: dtype name, such as "float32".
+        shape: tensor shape.
         offset: first byte in the file.
     """
 
@@ -85,7 +85,7 @@ class WeightRecord(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """Tensor size in bytes."""
         size = _ITEM_SIZES[self.dtype]
         for dim in self.shape:
             size *= dim
@@ -93,7 +93,7 @@ class WeightRecord(NamedTuple):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and validate the manifest of a package.
+    """Read and validate a package manifest.
 
     Raises:
         PackageError: the folder is not a package, has another format, or the manifest is damaged.
@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def layout_of(manifest: Mapping[str, Any]) -> str:
-    """Return the content of ``layout.txt``, with the fields of the manifest that C++ reads."""
+    """Return the content of ``layout.txt``, with the manifest fields read by C++."""
     lines = [
         f"meshrec-package {FORMAT}",
         f"torch {manifest['torch']}",
@@ -134,8 +134,8 @@ def layout_of(manifest: Mapping[str, Any]) -> str:
 def interface_of(manifest: Mapping[str, Any]) -> str:
     """Return the interface of a package's programs as JSON: weights, features and outputs.
 
-    Every exported program contains a copy, so that a manifest of another program is detected, for example one
-    with other shapes of weights or another order of features.
+    Every exported program contains a copy, which reveals a manifest from another program, for example with
+    other weight shapes or another feature order.
     """
     values = {name: manifest[name] for name in (*_INTERFACE, *_OPTIONAL) if name in manifest}
     return json.dumps({**values, "weights": [WeightRecord(**weight) for weight in manifest["weights"]]})
@@ -147,7 +147,7 @@ class CheckedPackage(NamedTuple):
     Attributes:
         folder: package folder, with links resolved.
         manifest: result of `read_manifest`.
-        version: first 12 digits of the manifest's SHA-256. The manifest has the SHA-256s of all other files.
+        version: first 12 digits of the manifest's SHA-256. The manifest has the SHA-256s for all other files.
         weights: digest of ``weights.bin``; None if the package has no ``digests.txt`` or was not verified.
     """
 
@@ -160,7 +160,7 @@ class CheckedPackage(NamedTuple):
 def check_package(
     folder: str | Path, *, verify: bool = True, public_key: "str | Path | None" = None
 ) -> CheckedPackage:
-    """Verify the files of a package without executing code.
+    """Verify package files without executing code.
 
     Args:
         folder: the package.
@@ -177,7 +177,7 @@ def check_package(
             "public_key needs verify=True, since a signature covers every file. Use one of them."
         )
     key = None if public_key is None else read_public_key(public_key)
-    # Resolve links once, so that files of two packages are not mixed if a link is changed meanwhile.
+    # Resolve links once, so files from two packages are not mixed if a link is changed meanwhile.
     folder = Path(folder).resolve()
     manifest = read_manifest(folder)
     version = sha256_of(folder / MANIFEST)[:12]
@@ -191,11 +191,11 @@ def check_package(
 def verify_package(
     folder: Path, manifest: Mapping[str, Any], key: "Ed25519PublicKey | None" = None
 ) -> FileDigest | None:
-    """Read all files of a package, and compare their checksums. Logs the progress of slow reads.
+    """Read all package files, and compare their checksums. Logs the progress of slow reads.
 
-    With a key, the checksums are those in the signature; otherwise those in ``digests.txt``, or the SHA-256s
-    of the manifest if the package has no ``digests.txt``. The manifest must also match ``layout.txt`` and the
-    interfaces in the exported programs.
+    With a key, the signature has the checksums; otherwise ``digests.txt``, or the manifest's SHA-256s if the
+    package has no ``digests.txt``. The manifest must also match ``layout.txt`` and the interfaces in the
+    exported programs.
 
     Args:
         folder: the package.
@@ -229,7 +229,7 @@ def verify_package(
         for name in (EXPORTED, SHARED_EXPORTED) if manifest["shared"] else (EXPORTED,):
             saved_interface = extra_file(
                 folder / name, INTERFACE, _MAX_BYTES
-            )  # None in packages of earlier releases
+            )  # None in packages from earlier releases
             if saved_interface is not None and saved_interface != interface_of(manifest).encode():
                 raise DamageError(f"{folder / MANIFEST} does not match the interface of {name}")
     except DamageError as error:
@@ -240,7 +240,7 @@ def verify_package(
 
 
 def _weights_end(manifest: Mapping[str, Any]) -> int:
-    """Return the size of ``weights.bin`` in bytes, according to the manifest."""
+    """Return the ``weights.bin`` size in bytes, according to the manifest."""
     if not manifest["weights"]:
         return 0
     last = WeightRecord(**manifest["weights"][-1])
@@ -253,7 +253,7 @@ def _exists(path: Path) -> bool:
 
 
 def _check_manifest(parsed: Any) -> None:
-    """Raise DamageError if a field of a parsed manifest is missing or has an invalid value."""
+    """Raise DamageError if a parsed manifest field is missing or has an invalid value."""
     values = fields(parsed, "it", _FIELDS, _OPTIONAL)
     for name in ("torch", "isa", "operators"):
         _one_line(values[name], name)

@@ -20,13 +20,13 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 # B samples, I items, K recommendations, V vector width
 
 ITEMS = "items.arrow"
-"""File of a package that lists the items."""
+"""Package file listing the items."""
 _WEIGHT, _NORMALISE, _SCALE, _ENCODER = b"weight", b"normalise", b"scale", b"encoder"
 _KEEP_SEEN, _REPEATS = b"keep_seen", b"repeats"
 
 
 class NextItemQuery(nn.Module):
-    """The part of a next-item model that computes queries from histories. Shares memory with the model.
+    """Part of a next-item model that computes queries from histories. Shares memory with the model.
 
     Args:
         model: the model.
@@ -45,56 +45,56 @@ class NextItemQuery(nn.Module):
         self.similarity = model.similarity
         self._encoder = Encoder.of(model)
         self.model = copy.copy(model)
-        # Queries need neither the sampler of training, nor new users' scores, which are stored with the
+        # Queries need neither the training sampler, nor new users' scores, which are stored with the
         # items.
         left_out = ("draws", "new_user_scores")
         self.model._modules = {name: child for name, child in model._modules.items() if name not in left_out}
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Compute the query of every history, [B, V]; ``dense`` is ignored."""
+        """Compute the query for every history, [B, V]; ``dense`` is ignored."""
         return self.model.query_vectors(sparse, check=False)
 
     @property
     def reads_times(self) -> bool:
-        """Whether the model reads the times of items in the history."""
+        """Whether the model reads item times in the history."""
         return self.model.features.times is not None
 
     @property
     def encoder(self) -> Encoder | None:
-        """Architecture of the model; None if it cannot continue from cached keys and values."""
+        """Model architecture; None if it cannot continue from cached keys and values."""
         return self._encoder
 
     def table(self) -> str:
-        """Return the name of the item table's weight."""
+        """Return the item table's weight name."""
         ((_, weight),) = self.model.embedding_collection.tables().values()
         return next(name for name, parameter in self.named_parameters() if parameter is weight)
 
     def repeats(self) -> str | None:
-        """Return the name of the model's `meshrec.models.repeats.RepeatScores`; None if there is none."""
+        """Return the name of the model's `meshrec.models.repeats.RepeatScores`, or None."""
         names = (name for name, child in self.named_modules() if child is self.model.repeats)
         return None if self.model.repeats is None else next(names)
 
 
 class Recommended(NamedTuple):
-    """The best items of every sample and their scores, best first; fewer than K if too few items remain."""
+    """The best items for every sample and their scores, best first; fewer than K if too few items remain."""
 
     items: list[list[Any]]
     scores: list[list[float]]
 
 
 class RankedItems(NamedTuple):
-    """Items that a package can recommend.
+    """Items a package can recommend.
 
     Attributes:
-        ids_I: rows of the items in the item table, ascending.
-        values: raw values of the items (what the data calls them), as an Arrow array.
-        weight: name of the item table's weight.
+        ids_I: item rows in the item table, ascending.
+        values: raw item values (as named in the data), as an Arrow array.
+        weight: the item table's weight name.
         normalise: whether rows are scaled to length 1.
         scale: factor from dot product to score.
-        encoder: architecture of the model; None if it cannot continue from cached keys and values.
+        encoder: model architecture; None if it cannot continue from cached keys and values.
         new_user_scores_I: scores for users without a history, whose query is 0; None: the model has none.
         keep_seen: whether items in the history are recommended as well, unless a request says otherwise.
-        repeats: name of the module whose weights score the items of the history, see [Note: repeated items];
+        repeats: name of the module whose weights score history items, see [Note: repeated items];
             None: none.
     """
 
@@ -117,12 +117,12 @@ class RankedItems(NamedTuple):
         new_user_scores_I: Floats | None = None,
         keep_seen: bool = False,
     ) -> "RankedItems":
-        """Create the items of a model.
+        """Create the items for a model.
 
         Args:
             query: the exported part of the model.
-            ids_I: rows of the items in the item table, ascending.
-            values: raw values of the items, as an Arrow array.
+            ids_I: item rows in the item table, ascending.
+            values: raw item values, as an Arrow array.
             new_user_scores_I: scores for users without a history.
             keep_seen: whether items in the history are recommended as well, unless a request says otherwise.
         """
@@ -140,17 +140,17 @@ class RankedItems(NamedTuple):
         )
 
     def vectors(self, weights: dict[str, Tensor]) -> Tensor:
-        """Compute the vectors of all items, [I, V], from the weights of a package by name."""
+        """Compute all item vectors, [I, V], from package weights by name."""
         rows = weights[self.weight][torch.from_numpy(self.ids_I)].float()
         return nn.functional.normalize(rows, dim=1) if self.normalise else rows
 
     def repeated(self, weights: dict[str, Tensor], values_N: Ints, lengths_B: Ints) -> RepeatedItems | None:
-        """Return the scores of history items by the weights of a package, if ``repeats`` names any.
+        """Return history item scores from package weights, if ``repeats`` names any.
 
         Args:
             weights: weights by name.
-            values_N: rows of the items in all histories, int64.
-            lengths_B: number of items in each history, int64.
+            values_N: item rows in all histories, int64.
+            lengths_B: item count per history, int64.
         """
         if self.repeats is None:
             return None
@@ -173,9 +173,8 @@ class RankedItems(NamedTuple):
             queries_BV: queries.
             vectors_IV: item vectors.
             k: number of items.
-            hidden: pairs of rows of items that are not recommended, int64 [N], and their number per sample,
-                int64 [B].
-            repeated: result of the method `repeated`; None: items of the history have no additional scores.
+            hidden: rows of items not to recommend, int64 [N], and their number per sample, int64 [B].
+            repeated: result of the method `repeated`; None: history items have no additional scores.
         """
         scores_BI = torch.from_numpy(queries_BV) @ vectors_IV.T * self.scale
         if self.new_user_scores_I is not None:
@@ -215,7 +214,7 @@ class RankedItems(NamedTuple):
 
     @staticmethod
     def load(folder: Path) -> "RankedItems":
-        """Read the items that `save` wrote to a package folder."""
+        """Read the items written to a package folder by `save`."""
         table = needs("pyarrow.feather", "data").read_table(str(folder / ITEMS), memory_map=False)
         about = table.schema.metadata
         return RankedItems(

@@ -6,10 +6,10 @@ A file takes ``dense`` [B, D], and per feature ``NAME.values``, int64 [N], and `
 returns ``scores`` [B], or ``vectors`` [B, V]. Requests with raw values are for packages: encode values with
 `meshrec.data.raw_values.RawValues`.
 
-ONNX has no operator for jagged bags. The sum of a bag is a ``ScatterElements`` of gathered rows, so a file is
-slower than a package. A negative ID counts from the end of a table in ONNX, but is an error in a package.
-Models that need other operators of MeshRec cannot be exported: those with hashed or quantized tables, and
-models of histories.
+ONNX has no operator for jagged bags. A bag sum is a ``ScatterElements`` over gathered rows, so a file is
+slower than a package. A negative ID counts from the table end in ONNX, but is an error in a package.
+Models that need other MeshRec operators cannot be exported: models with hashed or quantized tables, and
+history models.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from meshrec.ops.interaction.naive import dot_interaction
 from meshrec.quant.quantize import copy_except
 from meshrec.sparse import KeyedJaggedTensor, KeyedTensor
 
-# B samples, N ids of a feature, D width, V width of vectors
+# B samples, N IDs in a feature, D width, V vector width
 
 DENSE, VALUES, LENGTHS = "dense", ".values", ".lengths"
 _MAX_INITIALIZER_BYTES = 1 << 30
@@ -46,12 +46,12 @@ def export_onnx(
     """Write a model as an ONNX file; see [Note: ONNX].
 
     Args:
-        model: called as ``model(dense [B, num_dense], sparse)`` it gives logits, [B] or [B, 1].
-        path: the new file, ending in .onnx, which must not exist yet. Initializers above 1 GiB go into a
+        model: called as ``model(dense [B, num_dense], sparse)``; returns logits, [B] or [B, 1].
+        path: new file, ending in .onnx, which must not exist yet. Initializers above 1 GiB go into a
             second file in the same folder.
-        features: the keys of ``sparse``.
-        num_dense: columns of the dense input.
-        scores: maps logits [B] to scores; None: the model gives vectors [B, V].
+        features: keys in ``sparse``.
+        num_dense: dense input columns.
+        scores: maps logits [B] to scores; None: the model returns vectors [B, V].
 
     Returns: the path.
 
@@ -100,7 +100,7 @@ def export_onnx(
 
 
 class OnnxModel(nn.Module):
-    """A model as a function of plain tensors that only uses operators of ONNX.
+    """A model as a function of plain tensors that only uses ONNX operators.
 
     Args:
         model: see `export_onnx`.
@@ -108,7 +108,7 @@ class OnnxModel(nn.Module):
         scores: see `export_onnx`.
 
     Raises:
-        ValueError: ONNX cannot hold a table of the model.
+        ValueError: ONNX cannot hold a model table.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class OnnxModel(nn.Module):
 
 
 class _PlainBags(nn.Module):
-    """An EmbeddingBagCollection without operators of MeshRec."""
+    """An EmbeddingBagCollection without MeshRec operators."""
 
     # Set by `OnnxModel` before every call. They cannot be read from the KeyedJaggedTensor: ONNX would have to
-    # slice its concatenated IDs at positions that depend on the data.
+    # slice its concatenated IDs at data-dependent positions.
     bags: Mapping[str, tuple[Tensor, Tensor]]
     """IDs [N] and lengths [B] by feature."""
 
@@ -179,7 +179,7 @@ class _PlainBags(nn.Module):
         for _, feature, table, is_mean in self._lookups:
             values_N, lengths_B = self.bags[feature]
             rows_ND = getattr(self, table).index_select(0, values_N)
-            # The bag of each ID: the number of bags that end at or before it.
+            # The bag index per ID: the number of bags ending at or before it.
             ends_B = lengths_B.cumsum(0)
             marks = values_N.new_zeros(values_N.shape[0] + 1).scatter_add(0, ends_B, torch.ones_like(ends_B))
             bag_N = marks.cumsum(0)[: values_N.shape[0]]

@@ -1,6 +1,6 @@
-"""Write packages. A package is a folder with a compiled program, the exported program, and a file of weights.
+"""Write packages. A package is a folder with a compiled program, the exported program, and a weights file.
 
-``manifest.json`` describes the content and how it was built. C++ reads a part of it from ``layout.txt``::
+``manifest.json`` describes the content and how it was built. C++ reads a part from ``layout.txt``::
 
     meshrec-package 2
     torch 2.13.0                               the version that compiled the program
@@ -9,7 +9,7 @@
     feature user                               a line per feature, in order
     weight float32 2 1000 64 4096 t.weight     dtype, number of dimensions, shape, offset in weights.bin, name
 
-``digests.txt`` has size and checksums of every file (`meshrec.durable`). A package is written to a scratch
+``digests.txt`` has size and checksums for every file (`meshrec.durable`). A package is written to a scratch
 folder, which is renamed at the end, so a folder with a manifest is complete.
 """
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TORCHSCRIPT = "torchscript.pt"
-# Bytes per write of a weight.
+# Bytes per write for a weight.
 _BLOCK = 1 << 24
 
 
@@ -81,24 +81,24 @@ def export(
     torchscript: bool = False,
     sign: str | Path | None = None,
 ) -> Path:
-    """Write a package of a model that returns one score, or one vector, per sample.
+    """Write a package from a model that returns a score, or a vector, per sample.
 
     Weights are written without a second copy in memory. Tables may be quantized.
 
     Args:
         model: called as ``model(dense [B, num_dense], sparse)``; returns logits, [B] or [B, 1]. In evaluation
-            mode it must be a pure function that torch.export supports. Tables that are sharded in this
+            mode it must be a pure function supported by torch.export. Tables sharded in this
             process, also over several devices, are merged.
         folder: new package folder.
-        features: keys of ``sparse``, in the order of requests.
-        num_dense: number of dense input columns.
+        features: keys of ``sparse``, in request order.
+        num_dense: dense input column count.
         scores: function from logits [B] to scores; by default probabilities. None: the model returns vectors
             [B, V], like a tower, and so does the package.
-        shared: features of the user (or "dense") that all samples of a request may share. A second program
+        shared: user features (or "dense") that all samples in a request may share. A second program
             looks them up once per request; scores are the same as with repeated features.
-        raw: converts raw values to IDs and dense values, so that requests may contain raw values.
-        items: items to recommend by the model's vectors, so that servers answer ``/recommend``.
-        rounding: rounding of quantized tables (`meshrec.quant.Rounding`), which is also applied to deltas.
+        raw: converts raw values to IDs and dense values, so requests may contain raw values.
+        items: items to recommend by the model's vectors, so servers answer ``/recommend``.
+        rounding: rounding for quantized tables (`meshrec.quant.Rounding`), which is also applied to deltas.
         about: information about the weights for the manifest, such as run and step.
         compile: whether to compile the program for this machine, which needs a C++ compiler. Without a
             compiled program, Python serves the package.
@@ -109,8 +109,8 @@ def export(
         The package folder.
 
     Raises:
-        ValueError: the folder exists, a feature is missing, the model has several outputs, the dtype of a
-            weight is not supported, torch.export does not support the model, or the key is invalid.
+        ValueError: the folder exists, a feature is missing, the model has several outputs, a weight
+            dtype is not supported, torch.export does not support the model, or the key is invalid.
         ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
     folder = Path(folder)
@@ -185,7 +185,7 @@ def compile_anew(
     sign: str | Path | None = None,
     public_key: str | Path | None = None,
 ) -> Path:
-    """Create a package from another package by compiling its program for this machine and torch version.
+    """Create a package from another package by compiling the program for this machine and torch version.
 
     Weights are hard-linked if both packages are on the same file system, otherwise copied.
 
@@ -200,7 +200,7 @@ def compile_anew(
         The new folder.
 
     Raises:
-        PackageError: the package is damaged or not signed by the key, or its program needs another version.
+        PackageError: the package is damaged or not signed by the key, or the program needs another version.
         ValueError: the folder exists, the program cannot be compiled here, or a key is invalid.
         ModuleNotFoundError: a key is given, but the cryptography package is missing.
     """
@@ -245,7 +245,7 @@ def compile_program(export_program: "torch.export.ExportedProgram", target: Path
 
 
 def rows_of(model: nn.Module) -> dict[str, int]:
-    """Return the exclusive upper limit of IDs, for features of tables that raise for invalid IDs."""
+    """Return the exclusive upper limit of IDs, for features whose tables raise for invalid IDs."""
     limits: dict[str, int] = {}
     for child in model.modules():
         if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:
@@ -258,7 +258,7 @@ def rows_of(model: nn.Module) -> dict[str, int]:
 
 
 def _features_of_hashed_tables(model: nn.Module) -> set[str]:
-    """Return the features that only hashed tables read, for which every int64 is a valid ID."""
+    """Return the features read only by hashed tables, for which every int64 is a valid ID."""
     readers: dict[str, list[bool]] = {}
     for child in model.modules():
         if isinstance(child, TableCollection):
@@ -295,7 +295,7 @@ def _check_arguments(
 
 
 def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the parameters of keys and of initial rows of hashed tables, by weight name."""
+    """Return key and initial row parameters for hashed tables, by weight name."""
     formulas = {}
     for path, child in model.named_modules():
         if isinstance(child, ServedTable):
@@ -312,7 +312,7 @@ def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _quantized_types(model: nn.Module) -> dict[str, str]:
-    """Return the data types of quantized tables, by weight name."""
+    """Return quantized table data types, by weight name."""
     types = {}
     for path, child in model.named_modules():
         if isinstance(child, TableCollection):
@@ -358,7 +358,7 @@ def _to_tensors(contents: Mapping[str, Tensor | ServedRows]) -> dict[str, Tensor
 
 
 def _assign_offsets(state: Mapping[str, Tensor | ServedRows]) -> list[WeightRecord]:
-    """Return the record of every tensor, with its offset in ``weights.bin``."""
+    """Return a record per tensor, with the offset in ``weights.bin``."""
     records, end = [], 0
     for name, tensor in state.items():
         record = WeightRecord(name, DTYPES[tensor.dtype], list(tensor.shape), end + -end % ALIGNMENT)
@@ -382,11 +382,11 @@ def _write_weights(
 
 
 def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | None" = None) -> None:
-    """Write the layout, the manifest, the digests and the signature of a package.
+    """Write the layout, the manifest, the digests and the signature for a package.
 
     Args:
         parts: folder with all other files.
-        manifest: manifest fields that describe the model.
+        manifest: manifest fields describing the model.
         key: private key to sign with; None: no signature.
     """
     built_with = {"format": FORMAT, "torch": _torch_version(), "isa": isa(), "operators": operators()}

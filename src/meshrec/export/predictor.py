@@ -1,4 +1,4 @@
-"""Compute the scores of a package in Python, with the compiled program if possible, else the exported one."""
+"""Compute package scores in Python, with the compiled program if possible, else the exported one."""
 
 import contextlib
 import functools
@@ -38,15 +38,15 @@ _Program = Callable[..., Tensor]
 
 
 class Predictor:
-    """Computes the scores or vectors of a package. Processes share the memory of weights. Thread-safe.
+    """Computes package scores or vectors. Processes share weight memory. Thread-safe.
 
     Args:
-        package: folder written by `meshrec.export.export`, or a result of `check_package`, which is not
+        package: folder written by `meshrec.export.export`, or a result from `check_package`, which is not
             verified again.
-        verify: whether to read all files and compare their checksums first. If False, loading takes
+        verify: whether to read all files and compare checksums first. If False, loading takes
             milliseconds, but a damaged file gives wrong scores or a crash.
         public_key: PEM file with an ed25519 public key, whose private key must have signed the package.
-        copy_weights: whether to copy weights to memory instead of mapping the file, so that later changes of
+        copy_weights: whether to copy weights to memory instead of mapping the file, so later changes to
             the file have no effect.
         larger_than_memory: whether weights are larger than memory, so that lookups should request all rows
             from the disk before they read the first. None: decided by the file size and the memory limit of
@@ -54,18 +54,18 @@ class Predictor:
 
     Attributes:
         folder: package folder.
-        features: features that a request must have.
-        num_dense: number of dense columns that a request must have.
-        outputs: ``scores``, or ``vectors`` of a tower.
+        features: features required in a request.
+        num_dense: dense column count required in a request.
+        outputs: ``scores``, or ``vectors`` from a tower.
         shared: features (or "dense") that samples may share.
-        rows: exclusive upper limit of IDs by feature, for features of tables that raise for invalid IDs.
-        version: digest of the package's content.
+        rows: exclusive upper limit of IDs by feature, for features whose tables raise for invalid IDs.
+        version: package content digest.
         weights: weights by name. Changes have an effect on later scores, but never on the package.
         any_ids: features for which every int64 is a valid ID, because only hashed tables read them.
-        hashed: parameters of the keys and initial rows of hashed tables, by weight name.
+        hashed: key and initial row parameters for hashed tables, by weight name.
         is_compiled: whether the compiled program is used. If not, the log says why.
-        quantised: data types of quantized weights by name.
-        rounding: rounding of quantized weights.
+        quantised: quantized weight data types by name.
+        rounding: rounding for quantized weights.
         about: information about the weights from the export, such as run and step.
 
     Raises:
@@ -117,21 +117,21 @@ class Predictor:
 
     @functools.cached_property
     def raw(self) -> RawValues | None:
-        """Conversion from raw values to IDs and dense values; None if the package has none."""
+        """Conversion from raw values to IDs and dense values; None if the package does not have it."""
         raw = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
         self._check_same()
         return raw
 
     @functools.cached_property
     def items(self) -> RankedItems | None:
-        """Items that the package recommends; None if it has none."""
+        """Items recommended by the package; None if it has no items."""
         items = RankedItems.load(self.folder) if ITEMS in self._manifest["sha256"] else None
         self._check_same()
         return items
 
     @functools.cached_property
     def incremental(self) -> IncrementalQueries | None:
-        """Computation of queries from cached keys and values; None if the model does not support it.
+        """Query computation from cached keys and values; None if the model does not support it.
 
         It runs in Python. The compiled program, also in C++, always encodes whole histories.
         """
@@ -158,7 +158,7 @@ class Predictor:
         return advanced
 
     def _check_same(self) -> None:
-        """Raise PackageError if the package has been replaced since its manifest was read."""
+        """Raise PackageError if the package has been replaced since the manifest was read."""
         with contextlib.suppress(PackageError):
             if read_manifest(self.folder) == self._manifest:
                 return
@@ -171,7 +171,7 @@ class Predictor:
         return lambda *inputs: loader.boxed_run(list(_flatten(inputs)))[0]
 
     def check_weights(self) -> None:
-        """Check that the file of weights has not changed since it was mapped.
+        """Check that the weights file has not changed since it was mapped.
 
         Takes a microsecond. Only if the file was written to, it is read and verified again.
 
@@ -193,16 +193,16 @@ class Predictor:
         Args:
             dense: dense values, float32 [B, num_dense].
             values: IDs by feature, int64 [N], sample by sample.
-            lengths: number of IDs of every sample by feature, int64 [B].
-            group: for samples that share features, the row of every sample in the shared values, int64 [B],
+            lengths: ID count per sample by feature, int64 [B].
+            group: for samples that share features, every sample's row in the shared values, int64 [B],
                 in [0, R). Lengths of ``shared`` features are then [R], and so is dense ([R, num_dense]) if it
                 is shared.
 
         Raises:
-            ValueError: a feature is missing, a shape or dtype is wrong, lengths do not sum to the number of
-                IDs, a value is NaN or infinite, an ID is outside the table, or ``group`` is given but the
+            ValueError: a feature is missing, a shape or dtype is wrong, lengths do not sum to the ID count, a
+                value is NaN or infinite, an ID is outside the table, or ``group`` is given but the
                 package has no shared features.
-            PackageError: the file of weights was truncated.
+            PackageError: the weights file was truncated.
         """
         self._check(dense, values, lengths, group)
         values_F, lengths_F = ([given[name] for name in self.features] for given in (values, lengths))
@@ -212,12 +212,12 @@ class Predictor:
     def run(
         self, dense: Tensor, values: list[Tensor], lengths: list[Tensor], group: Tensor | None = None
     ) -> Tensor:
-        """Compute the scores or vectors of a request whose shapes and dtypes are valid.
+        """Compute scores or vectors for a request whose shapes and dtypes are valid.
 
         Args:
             dense: dense values, float32 [B, num_dense].
-            values: IDs of every feature, int64 [N], in the order of ``features``.
-            lengths: number of IDs of every sample, int64 [B], in the order of ``features``.
+            values: IDs per feature, int64 [N], in the order of ``features``.
+            lengths: ID count per sample, int64 [B], in the order of ``features``.
             group: see `__call__`.
 
         Raises:
@@ -277,7 +277,7 @@ class Predictor:
             _check_jagged(feature, values[feature], lengths[feature], batch)
 
     def _check_group(self, group: Tensor, dense: Tensor, lengths: Mapping[str, Tensor]) -> int:
-        """Raise ValueError for an invalid ``group``. Return the number of rows of shared values."""
+        """Raise ValueError for an invalid ``group``. Return the shared row count."""
         num_rows = len(dense) if DENSE in self.shared else len(lengths[min(self.shared)])
         if group.dtype != torch.int64 or group.dim() != 1:
             raise ValueError(f"group must be [batch] int64, got {list(group.shape)} {group.dtype}.")
@@ -320,7 +320,7 @@ def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> 
 
 
 def _why_not_compiled(manifest: Mapping[str, Any]) -> str | None:
-    """Return why this process cannot use the compiled program of a package; None if it can."""
+    """Return why this process cannot use a package's compiled program; None if it can."""
     version = torch.__version__.split("+")[0]
     if not manifest["compiled"]:
         return "the package has no compiled program"

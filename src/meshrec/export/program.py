@@ -1,4 +1,4 @@
-"""Export a model as a function of weights and a batch, so that weights are stored outside the program."""
+"""Export a model as a function of weights and a batch, with weights stored outside the program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,21 +18,21 @@ from meshrec.sparse import KeyedJaggedTensor
 class Program(nn.Module):
     """A model as a function of weights and a batch, which returns scores [B].
 
-    Weights are arguments instead of constants, so that tables stay in a single mapped file, and a server may
+    Weights are arguments instead of constants, so tables stay in a single mapped file, and a server may
     pass other weights in every call.
 
-    With ``shared`` features, the argument ``group`` [B] has the row of every sample in the shared values.
+    With ``shared`` features, the argument ``group`` [B] has every sample's row in the shared values.
     Lengths of shared features are then [R], and so is dense ([R, num_dense]) if it is shared. Shared features
-    are looked up once per row instead of once per sample, and `export_program` also computes everything that
-    depends only on them once per row. Features of an EmbeddingCollection (a vector per ID) are repeated per
+    are looked up once per row instead of once per sample, and `export_program` also computes everything
+    depending only on them once per row. Features of an EmbeddingCollection (a vector per ID) are repeated per
     sample before the lookup.
 
     Args:
         model: called as ``model(dense, sparse)``; returns logits, [B] or [B, 1].
-        names: names of parameters and buffers, in the order of the argument ``weights``.
+        names: parameter and buffer names, in the order of the argument ``weights``.
         features: keys of ``sparse``.
         scores: function from float32 logits [B] to scores; None: the model returns vectors [B, V].
-        shared: features (or "dense") that samples share.
+        shared: features (or "dense") shared by samples.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Program(nn.Module):
         shared: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        # In a list, so that it is not a child module, whose parameters would become constants of the program.
+        # In a list, so it is not a child module, whose parameters would become constants of the program.
         self._model = [model]
         self._names, self._features = list(names), list(features)
         self._scores, self._shared = scores, frozenset(shared)
@@ -63,9 +63,9 @@ class Program(nn.Module):
         Args:
             weights: parameters and buffers, in the order of ``names``.
             dense: dense values, float32 [B, num_dense].
-            values: IDs of every feature, int64 [N].
-            lengths: number of IDs of every sample, int64 [B], for every feature.
-            group: row of every sample in the shared values, int64 [B]; None: no feature is shared.
+            values: IDs per feature, int64 [N].
+            lengths: ID count per sample, int64 [B], for every feature.
+            group: every sample's row in the shared values, int64 [B]; None: no feature is shared.
 
         Raises:
             ValueError: the model returns several outputs per sample.
@@ -110,7 +110,7 @@ class Program(nn.Module):
 
 
 def _unpooled(model: nn.Module) -> set[str]:
-    """Return the features that are looked up without pooling."""
+    """Return the features looked up without pooling."""
     return {
         feature
         for module in model.modules()
@@ -121,7 +121,7 @@ def _unpooled(model: nn.Module) -> set[str]:
 
 
 def _repeat_bags(ids: Tensor, lengths_R: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat R shared bags for the B samples that share them, and return IDs and lengths [B]."""
+    """Repeat R shared bags for the B samples sharing them, and return IDs and lengths [B]."""
     firsts_R = lengths_R.cumsum(0) - lengths_R
     lengths_B = lengths_R.index_select(0, group_B)
     shift_B = firsts_R.index_select(0, group_B) - (lengths_B.cumsum(0) - lengths_B)
@@ -144,12 +144,12 @@ def export_program(
         program: program to export.
         weights: example weights.
         features: feature names.
-        num_dense: number of dense columns.
-        shared: features that samples share.
-        growing: whether the number of rows may change, for every weight (those of hashed tables).
+        num_dense: dense column count.
+        shared: features shared by samples.
+        growing: for every weight, whether the row count may change (weights of hashed tables).
 
     Raises:
-        Exception: any error of torch.export or the model.
+        Exception: any error from torch.export or the model.
     """
     inputs = example_inputs(weights, num_dense, features, shared)
     any_size = {0: torch.export.Dim.DYNAMIC}
@@ -177,9 +177,9 @@ def example_inputs(
 
     Args:
         weights: example weights.
-        num_dense: number of dense columns.
+        num_dense: dense column count.
         features: feature names.
-        shared: features that samples share.
+        shared: features shared by samples.
     """
     # All sizes differ, because torch.export takes equal sizes for the same dimension.
     batch, rows = 5, 3

@@ -1,16 +1,16 @@
-"""Rewrite exported programs so that values that samples share are computed once.
+"""Rewrite exported programs to compute values shared by samples once.
 
 A program with ``group`` [B] repeats the R shared rows with ``x.index_select(0, group)`` where the model joins
-them with rows of samples. The model knows nothing about sharing, so it computes with repeated rows from there
+them with sample rows. The model knows nothing about sharing, so it computes with repeated rows from there
 on. This rewrite follows the graph. For every value, it tracks which columns depend only on the shared row,
 and which on the sample (`SharedColumns`). Then
 
 - layers over shared columns run on the R shared rows, and their result is repeated;
-- a linear layer over columns of both kinds becomes a sum of two layers:
+- a linear layer over both column kinds becomes a sum of two layers:
   ``x W = per_sample W_per_sample + (shared W_shared)[group]``;
-- dot products of two shared vectors are computed on the R shared rows.
+- dot products between shared vectors are computed on the R shared rows.
 
-The rewrite changes the order of summation, so results are equal up to rounding.
+The rewrite changes the summation order, so results are equal up to rounding.
 """
 
 import operator
@@ -39,7 +39,7 @@ _ELEMENTWISE = {
 """Operators that are elementwise in their first argument."""
 _BINARY = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor}
 _ROWWISE = {_LINEAR, _aten.layer_norm.default}
-"""Operators that compute every row of the result from the same row of their first argument."""
+"""Operators that compute every result row from the same row in the first argument."""
 _SPLITS = {_aten.split_with_sizes.default, _aten.split.Tensor, _aten.chunk.default}
 _SHAPES = {
     _aten.view.default,
@@ -54,7 +54,7 @@ than the split saves.
 
 
 class SharedColumns(NamedTuple):
-    """Where the columns of a value, [B, C] or [B, C, D], can be read from.
+    """Where to read the columns of a value, [B, C] or [B, C, D].
 
     Attributes:
         per_sample: node with a row per sample, [B, ...]; None if all columns are shared.
@@ -68,16 +68,16 @@ class SharedColumns(NamedTuple):
     sources: tuple[tuple[bool, int], ...]
 
     def of(self, is_shared: bool) -> list[int]:
-        """Return the indices of the columns that are shared, or of those that are not."""
+        """Return the indices of the shared columns, or of the other columns."""
         return [column for column, (kind, _) in enumerate(self.sources) if kind is is_shared]
 
 
 def compute_once(graph: Graph, group: Node) -> None:
-    """Rewrite a graph so that values that depend only on shared rows are computed once per shared row.
+    """Rewrite a graph so that values depending only on shared rows are computed once per shared row.
 
     Args:
-        graph: graph of an exported program; changed in place.
-        group: node with the shared row of every sample.
+        graph: exported program's graph; changed in place.
+        group: node with every sample's shared row.
     """
     _Sharing(graph, group).run()
 
@@ -87,11 +87,11 @@ class _Sharing:
 
     def __init__(self, graph: Graph, group: Node) -> None:
         self._graph, self._group = graph, group
-        # Columns of every value that depends on the group, filled in the order of the graph.
+        # Columns of every group-dependent value, filled in graph order.
         self._columns_of: dict[Node, SharedColumns] = {}
         # Nodes created or replaced by the rewrite. Those without users are erased at the end.
         self._touched: set[Node] = set()
-        # Node that is being rewritten. New nodes are inserted before it, and get its metadata.
+        # Node being rewritten. New nodes are inserted before it, and get its metadata.
         self._current: Node = group
 
     def run(self) -> None:
@@ -176,7 +176,7 @@ class _Sharing:
         return self._between(source, *slice(*span).indices(width)[:2])
 
     def _split_part(self, node: Node) -> SharedColumns | None:
-        """Return the columns of a part of a value that was split by columns."""
+        """Return the columns of a part from a value split by columns."""
         split: Any = node.args[0]
         if split.target not in _SPLITS or split.args[0] not in self._columns_of:
             return None
@@ -262,7 +262,7 @@ class _Sharing:
         return SharedColumns(None, shared, tuple((True, column) for column in range(_shape(shared)[1])))
 
     def _dots(self, node: Node) -> SharedColumns | None:
-        """Compute dot products of two shared vectors once per shared row, and all others per sample."""
+        """Compute dot products between shared vectors once per shared row, and all others per sample."""
         dense, sparse = (self._columns(argument) for argument in node.args)
         kinds = {is_shared for is_shared, _ in dense.sources}
         if len(kinds) != 1:
@@ -288,7 +288,7 @@ class _Sharing:
         return SharedColumns(node, shared, tuple(sources))
 
     def _split_linear(self, node: Node) -> Node | None:
-        """Replace a linear layer over columns of both kinds by a sum of two; None if this does not pay."""
+        """Replace a linear layer over both column kinds by a sum of two; None if this does not pay."""
         columns, weight = self._columns(node.args[0]), node.args[1]
         num_shared = len(columns.of(True))
         least = _MIN_SHARED * len(columns.sources)

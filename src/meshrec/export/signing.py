@@ -1,13 +1,13 @@
-"""Signatures of packages, which prove who exported a package, and that no file has changed since.
+"""Package signatures, which prove who exported a package, and that no file has changed since.
 
-``signature.txt`` has the size and hash of every file, in a format that C++ also reads::
+``signature.txt`` has size and hash for every file, in a format that C++ also reads::
 
     meshrec-signature 1
     file 4194305 <tree hash, see meshrec.durable.tree_hash_of> weights.bin
     ed25519 <signature of everything before this line, 128 hexadecimal digits>
 
 Keys have OpenSSL's format. ``openssl genpkey -algorithm ed25519 -out key.pem`` creates a private key, and
-``openssl pkey -in key.pem -pubout -out key.pub`` writes its public key.
+``openssl pkey -in key.pem -pubout -out key.pub`` writes the public key.
 """
 
 import os
@@ -60,7 +60,7 @@ def read_private_key(path: str | Path) -> "Ed25519PrivateKey":
 
 
 def read_public_key(path: str | Path) -> "Ed25519PublicKey":
-    """Read a public key to verify signatures of packages with.
+    """Read a public key to verify package signatures with.
 
     Args:
         path: PEM file with an ed25519 public key.
@@ -83,7 +83,7 @@ def read_public_key(path: str | Path) -> "Ed25519PublicKey":
 
 
 def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
-    """Sign all files of a package, and write ``signature.txt``.
+    """Sign all package files, and write ``signature.txt``.
 
     Args:
         folder: complete package.
@@ -103,15 +103,15 @@ def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
 
 
 def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey") -> None:
-    """Check that the files of a package are those that the owner of a key signed.
+    """Check that package files equal the files signed by the key owner.
 
     Args:
         folder: the package.
-        names: names of all files that will be used.
+        names: names of all files to use.
         key: result of `read_public_key`.
 
     Raises:
-        PackageError: the package is not signed, or by another key, or a file differs from the signed one.
+        PackageError: the package is not signed, or by another key, or a file differs from the signed file.
     """
     from cryptography.exceptions import InvalidSignature
 
@@ -147,7 +147,7 @@ def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey"
 
 
 def _file_line(path: Path) -> str:
-    """Return "SIZE HASH NAME" of a file."""
+    """Return "SIZE HASH NAME" for a file."""
     with open_regular(path) as descriptor:
         num_bytes = os.fstat(descriptor).st_size
         return f"{num_bytes} {tree_hash_of(descriptor, num_bytes, path.name)} {path.name}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-# Checks of sizes, which are removed because the operators check sizes themselves.
+# Size checks, which are removed because the operators check sizes themselves.
 _REMOVED = {
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_tensor_metadata.default,
@@ -21,18 +21,18 @@ _REMOVED = {
 def write_torchscript(
     exported: "torch.export.ExportedProgram", weights: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Write an exported `Program` and its weights as a TorchScript file.
+    """Write an exported `Program` and the weights as a TorchScript file.
 
-    ``forward`` takes dense values [B, num_dense], then the IDs of every feature, then the lengths of every
+    ``forward`` takes dense values [B, num_dense], then the IDs per feature, then the lengths per
     feature, in the order of the package. A program that loads the file must load ``libmeshrec.so`` first.
 
     Args:
         exported: the exported program.
-        weights: weights by name, in the order of the program's arguments.
+        weights: weights by name, in the program's argument order.
         path: output file.
 
     Raises:
-        ValueError: TorchScript does not support an operation of the program.
+        ValueError: TorchScript does not support a program operation.
     """
     module = exported.module(check_guards=False)
     graph = module.graph

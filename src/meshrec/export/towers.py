@@ -1,4 +1,4 @@
-"""Export a single tower of a two-tower model, for the vectors of items or of queries."""
+"""Export a single tower of a two-tower model, for item or query vectors."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 # B samples, I items, V vector width
 
 Side = Literal["query", "item"]
-# Items per batch, which bound the memory of activations.
+# Items per batch, which bound activation memory.
 _CHUNK = 8192
 
 
 class Tower(nn.Module):
-    """A tower of a two-tower model and the tables that it reads. Shares memory with the model.
+    """A tower of a two-tower model and the tables it reads. Shares memory with the model.
 
     Args:
         model: model with exactly one `TwoTower`.
@@ -73,11 +73,11 @@ class Tower(nn.Module):
 
 
 class TowerQuery(nn.Module):
-    """The query tower of a next-item model, and the vectors of all items as a buffer.
+    """A next-item model's query tower, and all item vectors as a buffer.
 
     Args:
         model: the model.
-        ids_I: IDs of the items, ascending. ``item_vectors`` has a row for every ID up to the largest.
+        ids_I: item IDs, ascending. ``item_vectors`` has a row for every ID up to the largest.
     """
 
     item_vectors: Tensor
@@ -91,13 +91,13 @@ class TowerQuery(nn.Module):
         self.register_buffer("item_vectors", rows.index_copy(0, torch.from_numpy(ids_I), vectors_IV))
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Compute query vectors [B, V]. Features that the tower does not read are ignored."""
+        """Compute query vectors [B, V]. Features not read by the tower are ignored."""
         vectors: Tensor = self.tower(dense, sparse)
         return vectors
 
 
 def catalogue_vectors(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Floats:
-    """Compute the vectors of all items, [I, V], from a catalog with a sample per item."""
+    """Compute all item vectors, [I, V], from a catalog with a sample per item."""
     chunks = []
     for start in range(0, max(catalogue.stride(), 1), _CHUNK):
         values, lengths = {}, {}
@@ -112,9 +112,9 @@ def catalogue_vectors(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Flo
 
 
 def row_vectors(predictor: Predictor) -> Floats:
-    """Compute the vector of every row of the embedding table, [I, V].
+    """Compute a vector for every embedding table row, [I, V].
 
-    The tower must read a single feature, so that every row is an item.
+    The tower must read a single feature, so every row is an item.
 
     Raises:
         ValueError: the tower reads several features, dense values, or a feature without an ID limit.
@@ -136,10 +136,10 @@ def row_vectors(predictor: Predictor) -> Floats:
 
 
 def vectors_of_raw_items(predictor: Predictor, items: "Table") -> Floats:
-    """Compute the vectors of items, [I, V], from their raw values.
+    """Compute item vectors, [I, V], from raw values.
 
     Args:
-        predictor: package of an item tower.
+        predictor: package with an item tower.
         items: Arrow table with a row per item.
 
     Raises:

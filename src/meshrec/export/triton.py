@@ -9,7 +9,7 @@ from meshrec.export.manifest import read_manifest
 from meshrec.export.package import link
 
 PACKAGE = "package"
-"""Name of the package's folder in the folder of the model version."""
+"""Package folder name in the model version folder."""
 _MODEL = """# Answers with the package beside it.
 from meshrec.export.triton_backend import TritonPythonModel
 """
@@ -18,12 +18,12 @@ from meshrec.export.triton_backend import TritonPythonModel
 def write_triton(package: str | Path, repository: str | Path, *, name: str) -> Path:
     """Add a package to a Triton model repository, as ``NAME/config.pbtxt`` and ``NAME/1``.
 
-    Files of the package are hard-linked if they are on the same file system, otherwise copied. MeshRec must
+    Package files are hard-linked if they are on the same file system, otherwise copied. MeshRec must
     be installed in the server's Python.
 
     Args:
         package: folder written by `export`.
-        repository: folder of the model repository, created if it does not exist.
+        repository: model repository folder, created if it does not exist.
         name: model name.
 
     Returns:

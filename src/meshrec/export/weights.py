@@ -1,4 +1,4 @@
-"""Weights of a package in memory, and detection of changes of the mapped file."""
+"""Package weights in memory, and detection of changes to the mapped file."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Weights:
-    """Weights of a package, mapped from ``weights.bin`` or copied to memory.
+    """Package weights, mapped from ``weights.bin`` or copied to memory.
 
     Writing to the file or truncating it changes or damages mapped weights. `check` and `check_changes` detect
     that. Replacing the file (a rename) is safe.
@@ -32,11 +32,11 @@ class Weights:
         records: tensors in the file.
         private: whether to copy the file to memory instead of mapping it.
         larger_than_memory: whether lookups will miss pages; see ``ops.mapping.expect_misses``. None: if the
-            file is larger than the memory limit of this process.
-        digest: expected content of the file; None: not known.
+            file is larger than this process's memory limit.
+        digest: expected file content; None: not known.
 
     Attributes:
-        tensors: weights in the order of ``records``.
+        tensors: weights in ``records`` order.
 
     Raises:
         PackageError: the file is too short or unreadable, or the copy does not match the digest.
@@ -95,7 +95,7 @@ class Weights:
             )
 
     def check_changes(self) -> None:
-        """Check that the file has not been truncated, and verify its content if it was written to.
+        """Check that the file has not been truncated, and verify the content if it was written to.
 
         Raises:
             PackageError: the file was truncated or changed.
@@ -132,13 +132,13 @@ class Weights:
 
 
 def _size_and_time(descriptor: int) -> tuple[int, int]:
-    """Return the size in bytes and the modification time in nanoseconds of a file."""
+    """Return a file's size in bytes and modification time in nanoseconds."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
 def _tensor(memory: Tensor, record: WeightRecord, path: Path) -> Tensor:
-    """Return a tensor of the file as a view of its bytes."""
+    """Return a tensor in the file as a view of the file's bytes."""
     end = record.offset + record.num_bytes
     if end > len(memory):
         raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")

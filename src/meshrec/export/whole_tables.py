@@ -60,7 +60,7 @@ def _merge_shards(module: Any) -> TableCollection:
 
 
 def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRows | Tensor]]:
-    """Replace hashed tables by the read-only form that packages have.
+    """Replace hashed tables by the read-only form used in packages.
 
     Returns:
         A copy of the model, in which hashed tables have small example tensors for tracing, and the actual
@@ -87,7 +87,7 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
 
 
 def allocate_rows(collection: TableCollection, configs: Iterable[BaseEmbeddingConfig]) -> None:
-    """Allocate uninitialized rows on the CPU for the tables of a collection on ``meta``.
+    """Allocate uninitialized rows on the CPU for a collection's tables on ``meta``.
 
     A table with rows in a file gets a mapped, unnamed file in the same folder, because it may be larger than
     memory.
