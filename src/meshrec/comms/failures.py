@@ -1,4 +1,4 @@
-"""How an error that a single rank has between two collectives reaches the ranks that wait for that rank.
+"""How an error on a single rank between two collectives reaches the ranks waiting for this rank.
 
 [Note: a rank that fails alone]
 
@@ -7,14 +7,14 @@ per step. Instead the rank announces the error in the process group's store (``a
 waiting for a CPU collective polls the store twice a second, and raises the same error without waiting for the
 timeout.
 
-- An announcement has the number of collectives its rank had started. Ranks waiting for a later collective
+- An announcement has the count of collectives started by the rank. Ranks waiting for a later collective
   raise the error.
 - Programs may catch an error raised on all ranks, and continue. A rank with an announced error therefore
   waits at its next collective until the others have announced an error at the same collective. If they have
   not after 30 s, the group rejects further collectives: a rank out of step would exchange wrong rows.
-- After a lone failure the ranks are out of step. Ranks that received the error announce this, and the group
+- After a lone failure the ranks are out of step. Ranks receiving the error announce this, and the group
   rejects further collectives.
-- Errors that the ranks agreed on (``combined``) are not announced.
+- Errors agreed on by the ranks (``combined``) are not announced.
 """
 
 import contextlib
@@ -33,33 +33,33 @@ from meshrec.ops.operators import InputError, OutOfMemoryError
 F = TypeVar("F", bound=Callable[..., Any])
 
 KINDS: tuple[type[Exception], ...] = (InputError, ValueError, OutOfMemoryError, MemoryError)
-"""Exception types that keep their type on other ranks; subclasses before their bases."""
+"""Exception types kept on other ranks; subclasses before base classes."""
 POLL_SECONDS = 0.5  # interval at which a waiting rank reads the store
-_SAME_ERROR_SECONDS = 30.0  # time for all ranks to announce an error that they all have
+_SAME_ERROR_SECONDS = 30.0  # time for all ranks to announce a common error
 _STORE_SECONDS = 3.0  # time for the store to answer
 _AGREED = "is_agreed"
 _lost: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
-"""Message of the lone failure, for groups that reject collectives because of one."""
+"""Lone failure message, for groups rejecting collectives after the failure."""
 
 
 class Local:
     """State of this rank: collectives it has started, and errors it has announced. Never instantiated."""
 
     num_started = 0
-    """Number of collectives started, of all groups."""
+    """Started collectives count, over all groups."""
     failed_at: ClassVar[list[int]] = []
-    """``num_started`` at the time of each error of this rank."""
+    """``num_started`` at every error on this rank."""
     has_failed = False
-    """Whether any rank has announced an error. Collectives then check their group first."""
+    """Whether any rank has announced an error. Collectives then check the group first."""
     is_uncertain = False
-    """Whether this rank still has to check that the other ranks announced its last error, too.
+    """Whether this rank must still check whether other ranks announced the rank's last error, too.
 
     Set by `announce`, cleared by `check_group`.
     """
 
 
 class _Announcement(NamedTuple):
-    """Store entry of a rank: positions of its errors, the last error, and whether another rank raised it."""
+    """A rank's store entry: error positions, the last error, and whether another rank raised it."""
 
     failed_at: list[int]
     kind: str
@@ -76,7 +76,7 @@ class CollectiveError(RuntimeError):
 
 
 def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exception:
-    """Return an error that other ranks can unpickle: of one of ``kinds``, or else a RuntimeError.
+    """Return an error other ranks can unpickle: an instance in ``kinds``, or else a RuntimeError.
 
     A RuntimeError names the original type.
     """
@@ -89,12 +89,12 @@ def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exce
 def combined(
     errors: Mapping[int, Exception], size: int, kinds: Sequence[type[Exception]] = KINDS
 ) -> Exception:
-    """Combine the errors of several ranks into one, of their common type if they have one, else RuntimeError.
+    """Combine errors from several ranks. The result has the common type if there is one, else RuntimeError.
 
     Args:
-        errors: error of each rank that failed.
-        size: number of ranks. Equal errors on all ranks are reported once.
-        kinds: allowed types, subclasses before their bases.
+        errors: error per failed rank.
+        size: rank count. Equal errors on all ranks are reported once.
+        kinds: allowed types, subclasses before base classes.
     """
     shared = [kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())]
     texts = list(map(str, errors.values()))
@@ -106,13 +106,13 @@ def combined(
 
 
 def as_agreed(error: Exception) -> Exception:
-    """Mark an error as raised on all ranks, so that it is not announced. Returns the error."""
+    """Mark an error as raised on all ranks, so it is not announced. Returns the error."""
     error.__dict__[_AGREED] = True
     return error
 
 
 def announced_on_failure(stage: F) -> F:
-    """Decorator: announce exceptions of a function to other ranks; see [Note: a rank that fails alone]."""
+    """Decorator: announce a function's exceptions to other ranks; see [Note: a rank that fails alone]."""
 
     @functools.wraps(stage)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -131,7 +131,7 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
 
     Args:
         error: error to announce.
-        is_lost: whether another rank failed alone with this error, so that the group must reject collectives.
+        is_lost: whether another rank failed alone with this error, so the group must reject collectives.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -144,9 +144,9 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
 
 
 def count_start(group: dist.ProcessGroup) -> None:
-    """Count a collective that this rank starts. If an error was announced, call `check_group` first.
+    """Count a collective started by this rank. If an error was announced, call `check_group` first.
 
-    The collectives of every step inline this function.
+    The collectives in every step inline this function.
 
     Raises:
         CollectiveError: a rank in the group has failed alone.
@@ -157,11 +157,11 @@ def count_start(group: dist.ProcessGroup) -> None:
 
 
 def check_group(group: dist.ProcessGroup) -> None:
-    """Check that the ranks of a group are still in step, before a collective.
+    """Check whether the ranks in a group are still in step, before a collective.
 
     If this rank has announced an error since the last check, the call waits until all other ranks have
-    announced an error at the same collective. If one has not after ``_SAME_ERROR_SECONDS``, or reports a lone
-    failure, the group rejects this and all further collectives.
+    announced an error at the same collective. If a rank has not within ``_SAME_ERROR_SECONDS``, or
+    reports a lone failure, the group rejects this and all further collectives.
 
     Raises:
         CollectiveError: a rank has failed alone, so the group rejects collectives.
@@ -177,8 +177,8 @@ def check_group(group: dist.ProcessGroup) -> None:
 
 
 def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
-    """Return the combined error of other ranks that failed alone, or None. After an error the group rejects
-    collectives.
+    """Return the combined error from other ranks which failed alone, or None. After an error the group
+    rejects collectives.
     """
     ranks = dist.get_process_group_ranks(group)
     errors = _lone_errors(ranks)
@@ -192,10 +192,10 @@ def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
 
 
 class Listener:
-    """Reads announcements of other ranks while this rank waits for them.
+    """Reads other ranks' announcements while this rank waits for them.
 
     Args:
-        ranks: ranks of the awaited collective.
+        ranks: ranks in the awaited collective.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -238,7 +238,7 @@ def _await_same_error(group: dist.ProcessGroup) -> None:
 
 
 def _lone_errors(ranks: Sequence[int]) -> dict[int, Exception]:
-    """Return the errors of ranks that failed before a collective which this rank has started, by rank.
+    """Return errors from ranks which failed before a collective started by this rank, by rank.
 
     Errors at a position where this rank failed too are left out.
     """
@@ -252,12 +252,12 @@ def _lone_errors(ranks: Sequence[int]) -> dict[int, Exception]:
 
 
 def _key(rank: int) -> str:
-    """Return the store key of a rank's announcement."""
+    """Return the store key for a rank's announcement."""
     return f"meshrec/error/{rank}"
 
 
 def _announcements(ranks: Sequence[int]) -> dict[int, _Announcement]:
-    """Return the announcements of other ranks, by rank."""
+    """Return other ranks' announcements, by rank."""
     me, entries = dist.get_rank(), dict[int, _Announcement]()
 
     def ask(store: Any) -> None:

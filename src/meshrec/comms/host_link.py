@@ -1,4 +1,4 @@
-"""Exchange of messages between CPU ranks of one host by reading peer memory, without sockets.
+"""Exchange messages between CPU ranks on a host by reading peer memory, without sockets.
 
 Gloo uses TCP sockets even within a host. A link replaces gloo collectives for a process group whose ranks all
 run on the same Linux host and may read each other's memory. The ranks determine this together in the group's
@@ -8,18 +8,18 @@ different names count as different hosts, to test multi-node setups on a single 
 
 [Note: why ranks may read each other's memory]
 
-A rank reads with ``process_vm_readv``, which the system allows between processes of the same user (with Yama,
+A rank reads with ``process_vm_readv``, which the system allows between a user's processes (with Yama,
 after the ``prctl`` in csrc/host/host_link.cpp). Ranks never write to peer memory. The reads are safe because
 
 1. all ranks start the same exchanges in the same order, and number them. A rank publishes message addresses
-on its board before it increments the number of started exchanges, so readers never see a partial entry;
+on the board before it increments the started exchange count, so readers never see a partial entry;
 2. a message is neither modified nor freed before all ranks have read it. ``HostLink.sent`` keeps it alive
-until the boards confirm that. Collectives therefore receive private tensors, never the caller's;
-3. a board carries a random token, so a process that reuses a dead peer's PID is detected;
+until the boards confirm this. Collectives therefore receive private tensors, never the caller's;
+3. a board carries a random token, so a process reusing a dead peer's PID is detected;
 4. a dead peer makes the read fail, and a hung peer hits the process group's timeout. Both raise on the
 reader; other ranks are informed as in [Note: how errors reach every rank] (comms/agreement.py);
 5. a forked child forgets the link, because it belongs to the parent. At exit, a rank waits some seconds until
-its peers have read its last messages.
+peers have read the last messages.
 """
 
 import ctypes
@@ -47,11 +47,11 @@ from meshrec.ops.library import c_entry_points
 _logger = logging.getLogger("meshrec")
 _SWITCH = "MESHREC_HOST_LINK"
 _HOST_NAME = "MESHREC_HOST"
-_FAILED, _NOT_YET = -1, -2  # results of the C functions, as in csrc/host/host_link.h
+_FAILED, _NOT_YET = -1, -2  # C function results, as in csrc/host/host_link.h
 _PEER_LOST = "the memory of a peer could not be read"  # prefix of kPeerLost in csrc/host/host_link.h
 _LEAVING_SECONDS = 5.0  # time at exit for peers to read the last messages
 _ERROR_BYTES = 256
-_MANY = 8  # exchanges in flight above which `start` looks for abandoned ones
+_MANY = 8  # exchanges in flight above which `start` looks for abandoned exchanges
 _INT, _POINTER, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "create": (_POINTER, [_INT, _INT, _NUMBER, _POINTER, _POINTER, _POINTER]),
@@ -66,12 +66,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _Refused(OSError):
-    """No link is possible. A log line gives the reason, and the group uses gloo."""
+    """A link is not possible. A log line gives the reason, and the group uses gloo."""
 
 
 class Address(NamedTuple):
-    """Where the board of a rank is (see csrc/host/host_link.cpp): process, file descriptor, address, and the
-    token that the board must contain.
+    """A rank's board location (see csrc/host/host_link.cpp): process, file descriptor, address, and the token
+    in the board.
     """
 
     pid: int
@@ -92,9 +92,9 @@ class Reading:
     result: Tensor
     """Result. Empty before ``wait`` if ``wait`` allocates it, which keeps the memory free until then."""
     sizes: Any
-    """Number of elements from each rank, a C array."""
+    """Element count per source rank, a C array."""
     num_elements: int
-    """Number of elements from all ranks."""
+    """Element count from all ranks."""
     is_finished: bool = False
 
     def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
@@ -105,8 +105,8 @@ class Reading:
                 the empty result, the link handle, and the exchange number.
 
         Raises:
-            RuntimeError: a peer died, or does not answer within the timeout of the process group; the link
-                then has a ``failure``. Or ``make`` raised, without a failure of the link.
+            RuntimeError: a peer died, or does not answer within the process group timeout; the link
+                then has a ``failure``. Or ``make`` raised, without a link failure.
         """
         link, deadline, name = self.link, 0.0, "arrive"
         listener: Listener | None = None
@@ -141,29 +141,29 @@ class Reading:
 
 
 class HostLink:
-    """Connection between the ranks of a process group that read each other's memory; see ``open_link``.
+    """Connection between process group ranks which read peer memory; see ``open_link``.
 
     All ranks start the same exchanges in the same order, and wait for them in any order. A message must not
     be modified before all ranks have read it; the link keeps it alive until then.
 
     Args:
         rank: this rank in the group.
-        size: number of ranks.
+        size: rank count.
         timeout_seconds: maximum wait for a peer.
 
     Raises:
-        OSError: the system does not allow reading the memory of other processes.
+        OSError: the system does not allow reading other processes' memory.
     """
 
     def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
         self.functions, self.timeout_seconds = _functions(), timeout_seconds
         self.failure = ""
-        """Why the link cannot be used any longer; empty while it can."""
+        """Reason why the link is unusable; empty while usable."""
         self.error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.sent: deque[Tensor] = deque()
-        """Messages that some rank has not read yet, oldest first."""
+        """Messages not read yet by some rank, oldest first."""
         self.ranks: Sequence[int] = ()
-        """Global ranks of the group, whose announced failures end a wait. Set by ``open_link``."""
+        """Global ranks in the group; their announced failures end a wait. Set by ``open_link``."""
         self._sizes, self._in_progress = _INT * size, list[tuple[int, weakref.ref[Reading]]]()
         # 63 bits: the token travels as a signed 64-bit integer.
         token, descriptor, address = secrets.randbits(63), _INT(), _NUMBER()
@@ -174,10 +174,10 @@ class HostLink:
         self.address = Address(os.getpid(), descriptor.value, address.value, token)
 
     def join(self, addresses: Sequence[Address]) -> None:
-        """Open the boards of all ranks.
+        """Open all ranks' boards.
 
         Raises:
-            OSError: the system does not allow reading the memory of other processes.
+            OSError: the system does not allow reading other processes' memory.
         """
         for rank, address in enumerate(addresses):
             if address == self.address:
@@ -198,10 +198,10 @@ class HostLink:
 
         Args:
             message: elements to send.
-            sent: number of elements for each destination rank.
+            sent: element count per destination rank.
             result: tensor to fill; None: ``Reading.wait`` allocates it.
-            received: number of elements from each source rank.
-            same: send the start of the message to each rank, instead of consecutive slices.
+            received: element count per source rank.
+            same: send the message start to every rank, instead of consecutive slices.
 
         Raises:
             RuntimeError: too many exchanges are in flight, and a peer does not read them in time.
@@ -229,7 +229,7 @@ class HostLink:
         return reading
 
     def release_read(self) -> None:
-        """Free the messages that all ranks have read."""
+        """Free the messages read by all ranks."""
         num_unread = 0 if self.failure else self.functions["unread"](self.handle)
         while len(self.sent) > num_unread:
             self.sent.popleft()
@@ -258,7 +258,7 @@ class HostLink:
         self.handle, self.failure = None, "the link to the other ranks belongs to the parent process"
 
     def _skip_dropped(self) -> None:
-        """Tell peers that they need not wait for exchanges that this rank has dropped without a wait."""
+        """Tell peers not to wait for exchanges dropped by this rank without a wait."""
         pending = []
         for number, reference in self._in_progress:
             reading = reference()
@@ -270,7 +270,7 @@ class HostLink:
 
 
 class _LazyLinks(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
-    """Dict that opens a group's link on first access."""
+    """Dict opening a group's link on first access."""
 
     def __missing__(self, reference: "weakref.ref[dist.ProcessGroup]") -> HostLink | None:
         group = reference()
@@ -280,7 +280,7 @@ class _LazyLinks(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
 
 
 links: "WeakKeyDictionary[dist.ProcessGroup, HostLink | None]" = WeakKeyDictionary()
-"""Link of each group; None if the group uses gloo. ``links[group]`` opens the link at the first access, which
+"""Link per group; None if the group uses gloo. ``links[group]`` opens the link at the first access, which
 is collective; ``links.get(group)`` does not.
 """
 links.data = _LazyLinks()  # type: ignore[attr-defined]  # a hit stays in C
@@ -288,17 +288,17 @@ _open_links: "weakref.WeakSet[HostLink]" = weakref.WeakSet()
 
 
 def open_links() -> list[HostLink]:
-    """Return all open links of this process."""
+    """Return all open links in this process."""
     return list(_open_links)
 
 
 def open_link(group: dist.ProcessGroup) -> HostLink | None:
-    """Open a link between the ranks of a group. Returns None if the group must use gloo. Collective.
+    """Open a link between the ranks in a group. Returns None if the group must use gloo. Collective.
 
     Raises:
         RuntimeError: a rank does not answer; the error is the backend's.
     """
-    # A subclass, such as a slow group in tests, wants its own collectives.
+    # A subclass, such as a slow group in tests, wants separate collectives.
     link = link_or_reason(group)[0] if is_gloo(group) else None
     if link is not None:
         link.ranks = dist.get_process_group_ranks(group)
@@ -309,7 +309,7 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Return whether the CPU collectives of a group run in gloo itself, not in a subclass or wrapper."""
+    """Return whether a group's CPU collectives run in gloo itself, not in a subclass or wrapper."""
     if type(group) is not dist.ProcessGroup:
         return False
     backend: Any = group._get_backend(torch.device("cpu"))
@@ -317,13 +317,13 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def hosts_of_ranks(group: dist.ProcessGroup) -> list[str]:
-    """Return a string for each rank of a group, equal for ranks on the same host. Collective."""
+    """Return a string per rank in a group, equal for ranks on the same host. Collective."""
     (hosts,) = _gather_items(group, (_host(),))
     return list(hosts)
 
 
 def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
-    """Open a link between the ranks of a gloo group.
+    """Open a link between the ranks in a gloo group.
 
     If any rank cannot, return None and the reason. Collective.
     """
@@ -360,7 +360,7 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
 
 
 def _gather_items(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Gather a tuple from each rank. Returns one tuple per item, with a value per rank."""
+    """Gather a tuple from every rank. Returns a tuple per item, with a value per rank."""
     items: list[Any] = [None] * group.size()
     dist.all_gather_object(items, mine, group=group)
     return list(zip(*items, strict=True))
@@ -375,7 +375,7 @@ def _host() -> str:
 
 
 def _functions() -> dict[str, Any]:
-    """Return the C functions of the compiled library by short name. Raises _Refused if they are missing."""
+    """Return the compiled library's C functions by short name. Raises _Refused if they are missing."""
     library = c_entry_points()
     if library is None:
         raise _Refused("no compiled kernels")

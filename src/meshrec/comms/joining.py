@@ -1,4 +1,4 @@
-"""Start-up of the process group: how ranks find each other, and on which interface they listen.
+"""Process group start-up: how ranks find each other, and on which interface they listen.
 
 [Note: who can reach the ranks of a run]
 Ranks find each other through a store, and then connect through gloo or NCCL sockets. Neither authenticates
@@ -9,8 +9,8 @@ peers, and torch unpickles objects received through them: whoever can connect ca
 - Another launcher, such as torchrun, gives an address. If rank 0 hosts the store, it listens on that address
   only; torch alone would listen on all interfaces.
 - If all ranks are on the same machine, sockets listen on the loopback interface.
-- Across machines, gloo would listen on the interface the host name resolves to, often loopback. Unless
-  GLOO_SOCKET_IFNAME names an interface, ranks use the one that routes to MASTER_ADDR.
+- Across machines, gloo would listen on the host name's interface, often loopback. Unless
+  GLOO_SOCKET_IFNAME names an interface, ranks use the interface which routes to MASTER_ADDR.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from meshrec.durable import join_scratch
 
 _logger = logging.getLogger("meshrec")
 STORE_VARIABLE = "MESHREC_STORE"
-"""Environment variable with the private folder of the store, set by our launcher."""
+"""Environment variable with the store's private folder, set by our launcher."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _SIOCGIFADDR = 0x8915  # netdevice(7)
@@ -40,7 +40,7 @@ _LOOPBACK_NAMES = ("lo", "lo0")
 
 
 def form_group(backend: str, timeout: timedelta) -> None:
-    """Create the default process group from the environment variables that the launcher has set.
+    """Create the default process group from the environment variables set by the launcher.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -62,7 +62,7 @@ def form_group(backend: str, timeout: timedelta) -> None:
 
 
 def is_one_machine() -> bool:
-    """Return whether the launcher's environment shows that all ranks are on this machine."""
+    """Return whether the launcher's environment shows all ranks on this machine."""
     if STORE_VARIABLE in os.environ:
         return True
     if "LOCAL_WORLD_SIZE" in os.environ:
@@ -72,7 +72,7 @@ def is_one_machine() -> bool:
 
 
 def store_host() -> str | None:
-    """Return which process hosts the default group's store, for messages; None if the store is a file."""
+    """Return a description for the default group store's host process; None if the store is a file."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -82,7 +82,7 @@ def store_host() -> str | None:
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Any:
-    """Create the store of the default group.
+    """Create the default group's store.
 
     Returns None if torch itself connects to the launcher's store.
     """
@@ -103,7 +103,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def host_store(host: str, port: int) -> TCPStore:
-    """Host a store on one address of this machine, for elastic launchers.
+    """Host a store on a single local address, for elastic launchers.
 
     Raises:
         ValueError: the address is not local, or the port is taken.
@@ -118,9 +118,9 @@ def host_store(host: str, port: int) -> TCPStore:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Listen on the address of ``host`` only.
+    """Listen only on ``host``'s address.
 
-    If it is not an address of this machine, warn and return None.
+    If the address is not local, warn and return None.
     """
     refusals = []
     for family, address in _addresses(host, port):
@@ -146,7 +146,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Return the socket addresses of a host. Raises ValueError if the host name cannot be resolved."""
+    """Return a host's socket addresses. Raises ValueError if the host name cannot be resolved."""
     try:
         results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -158,9 +158,9 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[A
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Return the name of the local network interface that routes to a host; None if unknown.
+    """Return the local network interface name for the route to a host; None if unknown.
 
-    Sends nothing. For an address of this machine, returns the interface with that address.
+    Sends nothing. For a local address, returns the interface with that address.
     """
     for family, address in _addresses(host, port):
         # Connecting a UDP socket only selects a route; no packet is sent.
@@ -179,7 +179,7 @@ def interface_towards(host: str, port: int) -> str | None:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the names of this machine's network interfaces, by IPv4 address. Empty outside Linux."""
+    """Return this machine's network interface names, by IPv4 address. Empty outside Linux."""
     names = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
@@ -190,7 +190,7 @@ def interfaces() -> dict[str, str]:
 
 
 def _listen_on_loopback() -> None:
-    """Set the variables by which gloo and NCCL listen on the loopback interface only."""
+    """Set the variables to make gloo and NCCL listen on the loopback interface only."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in _LOOPBACK_NAMES if name in names), None)
     if loopback is None:

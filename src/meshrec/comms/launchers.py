@@ -1,4 +1,4 @@
-"""Environment variables of ranks: those of torch, or translated from MPI, Slurm and Flux."""
+"""Environment variables for ranks: torch's, or translated from MPI, Slurm and Flux."""
 
 import os
 import re
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torch needs to form a process group."""
+"""Variables for torch to form a process group."""
 
 
 class _Launcher(NamedTuple):
-    """A launcher: its variables in the order of `_RANK_VARIABLES`, and the option that sets a variable."""
+    """A launcher: variables in `_RANK_VARIABLES` order, and the option setting a variable."""
 
     name: str
     variables: tuple[str, ...]
@@ -44,9 +44,9 @@ _FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?")
 
 
 def launched() -> bool:
-    """Return whether a launcher has started this process as one of several ranks.
+    """Return whether a launcher has started this process as a rank among several.
 
-    If a launcher other than torchrun has, set torch's variables from those of MPI (Open MPI, MVAPICH, MPICH
+    If a launcher other than torchrun has, set torch's variables from those for MPI (Open MPI, MVAPICH, MPICH
     and others with Hydra), Slurm or Flux.
 
     Raises:
@@ -76,7 +76,7 @@ def launched() -> bool:
 
 
 def _size(launcher: _Launcher) -> int:
-    """Return the number of ranks that a launcher has started; 0 if it did not start this process."""
+    """Return the rank count started by a launcher; 0 if it did not start this process."""
     rank, size = launcher.variables[:2]
     return _number(size) if rank in os.environ and size in os.environ else 0
 
@@ -90,7 +90,7 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def _translate(launcher: _Launcher) -> None:
-    """Set torch's variables from those of another launcher."""
+    """Set torch's variables from another launcher's."""
     values = dict(zip(_RANK_VARIABLES[:3], map(_number, launcher.variables[:3]), strict=True))
     rank, size = values["RANK"], values["WORLD_SIZE"]
     if launcher.name == "Slurm":
@@ -115,14 +115,14 @@ def _translate(launcher: _Launcher) -> None:
                 "torchrun."
             )
         os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "")))
-        # As in the script of `meshrec launch slurm`; each step of a job has another port.
+        # As in the `meshrec launch slurm` script; every job step has another port.
         port = 20000 + (_number("SLURM_JOB_ID") + 37 * _number("SLURM_STEP_ID", "0")) % 12000
         os.environ.setdefault("MASTER_PORT", str(port))
     os.environ.update({name: str(value) for name, value in values.items()})
 
 
 def _tasks_of_this_node() -> int:
-    """Return the number of Slurm tasks on this node. ``2(x3),1``: 2 tasks on each of 3 nodes, then 1."""
+    """Return the Slurm task count on this node. ``2(x3),1``: 2 tasks per node on 3 nodes, then 1."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks: list[int] = []
     for part in text.split(","):
@@ -140,7 +140,7 @@ def _tasks_of_this_node() -> int:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: ``gpu007`` for ``gpu[007-010,12]``."""
+    """Return the first host in a Slurm node list: ``gpu007`` for ``gpu[007-010,12]``."""
     match = _FIRST_HOST.match(nodes)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r}; set MASTER_ADDR to the host of rank 0.")

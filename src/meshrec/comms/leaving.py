@@ -1,6 +1,6 @@
-"""Shutdown of process groups: the threads of a backend must end before the interpreter does.
+"""Process group shutdown: backend threads must end before the interpreter does.
 
-gloo's threads end with the last reference to their group, not with ``destroy_process_group``. At exit such a
+gloo's threads end with the last reference to the group, not with ``destroy_process_group``. At exit such a
 thread may still hold the last work item, such as a DDP communication hook's callback. Freeing it requires the
 interpreter, which is shutting down, so the process aborts: "terminate called without an active exception"
 (pytorch issues 38228 and 190489). Three things keep a group alive: function default arguments, DTensor's
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 
 def leave_process_group() -> None:
-    """Destroy all process groups, and end their threads before the interpreter shuts down.
+    """Destroy all process groups, and end the groups' threads before the interpreter shuts down.
 
     Call it instead of ``torch.distributed.destroy_process_group``, as a rank's last action. Local variables
     may still hold models; these are freed at exit.
@@ -31,7 +31,7 @@ def leave_process_group() -> None:
 
 
 def _drop_group_references() -> None:
-    """Drop references to process groups that torch keeps, and collect garbage, so that the groups end."""
+    """Drop process group references kept by torch, and collect garbage, so the groups end."""
     # DDP imports this module, whose functions then hold the default group as a default argument.
     functions = vars(sys.modules.get("torch.distributed.nn.functional", object)).values()
     for function in list(functions):

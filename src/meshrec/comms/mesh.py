@@ -1,7 +1,7 @@
-"""The ranks that share a model, as axes of a DeviceMesh: ``shard``, ``replicate``, ``node`` and ``local``.
+"""The ranks sharing a model, as DeviceMesh axes: ``shard``, ``replicate``, ``node`` and ``local``.
 
 Tables are sharded over ``shard``; the ranks on ``replicate`` hold copies of the whole sharded model. Axes
-``node`` and ``local`` instead of ``shard`` declare which ranks share a node, so that partial sums are reduced
+``node`` and ``local`` instead of ``shard`` declare which ranks share a node, so partial sums are reduced
 within a node before they cross the network.
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# Allowed axis names of a mesh; the last entry has all but ``shard``.
+# Allowed mesh axis names; the last entry has all but ``shard``.
 _AXES = (
     ("shard",),
     ("replicate",),
@@ -24,7 +24,7 @@ _AXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of a mesh: number of ranks, rank of this process, and process group (None for one rank)."""
+    """A mesh axis: rank count, this process's rank, and process group (None for a single rank)."""
 
     size: int = 1
     rank: int = 0
@@ -33,16 +33,16 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingEnv:
-    """The mesh axes that sharded modules use.
+    """The mesh axes for sharded modules.
 
     Attributes:
         world: all ranks.
-        shard: ranks that share a copy of the tables. Plans refer to these ranks.
-        replicate: ranks that hold the same shards.
-        node: outer factor of ``shard``, if the mesh has it.
-        local: inner factor of ``shard``; position on shard = node position * local.size + local position.
+        shard: ranks sharing a table copy. Plans refer to these ranks.
+        replicate: ranks holding the same shards.
+        node: outer ``shard`` factor, if the mesh has it.
+        local: inner ``shard`` factor; position on shard = node position * local.size + local position.
         mesh: the DeviceMesh; None for a single process.
-        devices: device of each rank on ``shard``, if a single process acts for all of them.
+        devices: device per rank on ``shard``, if a single process acts for all ranks.
 
     Example::
 
@@ -60,7 +60,7 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, devices: Sequence[torch.device | str]) -> "ShardingEnv":
-        """Create the environment of a single process whose tables are sharded over several devices.
+        """Create the environment for a single process with tables sharded over several devices.
 
         For inference. Device r acts as rank r in plans. Input and result are on the first device. Devices may
         repeat.
@@ -71,12 +71,12 @@ class ShardingEnv:
 
     @classmethod
     def single_process(cls) -> "ShardingEnv":
-        """Create the environment of a single process without a process group."""
+        """Create the environment for a single process without a process group."""
         return cls()
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup, *, device_type: str | None = None) -> "ShardingEnv":
-        """Create the environment in which tables are sharded over all ranks of ``pg``."""
+        """Create the environment in which tables are sharded over all ranks in ``pg``."""
         kind = device_type or ("cuda" if "nccl" in dist.get_backend(pg) else "cpu")
         mesh = DeviceMesh.from_group(pg, kind, mesh_dim_names=("shard",))
         axis = Axis(size=pg.size(), rank=pg.rank(), group=pg)
@@ -84,10 +84,10 @@ class ShardingEnv:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ShardingEnv":
-        """Create the environment of a mesh with named axes.
+        """Create the environment for a mesh with named axes.
 
         Allowed axes: shard; replicate; replicate, shard; node, local; replicate, node, local. With
-        ``replicate`` alone, each rank has all tables.
+        ``replicate`` alone, every rank has all tables.
 
         Raises:
             ValueError: the mesh has other axes.
@@ -99,14 +99,14 @@ class ShardingEnv:
         if names == ("replicate",):
             assert replicate is not None
             return cls(world=replicate, replicate=replicate, mesh=mesh)
-        # Plans number ranks along one axis, so flatten node x local.
+        # Plans number ranks along a single axis, so flatten node x local.
         shard = _axis(mesh, "shard") if node is None else _flat_axis(mesh, ("node", "local"), "shard")
         world = shard if replicate is None else _flat_axis(mesh, names, "world")
         return cls(world=world, shard=shard, replicate=replicate or Axis(), node=node, local=local, mesh=mesh)
 
     @property
     def local_size(self) -> int:
-        """Number of ranks per node on the ``shard`` axis; all of them if the mesh has no node axis."""
+        """Rank count per node on the ``shard`` axis; all ranks if the mesh has no node axis."""
         return self.local.size if self.local is not None else self.shard.size
 
     @property
@@ -144,7 +144,7 @@ class ShardingEnv:
 
 
 def _wrong_axes(mesh: DeviceMesh) -> str:
-    """Return the error message for a mesh whose axes are not allowed."""
+    """Return the error message for a mesh with axes which are not allowed."""
     names, shape = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
     description = "whose axes have no names" if names is None else f"with axes {names}"
     if names is not None and "stage" in names:
@@ -161,7 +161,7 @@ def _wrong_axes(mesh: DeviceMesh) -> str:
 
 
 def default_env() -> ShardingEnv:
-    """Return the environment of the default process group, or of a single process without one."""
+    """Return the environment for the default process group, or for a single process without one."""
     if dist.is_available() and dist.is_initialized():
         assert dist.group.WORLD is not None
         return ShardingEnv.from_process_group(dist.group.WORLD)
@@ -169,23 +169,23 @@ def default_env() -> ShardingEnv:
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device on which tensors must be for collectives of ``group``."""
+    """Return the required tensor device for collectives in ``group``."""
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
-    """Return an axis of a mesh."""
+    """Return a mesh axis."""
     group = mesh.get_group(name)
     return Axis(size=group.size(), rank=group.rank(), group=group)
 
 
 def _flat_mesh(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> DeviceMesh:
-    """Return the mesh in which some axes are flattened into one named ``flat_name``."""
+    """Return the mesh with some axes flattened into an axis named ``flat_name``."""
     return mesh[names]._flatten(flat_name) if mesh.mesh_dim_names != names else mesh._flatten(flat_name)
 
 
 def _flat_axis(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> Axis:
-    """Return some axes of a mesh, flattened into one."""
+    """Return some mesh axes, flattened into a single axis."""
     return _axis(_flat_mesh(mesh, names, flat_name), flat_name)

@@ -1,15 +1,15 @@
-"""Averages over gloo ranks without a host link, by point-to-point messages.
+"""Average over gloo ranks without a host link, by point-to-point messages.
 
 Gloo's all-to-all sends the two directions one after the other: between two hosts it takes up to twice as long
-as messages that are sent and received at once. A thread waits for the messages, adds in rank order and sends
+as messages sent and received at once. A thread waits for the messages, adds in rank order and sends
 the means, while the program's threads continue.
 
 [Note: messages of an average]
-Each rank averages a share of the elements. It receives this share from all peers (``terms_tag``), and sends
-its mean to the peers on its host and to one rank of each other host (``means_tag``). That rank passes the
-mean on within its host (``passed_on_tag``), so that links between hosts carry each mean once. Two ranks
-exchange all elements instead. Gloo matches messages by sender, tag and order. Terms are therefore sent by the
-caller, and means by the thread, with different tags.
+Every rank averages a share of the elements. The rank receives this share from all peers (``terms_tag``), and
+sends the mean to the peers on the local host and to a single rank per remote host (``means_tag``). The remote
+rank passes the mean on within the host (``passed_on_tag``), so links between hosts carry a mean once. Two
+ranks exchange all elements instead. Gloo matches messages by sender, tag and order. Terms are therefore sent
+by the caller, and means by the thread, with different tags.
 """
 
 import queue
@@ -29,19 +29,19 @@ from meshrec.comms.phase_clock import recorders
 from meshrec.ops import operators
 
 _FIRST_TAG = 1 << 20
-"""Above the tags that other messages of the group use."""
+"""Above the tags for other messages in the group."""
 _BLOCK = 1 << 14
-"""Elements per kernel call: few enough that the kernel runs on the calling thread, without a pool."""
+"""Elements per kernel call: so few that the kernel runs on the calling thread, without a pool."""
 _num_averages: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-"""Number of PeerAverages of each group. Each has its own tags, because threads may send in any order."""
+"""PeerAverage count per group. All have separate tags, because threads may send in any order."""
 
 
 class PeerAverage:
-    """Averages tensors over the ranks of an axis, one tensor after another. The constructor is collective.
+    """Averages tensors over the ranks on an axis, one tensor after another. The constructor is collective.
 
     Args:
         axis: participating ranks, on a gloo group.
-        hosts: host name of each rank.
+        hosts: host name per rank.
         name: collective name, for errors and ``measure_traffic``.
     """
 
@@ -62,7 +62,7 @@ class PeerAverage:
         count_start(self.group)
         job = _Job(self, sent)
         if self._thread is None:
-            # A daemon: a rank whose peers are gone may exit.
+            # A daemon: a rank may exit when the peers are gone.
             self._thread = threading.Thread(
                 target=_run, args=(self._jobs,), name="dense gradients", daemon=True
             )
@@ -78,11 +78,11 @@ class PeerAverage:
 
         Args:
             tensor: tensor to send; an empty tensor is not sent.
-            ranks: receivers, as ranks of the group.
+            ranks: receivers, as ranks in the group.
             tag: message tag; see [Note: messages of an average].
 
         Returns:
-            One work object per receiver, to wait for.
+            A work object per receiver, to wait for.
         """
         if not tensor.numel():
             return []
@@ -94,7 +94,7 @@ class PeerAverage:
 
         Args:
             tensor: tensor to fill; for an empty tensor, nothing is received.
-            rank: sender, as a rank of the group.
+            rank: sender, as a rank in the group.
             tag: message tag; see [Note: messages of an average].
 
         Returns:
@@ -104,12 +104,12 @@ class PeerAverage:
 
 
 class Routes:
-    """Which rank sends the mean of which share to which rank; see [Note: messages of an average].
+    """Sender and receivers for every share's mean; see [Note: messages of an average].
 
-    The owner of a mean is the rank that computes it.
+    A mean's owner is the rank computing it.
 
     Args:
-        hosts: host name of each rank.
+        hosts: host name per rank.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ class Routes:
             self._on_host.setdefault(host, []).append(rank)
 
     def receiver(self, owner: int, host: str) -> int | None:
-        """Return the rank on ``host`` that receives an owner's mean and passes it on.
+        """Return the rank on ``host`` which receives an owner's mean and passes it on.
 
         None on the owner's host.
         """
@@ -129,18 +129,18 @@ class Routes:
         return ranks[self._on_host[self._hosts[owner]].index(owner) % len(ranks)]
 
     def source(self, owner: int, rank: int) -> int:
-        """Return the rank that sends an owner's mean to ``rank``."""
+        """Return the rank sending an owner's mean to ``rank``."""
         receiver = self.receiver(owner, self._hosts[rank])
         return owner if receiver is None or receiver == rank else receiver
 
     def targets(self, owner: int, sender: int) -> list[int]:
-        """Return the ranks to which ``sender`` sends the mean of ``owner``, ascending."""
+        """Return the ranks to which ``sender`` sends ``owner``'s mean, ascending."""
         ranks = range(len(self._hosts))
         return [rank for rank in ranks if rank != owner and self.source(owner, rank) == sender != rank]
 
 
 class _Job:
-    """A tensor whose average is in flight; ``wait`` returns when ``mean`` is complete."""
+    """A tensor with an average in flight; ``wait`` returns when ``mean`` is complete."""
 
     def __init__(self, average: PeerAverage, sent: Tensor) -> None:
         self._average, self._rank, self._size = average, average.rank, average.size
@@ -205,7 +205,7 @@ class _Job:
             receiving[owner] = average.receive(shares[owner], source, tag)
         targets = routes.targets(self._rank, self._rank)
         self._sending += average.send(shares[self._rank], targets, average.means_tag)
-        # A mean to pass on comes from the share's owner, so no rank waits here for a rank that passes on.
+        # A mean to pass on comes from the share's owner, so no rank waits here for a rank passing means on.
         for owner in owners:
             if targets := routes.targets(owner, self._rank):
                 _wait(receiving[owner])
@@ -222,7 +222,7 @@ def _wait(works: list[Any]) -> None:
 
 
 def _run(jobs: "queue.SimpleQueue[_Job | None]") -> None:
-    """Run jobs until None. The thread's function: it must not hold the PeerAverage, whose end stops it."""
+    """Run jobs until None. Runs on the thread: it must not hold the PeerAverage, whose deletion stops it."""
     while (job := jobs.get()) is not None:
         job.run()
         del job  # an idle thread must not keep the last buffers

@@ -1,4 +1,4 @@
-"""Time of a training step by phase, on this rank. Measured only inside ``record_phases``."""
+"""Training step time by phase, on this rank. Measured only inside ``record_phases``."""
 
 import time
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 DENSE = "dense"
-"""Phase for the time outside the phases of tables: dense model, dense optimizer, everything else."""
+"""Phase for the time outside the table phases: dense model, dense optimizer, everything else."""
 
 OFF = nullcontext()
-"""Context manager that does nothing."""
+"""Context manager doing nothing."""
 recorders: list["Recorder"] = []
 """The active recorder, or empty. Callers write ``with phase(...) if recorders else OFF``, which costs nothing
 while no recorder is active.
@@ -21,20 +21,20 @@ while no recorder is active.
 
 @contextmanager
 def record_phases(*, device: torch.device | None = None, overlap: bool = True) -> Iterator[dict[str, float]]:
-    """Measure a training step. When the context ends, the yielded dict has the seconds of each phase.
+    """Measure a training step. When the context ends, the yielded dict has the seconds per phase.
 
-    The phases are those of ``meshrec.planner.estimators.PHASES`` that occurred, and ``"dense"`` for all other
-    time. They sum to the duration of the context.
+    The phases are the ones in ``meshrec.planner.estimators.PHASES`` that occurred, and ``"dense"`` for all
+    other time. They sum to the context's duration.
 
     Args:
-        device: device of the model. On CUDA, times are measured by events on the current stream, and the end
-            of the context synchronizes.
-        overlap: if False, each collective is awaited where it starts. Its phase then includes the whole
-            exchange, not only the part that no other work hides. Estimates of the planner refer to these
+        device: model device. On CUDA, events on the current stream measure times, and the context exit
+            synchronizes.
+        overlap: if False, every collective is awaited where it starts. The phase then includes the whole
+            exchange, not only the part not hidden by other work. Planner estimates refer to these
             times. The step takes longer.
 
     Raises:
-        ValueError: the context is inside another one.
+        ValueError: the context is inside another context.
 
     Example::
 
@@ -55,7 +55,7 @@ def record_phases(*, device: torch.device | None = None, overlap: bool = True) -
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Count the time inside the context for a phase, except that of nested phases.
+    """Count the time inside the context for a phase, except time in nested phases.
 
     Needs an active recorder.
     """
@@ -63,14 +63,14 @@ def phase(name: str) -> AbstractContextManager[None]:
 
 
 class _Mark(NamedTuple):
-    """Start of a phase; ``stamp`` is a time in seconds, or a CUDA event."""
+    """Phase start; ``stamp`` is a time in seconds, or a CUDA event."""
 
     phase: str
     stamp: float | torch.cuda.Event
 
 
 class Recorder:
-    """Records when each phase of a step starts.
+    """Records when every phase in a step starts.
 
     Without ``overlap``, collectives are awaited where they start.
     """
@@ -89,7 +89,7 @@ class Recorder:
         self._mark(name)
 
     def leave(self) -> None:
-        """End the present phase, and continue the enclosing one."""
+        """End the present phase, and continue the enclosing phase."""
         self._nested.pop()
         self._mark(self._nested[-1])
 
@@ -104,7 +104,7 @@ class Recorder:
             self.seconds[mark.phase] = self.seconds.get(mark.phase, 0.0) + seconds
 
     def _mark(self, name: str) -> None:
-        """Record that phase ``name`` starts or continues now."""
+        """Record phase ``name`` as starting or continuing now."""
         stamp: float | torch.cuda.Event = time.perf_counter()
         if self._on_cuda:
             stamp = torch.cuda.Event(enable_timing=True)
@@ -113,7 +113,7 @@ class Recorder:
 
 
 class _RecordedPhase(AbstractContextManager[None]):
-    """Context manager of ``phase``."""
+    """Context manager for ``phase``."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name

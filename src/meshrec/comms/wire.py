@@ -1,9 +1,9 @@
 """Wire formats: how embedding rows and row gradients are encoded when ranks exchange them.
 
-A format defines the bytes of a row with D values, encodes and decodes rows, and bounds the error. Sharded
-modules send encoded rows, and the planner estimates the time from their size. To add a format, write a class
-here and add it to ``FORMATS``. ``encoding.py`` combines rows in several formats into one message. This file
-depends only on tensors: the planner uses it on machines without training.
+A format defines the bytes for a row with D values, encodes and decodes rows, and bounds the error. Sharded
+modules send encoded rows, and the planner estimates the time from the encoded size. To add a format, write a
+class here and add it to ``FORMATS``. ``encoding.py`` combines rows in several formats into a message. This
+file depends only on tensors: the planner uses it on machines without training.
 """
 
 import itertools
@@ -19,27 +19,27 @@ from typing_extensions import override
 from meshrec.ops import operators
 from meshrec.ops.dist import wire_naive as ops
 
-# Shape legend: N rows, D values of a row, U units of an encoded row.
+# Shape legend: N rows, D values in a row, U units in an encoded row.
 
 AcrossNodes = Literal["sums", "rows"]
-"""What nodes exchange: sums of pooled rows, or rows; see [Note: two levels] in distributed/node_rows.py."""
+"""Exchange between nodes: pooled row sums, or rows; see [Note: two levels] in distributed/node_rows.py."""
 
 
 class WireFormat(ABC):
-    """Encoding of fp32 rows. Each row is encoded independently of the others.
+    """Encoding for fp32 rows. Every row is encoded independently.
 
     Attributes:
         name: name in recipes, options and saved plans.
-        unit: dtype of the message.
-        kernel_dtype: dtype in which kernels write the input of ``encode`` and read the output of ``decode``.
+        unit: message dtype.
+        kernel_dtype: dtype in which kernels write the ``encode`` input and read the ``decode`` output.
         is_cast: whether kernels write and read the message directly, because ``unit`` is ``kernel_dtype`` and
             a row is D values. ``encode`` and ``decode`` are then not called, and ranks on the same host may
             read rows in place.
         value_bytes: bytes per value.
         row_overhead: additional bytes per row, such as a scale.
-        code: number of the format in the encoding kernels; None: use ``encode`` and ``decode``.
+        code: format number in the encoding kernels; None: use ``encode`` and ``decode``.
         stochastic: whether rounding is stochastic and unbiased.
-        feedback: whether the sender adds a row's rounding error to the next gradient of the same bag (error
+        feedback: whether the sender adds a row's rounding error to the next gradient for the same bag (error
             feedback).
         is_for_gradients: whether the format is allowed for gradients.
     """
@@ -56,24 +56,24 @@ class WireFormat(ABC):
     row_overhead: int
 
     def row_bytes(self, dim: int) -> int:
-        """Return the number of bytes of an encoded row with ``dim`` values."""
+        """Return the byte count for an encoded row with ``dim`` values."""
         return math.ceil(dim * self.value_bytes) + self.row_overhead
 
     def row_units(self, dim: int) -> int:
-        """Return the number of message elements, of dtype ``unit``, of an encoded row with ``dim`` values."""
+        """Return the message element count, with dtype ``unit``, for an encoded row with ``dim`` values."""
         return self.row_bytes(dim) // self.unit.itemsize
 
     @abstractmethod
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode rows [N, D] as a message [N, U] of dtype ``unit``, with U = ``row_units(D)``."""
+        """Encode rows [N, D] as a message [N, U] with dtype ``unit``, with U = ``row_units(D)``."""
 
     @abstractmethod
     def decode(self, message: Tensor, dim: int) -> Tensor:
-        """Decode a message [N, U] to rows [N, dim] of ``kernel_dtype``."""
+        """Decode a message [N, U] to rows [N, dim] in ``kernel_dtype``."""
 
     @abstractmethod
     def error_bound(self, max_abs: float) -> float:
-        """Return the maximum absolute error of a decoded value.
+        """Return a decoded value's maximum absolute error.
 
         Args:
             max_abs: largest absolute value in the row.
@@ -94,7 +94,7 @@ class WireFormat(ABC):
 
 
 class _Cast(WireFormat):
-    """Format that rounds values to a floating-point dtype."""
+    """Format rounding values to a floating-point dtype."""
 
     is_cast = True
     row_overhead = 0
@@ -122,12 +122,12 @@ class _Cast(WireFormat):
 
 
 class CodedRows(WireFormat):
-    """Format of codes with a scale and a midpoint per row; see ``ops/dist/wire_naive.py``.
+    """Codes with a scale and a midpoint per row; see ``ops/dist/wire_naive.py``.
 
     Args:
         bits: bits per code: 8, or 4 for embeddings only.
         stochastic: round stochastically, without bias.
-        feedback: add the rounding error of a bag's gradient to the next gradient of the bag.
+        feedback: add a bag gradient's rounding error to the next gradient for the bag.
     """
 
     unit = torch.uint8
@@ -168,7 +168,7 @@ FP32 = _Cast("fp32", torch.float32)
 FP16 = _Cast("fp16", torch.float16)
 """2 bytes and 11 significant bits per value; values above 65,504 overflow to infinity."""
 BF16 = _Cast("bf16", torch.bfloat16)
-"""2 bytes and 8 significant bits per value, with the range of fp32."""
+"""2 bytes and 8 significant bits per value, with the fp32 range."""
 INT8 = CodedRows(8)
 """1 byte per value, with scale and midpoint per row; error up to 1/254 of the largest absolute value."""
 INT4 = CodedRows(4)
@@ -182,17 +182,17 @@ FORMATS: dict[str, WireFormat] = {
 }
 """All wire formats, by name.
 
-``+stochastic`` rounds stochastically and unbiased: the noise is a function of step, table, and ID (or bag
-position in the batch). ``+feedback`` adds a bag's gradient rounding error to the next gradient of the same
+``+stochastic`` rounds stochastically and unbiased: the noise depends on step, table, and ID (or bag
+position in the batch). ``+feedback`` adds a bag's gradient rounding error to the next gradient for the same
 bag.
 """
 
 Wire = WireFormat | torch.dtype | str
-"""Ways to name a format in an argument: a format, its name, or the dtype of a cast."""
+"""Ways to name a format in an argument: a format, a format name, or a cast dtype."""
 
 
 def wire_format(given: Wire) -> WireFormat:
-    """Return the wire format that an argument names.
+    """Return the wire format named by an argument.
 
     Raises:
         ValueError: the format does not exist.
@@ -211,7 +211,7 @@ def wire_format(given: Wire) -> WireFormat:
 
 
 class WireFormats(NamedTuple):
-    """Wire formats of a table in both directions: embeddings (forward), and their gradients (backward).
+    """A table's wire formats in both directions: embeddings (forward), and gradients (backward).
 
     ``str()`` gives ``"fp16/bf16"``, or a single name if both are equal.
     """
@@ -221,7 +221,7 @@ class WireFormats(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "WireFormats":
-        """Parse a string in the form of ``str()``. Raises ValueError for other strings."""
+        """Parse a string in the ``str()`` form. Raises ValueError for other strings."""
         names = text.split("/") if isinstance(text, str) else []
         if not 1 <= len(names) <= 2:
             raise ValueError(
@@ -231,7 +231,7 @@ class WireFormats(NamedTuple):
         return cls(wire_format(names[0]), wire_format(names[-1])).validated()
 
     def validated(self) -> "WireFormats":
-        """Return these formats. Raises ValueError if a format is not allowed in its direction."""
+        """Return these formats. Raises ValueError if a format is not allowed in the direction."""
         if not self.backward.is_for_gradients:
             allowed = ", ".join(name for name, format in FORMATS.items() if format.is_for_gradients)
             raise ValueError(
@@ -256,7 +256,7 @@ FULL_PRECISION = WireFormats()
 
 
 class TableWires(NamedTuple):
-    """Wire formats of a module: a default, and exceptions by table name.
+    """A module's wire formats: a default, and exceptions by table name.
 
     ``str()`` gives ``"int8/bf16"``, or ``"int8/bf16,users:fp32,items:int4/int8"`` with exceptions.
     """
@@ -266,7 +266,7 @@ class TableWires(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "TableWires":
-        """Parse a string in the form of ``str()``. Raises ValueError for other strings."""
+        """Parse a string in the ``str()`` form. Raises ValueError for other strings."""
         if not isinstance(text, str):
             return cls(WireFormats.parse(text))
         first, *exceptions = text.split(",")
@@ -283,13 +283,13 @@ class TableWires(NamedTuple):
 
     @classmethod
     def from_tables(cls, wires: Mapping[str, WireFormats]) -> "TableWires":
-        """Build from the formats of each table. The most frequent one becomes the default."""
+        """Build from the formats per table. The most frequent formats become the default."""
         formats = list(wires.values())
         default = max(formats, key=formats.count, default=FULL_PRECISION)
         return cls(default, {name: wire for name, wire in wires.items() if wire != default})
 
     def for_table(self, table: str) -> WireFormats:
-        """Return the formats of a table."""
+        """Return a table's formats."""
         return self.tables.get(table, self.default)
 
     @override
@@ -302,7 +302,7 @@ FULL_WIRES = TableWires()
 
 
 class CommsPrecision(NamedTuple):
-    """Wire formats that a user requests: names (``"int8"``), dtypes (``torch.float16``), or formats.
+    """Wire formats requested by a user: names (``"int8"``), dtypes (``torch.float16``), or formats.
 
     Args:
         forward: format for embeddings.
@@ -321,15 +321,15 @@ class CommsPrecision(NamedTuple):
 
     @classmethod
     def from_wires(cls, wires: TableWires) -> "CommsPrecision":
-        """Return the request that gives these formats."""
+        """Return the request for these formats."""
         return cls(*wires.default, {name: cls(*formats) for name, formats in wires.tables.items()})
 
     @property
     def formats(self) -> WireFormats:
-        """Formats of tables without an exception. Raises ValueError if a format does not exist."""
+        """Formats for tables without an exception. Raises ValueError if a format does not exist."""
         return WireFormats(wire_format(self.forward), wire_format(self.backward)).validated()
 
     @property
     def wires(self) -> TableWires:
-        """Formats of all tables. Raises ValueError if a format does not exist."""
+        """Formats for all tables. Raises ValueError if a format does not exist."""
         return TableWires(self.formats, {name: table.formats for name, table in self.tables.items()})
