@@ -1,4 +1,4 @@
-"""Counters of the IDs that wait for admission to a table, on one rank: exact, or in a count-min sketch."""
+"""Counters for IDs waiting for admission to a table, on one rank: exact, or in a count-min sketch."""
 
 from collections.abc import Iterator
 
@@ -24,28 +24,28 @@ from meshrec.tables.table import Span
 
 _CELLS = 4  # cells per ID
 _WORD = 8  # cells per int64 word, the unit of checkpoints
-_MOST = 255  # greatest count of a cell
+_MOST = 255  # greatest cell count
 
 
 class AdmissionCounts:
-    """Occurrences of the IDs in a rectangle that have no row yet.
+    """Occurrences of a rectangle's IDs without a row yet.
 
-    This base class counts nothing. It serves policies that admit IDs at once or with a probability.
+    This base class counts nothing. It serves policies admitting IDs at once or with a probability.
 
     Args:
         admission: policy; None: all IDs are admitted.
-        seed: seed of the table.
+        seed: table seed.
     """
 
     def __init__(self, admission: Probability | None, seed: int) -> None:
         self._admission, self._seed = admission, seed
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
-        """Return which new IDs to admit, bool [N]. None: all of them.
+        """Return which new IDs to admit, bool [N]. None: all.
 
         Args:
-            keys: keys of the IDs, ascending, int64 [N].
-            counts: occurrences of each ID in this update, int64 [N].
+            keys: ID keys, ascending, int64 [N].
+            counts: occurrences per ID in this update, int64 [N].
             step: update number.
         """
         if self._admission is None:
@@ -53,16 +53,16 @@ class AdmissionCounts:
         return self._admission.admits(keys, counts, step, self._seed)
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add the occurrences of an update, and forget admitted IDs.
+        """Add an update's occurrences, and forget admitted IDs.
 
         Args:
-            keys: keys of the IDs, ascending, int64 [N].
-            counts: occurrences of each ID in this update, int64 [N].
+            keys: ID keys, ascending, int64 [N].
+            counts: occurrences per ID in this update, int64 [N].
             admitted: which IDs are admitted, bool [N].
         """
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the keys of waiting IDs, ascending, and their counts: both int64 [N].
+        """Yield waiting IDs' keys, ascending, and their counts: both int64 [N].
 
         Args:
             keys: key interval; None: all keys.
@@ -70,15 +70,15 @@ class AdmissionCounts:
         yield from ()
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Add counts that ``stream`` has yielded, perhaps on another rank or under another policy."""
+        """Add counts from ``stream``, perhaps on another rank or under another policy."""
 
     def early(self) -> float:
-        """Return the estimated fraction of new IDs that are admitted too early. 0 for exact counts."""
+        """Estimate the fraction of new IDs admitted too early. 0 for exact counts."""
         return 0.0
 
 
 class ExactCounts(AdmissionCounts):
-    """Exact counts of waiting IDs, for ``MinCount``."""
+    """Exact counts for waiting IDs, for ``MinCount``."""
 
     def __init__(self, k: int, seed: int, name: str) -> None:
         self._k = k
@@ -90,18 +90,18 @@ class ExactCounts(AdmissionCounts):
         """Return which IDs reach ``k`` occurrences with this update, bool [N].
 
         Args:
-            keys: keys of the IDs, ascending, int64 [N].
-            counts: occurrences of each ID in this update, int64 [N].
+            keys: ID keys, ascending, int64 [N].
+            counts: occurrences per ID in this update, int64 [N].
             step: update number.
         """
         return self._so_far(keys) + counts >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add the occurrences of waiting IDs. An admitted ID restarts from 0 if it is evicted later.
+        """Add waiting IDs' occurrences. An admitted ID restarts from 0 if it is evicted later.
 
         Args:
-            keys: keys of the IDs, ascending, int64 [N].
-            counts: occurrences of each ID in this update, int64 [N].
+            keys: ID keys, ascending, int64 [N].
+            counts: occurrences per ID in this update, int64 [N].
             admitted: which IDs are admitted, bool [N].
         """
         is_counted = self._slots.find(keys) >= 0
@@ -125,7 +125,7 @@ class ExactCounts(AdmissionCounts):
         return self._memory.tensors[0]
 
     def _so_far(self, keys: Tensor) -> Tensor:
-        """Return the present count of each ID, int64 [N]."""
+        """Return the present count per ID, int64 [N]."""
         slots = self._slots.find(keys)
         counts = torch.zeros_like(keys)
         counts[slots >= 0] = self._counts[slots[slots >= 0]]
@@ -143,9 +143,9 @@ class ExactCounts(AdmissionCounts):
 
 
 class CountMinSketch(AdmissionCounts):
-    """Count-min sketch, for ``MinCountSketch``: one-byte cells, of which an ID increments up to four.
+    """Count-min sketch, for ``MinCountSketch``: one-byte cells, up to four per ID.
 
-    Each key bucket (a "row" of the plan) has ``num_cells`` cells, which count only its IDs.
+    Every key bucket (a plan "row") has ``num_cells`` cells, counting only IDs in the bucket.
     """
 
     def __init__(self, k: int, seed: int, *, rows: Span, max_rows: int, num_cells: int) -> None:
@@ -154,29 +154,29 @@ class CountMinSketch(AdmissionCounts):
         self._cells = torch.zeros((rows[1] - rows[0]) * num_cells, dtype=torch.uint8)
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return which IDs reach ``k`` with this update in all of their cells, bool [N].
+        """Return which IDs reach ``k`` with this update in all their cells, bool [N].
 
         Args:
-            keys: keys of the IDs, ascending, int64 [N].
-            counts: occurrences of each ID in this update, int64 [N].
+            keys: ID keys, ascending, int64 [N].
+            counts: occurrences per ID in this update, int64 [N].
             step: update number.
         """
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
         return (self._cells[cells_NC].long() + new_NC).amin(1) >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add the occurrences of an update. A cell stops at 255.
+        """Add an update's occurrences. A cell stops at 255.
 
         Args:
-            keys: keys of the IDs, ascending, int64 [N].
-            counts: occurrences of each ID in this update, int64 [N].
+            keys: ID keys, ascending, int64 [N].
+            counts: occurrences per ID in this update, int64 [N].
             admitted: unused: a sketch cannot remove an ID.
         """
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
         self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MOST).byte()
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield nonzero words of eight cells. Word i of a bucket has the i-th key of the bucket."""
+        """Yield nonzero words (eight cells). Word i in a bucket has the bucket's i-th key."""
         words = self._cells.view(torch.int64)
         used = words.nonzero()[:, 0]
         per_row = self._num_cells // _WORD
@@ -185,7 +185,7 @@ class CountMinSketch(AdmissionCounts):
         yield all_keys[inside], words[used[inside]]
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Copy words from ``stream`` to the cells. Words that only a larger sketch has are left out."""
+        """Copy words from ``stream`` to the cells. Words present only in a larger sketch are left out."""
         buckets = bucket_of(keys, self._max_rows)
         within = keys - first_keys(buckets, self._max_rows)
         fits = (within >= 0) & (within < self._num_cells // _WORD)
@@ -193,14 +193,14 @@ class CountMinSketch(AdmissionCounts):
         words[((buckets - self._first) * (self._num_cells // _WORD) + within)[fits]] = counts[fits]
 
     def early(self) -> float:
-        """Return the probability that all cells of a new ID are at ``k - 1`` or more already."""
+        """Return the probability for all cells of a new ID to be at ``k - 1`` or more already."""
         if self._cells.numel() == 0:
             return 0.0
         full = (self._cells >= self._k - 1).view(-1, self._num_cells).double().mean(1)
         return float((full ** min(_CELLS, self._num_cells)).mean())
 
     def _cells_and_counts(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cells of each ID, [N, C], and the occurrences that the update adds to each cell."""
+        """Return the cells per ID, [N, C], and the occurrences added per cell by the update."""
         bits = mix(keys, self._seed)
         first_cells = (bucket_of(keys, self._max_rows) - self._first) * self._num_cells
         offsets = [((bits >> (16 * c)) & 0xFFFF) % self._num_cells for c in range(_CELLS)]
@@ -216,11 +216,11 @@ class CountMinSketch(AdmissionCounts):
 
 
 def admission_counts_for(keys: Hashed, max_rows: int, span: Span, name: str) -> AdmissionCounts:
-    """Create the counters that an admission policy needs, for the keys in ``span``.
+    """Create the counters for an admission policy, for the keys in ``span``.
 
     Args:
-        keys: policies of the table.
-        max_rows: maximum number of rows of the whole table.
+        keys: table policies.
+        max_rows: whole-table row limit.
         span: key interval.
         name: table name in messages.
     """
@@ -246,13 +246,13 @@ def in_span(keys: Tensor, span: Span | None) -> Tensor:
 
 
 def _rows_of(span: Span, max_rows: int) -> Span:
-    """Return the key buckets (plan rows) that a key interval overlaps."""
+    """Return the key buckets (plan rows) overlapping a key interval."""
     first, end = ((key - FIRST_KEY) * max_rows for key in span)
     return first >> 64, -(-end >> 64)
 
 
 def waiting_counts(waiting: AdmissionCounts) -> dict[str, Tensor]:
-    """Return the counts of waiting IDs as a state dict has them: ascending keys, and counts."""
+    """Return waiting ID counts as in a state dict: ascending keys, and counts."""
     blocks = list(waiting.stream())
     empty = torch.empty(0, dtype=torch.int64)
     keys, counts = blocks[0] if blocks else (empty, empty)

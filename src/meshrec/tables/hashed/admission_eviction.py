@@ -2,12 +2,12 @@
 
 [Note: one threshold for all ranks]
 
-Each rank counts its rows by key interval, and the rows that the update would add (a small sum over ranks for
-all tables). If a table would be too full, the ranks find the score of the last victim digit by digit, from
+Every rank counts local rows by key interval, and rows to add in the update (a small sum over ranks for
+all tables). If a table would be too full, the ranks find the last victim's score digit by digit, from
 summed histograms. Among equal scores the smallest keys are evicted, found the same way (``eviction.py``).
-Rows that the update itself changes are not evicted. Only rectangles that start at column 0 count, so a row
-counts once; the other rectangles apply the same threshold to the same scores. A full table evicts 1/64 of its
-rows at once, so it does not evict in every step.
+Rows changed by the update itself are not evicted. Only rectangles starting at column 0 count, so a row
+counts once; the other rectangles apply the same threshold to the same scores. A full table evicts 1/64 of all
+rows at once, so not every step evicts.
 """
 
 import itertools
@@ -24,20 +24,20 @@ from meshrec.tables.hashed.keys import TTL, Clock
 from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable, PinnedRows, evict_rows
 from meshrec.tables.table import Span
 
-# Shape legend: N rows, U distinct IDs of an update.
+# Shape legend: N rows, U distinct IDs in an update.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_SLACK = 64  # a full table evicts 1 / 64 of its rows at once
+_SLACK = 64  # a full table evicts 1 / 64 of the rows at once
 
 
 def set_event_time(model: nn.Module, seconds: int) -> None:
-    """Set the event time of the present batch for the tables of a model. ``TTL(seconds=...)`` needs it.
+    """Set the present batch's event time for a model's tables. ``TTL(seconds=...)`` needs it.
 
     Ranks may set different times: the latest one counts.
 
     Args:
         model: a model with fused or sharded tables.
-        seconds: time of the batch's latest event, such as a Unix time.
+        seconds: the batch's latest event time, such as a Unix time.
     """
     for module in model.modules():
         members = getattr(module, "admission_evictions", None) or getattr(
@@ -48,49 +48,49 @@ def set_event_time(model: nn.Module, seconds: int) -> None:
 
 
 class RowChanges(NamedTuple):
-    """IDs of a rectangle to admit, and rows to evict, at an update. U IDs of the update have no row yet."""
+    """A rectangle's IDs to admit and rows to evict at an update. U IDs in the update have no row yet."""
 
     slots: Tensor
-    """Slots of all IDs in the update; may repeat."""
+    """Slots for all IDs in the update; may repeat."""
     new: Tensor
-    """Slots of the IDs without a row, in ascending key order, int64 [U]."""
+    """Slots for IDs without a row, in ascending key order, int64 [U]."""
     keys: Tensor
-    """Keys of the IDs in ``new``, int64 [U]."""
+    """Keys for IDs in ``new``, int64 [U]."""
     counts: Tensor
-    """Occurrences of the IDs in ``new`` in the update, int64 [U]."""
+    """Occurrences in the update for IDs in ``new``, int64 [U]."""
     admitted: Tensor | None
     """Which IDs in ``new`` are admitted, bool [U]; None: all are."""
     victims: Tensor
-    """Slots of the rows to evict."""
-    clock: Clock  # time of the update
+    """Slots to evict."""
+    clock: Clock  # update time
     pins: Sequence[object]
-    """Pins of ``slots``."""
+    """Pins on ``slots``."""
 
     num_admitted: int
-    """Number of admitted IDs."""
+    """Admitted ID count."""
 
     def of_admitted(self, of_new: Tensor) -> Tensor:
-        """Return the values of admitted IDs, given a value per ID in ``new``."""
+        """Select the values for admitted IDs, given a value per ID in ``new``."""
         return of_new if self.num_admitted == len(of_new) else of_new[self.admitted]
 
 
 class TableChanges(NamedTuple):
-    """IDs to admit and rows to evict in all tables of a rank, at one update."""
+    """IDs to admit and rows to evict in all tables on a rank, at one update."""
 
     due: dict[int, RowChanges]
     """Changes by rectangle number."""
     live: dict[int, list[int]]
-    """Number of rows after the update, by table and key interval."""
+    """Row counts after the update, by table and key interval."""
 
 
 class AdmissionEviction:
-    """Admits and evicts IDs of the hashed tables that a rank looks up together.
+    """Admits and evicts IDs in hashed tables with a common lookup.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
-        storages: storages of all hashed tables, including those without rows on this rank, by table number.
-        intervals: by table number, the key intervals that no rectangle on any rank cuts.
-        ranks: the ranks that share the tables; None: this process has the whole tables.
+        storages: storages by table number, including hashed tables without rows on this rank.
+        intervals: by table number, key intervals not cut by any rectangle on any rank.
+        ranks: ranks sharing the tables; None: this process has the whole tables.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class AdmissionEviction:
         """Select the IDs to admit and the rows to evict at an update. Changes nothing. Collective.
 
         Args:
-            pins: pins of the rows that the update changes.
-            steps: update number of each table that is trained.
+            pins: pins on rows changed by the update.
+            steps: update number by trained table.
 
         Raises:
             ValueError: a table is full and has no eviction policy, or the update alone has too many IDs.
@@ -139,7 +139,7 @@ class AdmissionEviction:
         return TableChanges(due, self._future_rows(due) if full else live)
 
     def apply(self, decision: TableChanges) -> None:
-        """Admit IDs and evict rows, as ``prepare`` has selected. The caller then updates the rows."""
+        """Admit IDs and evict rows, as selected by ``prepare``. The caller then updates the rows."""
         due, self.live = decision
         evict_rows((self.tables[i], changes.victims, changes.pins) for i, changes in due.items())
         with Fills() as fills:
@@ -160,14 +160,14 @@ class AdmissionEviction:
                     policy.use(memory, used, changes.clock, fills)
 
     def finish(self, decision: TableChanges) -> None:
-        """Reset the rows of IDs that were not admitted to their initial values, after the update."""
+        """Reset rows for IDs not admitted to initial values, after the update."""
         with Fills() as fills:
             for i, changes in decision.due.items():
                 if changes.admitted is not None and changes.num_admitted < len(changes.new):
                     self.tables[i].reset(changes.new[~changes.admitted], fills)
 
     def _future_rows(self, due: Mapping[int, RowChanges]) -> dict[int, list[int]]:
-        """Return the number of rows after the changes, by table and key interval, over all ranks.
+        """Return row counts after the changes, by table and key interval, over all ranks.
 
         Collective.
         """
@@ -189,7 +189,7 @@ class AdmissionEviction:
         return {table: list(itertools.islice(total, len(spans))) for table, spans in self.intervals.items()}
 
     def _latest(self) -> int:
-        """Return the latest event time of all ranks; 0 if no policy needs it. Collective."""
+        """Return the latest event time over all ranks; 0 if no policy needs it. Collective."""
         policies = [storage.keys.evict for storage in self.storages.values()]
         if not any(isinstance(policy, TTL) and policy.seconds is not None for policy in policies):
             return 0
@@ -201,12 +201,12 @@ class AdmissionEviction:
     def _select_evictions(
         self, totals: Mapping[int, int], due: Mapping[int, RowChanges], clocks: Mapping[int, Clock]
     ) -> dict[int, RowChanges]:
-        """Add rows to evict to the changes of tables that would be too full. Collective.
+        """Add rows to evict to the changes for overfull tables. Collective.
 
         Args:
-            totals: number of rows that each such table would have.
+            totals: future row count by overfull table.
             due: changes by rectangle.
-            clocks: time of the update, by table.
+            clocks: update time, by table.
         """
         requests = {}
         for table, total in totals.items():
@@ -240,12 +240,12 @@ class AdmissionEviction:
 
 
 def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) -> RowChanges:
-    """Select the IDs of a rectangle to admit, and the rows that have expired.
+    """Select a rectangle's IDs to admit, and expired rows.
 
     Args:
         table: rectangle.
-        pins: pins of the update's rows, of all tables.
-        clock: time of the update.
+        pins: pins on the update's rows, in all tables.
+        clock: update time.
     """
     held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
     slots = held[0].slots if len(held) == 1 else torch.cat([_NONE, *(pin.slots for pin in held)])
@@ -277,7 +277,7 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
 
 
 def _num_rows(table: HashedTable, due: RowChanges | None, span: Span | None) -> int:
-    """Return the number of rows of a rectangle after the changes; with ``span``, of keys in that interval."""
+    """Return a rectangle's row count after the changes; with ``span``, only for keys in the interval."""
     if span is None:
         if due is None:
             return table.num_alive

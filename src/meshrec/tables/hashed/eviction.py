@@ -1,11 +1,11 @@
-"""Selection of victims in a full table, by all ranks together.
+"""Victim selection in a full table, by all ranks together.
 
 [Note: the order of eviction]
 
 A search for the rows with the lowest scores reads the scores of all rows. Under ``LRU`` and ``TTL`` a score
-changes only when its row is used, and is then higher than the scores of all rows unused since. So the next
+changes only when the row is used, and is then higher than all scores of rows unused since. So the next
 victims are known in advance, except for rows used in the meantime. A search therefore finds several times as
-many rows as must be evicted: all rows up to some (score, key), in this order. Later evictions take the first
+many rows as needed: all rows up to some (score, key), in this order. Later evictions take the first
 rows with unchanged scores, and search again when too few are left.
 """
 
@@ -29,33 +29,33 @@ from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable
 # Shape legend: N rows, S slots.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_DIGIT_BITS = 12  # bits that a round of `nth_smallest` determines: histograms of 4096 counts
+_DIGIT_BITS = 12  # bits per round in `nth_smallest`: histograms with 4096 counts
 _LAST_KEY = (1 << 63) - 1
 _MOST_SCORE_BITS = 32  # score range up to which score and key are sorted as one word
-_FEW = 8  # below 1/8 of the live rows, look keys up one by one; also the tolerated share of surplus ties
+_FEW = 8  # below 1/8 of the live rows, look keys up one by one; also the tolerated surplus tie share
 _AT_ONCE = 16  # evictions per search: a quarter of the table, at 12 to 16 bytes per row
 
 
 class RankGroup(Protocol):
-    """The ranks that hold parts of the same tables."""
+    """Ranks holding parts of the same tables."""
 
     @property
     def rank(self) -> int:
-        """Position of this rank."""
+        """This rank's position."""
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Rank count."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of int64 values over all ranks. Collective."""
+        """Sum int64 values over all ranks. Collective."""
 
     def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
-        """Sum the values of rows over the ranks with other columns of the rows. Collective.
+        """Sum row values over the ranks with other columns in the rows. Collective.
 
         Args:
             table: table number.
-            values: one value per row, for each local rectangle of the table.
+            values: one value per row, for every local rectangle in the table.
         """
 
 
@@ -74,7 +74,7 @@ class SingleRank:
 
 
 class SlotScores(NamedTuple):
-    """Scores of a rectangle's rows, by slot."""
+    """A rectangle's row scores, by slot."""
 
     scores: Tensor
     """int32 or int64 [S]."""
@@ -83,7 +83,7 @@ class SlotScores(NamedTuple):
 
 
 class ValueRange(NamedTuple):
-    """Minimum, maximum and number of some values."""
+    """Minimum, maximum and value count."""
 
     least: int
     greatest: int
@@ -91,39 +91,39 @@ class ValueRange(NamedTuple):
 
 
 class NthValue(NamedTuple):
-    """The n-th smallest of some values, and how many values are smaller or equal."""
+    """The n-th smallest value, and counts of smaller and equal values."""
 
     value: int
     below: int
-    """Number of smaller values."""
+    """Smaller value count."""
     equal: int
-    """Number of equal values, including this one."""
+    """Equal value count, including this one."""
 
 
 class InUpdate(NamedTuple):
-    """Rows of a rectangle that an eviction must not select."""
+    """A rectangle's rows barred from eviction."""
 
     slots: Tensor
-    """Slots of all IDs in the update; may repeat."""
+    """Slots for all IDs in the update; may repeat."""
     evicted: Tensor
-    """Slots of rows that are evicted for another reason, such as TTL."""
+    """Slots evicted for another reason, such as TTL."""
 
 
 class EvictionRequest(NamedTuple):
-    """How many rows of one table to evict."""
+    """Row count to evict from a table."""
 
     update: Mapping[int, InUpdate]
-    """Rows that must not be selected, by rectangle."""
+    """Rows not to select, by rectangle."""
     clock: Clock
-    """Time of the update."""
+    """Update time."""
     min_rows: int
-    """Minimum number of rows to evict."""
+    """Minimum row count to evict."""
     max_rows: int
-    """Number of rows to evict if enough rows can be evicted."""
+    """Row count to evict if enough rows can be evicted."""
 
 
 class NextRows(NamedTuple):
-    """Rows of a rectangle in the order of eviction: by score, then by key."""
+    """A rectangle's rows in eviction order: by score, then by key."""
 
     scores: Tensor
     """int32 or int64 [N]."""
@@ -131,37 +131,37 @@ class NextRows(NamedTuple):
     """int64 [N]."""
 
     def select(self, positions: Tensor) -> "NextRows":
-        """Return the rows at some positions of the order."""
+        """Return the rows at some positions in this order."""
         return NextRows(*(part.index_select(0, positions) for part in self))
 
 
 class Candidates(NamedTuple):
-    """The rows of a table that are evicted next."""
+    """A table's next rows to evict."""
 
     rows: Mapping[int, NextRows]
     """Rows by rectangle."""
     number: int
-    """Number of rows, over all ranks."""
+    """Row count, over all ranks."""
 
 
 class CachedCandidates(NamedTuple):
-    """The rows of a table that are evicted next, cached from a search for later evictions."""
+    """A table's next rows to evict, cached from a search for later evictions."""
 
     rows: Mapping[int, NextRows]
     """Rows by rectangle."""
     time: int
-    """Score that a row used at search time had. All cached rows have lower scores."""
+    """Score for a row used at search time. All cached rows have lower scores."""
     loads: Mapping[int, int]
-    """``RowAccounting.loads`` of each rectangle at search time; another value invalidates the cache."""
+    """``RowAccounting.loads`` per rectangle at search time; another value invalidates the cache."""
 
 
 class Evictions:
-    """Selects victims of the hashed tables that a rank looks up together.
+    """Selects victims in hashed tables with a common lookup.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
-        storages: storages of all hashed tables, by table number.
-        ranks: the ranks that share the tables.
+        storages: storages by table number.
+        ranks: ranks sharing the tables.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class Evictions:
     ) -> None:
         self._tables, self._storages, self._ranks = tables, storages, ranks
         self._passed: dict[int, tuple[int, int]] = {}
-        """Score and key of the last evicted row, by table: where ties of the next search may start."""
+        """Last evicted row's score and key, by table: where ties in the next search may start."""
         # From a search until the cached rows run out, rows are loaded, or ``forget``.
         self._cached: dict[int, CachedCandidates] = {}
 
     def forget(self) -> None:
-        """Drop all results of earlier searches."""
+        """Drop results from earlier searches."""
         self._passed, self._cached = {}, {}
 
     def select_victims(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
@@ -184,7 +184,7 @@ class Evictions:
             requests: by table number.
 
         Returns:
-            By table number: the slots to evict by rectangle; or the number of rows that could be evicted, if
+            By table number: the slots to evict by rectangle; or the number of evictable rows, if
                 it is below ``min_rows``.
         """
         victims: dict[int, dict[int, Tensor] | int] = {}
@@ -198,7 +198,7 @@ class Evictions:
         return victims
 
     def _valid_cached(self, requests: Mapping[int, EvictionRequest]) -> dict[int, Candidates]:
-        """Return the cached rows that may still be evicted. Collective."""
+        """Return cached rows still evictable. Collective."""
         cached = {}
         for number, request in requests.items():
             time = self._present_score(number, request)
@@ -240,7 +240,7 @@ class Evictions:
         return result
 
     def _search(self, number: int, request: EvictionRequest) -> Candidates:
-        """Find rows to evict: at least the requested number, or all that may be evicted. Collective.
+        """Find rows to evict: at least the requested number, or all evictable rows. Collective.
 
         Caches more rows for later evictions if the policy allows.
         """
@@ -249,7 +249,7 @@ class Evictions:
         owned = [part for i, part in judged.items() if self._is_counted(i)]
         spread = global_range(owned, self._ranks)
         if time is not None:
-            # Stagger the tables: first searches serve different numbers of evictions, so later
+            # Stagger the tables: first searches serve different eviction counts, so later
             # searches do not coincide.
             num_times = _AT_ONCE if number in self._passed else 1 + number % _AT_ONCE
             if spread.least >= time:
@@ -274,28 +274,28 @@ class Evictions:
         return candidates
 
     def _present_score(self, number: int, request: EvictionRequest) -> int | None:
-        """Return the score of a row used now.
+        """Return the score for a row used now.
 
-        None if scores of a search are not valid for later evictions.
+        None if search scores are not valid for later evictions.
         """
         policy = self._storages[number].keys.evict
         assert policy is not None
         return policy.score_of_use(request.clock)
 
     def _loads(self, rectangles: Iterable[int]) -> dict[int, int]:
-        """Return the load counter of each rectangle."""
+        """Return load counters by rectangle."""
         return {i: self._tables[i].accounting.loads for i in rectangles}
 
     def _is_counted(self, rectangle: int) -> bool:
-        """Return whether the rows of a rectangle are counted: only in the column shard with column 0."""
+        """Return whether a rectangle's rows are counted: only in the column shard with column 0."""
         return self._tables[rectangle].rectangle.c0 == 0
 
     def _count(self, rows: Mapping[int, NextRows]) -> int:
-        """Return the number of rows in the rectangles that are counted."""
+        """Return the row count in counted rectangles."""
         return sum(len(ordered.slots) for i, ordered in rows.items() if self._is_counted(i))
 
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:
-        """Return the score of each slot, for a policy that reads only its own parts."""
+        """Return scores by slot, for a policy reading only policy parts."""
         table = self._tables[rectangle]
         policy = table.storage.keys.evict
         assert policy is not None
@@ -306,14 +306,14 @@ class Evictions:
     def _score_rows(
         self, number: int, request: EvictionRequest, *, with_update: bool
     ) -> dict[int, SlotScores]:
-        """Return the scores of a table's rows, by rectangle.
+        """Return a table's row scores, by rectangle.
 
         Collective if scores read whole rows.
 
         Args:
             number: table number.
             request: eviction to prepare.
-            with_update: whether rows that the eviction must not select are marked, too.
+            with_update: whether rows barred from eviction are marked, too.
         """
         policy = self._storages[number].keys.evict
         assert policy is not None
@@ -352,13 +352,13 @@ class Evictions:
         Args:
             number: table number.
             judged: scores by rectangle.
-            last: score of the last victim.
-            num_tied: number of rows with an equal score to return at least; those with the smallest keys.
+            last: the last victim's score.
+            num_tied: minimum count of rows with an equal score to return, by ascending key.
         """
         bounds = [_LAST_KEY]
         if last.equal - num_tied > (last.below + num_tied) // _FEW:
             bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
-        # With many ties, first try a key bound that saves sorting them all.
+        # With many ties, first try a key bound, to avoid sorting them all.
         for bound in bounds:
             rows = {i: _rows_up_to(self._tables[i], scores, last, bound) for i, scores in judged.items()}
             if bound == _LAST_KEY:
@@ -369,9 +369,9 @@ class Evictions:
         return rows
 
     def _likely_bound(self, number: int, last: NthValue, num_tied: int) -> int:
-        """Return a key such that probably at least ``num_tied`` tied rows have keys up to it, but few more.
+        """Return a key bound with probably at least ``num_tied`` tied rows, but few more.
 
-        Keys are spread evenly. If ties of this score were evicted before, they had the smallest keys.
+        Keys are spread evenly. If ties with this score were evicted before, they had the smallest keys.
         """
         score, key = self._passed.get(number, (last.value, FIRST_KEY))
         first = key if score == last.value else FIRST_KEY
@@ -380,7 +380,7 @@ class Evictions:
         return min(_LAST_KEY, first + (_LAST_KEY - first) * num_keys // last.equal)
 
     def _select_first(self, number: int, candidates: Candidates, num_victims: int) -> dict[int, Tensor]:
-        """Return the slots of the first ``num_victims`` candidates by (score, key), by rectangle.
+        """Return slots for the first ``num_victims`` candidates by (score, key), by rectangle.
 
         Collective.
         """
@@ -411,7 +411,7 @@ class Evictions:
 
 
 def _evictable(table: HashedTable, update: InUpdate) -> Tensor:
-    """Return which slots hold a row that may be evicted: live, and not protected by the update. bool [S]."""
+    """Return which slots hold an evictable row: live, and not protected by the update. bool [S]."""
     free = table.memory[ALIVE][: table.slots.num_slots].clone()
     for slots in (update.evicted, update.slots):
         free.index_fill_(0, slots, False)
@@ -419,7 +419,7 @@ def _evictable(table: HashedTable, update: InUpdate) -> Tensor:
 
 
 def _rows_up_to(table: HashedTable, judged: SlotScores, last: NthValue, most: int) -> NextRows:
-    """Return the rows with a score below ``last``, and those with an equal score and a key up to ``most``."""
+    """Return the rows with a score below ``last``, and tied rows with a key up to ``most``."""
     marks = (judged.scores <= last.value).logical_and_(judged.marks)
     if int(marks.count_nonzero()) * _FEW >= table.slots.num_live:
         keys, slots = table.slots.marked(marks, _LAST_KEY if last.below else most)
@@ -437,7 +437,7 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: NthValue, most: in
 
 
 def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
-    """Return the permutation that sorts rows by (score, key), int64 [N].
+    """Return the permutation sorting rows by (score, key), int64 [N].
 
     Args:
         scores: int32 or int64.
@@ -462,10 +462,10 @@ def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) -> ValueRange:
-    """Return the minimum, maximum and number of marked values over all ranks. Collective.
+    """Return minimum, maximum and count for marked values over all ranks. Collective.
 
     Args:
-        parts: values of this rank, with a bool mark per value (None: all are marked).
+        parts: this rank's values, with a bool mark per value (None: all are marked).
         ranks: the ranks.
     """
     ranges = torch.zeros(ranks.size, 3, dtype=torch.int64)
@@ -485,12 +485,12 @@ def nth_smallest(
 ) -> NthValue:
     """Return the n-th smallest marked value over all ranks. Collective.
 
-    A radix select: each round determines 12 bits of the value from histograms summed over ranks.
+    A radix select: every round determines 12 value bits from histograms summed over ranks.
 
     Args:
-        parts: values of this rank, with a bool mark per value (None: all are marked).
+        parts: this rank's values, with a bool mark per value (None: all are marked).
         n: counted from 1, at most ``spread.number``.
-        spread: result of ``global_range`` for the same values.
+        spread: ``global_range`` result for the same values.
         ranks: the ranks.
     """
     size, shift = 1 << _DIGIT_BITS, 0

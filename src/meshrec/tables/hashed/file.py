@@ -3,7 +3,7 @@
 [Note: hashed rows in a file]
 
 A row is found in two steps. The table's hash index maps the key to a slot, as in memory; this slot is the
-record number in the file, and the key of the cache. Values that the index, admission and eviction need (a
+record number in the file, and the cache key. Values for the index, admission and eviction (a
 liveness flag, policy parts) stay in memory by slot, a few bytes per row; weights and optimizer state are in
 the file. A row starts in the cache, and is written to the file when the cache evicts it. So no record is read
 before it was written, and a slot may get another row without a change to the file.
@@ -28,17 +28,17 @@ from meshrec.tables.table import Rectangle, RowBlock, Span
 
 @final
 class HashedFile:
-    """Weights and optimizer state of a hashed table's rectangle, in a file.
+    """Weights and optimizer state for a hashed table's rectangle, in a file.
 
     Rows are identified by index slot.
 
     Args:
         rectangle: keys and columns.
         starts: parts: the weight, and optimizer slots.
-        options: folder of the file, and size of the cache for the whole table.
+        options: file folder, and cache size for the whole table.
         name: table name.
-        dim: width of a whole row.
-        max_rows: number of slots in the rectangle's index.
+        dim: whole-row width.
+        max_rows: slots in the rectangle's index.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class HashedFile:
             num_slots=max(1, min(share, max_rows)),
             name=label,
         )
-        """The file and its cache. Its "keys" are index slots."""
+        """File and cache. The "keys" are index slots."""
         self.slot_keys = torch.zeros(len(self.table.slot_keys), dtype=torch.int64)
-        """Key of the row in each cache slot."""
+        """Row key per cache slot."""
 
     def resolve(self, slots: Tensor, keys: Tensor, *, train: bool) -> tuple[Tensor, RowsInFlight]:
-        """Return the cache slots of rows and their pin, and start to bring the rows there.
+        """Return cache slots for rows and a pin, and start to bring the rows there.
 
         Args:
             slots: index slots, int64 [N].
-            keys: keys of the IDs with these slots, int64 [N].
+            keys: ID keys for these slots, int64 [N].
             train: whether the rows will be updated.
         """
         resolved = self.table.resolve(slots, train=train)
@@ -116,7 +116,7 @@ class HashedFile:
         return parts
 
     def load(self, slots: Tensor, columns: Span, parts: Mapping[str, Tensor]) -> None:
-        """Replace some columns of rows. All slots must be in use.
+        """Replace some row columns. All slots must be in use.
 
         Args:
             slots: index slots, int64 [N].
@@ -131,16 +131,16 @@ class HashedFile:
 
 @final
 class CachedKeys:
-    """Index of a hashed table with rows in a file: maps keys to cache slots.
+    """Index for a hashed table with rows in a file: maps keys to cache slots.
 
     Args:
-        resolve: method ``Index.resolve`` of the table.
-        slot_keys: key of each cache slot.
+        resolve: the table's ``Index.resolve`` method.
+        slot_keys: key per cache slot.
     """
 
     def __init__(self, resolve: Callable[..., Resolved], slot_keys: Tensor) -> None:
         self.resolve, self.slot_keys = resolve, slot_keys
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys whose rows are in these cache slots."""
+        """Return the keys for rows in these cache slots."""
         return self.slot_keys[slots]

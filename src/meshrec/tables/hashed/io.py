@@ -1,4 +1,4 @@
-"""Loading of hashed tables from whole tensors: state dicts of hashed or fixed tables, and files."""
+"""Loading for hashed tables from whole tensors: state dicts with hashed or fixed tables, and files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,26 +13,26 @@ from meshrec.tables.streamed import StreamedPart, values_of
 from meshrec.tables.table import RowBlock
 
 WAITING = ("waiting_ids", "waiting")
-"""Part names of the counts of IDs that wait for admission: keys, and counts."""
+"""Part names for counts of IDs waiting for admission: keys, and counts."""
 _BLOCK_ROWS = 1 << 16
 
 
 def state_dict_names(storage: HashedRows) -> list[str]:
-    """Return the names of the tensors that a table has in a state dict."""
+    """Return a table's tensor names in a state dict."""
     counted = WAITING if storage.counts_waiting_ids else ()
     return [*(part.name for part in storage.row_parts), IDS, *counted]
 
 
 def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor], prefix: str) -> None:
-    """Replace the rows of all local rectangles by those of a whole table.
+    """Replace rows in all local rectangles by a whole table's rows.
 
     If a part does not fit, change nothing.
 
     Without ``ids``, row i belongs to ID i, as in a fixed table. Missing policy parts get initial values.
 
     Args:
-        tables: local rectangles of one table.
-        values: parts of the whole table, by name.
+        tables: a table's local rectangles.
+        values: whole-table parts, by name.
         prefix: name prefix for messages.
 
     Raises:
@@ -54,12 +54,12 @@ def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor],
 
 
 def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterator[RowBlock]:
-    """Yield one block with the rows that belong to a rectangle, or nothing if there are none.
+    """Yield a block with a rectangle's rows, or nothing if there are none.
 
     Args:
         table: rectangle.
-        ids: ID of each row, int64 [n].
-        parts: parts of these rows, by name.
+        ids: ID per row, int64 [n].
+        parts: row parts, by name.
     """
     r = table.rectangle
     keys = mix(ids, table.storage.keys.seed)
@@ -73,23 +73,23 @@ def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tenso
 
 
 def counts_in_rectangle(table: HashedTable, keys: Tensor, counts: Tensor) -> Iterator[RowBlock]:
-    """Yield one block with the counts of waiting IDs that belong to a rectangle.
+    """Yield a block with waiting ID counts for a rectangle.
 
     Args:
         table: rectangle.
-        keys: keys of the waiting IDs, int64 [n].
-        counts: count of each ID, int64 [n].
+        keys: waiting ID keys, int64 [n].
+        counts: count per ID, int64 [n].
     """
     inside = in_span(keys, (table.rectangle.r0, table.rectangle.r1))
     yield RowBlock(keys[inside], table.rectangle.columns, {"waiting": counts[inside]})
 
 
 def validated_ids(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
-    """Check that the parts of a whole table fit, and return the ID of each row, int64 [n].
+    """Check that whole-table parts fit, and return the ID per row, int64 [n].
 
     Args:
-        whole: parts of the whole table, by name.
-        storage: storage of the table.
+        whole: whole-table parts, by name.
+        storage: table storage.
         prefix: name prefix for messages.
 
     Raises:
@@ -124,7 +124,7 @@ def validated_ids(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str)
 
 
 def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTable]) -> bool:
-    """Return whether the values of a state dict are the present rows of these very tables, streamed."""
+    """Return whether state dict values are the present rows in these very tables, streamed."""
     if not tables:
         return True
     ids = values.get(IDS)
@@ -140,14 +140,14 @@ def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTabl
 
 
 def key_ordered_parts(table: HashedTable) -> dict[str, Tensor]:
-    """Return the parts of a whole table for a state dict, in key order, without a copy."""
+    """Return whole-table parts for a state dict, in key order, without a copy."""
     tensors, counts = table.tensors(), waiting_counts(table.admission_counts)
     names = state_dict_names(table.storage)
     return {name: tensors[name] if name in tensors else counts[name] for name in names}
 
 
 def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str, Tensor]:
-    """Return the parts of a whole table, merged from its rectangles (all local) in key order. Copies."""
+    """Return whole-table parts, merged from the rectangles (all local) in key order. Copies."""
     first = [table for table in tables if table.rectangle.c0 == 0]
     empty = torch.empty(0, dtype=torch.int64)
     keys = torch.cat([empty, *(table.live_keys()[0] for table in first)]).sort().values

@@ -1,13 +1,13 @@
-"""Options of hashed tables: limits, admission and eviction policies; and the key intervals that plans cut.
+"""Hashed table options: limits, admission and eviction policies; and the key intervals used in plans.
 
 [Note: when IDs are admitted and evicted]
 
-Admission and eviction happen once per update of a table, at a moment that does not depend on the plan: the
+Admission and eviction happen once per table update, at the same moment under any plan: the
 IDs of the whole batch, from all ranks and replicas, are counted, then IDs are admitted and rows evicted. So
-the live IDs are a function of the batches alone. Until the update, a new ID reads its initial row at a slot
+the live IDs depend on the batches alone. Until the update, a new ID reads its initial row at a slot
 pinned to its batch; a batch without an update leaves nothing behind.
 
-Scores and counts are integers, or floating-point values that a single rank computes for a row, so the
+Scores and counts are integers, or floating-point values computed on a single rank per row, so the
 ranks in any plan compare the same values.
 
 [Note: the keys of hashed tables]
@@ -36,65 +36,65 @@ from meshrec.tables.table import RowPart, Span
 # Shape legend: N rows.
 
 _WORD = (1 << 63) - 1
-_USE = 1 << 16  # what one read adds to an LFU count: counts are in units of 2^-16 reads
+_USE = 1 << 16  # LFU count increment per read: the unit is 2^-16 reads
 INDEX_BYTES = 16
 """Maximum bytes per row in the hash index."""
 
 
 class Clock(NamedTuple):
-    """Time of an update, for eviction policies."""
+    """Update time, for eviction policies."""
 
     step: int
-    """Number of the update of the table."""
+    """The table's update number."""
     seconds: int
-    """Latest event time that any rank has set."""
+    """Latest event time set on any rank."""
 
 
 class RowsToJudge(NamedTuple):
-    """Some rows of a table on a rank, as input to a score.
+    """Some table rows on a rank, as input to a score.
 
-    A policy that reads no rows gets only its own parts.
+    A policy that reads no rows gets only policy parts.
     """
 
     ids: Tensor
     """int64 [N]."""
     parts: Mapping[str, Tensor]
-    """``weight`` [N, D], optimizer state and the parts of the policy, by name."""
+    """``weight`` [N, D], optimizer state and policy parts, by name."""
 
 
 class Eviction(ABC):
-    """Policy that selects the rows to evict when a table is full.
+    """Policy selecting the rows to evict when a table is full.
 
     The row with the lowest score is evicted first; among equal scores, the row with the smallest key.
     """
 
     parts: tuple[RowPart, ...] = ()
-    """Values that the policy stores per row."""
+    """Values stored by the policy per row."""
     needs_rows = False
     """Whether the score reads weights or optimizer state."""
     needs_whole_rows = False
-    """Whether the score needs whole rows on a single rank, so that plans cannot split their columns."""
+    """Whether the score needs whole rows on a single rank, so plans cannot split columns."""
 
     @abstractmethod
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record that the rows at some slots were used.
+        """Record use of the rows at some slots.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
             slots: int64; may repeat.
-            clock: time of the update.
-            fills: queue for writes of the same value to many rows. It is run together with the writes of
+            clock: update time.
+            fills: queue for writing the same value to many rows. It is run together with writes to
                 other tables, after all policies have been called.
         """
 
     @abstractmethod
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the score of each row, int32 or int64 [N]. The lowest is evicted first."""
+        """Return the score per row, int32 or int64 [N]. The lowest is evicted first."""
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the score of a row that is used now. None if a search cannot be reused for later evictions.
+        """Return the score for a row used now. None if a search cannot be reused for later evictions.
 
-        Return a score only if the score of a row changes by use alone, and is at least this score after a
+        Return a score only if a row's score changes by use alone, and is at least this score after a
         later use. See [Note: the order of eviction] in eviction.py.
         """
         return None
@@ -111,22 +111,22 @@ class LRU(Eviction):
     parts = (RowPart("last", torch.int32, True),)
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the number of the update.
+        """Record the update number.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
             slots: int64; may repeat.
-            clock: time of the update.
+            clock: update time.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the number of each row's last update."""
+        """Return the last update number per row."""
         return rows.parts["last"]
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the number of the update."""
+        """Return the update number."""
         return clock.step
 
 
@@ -135,7 +135,7 @@ class LFU(Eviction):
     """Evict the rows that are read least often (least frequently used).
 
     Args:
-        half_life: number of updates after which a read counts half. All counts are halved at multiples of
+        half_life: updates after which a read counts half. All counts are halved at multiples of
             ``half_life``. None: no decay.
     """
 
@@ -147,12 +147,12 @@ class LFU(Eviction):
             raise ValueError(f"LFU: half_life must be an integer >= 1 or None, got {self.half_life!r}.")
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Apply the halvings since the last read of each row, and add the reads of this update.
+        """Apply the halvings since the last read per row, and add this update's reads.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
             slots: int64, one per read.
-            clock: time of the update.
+            clock: update time.
             fills: queue for the write.
         """
         uses, last = parts["uses"], parts["last"]
@@ -162,11 +162,11 @@ class LFU(Eviction):
         fills.add(last, slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the decayed number of reads of each row, in units of 2^-16."""
+        """Return the decayed read count per row, in units of 2^-16."""
         return rows.parts["uses"] >> self._halvings(rows.parts["last"], clock)
 
     def _halvings(self, last: Tensor, clock: Clock) -> Tensor:
-        """Return how often a count is halved between the last update of the row and now."""
+        """Return how often a count is halved between the row's last update and now."""
         if self.half_life is None:
             return torch.zeros_like(last, dtype=torch.int64)
         return (clock.step // self.half_life - last.long() // self.half_life).clamp_(max=62)
@@ -174,14 +174,14 @@ class LFU(Eviction):
 
 @dataclass(frozen=True, kw_only=True)
 class TTL(Eviction):
-    """Evict rows that have not been updated for some time (time to live).
+    """Evict rows not updated for some time (time to live).
 
     A table checks for such rows sixteen times within that time. If it is full earlier, the least recently
     updated rows are evicted.
 
     Args:
-        steps: the time as a number of table updates.
-        seconds: the time in seconds of event time, see ``meshrec.tables.set_event_time``.
+        steps: the time in table updates.
+        seconds: the event time in seconds, see ``meshrec.tables.set_event_time``.
     """
 
     steps: int | None = None
@@ -197,22 +197,22 @@ class TTL(Eviction):
             )
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the number of the update, or the event time.
+        """Record the update number, or the event time.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
             slots: int64; may repeat.
-            clock: time of the update.
+            clock: update time.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, self._now(clock))
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the time of each row's last update."""
+        """Return the last update time per row."""
         return rows.parts["last"]
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the number of the update, or the event time."""
+        """Return the update number, or the event time."""
         return self._now(clock)
 
     def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
@@ -222,7 +222,7 @@ class TTL(Eviction):
         return parts["last"] <= self._now(clock) - (self.steps or self.seconds or 0)
 
     def _now(self, clock: Clock) -> int:
-        """Return the present time in the unit of the policy: updates or seconds."""
+        """Return the present time in the policy's unit: updates or seconds."""
         return clock.step if self.steps is not None else clock.seconds
 
 
@@ -237,9 +237,9 @@ class LowestNorm(Eviction):
         pass
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the squared norm of each row in units of 2^-40, as an integer.
+        """Return the squared norm per row in units of 2^-40, as an integer.
 
-        Sums of integers do not depend on the order.
+        Integer sums do not depend on the order.
         """
         squares = rows.parts["weight"].double().square_().mul_(2.0**40)
         # Integers also make column shards' partial sums exact.
@@ -248,11 +248,11 @@ class LowestNorm(Eviction):
 
 @dataclass(frozen=True)
 class Score(Eviction):
-    """Evict the rows with the lowest value of a user's function.
+    """Evict the rows with the lowest user function values.
 
     Args:
         score: maps ``RowsToJudge`` to a value per row, floating-point or integer [N]. It must treat all rows
-            alike, and must not depend on which other rows it sees: each rank calls it with its own rows.
+            alike, and must not depend on the other rows it sees: every rank calls it with local rows.
     """
 
     score: Callable[[RowsToJudge], Tensor]
@@ -261,12 +261,12 @@ class Score(Eviction):
     needs_whole_rows = True
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the number of the update, which the function can read as ``rows.parts["last"]``.
+        """Record the update number, which the function can read as ``rows.parts["last"]``.
 
         Args:
             parts: the policy's parts by name, indexed by slot.
             slots: int64; may repeat.
-            clock: time of the update.
+            clock: update time.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, clock.step)
@@ -292,18 +292,18 @@ class Score(Eviction):
 
 
 class Admission(ABC):
-    """Policy that selects which new IDs get a row."""
+    """Policy selecting the new IDs to get a row."""
 
     @abstractmethod
     def check(self, max_rows: int) -> None:
-        """Raise ValueError if the policy does not fit a table with this maximum number of rows."""
+        """Raise ValueError if the policy does not fit a table with this row limit."""
 
 
 @dataclass(frozen=True)
 class MinCount(Admission):
     """Admit an ID when it has occurred ``k`` times in training.
 
-    Counts are exact: the table has a counter for each waiting ID, about 24 bytes, and their number is not
+    Counts are exact: the table has a counter per waiting ID, about 24 bytes, and the counter number is not
     limited. ``MinCountSketch`` has a limit.
     """
 
@@ -320,15 +320,15 @@ class MinCount(Admission):
 
 @dataclass(frozen=True)
 class MinCountSketch(Admission):
-    """Admit an ID after about ``k`` occurrences in training, counted in a sketch of a fixed size.
+    """Admit an ID after about ``k`` occurrences in training, counted in a fixed-size sketch.
 
     Args:
-        k: number of occurrences, at most 255.
-        bytes: memory of the count-min sketch.
+        k: occurrences, at most 255.
+        bytes: memory for the count-min sketch.
 
-    An ID is never admitted late. It is admitted early if other IDs have filled all of its cells;
-    ``TableCounts.early`` estimates how often. A cell is a byte. Each plan row has ``bytes // max_rows``
-    cells, which count only the IDs of its key interval, so counts do not depend on the plan.
+    An ID is never admitted late. It is admitted early if other IDs have filled all the ID's cells;
+    ``TableCounts.early`` estimates how often. A cell is a byte. Every plan row has ``bytes // max_rows``
+    cells, counting only IDs in the row's key interval, so counts do not depend on the plan.
     """
 
     k: int
@@ -349,9 +349,9 @@ class MinCountSketch(Admission):
 
 @dataclass(frozen=True)
 class Probability(Admission):
-    """Admit an ID with probability ``p`` at each occurrence in training.
+    """Admit an ID with probability ``p`` at every occurrence in training.
 
-    The decision is a hash of seed, ID, update number, and the number of the occurrence within the update.
+    The decision is a hash over seed, ID, update number, and the occurrence number within the update.
     """
 
     p: float
@@ -368,10 +368,10 @@ class Probability(Admission):
         """Return which IDs to admit, bool [N].
 
         Args:
-            keys: keys of the IDs, int64 [N].
-            counts: occurrences of each ID in this update, int64 [N].
+            keys: ID keys, int64 [N].
+            counts: occurrences per ID in this update, int64 [N].
             step: update number.
-            seed: seed of the table.
+            seed: table seed.
         """
         admitted = torch.zeros_like(keys, dtype=torch.bool)
         below = math.ceil(self.p * 2.0**53)
@@ -384,15 +384,15 @@ class Probability(Admission):
 
 @dataclass(frozen=True, kw_only=True)
 class HashedKeys:
-    """Option of a table for IDs without a known range: all int64 values are valid IDs, and none is reserved.
+    """Table option for IDs without a known range: all int64 values are valid IDs, and none is reserved.
 
     Args:
-        max_rows: maximum number of rows, over all ranks.
-        max_bytes: the same limit, as bytes of rows and index (16 per row), without optimizer state.
+        max_rows: row limit, over all ranks.
+        max_bytes: the same limit, in bytes for rows and index (16 per row), without optimizer state.
         admit: ``MinCount``, ``MinCountSketch`` or ``Probability``; None: an ID is admitted when it is first
             trained. An ID without a row reads its initial row and is not trained.
         evict: ``LRU``, ``LFU``, ``TTL``, ``LowestNorm`` or ``Score``; None: a full table is an error.
-        seed: seed of the ID mix, of initial rows, and of admission.
+        seed: seed for the ID mix, initial rows, and admission.
 
     Raises:
         ValueError: a value is not allowed, or the limits contradict each other.
@@ -426,11 +426,11 @@ class HashedKeys:
 
     @property
     def counts_waiting_ids(self) -> bool:
-        """Whether occurrences of IDs that wait for admission are counted."""
+        """Whether waiting IDs' occurrences are counted."""
         return isinstance(self.admit, (MinCount, MinCountSketch))
 
     def rows(self, row_bytes: int) -> int:
-        """Return the maximum number of rows, given the bytes of a row in memory.
+        """Return the row limit, given the bytes per row in memory.
 
         Raises:
             ValueError: ``max_bytes`` is too small for a row.
@@ -456,23 +456,23 @@ Hashed = HashedKeys
 FIRST_KEY = -(1 << 63)
 """Smallest key."""
 ALL_KEYS: Span = (FIRST_KEY, -FIRST_KEY)
-"""Interval of all keys. The end does not fit int64."""
+"""Interval with all keys. The end does not fit int64."""
 
 
 def key_at(row: int, max_rows: int) -> int:
-    """Return the first key of a plan row: the smallest u with ``u * max_rows >= row * 2^64``, minus 2^63."""
+    """Return a plan row's first key: the smallest u with ``u * max_rows >= row * 2^64``, minus 2^63."""
     return -(-(row << 64) // max_rows) + FIRST_KEY
 
 
 def bucket_of(keys: Tensor, max_rows: int) -> Tensor:
-    """Return the plan row (key bucket) of each key, int64 [N]. ``max_rows`` must be below 2^31."""
+    """Return the plan row (key bucket) per key, int64 [N]. ``max_rows`` must be below 2^31."""
     # A 96-bit product in two halves, because int64 would overflow.
     upper, lower = (keys >> 32) + (1 << 31), keys & ((1 << 32) - 1)
     return (upper * max_rows + ((lower * max_rows) >> 32)) >> 32
 
 
 def first_keys(rows: Tensor, max_rows: int) -> Tensor:
-    """Return the first key of each plan row, int64 [N]; see ``key_at``. ``max_rows`` must be below 2^31."""
+    """Return the first key per plan row, int64 [N]; see ``key_at``. ``max_rows`` must be below 2^31."""
     whole, remainder = divmod(1 << 64, max_rows)
     whole = (whole - FIRST_KEY) % (1 << 64) + FIRST_KEY  # as int64, whose product wraps
     return rows * whole - (-(rows * remainder) // max_rows) + FIRST_KEY
