@@ -129,7 +129,7 @@ def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Findin
 
 
 def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Measure the bandwidth to every host from the host before it, for a host pair at a time.
+    """Measure the bandwidth to every host from the host before it, one host pair at a time.
 
     Args:
         ranks: all ranks.

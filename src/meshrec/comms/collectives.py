@@ -20,7 +20,7 @@ rank writes the data (checkpoint/snapshot.py); it must not use threads, devices 
 6. workers and carriers for stages in a process (stages/threads.py): a worker runs a single stage;
 7. two threads per file-backed table (tables/cached/table.py): a reader, and a writer for evicted rows. They
 start no collectives, and no work on torch's threads;
-8. a model's "dense gradients" thread on several hosts (comms/peer_average.py): waits for point-to-point
+8. the "dense gradients" thread for a model on several hosts (comms/peer_average.py): waits for point-to-point
 dense gradient messages, adds them, and sends the means under separate tags.
 
 The launcher has a thread to kill ranks blocking peers (train/launch.py). A server answers on the event loop

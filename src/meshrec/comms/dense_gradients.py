@@ -184,7 +184,7 @@ class DenseGradients:
             return mean
 
         bucket.terms.use(read)
-        # The buffer may be overwritten: a peer sends means only after reading the share from it.
+        # The buffer may be overwritten: a peer sends means only after reading the peer's share.
         return self._in_flight(sent, self._link.start(mean, local_sizes, sent, sizes, same=True))
 
     def _sizes(self, buffer: Tensor) -> list[int]:

@@ -46,7 +46,7 @@ class Local:
     """State of this rank: collectives it has started, and errors it has announced. Never instantiated."""
 
     num_started = 0
-    """Started collectives count, over all groups."""
+    """Started collective count, over all groups."""
     failed_at: ClassVar[list[int]] = []
     """``num_started`` at every error on this rank."""
     has_failed = False
@@ -76,7 +76,7 @@ class CollectiveError(RuntimeError):
 
 
 def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exception:
-    """Return an error other ranks can unpickle: an instance in ``kinds``, or else a RuntimeError.
+    """Return an error other ranks can unpickle: with a type in ``kinds``, or else a RuntimeError.
 
     A RuntimeError names the original type.
     """

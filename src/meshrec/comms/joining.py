@@ -72,7 +72,7 @@ def is_one_machine() -> bool:
 
 
 def store_host() -> str | None:
-    """Return a description for the default group store's host process; None if the store is a file."""
+    """Describe the process hosting the default group's store, for messages; None if the store is a file."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store

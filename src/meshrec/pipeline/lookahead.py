@@ -106,7 +106,7 @@ class _WriteCheck:
 
 
 class Lookahead:
-    """Runs lookups before the model, for any training loop::
+    """Starts lookups before the model needs them, for any training loop::
 
         batch = ahead.next(iterator)  # StopIteration at the end
         with ahead.forward():

@@ -6,7 +6,7 @@ split and direction, a batch of K splits takes::
     sum of f_s + sum of b_s + 2 * sum of c_l + (K - 1) * (max(f_s, c_l) + max(b_s, c_l))
 
 The first split passes through all stages. Every other split leaves the slowest stage directly after the split
-before it (Huang et al., "GPipe", 2019). Both sums over f_s and b_s are equal for all cuts, so cuts differ
+before it (Huang et al., "GPipe", 2019). The sums over f_s and over b_s are equal for all cuts. Cuts differ
 only in their slowest stages and their links.
 """
 

@@ -27,7 +27,7 @@ from meshrec.stages.tracing import PartProgram, Traced, trace
 _STEPS = ("forward", "backward")
 MESSAGE_SECONDS = 5e-4
 """A stage thread's CPU seconds to send or receive a split; measured with nearly empty splits."""
-# DistributedDataParallel bucket sizes, which sends a small first bucket early.
+# DistributedDataParallel's bucket sizes. The first bucket is small, to be sent early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
@@ -249,7 +249,7 @@ def simulate(
 
 
 def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost]:
-    """Measure every unit on a ``lane_batch`` sample split. Tables cost nothing."""
+    """Measure every unit on a split of ``lane_batch`` samples. Tables cost nothing."""
     taken = problem.taken
     if lane_batch < problem.batch:
         sizes = [lane_batch, problem.batch - lane_batch]

@@ -29,7 +29,7 @@ class _Header(NamedTuple):
     Attributes:
         error: sender error, sent instead of a value; None: no error.
         spec: value structure (pytree).
-        leaves: value leaves, a `_TensorForm` for every tensor.
+        leaves: value leaves, with a `_TensorForm` for every tensor.
     """
 
     error: str | None
@@ -190,7 +190,7 @@ class RankExchange(Exchange):
 
 
 def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) -> list[tuple[Message, bool]]:
-    """Return the messages in a stage's action, with whether this stage sends them.
+    """Return a stage action's messages, as (message, whether this stage sends it).
 
     Args:
         flow: values exchanged by this stage.

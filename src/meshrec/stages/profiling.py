@@ -22,7 +22,7 @@ CANDIDATES = (2, 4, 8, 16, 32, 64)
 """Split counts to try. More than 64 would save less than a 64th of the step, below the noise."""
 _REPEATS = 3
 _IN_FLIGHT = 4
-"""Split results held in memory while a stage is measured, as in training."""
+"""Splits with results held in memory while a stage is measured, as in training."""
 EXCHANGE_SECONDS = 1e-4
 """Seconds per split and stage in addition to operations, for futures and detached tensors. Measured on
 several machines; it matters only for splits which take about as long.
@@ -267,7 +267,7 @@ def _measure_whole(
             value = value.wait() if isinstance(value, LazyAwaitable) else value
             first = split(value, sizes, f"the value {name!r}")[0]
             values[name] = pytree.tree_map(_floats_want_gradients, first)
-    # Estimated: the table update reads and writes the rows it read.
+    # Estimated: the table update reads and writes the rows from the lookup.
     return UnitCost(seconds / len(sizes), 2 * seconds / len(sizes))
 
 

@@ -250,7 +250,7 @@ def _has_submodule(part: nn.Module, path: str) -> bool:
 
 
 class _PartCaller(Caller):
-    """Runs a stage's part whose dense parameters are replicated over lanes (DDP or FSDP2).
+    """Runs the stage part with dense parameters replicated over lanes (DDP or FSDP2).
 
     Lanes exchange gradients only in the last split's backward pass.
     """

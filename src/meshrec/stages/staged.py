@@ -255,7 +255,7 @@ class Staged(NamedAsModel):
 
 
 def extract_values(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values read by stages from the model's arguments, by name.
+    """Extract the values for the stages from the model's arguments, by name.
 
     Args:
         taking: program extracting the values; see `Traced`.

@@ -1,4 +1,4 @@
-"""Run stages in a process, with a worker thread per stage, and carrier threads between devices.
+"""Run stages in a single process, with a worker thread per stage, and carrier threads between devices.
 
 Every stage runs splits forward in order, and backward from the last split to the first. Results therefore do
 not depend on thread speeds, and equal those in sequential execution.

@@ -123,7 +123,7 @@ class _Tracer(fx.Tracer):
 
 
 def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes for the model's arguments, attributes and items."""
+    """Return the nodes for the model's arguments, and for attributes and items read from them."""
     inputs: dict[fx.Node, None] = {}
     for node in graph.nodes:
         takes_apart = node.op == "call_function" and getattr(node.target, "__name__", "") in (

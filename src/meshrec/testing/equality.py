@@ -55,8 +55,8 @@ def assert_equal_to_unsharded(
         atol: Absolute tolerance.
 
     Raises:
-        AssertionError: A loss, table or dense parameter differs. The message has the first difference's name,
-            the different value count, and the largest difference.
+        AssertionError: A loss, table or dense parameter differs. The message names the first difference, with
+            the count of different values and the largest difference.
     """
     env = default_env() if env is None else env
     reference = _Reference(make_model(), sharders, dense_optimizer)
