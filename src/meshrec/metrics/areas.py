@@ -1,6 +1,6 @@
 """Area under the ROC curve (AUC), over all samples or per group, and under the precision-recall curve.
 
-Suffixes of variables name dimensions, as in the shape legend below: ``group_n`` has shape [n].
+Variable suffixes name dimensions, as in the shape legend below: ``group_n`` has shape [n].
 """
 
 from typing import Any
@@ -23,9 +23,9 @@ def auc_from_ties(positive_T: Floats, negative_T: Floats, group_T: Ints | None =
     characteristic (ROC) curve" (1982).
 
     Args:
-        positive_T: total weight of the positive samples in every tie. Ties are sorted by group, then by
+        positive_T: total weight of positive samples in every tie. Ties are sorted by group, then by
             ascending score.
-        negative_T: total weight of the negative samples in every tie.
+        negative_T: total weight of negative samples in every tie.
         group_T: group of every tie, int64 in [0, G); every group has a tie. None: a single group.
 
     Returns:
@@ -35,7 +35,7 @@ def auc_from_ties(positive_T: Floats, negative_T: Floats, group_T: Ints | None =
         group_T = np.zeros(len(positive_T), np.int64)
     positive_G, negative_G = sum_by_index(group_T, positive_T), sum_by_index(group_T, negative_T)
     lower_T = _sums_within_groups(negative_T, group_T, negative_G) - negative_T / 2
-    with np.errstate(invalid="ignore"):  # 0 / 0 in groups of one class
+    with np.errstate(invalid="ignore"):  # 0 / 0 in groups with one class
         # Multiply shares, because a product of small weights would underflow.
         shares_T = positive_T / positive_G[group_T] * (lower_T / negative_G[group_T])
     areas: Floats = np.clip(sum_by_index(group_T, shares_T), 0.0, 1.0)
@@ -49,8 +49,8 @@ def average_precision(positive_T: Floats, negative_T: Floats) -> float:
     The curve is not interpolated, as in scikit-learn's ``average_precision_score`` and TorchRec's AUPRC.
 
     Args:
-        positive_T: total weight of the positive samples in every tie, by ascending score.
-        negative_T: total weight of the negative samples in every tie.
+        positive_T: total weight of positive samples in every tie, by ascending score.
+        negative_T: total weight of negative samples in every tie.
 
     Returns:
         Area; NaN without positive or negative samples.
@@ -74,10 +74,10 @@ def _sums_within_groups(values_T: Floats, group_T: Ints, totals_G: Floats) -> Fl
 
     Args:
         values_T: values, sorted by group.
-        group_T: group of every value, ascending.
-        totals_G: sum of the values of every group.
+        group_T: group per value, ascending.
+        totals_G: sum of values per group.
     """
-    # A global cumulative sum minus its value at the group's start would leave a rounding error. `bincount`
+    # A global cumulative sum minus the value at the group's start would leave a rounding error. `bincount`
     # and `cumsum` add in the same order, so inserting minus a group's total after the group gives exactly 0
     # there.
     starts = np.flatnonzero(np.diff(group_T)) + 1
@@ -90,7 +90,7 @@ def sort_into_ties(scores_n: Floats, group_n: Ints | None = None) -> tuple[Ints,
 
     Args:
         scores_n: scores without NaN.
-        group_n: group of every sample; None: a single group.
+        group_n: group per sample; None: a single group.
 
     Returns:
         Indices that sort the samples, [n]; the tie of every sorted sample, ascending from 0, [n]; and the
@@ -110,13 +110,13 @@ def sort_into_ties(scores_n: Floats, group_n: Ints | None = None) -> tuple[Ints,
 
 
 def auc_by_group(scores_n: Floats, labels_n: Floats, weights_n: Floats, group_n: Ints | None) -> Floats:
-    """Return the AUC of every group, [G]; NaN for a group without positive or negative samples.
+    """Return the AUC per group, [G]; NaN for a group without positive or negative samples.
 
     Args:
         scores_n: scores without NaN.
         labels_n: labels in [0, 1].
         weights_n: weights above 0, such as from `normalize_samples`.
-        group_n: group of every sample, int64 in [0, G); None: a single group.
+        group_n: group per sample, int64 in [0, G); None: a single group.
     """
     order, tie, firsts = sort_into_ties(scores_n, group_n)
     labels, weights = labels_n[order], weights_n[order]

@@ -41,7 +41,7 @@ def log_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def binary_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
-    """Compute the fields of `BinarySums`, in their order, as a float64 tensor [6].
+    """Compute the `BinarySums` fields, in order, as a float64 tensor [6].
 
     Args:
         logits_n: float64.
@@ -58,7 +58,7 @@ def metrics_from_sums(sums: BinarySums) -> dict[str, float]:
     """Return ``loss`` (log loss), ``accuracy``, ``calibration`` and ``normalized_entropy``.
 
     Calibration is sum(predictions) / sum(labels); omitted if all labels are 0. Normalized entropy is the log
-    loss divided by the log loss of always predicting the mean label: He et al., "Practical lessons from
+    loss divided by the log loss when always predicting the mean label: He et al., "Practical lessons from
     predicting clicks on ads at Facebook" (2014); omitted if all labels are 0, or all are 1. Empty without
     samples. All metrics are NaN if a logit was NaN.
     """
@@ -82,7 +82,7 @@ def binary_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute the exact ``auc`` and the metrics of `metrics_from_sums` over the samples of all ranks.
+    """Compute the exact ``auc`` and the metrics from `metrics_from_sums` over all ranks' samples.
 
     Collective if a process group is initialized. Every rank receives all samples, so use this function for
     validation, and `MetricSet` during training.

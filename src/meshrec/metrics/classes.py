@@ -17,10 +17,10 @@ def class_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``auc``, ``loss`` and ``accuracy`` over the samples of all ranks.
+    """Compute ``auc``, ``loss`` and ``accuracy`` over all ranks' samples.
 
-    ``auc`` is the unweighted mean of one-versus-rest AUCs over all classes that have a sample. ``loss`` is
-    the softmax cross-entropy. ``accuracy`` compares labels with the class of the largest logit, the first
+    ``auc`` is the unweighted mean of one-versus-rest AUCs over all classes with a sample. ``loss`` is
+    the softmax cross-entropy. ``accuracy`` compares labels with the largest logit's class, the first
     among equal logits. The result is empty without samples. All metrics are NaN if a probability is NaN.
     Collective if a process group is initialized.
 

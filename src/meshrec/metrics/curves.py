@@ -14,7 +14,7 @@ _BINS = 2400
 # Points per curve, and calibration groups, in a report.
 _POINTS = 100
 _GROUPS = 12
-# 97.5 % quantile of the standard normal distribution, for two-sided 95 % intervals.
+# 97.5 % standard normal quantile, for two-sided 95 % intervals.
 _NORMAL_95 = 1.96
 
 # n samples, H bins
@@ -42,10 +42,10 @@ def score_histograms(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor | Non
 
 
 def effective_sizes(histograms_5H: Tensor) -> tuple[float, float]:
-    """Return the effective numbers of positive and negative samples, from `score_histograms`.
+    """Return the effective positive and negative sample counts, from `score_histograms`.
 
-    The squared sum of weights divided by the sum of squared weights: the number of samples if all weights are
-    equal. Kish, "Survey sampling" (1965).
+    The squared weight sum divided by the sum of squared weights: the sample count if all weights are equal.
+    Kish, "Survey sampling" (1965).
     """
     sums = histograms_5H.sum(1)
     positive, negative = (sums[:2].square() / sums[3:].clamp(min=1e-300)).tolist()
@@ -60,8 +60,8 @@ def auc_interval(auc: float, positive: float, negative: float) -> Interval:
 
     Args:
         auc: the AUC.
-        positive: number of positive samples, above 0; `effective_sizes` if samples have weights.
-        negative: number of negative samples, above 0.
+        positive: positive sample count, above 0; `effective_sizes` if samples have weights.
+        negative: negative sample count, above 0.
     """
     squared = auc * auc
     variance = auc * (1 - auc)
@@ -81,11 +81,11 @@ def binary_curves(histograms_5H: Tensor) -> dict[str, Any]:
     Returns:
         A dict with
 
-        - ``positive`` and ``negative``: the two numbers of `effective_sizes`;
+        - ``positive`` and ``negative``: the two counts from `effective_sizes`;
         - ``roc``: points [false positive rate, true positive rate];
         - ``precision_recall``: points [recall, precision] at the same thresholds;
         - ``gains``: points [share of all samples, share of positive samples] above a threshold;
-        - ``calibration``: one [mean prediction, positive rate, weight] per group of samples. Groups have
+        - ``calibration``: a [mean prediction, positive rate, weight] per sample group. Groups have
           about equal weights and ascending scores.
 
         All lists are empty if a class has no sample.
@@ -100,7 +100,7 @@ def binary_curves(histograms_5H: Tensor) -> dict[str, Any]:
     corners = torch.nonzero(torch.diff(progress.floor(), prepend=progress.new_zeros(1)) > 0).flatten()
     corner_rates = torch.stack(rates, 1)[corners]
     count = positive + negative
-    # Weight of negative and positive samples at or above each threshold, from the highest one.
+    # Negative and positive sample weight at or above each threshold, from the highest.
     above = corner_rates * torch.stack([negative.sum(), positive.sum()])
     points = {
         "roc": torch.cat([corner_rates.new_zeros(1, 2), corner_rates]),

@@ -1,4 +1,4 @@
-"""Samples as stacked columns: collection from all ranks, validation, removal of zero-weight samples."""
+"""Samples as stacked columns: collection from all ranks, validation, zero-weight sample removal."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ def stack_columns(*columns: Tensor, weights: Tensor | None) -> Tensor:
     """Stack k tensors with n values each, and sample weights, to a detached float64 tensor [k + 1, n].
 
     Args:
-        columns: tensors with n values each, of any shape.
-        weights: sample weights with n values, the last row of the result; None: 1.
+        columns: tensors with n values each, in any shape.
+        weights: sample weights with n values, the last result row; None: 1.
 
     Raises:
         ValueError: sizes differ.
@@ -30,7 +30,7 @@ def stack_columns(*columns: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def gather_columns(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenate the samples of all ranks: [k, n] becomes [k, sum of all n]. Collective.
+    """Concatenate all ranks' samples: [k, n] becomes [k, sum of all n]. Collective.
 
     n may differ between ranks. Returns the argument if there is a single rank or no process group.
     """
@@ -56,7 +56,7 @@ def check_values(name: str, values: Tensor, allowed: Tensor, rule: str) -> None:
         name: argument name in the message.
         values: values [n].
         allowed: mask [n], True for allowed values.
-        rule: what is allowed, such as "in [0, 1]", for the message.
+        rule: allowed values, such as "in [0, 1]", for the message.
     """
     if not bool(allowed.all()):
         row = int((~allowed).nonzero()[0])
@@ -72,13 +72,13 @@ def check_cutoffs(ks: Sequence[int]) -> None:
 def drop_unweighted(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
     """Drop zero-weight samples, and validate weights and the remaining labels.
 
-    Call this function after `gather_columns`, so that every rank raises the same error.
+    Call this function after `gather_columns`, so every rank raises the same error.
 
     Args:
         columns: float64 columns [k, n], with labels second to last, and weights last.
         allowed: mask [n] of allowed labels. Ignored for zero-weight samples.
-        rule: which labels are allowed, such as "in [0, 1]", for the message.
-        name: name of the label column in the message.
+        rule: allowed labels, such as "in [0, 1]", for the message.
+        name: label column name in the message.
 
     Returns:
         Columns of the m samples with positive weight, [k, m].
@@ -95,7 +95,7 @@ def drop_unweighted(columns: Tensor, allowed: Tensor, rule: str, *, name: str = 
 
 
 def normalize_samples(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
-    """Apply `drop_unweighted`, and divide weights by their maximum, so that sums do not overflow.
+    """Apply `drop_unweighted`, and divide weights by their maximum, so sums do not overflow.
 
     Args:
         columns: see `drop_unweighted`.

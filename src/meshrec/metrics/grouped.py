@@ -25,15 +25,15 @@ class Interval(NamedTuple):
 def grouped_auc(
     logits: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> float | None:
-    """Compute the grouped AUC (GAUC): the weighted mean of the AUCs of all groups, such as users.
+    """Compute the grouped AUC (GAUC): the weighted mean AUC over all groups, such as users.
 
-    A group's weight is the sum of its sample weights. Groups whose labels are all equal are omitted.
+    A group's weight is the group's sample weight sum. Groups whose labels are all equal are omitted.
     Zhou et al., "Deep interest network for click-through rate prediction" (2018).
 
     Args:
         logits: [n].
         labels: [n], in [0, 1].
-        groups: ID of every sample's group, any integers or floating-point numbers [n].
+        groups: group ID per sample, any integers or floating-point numbers [n].
         weights: sample weights [n]; None: 1.
 
     Returns:
@@ -68,17 +68,17 @@ def sliced_metrics(
     num_slices: int,
     weights: Tensor | None = None,
 ) -> list[dict[str, float]]:
-    """Compute `binary_metrics` of every slice of the samples on this rank.
+    """Compute `binary_metrics` per slice of this rank's samples.
 
     Args:
         logits: [n].
         labels: [n], in [0, 1].
-        slices: slice of every sample, [n], in [0, num_slices).
+        slices: slice per sample, [n], in [0, num_slices).
         num_slices: number of slices.
         weights: sample weights [n]; None: 1.
 
     Returns:
-        Metrics by name for every slice, with the number of samples, zero-weight samples included, as
+        Metrics by name for every slice, with the sample count, zero-weight samples included, as
         ``samples``.
     """
     results = []
@@ -99,7 +99,7 @@ def bootstrap_intervals(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Compute bootstrap confidence intervals of the `binary_metrics` of samples on this rank.
+    """Compute bootstrap confidence intervals of `binary_metrics` for this rank's samples.
 
     Args:
         logits: [n].
@@ -128,25 +128,24 @@ def bootstrap_intervals(
 def bootstrap(
     metrics: Callable[[Tensor], dict[str, float]], num_samples: int, *, num: int, confidence: float, seed: int
 ) -> dict[str, Interval]:
-    """Compute bootstrap percentile intervals of any metrics.
+    """Compute bootstrap percentile intervals for any metrics.
 
     A resample contains every sample as often as a draw from Poisson(1) says, which approximates drawing with
     replacement: Efron, "Bootstrap methods: another look at the jackknife" (1979). A resample without samples
-    is
-    drawn again. If a metric is undefined in some resamples, such as AUC without negatives, its interval is
+    is drawn again. If a metric is undefined in some resamples, such as AUC without negatives, the interval is
     computed from the other resamples.
 
     Args:
-        metrics: function from the number of times that every sample is drawn, float64 [num_samples], to
+        metrics: function from the draw count per sample, float64 [num_samples], to
             metrics by name.
-        num_samples: number of samples. Exclude zero-weight samples: a resample of only such samples has no
+        num_samples: number of samples. Exclude zero-weight samples: a resample with only such samples has no
             metrics.
         num: number of resamples, at least 2.
         confidence: share of resamples inside the interval, in (0, 1).
         seed: random seed.
 
     Returns:
-        Intervals by metric name. A metric that is NaN or infinite in any resample is omitted.
+        Intervals by metric name. Metrics that are NaN or infinite in any resample are omitted.
 
     Raises:
         ValueError: ``num`` or ``confidence`` is out of range.

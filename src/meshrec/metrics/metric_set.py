@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NUM_SUMS = len(BinarySums._fields)
 # Logits outside [-16, 16] share the outermost bins. They are rare: sigmoid(16) is 1 - 1e-7.
 _MAX_LOGIT = 16.0
-# Samples that wait for a histogram update: 1.5 MiB of float64 logits, labels and weights.
+# Samples waiting for a histogram update: 1.5 MiB of float64 logits, labels and weights.
 _MAX_PENDING = 1 << 16
 # How far float32 rounding can move a probability outside [0, 1].
 _TOLERANCE = 1e-6
@@ -46,7 +46,7 @@ class MetricSet:
     Args:
         num_bins: number of equal histogram bins for logits from -16 to 16.
         auprc: whether to compute ``auprc``, the area under the precision-recall curve, from the histograms.
-        extra: torchmetrics metrics, by name. They receive probabilities and integer labels of samples with
+        extra: torchmetrics metrics, by name. They receive probabilities and integer labels for samples with
             positive weight, without weights, and synchronize between ranks themselves.
         device: device of the sums.
         group: process group; None: all ranks, if a process group is initialized.
@@ -74,7 +74,7 @@ class MetricSet:
             raise ValueError(f"num_bins must be >= 2, got {num_bins}.")
         self._num_bins = num_bins
         self._auprc = auprc
-        # The fields of BinarySums, then the positive and the negative histogram.
+        # The BinarySums fields, then the positive and the negative histogram.
         self._sums = WindowedSum(_NUM_SUMS + 2 * num_bins, torch.device(device), group)
         # Logits, labels and weights [3, n] per update, and their total sample count; emptied by _flush().
         self._pending: list[Tensor] = []
@@ -85,7 +85,7 @@ class MetricSet:
         }
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add the samples of a batch on this rank. Not collective.
+        """Add this rank's samples from a batch. Not collective.
 
         Args:
             logits: [B] or [B, 1], floating-point.
@@ -104,7 +104,7 @@ class MetricSet:
     def update_probabilities(
         self, probabilities: Tensor, labels: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Add the samples of a batch on this rank, for a model that predicts probabilities.
+        """Add this rank's samples from a batch, for a model that predicts probabilities.
 
         Args:
             probabilities: [B] or [B, 1], in [0, 1] up to float32 rounding; clamped to [1e-12, 1 - 1e-12].
@@ -140,14 +140,14 @@ class MetricSet:
         return computed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lifetime sums, equal on all ranks. State of ``extra`` metrics is not included.
+        """Return the lifetime sums, equal on all ranks. The state of ``extra`` metrics is not included.
 
         Call `compute` first: samples added after the last `compute` are not included.
         """
         return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore lifetime sums from `state_dict`, on any number of ranks, and drop samples of the window.
+        """Restore lifetime sums from `state_dict`, on any number of ranks, and drop the window's samples.
 
         Raises:
             ValueError: the state has a different ``num_bins``.
@@ -179,7 +179,7 @@ class MetricSet:
                 metric.update(torch.sigmoid(logits), labels.long())
 
     def _metrics(self, totals: Tensor) -> dict[str, float]:
-        """Compute metrics from the vector of `WindowedSum`."""
+        """Compute metrics from the `WindowedSum` vector."""
         metrics = metrics_from_sums(BinarySums(*totals[:_NUM_SUMS].tolist()))
         histograms = totals[_NUM_SUMS:].view(2, self._num_bins).cpu().numpy()
         (area,) = auc_from_ties(*histograms)

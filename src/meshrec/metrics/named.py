@@ -16,7 +16,7 @@ class Metric(NamedTuple):
     better: int
     """1 if higher is better, -1 if lower is better, 0 if neither."""
     leads: bool = False
-    """Whether a run that has this metric selects its best weights by it."""
+    """Whether a run with this metric selects the best weights by it."""
     is_curve: bool = False
     """Whether a run's report page plots the metric over steps."""
 
@@ -35,7 +35,7 @@ METRICS: dict[str, Metric] = {
     "mae": Metric("MAE", -1),
     "r2": Metric("R2", 1),
 }
-"""All metrics by name. Metrics of the first k items, such as ``ndcg@10``, use the part before ``@``."""
+"""All metrics by name. Metrics for the first k items, such as ``ndcg@10``, use the part before ``@``."""
 
 # Columns of result tables, by task; see `shown`.
 CLICKS = ("auc", "loss", "normalized_entropy", "calibration")
@@ -67,10 +67,10 @@ def leading_text(metrics: Mapping[str, float]) -> str:
 
 
 def quality(metrics: Mapping[str, float]) -> float | None:
-    """Return the value by which a run selects its best weights; higher is better.
+    """Return the value by which a run selects the best weights; higher is better.
 
     The value is AUC or NDCG if present, and minus the loss for regression. NaN becomes -inf. The result is
-    None if ``metrics`` has none of these.
+    None if ``metrics`` has neither.
     """
     name = leading_metric(metrics)
     if name is not None:
@@ -83,7 +83,7 @@ def quality(metrics: Mapping[str, float]) -> float | None:
 
 
 def shown(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the names of metrics to show as columns of a result table, the leading metric first."""
+    """Return the metric names to show as result table columns, the leading metric first."""
     leading = leading_metric(metrics)
     if "rmse" in metrics:
         return REGRESSION

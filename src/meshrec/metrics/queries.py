@@ -30,7 +30,7 @@ def query_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``ndcg@k`` and ``mrr`` over the queries of all ranks.
+    """Compute ``ndcg@k`` and ``mrr`` over all ranks' queries.
 
     NDCG has gain ``2 ** label - 1`` and discount ``1 / log2(position + 1)``: Burges et al., "Learning to rank
     using gradient descent" (2005). MRR is the mean reciprocal position of the first sample with a positive
@@ -42,7 +42,7 @@ def query_metrics(
     Args:
         scores: [n]; may be infinite.
         labels: [n], finite, at least 0.
-        queries: ID of every sample's query [n]. A query's samples may be on several ranks.
+        queries: query ID per sample [n]. A query's samples may be on several ranks.
         weights: sample weights [n]; None: 1. A query's weight is the mean over its samples, as in
             LightGBM. Zero-weight samples are not ranked.
         ks: cutoffs.
@@ -95,17 +95,17 @@ def query_metrics(
 
 
 def _gains(label_n: Floats, query_n: Ints, sizes_Q: Ints) -> Floats:
-    """Return the gain ``2 ** label - 1`` of every sample, divided by 2 ** (the query's largest label).
+    """Return the gain ``2 ** label - 1`` per sample, divided by 2 ** (the query's largest label).
 
     If the largest label is below 1, gains are not divided.
 
     Args:
         label_n: labels, sorted by query.
-        query_n: query of every sample.
+        query_n: query per sample.
         sizes_Q: samples per query.
     """
     # NDCG is a ratio of gains, so a factor per query changes nothing. Without it, a large label such as a
-    # number of seconds would overflow.
+    # duration in seconds would overflow.
     max_n = np.maximum.reduceat(label_n, np.cumsum(sizes_Q) - sizes_Q)[query_n]
     small = np.expm1(np.minimum(label_n, 1.0) * np.log(2.0))  # precise near 0
     return np.where(max_n < 1, small, np.exp2(label_n - max_n) - np.exp2(-max_n))
@@ -114,10 +114,10 @@ def _gains(label_n: Floats, query_n: Ints, sizes_Q: Ints) -> Floats:
 def _mean_reciprocal_ranks(first: Ints, size: Ints, relevant: Ints) -> Floats:
     """Return the mean of 1 / (position of the first relevant sample), over all orders of the tied samples.
 
-    All arguments have an entry per query, for the first tie that has a relevant sample.
+    All arguments have an entry per query, for the first tie with a relevant sample.
 
     Args:
-        first: position of the tie's first sample in the ranking, from 1.
+        first: ranking position of the tie's first sample, from 1.
         size: number of samples in the tie.
         relevant: number of relevant samples in the tie, at least 1.
     """

@@ -14,7 +14,7 @@ def regression_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``loss`` (mean squared error), ``rmse``, ``mae`` and ``r2`` over the samples of all ranks.
+    """Compute ``loss`` (mean squared error), ``rmse``, ``mae`` and ``r2`` over all ranks' samples.
 
     ``r2`` is 1 - mean squared error / label variance; omitted if all labels are equal or the variance
     underflows in float64. The result is empty without samples. Collective if a process group is initialized.

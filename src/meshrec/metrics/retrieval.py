@@ -26,7 +26,7 @@ def rank_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``loss``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``mrr`` over the queries of all ranks.
+    """Compute ``loss``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``mrr`` over all ranks' queries.
 
     Every query has a single relevant item, and its rank among all candidates determines the metrics.
     ``recall@k`` is the share of queries whose item is among the first k (the hit rate). ``ndcg@k`` is the
@@ -36,20 +36,20 @@ def rank_metrics(
     initialized.
 
     Args:
-        losses: loss of every query [n].
-        ranks: rank of every query's relevant item [n], from 1; with ties, the mean over all orders. 0: the
+        losses: loss per query [n].
+        ranks: relevant item's rank per query [n], from 1; with ties, the mean over all orders. 0: the
             query counts only in ``loss``. Infinite: the item is not a candidate.
         weights: query weights [n]; None: 1.
         ties: number of other items with the same score as the relevant item, [n]; None: 0.
         ks: cutoffs.
-        group: process group of distributed ranks; None: all.
+        group: process group for distributed ranks; None: all.
         gather: whether to include queries from other distributed ranks. If False, not collective.
 
     Returns:
         Metrics by name; all NaN if a loss or rank is NaN.
 
     Raises:
-        ValueError: sizes differ, or a rank, weight, number of ties or cutoff is not allowed.
+        ValueError: sizes differ, or a rank, weight, tie count or cutoff is not allowed.
 
     Example::
 
@@ -93,7 +93,7 @@ def rank_intervals(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Compute bootstrap confidence intervals of `rank_metrics`, resampling the queries on this rank.
+    """Compute bootstrap confidence intervals for `rank_metrics`, resampling the queries on this rank.
 
     Args:
         losses: see `rank_metrics`.
@@ -123,7 +123,7 @@ def rank_intervals(
 
 
 def _values_by_metric(ranks: Tensor, ties: Tensor, ks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the value of every query, [n], by metric name, averaged over all orders of tied items."""
+    """Return the value per query, [n], by metric name, averaged over all orders of tied items."""
     values: dict[str, Tensor] = {}
     # With t ties, the item's rank is equally often each of first, first + 1, ..., last = first + t.
     first, last = ranks - ties / 2, ranks + ties / 2

@@ -11,9 +11,9 @@ class Computed(NamedTuple):
     """Metrics by name, over the last window and over the whole run."""
 
     window: dict[str, float]
-    """Metrics of the samples between the last two calls of ``compute``."""
+    """Metrics over the samples between the last two calls of ``compute``."""
     lifetime: dict[str, float]
-    """Metrics of all samples."""
+    """Metrics over all samples."""
 
 
 class Totals(NamedTuple):
@@ -24,13 +24,13 @@ class Totals(NamedTuple):
 
 
 class WindowedSum:
-    """Vector of sums that ranks add up only when `take` reads them, which starts a new window.
+    """Vector of sums, added over ranks only when `take` reads it, which starts a new window.
 
     torchmetrics metrics save a state per rank and need three collectives per state. The state of these sums
     is equal on all ranks, loads on any number of ranks, and needs one collective.
 
     Args:
-        size: number of sums in the vector.
+        size: number of sums.
         device: device of the sums.
         group: process group; None: all ranks, if a process group is initialized.
     """
