@@ -12,42 +12,42 @@ from meshrec.ops.index import HashIndex
 from meshrec.ops.memory import empty_pages
 from meshrec.tables.table import RowPart
 
-_MOST_CHANCES = 3  # maximum reference count of a row
+_MOST_CHANCES = 3  # maximum reference count per row
 _SERIAL_ELEMENTS = 1 << 15
-"""Number of elements from which torch copies with several threads."""
+"""Element count from which torch copies with several threads."""
 _BYTES_PER_SLOT = 16 + 8 + 1 + 4 + 8 + 1
 """Bytes per slot in addition to the row: index, key, dirty flag, pins, stamp, and reference count."""
 
 
 def slot_bytes(part_bytes: int) -> int:
-    """Return the memory of a cached row in bytes: its parts, key, and bookkeeping."""
+    """Return the memory per cached row in bytes: parts, key, and bookkeeping."""
     return part_bytes + _BYTES_PER_SLOT
 
 
 class Misses(NamedTuple):
-    """Rows that enter the cache, and the dirty rows that they replace."""
+    """Rows entering the cache, and the dirty rows replaced by them."""
 
     keys: Tensor
-    """int64 [M], ascending: keys of the rows that enter."""
+    """int64 [M], ascending: keys of entering rows."""
     slots: Tensor
     """int64 [M]: slots assigned to these keys."""
     old_keys: Tensor
-    """int64 [E], ascending: keys of evicted rows that must be written to the file."""
+    """int64 [E], ascending: keys of evicted rows to write to the file."""
     old_rows: list[Tensor]
     """Copies of these rows, one tensor per part."""
 
 
 class RowCache:
-    """Rows in memory, in slots that an index finds by key.
+    """Rows in memory, in slots found by key with an index.
 
-    The CLOCK policy selects victims: each batch that uses a row increments the row's reference count, up to
-    three. New keys take slots in ascending order, so the same calls give the same slots. Slots that batches
-    in flight use are pinned.
+    The CLOCK policy selects victims: every batch using a row increments the row's reference count, up to
+    three. New keys take slots in ascending order, so equal calls give equal slots. Slots used by batches
+    in flight are pinned.
 
     Args:
-        parts: parts of a row.
-        width: number of columns.
-        num_slots: number of rows in memory.
+        parts: row parts.
+        width: column count.
+        num_slots: row count in memory.
     """
 
     def __init__(self, parts: Sequence[RowPart], width: int, *, num_slots: int) -> None:
@@ -56,24 +56,24 @@ class RowCache:
             empty_pages(shape, part.dtype, None) for shape, part in zip(shapes, parts, strict=True)
         ]
         self.keys = torch.full((num_slots,), -1, dtype=torch.int64)
-        """Key of each slot; -1: free."""
+        """Key per slot; -1: free."""
         self.dirty = torch.zeros(num_slots, dtype=torch.bool)
         """Whether the row in a slot may differ from the file."""
         self.pins = torch.zeros(num_slots, dtype=torch.int32)
         self.released: deque[Tensor] = deque()
-        """Slots of finished batches. Their pins are removed at the next ``use``."""
-        # CLOCK state by slot: reference count, and number of the last batch that used the slot.
+        """Slots from finished batches. The pins are removed at the next ``use``."""
+        # CLOCK state by slot: reference count, and number of the last batch using the slot.
         self._counts = torch.zeros(num_slots, dtype=torch.uint8)
         self._stamps = torch.full((num_slots,), -1, dtype=torch.int64)
         self._index = HashIndex(num_slots, name="the cache of rows")
         self._hand, self._batch = 0, 0
 
     def find(self, keys: Tensor) -> Tensor:
-        """Return the slot of each key, int64; -1 for rows that are not in memory."""
+        """Return the slot per key, int64; -1 for rows not in memory."""
         return self._index.find(keys.contiguous())
 
     def use(self, slots: Tensor) -> Tensor:
-        """Register a new batch. Returns its distinct slots, without -1; they are pinned until released."""
+        """Register a new batch. Returns the distinct slots, without -1; they are pinned until released."""
         while self.released:
             self.pins[self.released.popleft()] -= 1
         self._batch += 1
@@ -83,7 +83,7 @@ class RowCache:
         return used
 
     def admit(self, keys: Tensor) -> Misses | None:
-        """Assign slots to keys that have none, and pin them. Evicts rows if necessary.
+        """Assign slots to keys without one, and pin them. Evicts rows if necessary.
 
         Args:
             keys: int64 [M], ascending.
@@ -116,11 +116,11 @@ class RowCache:
         return Misses(keys, slots, old_keys, old_rows)
 
     def forget(self, misses: Misses) -> None:
-        """Free the slots of rows that could not be read. Their pins stay until the batch releases them."""
+        """Free slots for rows that could not be read. Pins stay until the batch releases them."""
         self.drop(misses.keys[self.keys[misses.slots] == misses.keys])
 
     def drop(self, keys: Tensor) -> None:
-        """Free the slots of keys, where they have one, without writing the rows to the file."""
+        """Free slots for keys, where present, without writing the rows to the file."""
         slots = self.find(keys)
         here = slots >= 0
         self._index.remove(keys[here])
@@ -129,18 +129,18 @@ class RowCache:
 
     @property
     def trace(self) -> int:
-        """Fingerprint of the slots that the cache has assigned so far."""
+        """Fingerprint for all slots assigned so far."""
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:
-        """Return the slots that batches in flight use, int64."""
+        """Return the slots used by batches in flight, int64."""
         while self.released:
             self.pins[self.released.popleft()] -= 1
         return ((self.pins > 0) & (self.keys >= 0)).nonzero()[:, 0]
 
     @property
     def num_pinned(self) -> int:
-        """Number of slots that batches in flight use."""
+        """Count of slots used by batches in flight."""
         return int((self.pins > 0).sum())
 
 

@@ -1,8 +1,8 @@
-"""File with the rows and optimizer state of a table larger than memory, in fixed-width records.
+"""File with rows and optimizer state for a table larger than memory, in fixed-width records.
 
 [Note: the scratch file of a table]
 
-The file belongs to a single process, in a scratch folder inside the folder that FileRows names. A resumed run
+The file belongs to a single process, in a scratch folder inside the folder named in FileRows. A resumed run
 writes a new file from its checkpoint, which has separate files. So the file is never the only copy of
 anything a checkpoint promises, and need not survive a crash. When the table's next file is created in that
 folder, the scratch folders left by killed processes are removed.
@@ -35,7 +35,7 @@ IN_FLIGHT = 128
 
 
 class RowFileError(RuntimeError):
-    """The row file of a table could not be created, read or written."""
+    """A table's row file could not be created, read or written."""
 
 
 class RowFile:
@@ -44,9 +44,9 @@ class RowFile:
     Args:
         path: new file, from `new_path`.
         label: table name in messages.
-        part_bytes: bytes per row of each part.
+        part_bytes: bytes per row, for every part.
         first_key: first key.
-        num_rows: number of rows.
+        num_rows: row count.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class RowFile:
         self._close = weakref.finalize(self, _remove, self._file, path.parent, self._owner)
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Read rows from the file to their slots in memory.
+        """Read rows from the file to slots in memory.
 
         Args:
-            keys: keys of the rows, int64 [N], ascending.
-            parts: memory of each part, indexed by slot.
-            slots: slot of each row, int64 [N].
+            keys: row keys, int64 [N], ascending.
+            parts: memory per part, indexed by slot.
+            slots: slot per row, int64 [N].
 
         Raises:
             RowFileError: a record is damaged, or the disk fails.
@@ -83,12 +83,12 @@ class RowFile:
         self._check(failures, keys, "read")
 
     def write(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Write rows from their slots in memory to the file.
+        """Write rows from slots in memory to the file.
 
         Args:
-            keys: keys of the rows, int64 [N], ascending.
-            parts: memory of each part, indexed by slot.
-            slots: slot of each row, int64 [N].
+            keys: row keys, int64 [N], ascending.
+            parts: memory per part, indexed by slot.
+            slots: slot per row, int64 [N].
 
         Raises:
             RowFileError: the disk is full, or fails. Some rows may have been written.
@@ -98,7 +98,7 @@ class RowFile:
         self._check(failures, keys, "write")
 
     def close(self) -> None:
-        """Remove the file and its folder."""
+        """Remove the file and the folder."""
         self._close()
 
     @contextlib.contextmanager
@@ -115,7 +115,7 @@ class RowFile:
             os.close(file)
 
     def _check(self, failures: Tensor, keys: Tensor, verb: str) -> None:
-        """Raise RowFileError for the first failure of a read or write."""
+        """Raise RowFileError for the first read or write failure."""
         if len(failures):
             number, cause = failures[0].tolist()
             raise self._error(cause, int(keys[number]), verb)
@@ -148,7 +148,7 @@ class RowFile:
 
 
 def new_path(folder: Path, name: str) -> Path:
-    """Create a scratch folder for the rows of a table in ``folder``. Returns the path of the file to create.
+    """Create a scratch folder for table rows in ``folder``. Returns the path for the new file.
 
     Raises:
         RowFileError: the folder cannot be created.
@@ -165,12 +165,12 @@ def new_path(folder: Path, name: str) -> Path:
 
 
 def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
-    """Return the bytes per row of each part, for rows with ``width`` columns."""
+    """Return the bytes per row and part, for rows with ``width`` columns."""
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
 
 def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
-    """Return the index of each requested key in ascending ``keys``, int64 [N]; -1 if it is missing."""
+    """Return the index per requested key in ascending ``keys``, int64 [N]; -1 if it is missing."""
     if len(keys) == 0:
         return torch.full_like(requested, -1)
     positions = torch.searchsorted(keys, requested).clamp_(max=len(keys) - 1)
@@ -181,9 +181,9 @@ def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tens
     """Allocate uninitialized memory for rows, one tensor per part.
 
     Args:
-        parts: parts of a row.
-        num_rows: number of rows.
-        width: number of columns.
+        parts: row parts.
+        num_rows: row count.
+        width: column count.
     """
     return [
         torch.empty((num_rows,) if part.per_row else (num_rows, width), dtype=part.dtype) for part in parts
@@ -191,7 +191,7 @@ def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tens
 
 
 def _create_file(path: Path, num_bytes: int) -> tuple[int, bool]:
-    """Create a sparse file. Returns its descriptor, and whether I/O bypasses the page cache (O_DIRECT)."""
+    """Create a sparse file. Returns the descriptor, and whether I/O bypasses the page cache (O_DIRECT)."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(file, num_bytes)
@@ -208,7 +208,7 @@ def _create_file(path: Path, num_bytes: int) -> tuple[int, bool]:
 
 
 def _open_direct(path: Path) -> int | None:
-    """Open a file for I/O that bypasses the page cache. Returns None if the system does not support it."""
+    """Open a file for I/O bypassing the page cache. Returns None if the system does not support it."""
     if not hasattr(os, "O_DIRECT") or not has_kernels:
         return None  # plain Python cannot allocate sector-aligned memory
     try:

@@ -1,4 +1,4 @@
-"""Which regions of a table's file are written, and the initial values of all others."""
+"""Which regions in a table's file are written, and initial values for all others."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
@@ -10,18 +10,18 @@ from meshrec.tables.cached.file import RowFile, memory_for
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 FirstBlocks = Callable[[Span], Iterable[RowBlock]]
-"""Returns blocks with the initial rows of a key interval."""
+"""Returns blocks with the initial rows in a key interval."""
 
 
 class StoredRows:
-    """Rows in a file, for a table that writes each row before it reads it."""
+    """Rows in a file, for a table that writes every row before reading it."""
 
     def __init__(self, file: RowFile) -> None:
         self.file = file
         self.first: FirstBlocks | None = None  # set by FileTable.set_initial_rows
 
     def unwritten(self, keys: Tensor) -> list[int]:
-        """Return the regions that must be written before rows with these keys are read or written."""
+        """Return the regions to write before rows with these keys are read or written."""
         return []
 
     def write_initial(self, regions: Iterable[int]) -> None:
@@ -35,12 +35,12 @@ class StoredRows:
         return []
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Read rows to their slots in memory.
+        """Read rows to slots in memory.
 
         Args:
-            keys: keys of the rows, int64 [N], ascending.
-            parts: memory of each part, indexed by slot.
-            slots: slot of each row, int64 [N].
+            keys: row keys, int64 [N], ascending.
+            parts: memory per part, indexed by slot.
+            slots: slot per row, int64 [N].
         """
         self.file.read(keys, parts, slots)
 
@@ -53,9 +53,9 @@ class RowRegions(StoredRows):
 
     Args:
         file: file.
-        parts: parts of a row, with their default initial values.
+        parts: row parts, with default initial values.
         rectangle: rows and columns.
-        region_rows: rows per region. Regions start at multiples of it, counted from row 0 of the table.
+        region_rows: rows per region. Regions start at multiples, counted from row 0 in the table.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class RowRegions(StoredRows):
         super().__init__(file)
         self._parts, self._rectangle = list(parts), rectangle
         self._region_rows = region_rows
-        self._offset = rectangle.r0 // region_rows  # number of the first region in the table
+        self._offset = rectangle.r0 // region_rows  # the first region's number in the table
         self._is_written = torch.zeros(-(-rectangle.r1 // region_rows) - self._offset, dtype=torch.bool)
         # ``first`` supplies initial values; None: the defaults in ``parts``.
 
     def unwritten(self, keys: Tensor) -> list[int]:
-        """Return the regions of these keys that are not yet in the file."""
+        """Return the regions for these keys not yet in the file."""
         regions = keys.div(self._region_rows, rounding_mode="floor").unique() - self._offset
         unwritten: list[int] = regions[~self._is_written[regions]].tolist()
         return unwritten
@@ -108,12 +108,12 @@ class RowRegions(StoredRows):
         ]
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Read rows to their slots in memory. Rows of unwritten regions get their initial values.
+        """Read rows to slots in memory. Rows in unwritten regions get initial values.
 
         Args:
-            keys: keys of the rows, int64 [N], ascending.
-            parts: memory of each part, indexed by slot.
-            slots: slot of each row, int64 [N].
+            keys: row keys, int64 [N], ascending.
+            parts: memory per part, indexed by slot.
+            slots: slot per row, int64 [N].
 
         Raises:
             RowFileError: a record is damaged, or the disk fails.
@@ -130,7 +130,7 @@ class RowRegions(StoredRows):
                 part[slots[selected]] = values[keys[selected] - first]
 
     def initial_rows(self, first: int, end: int) -> list[Tensor]:
-        """Return the initial values of rows [first, end), one tensor per part."""
+        """Return initial values for rows [first, end), one tensor per part."""
         width = self._rectangle.c1 - self._rectangle.c0
         parts = memory_for([part for part, _ in self._parts], end - first, width)
         for (_, value), tensor in zip(self._parts, parts, strict=True):
@@ -143,13 +143,13 @@ class RowRegions(StoredRows):
         return parts
 
     def _span(self, number: int) -> Span:
-        """Return the rows of a region, [first, end)."""
+        """Return a region's rows, [first, end)."""
         start = (number + self._offset) * self._region_rows
         r = self._rectangle
         return max(start, r.r0), min(start + self._region_rows, r.r1)
 
     def _within(self, first: int, end: int) -> Iterator[int]:
-        """Yield the regions that contain any of the rows [first, end)."""
+        """Yield the regions containing any of the rows [first, end)."""
         yield from range(
             first // self._region_rows - self._offset, -(-end // self._region_rows) - self._offset
         )

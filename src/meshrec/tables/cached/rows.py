@@ -20,9 +20,9 @@ from meshrec.tables.table import Rectangle, RowPart, Span
 
 @dataclass(frozen=True, kw_only=True)
 class FileRows:
-    """Option of a table: rows and optimizer state in a file, with a cache of rows in memory.
+    """Table option: rows and optimizer state in a file, with a row cache in memory.
 
-    Give the size of the cache in rows or bytes, for the whole table: if the table is split over ranks, each
+    Give the cache size in rows or bytes, for the whole table: if the table is split over ranks, every
     rank has a proportional share. Training gives the same bits as with the table in memory.
 
     The files are scratch: they are created when the module is sharded, removed with it, and rewritten from a
@@ -30,8 +30,8 @@ class FileRows:
 
     Args:
         path: folder for the files; created if it does not exist.
-        cache_rows: number of rows in memory. The cache must hold the distinct rows of two batches.
-        cache_bytes: memory of the cache in bytes, including optimizer state and bookkeeping.
+        cache_rows: rows in memory. The cache must hold two batches' distinct rows.
+        cache_bytes: cache memory in bytes, including optimizer state and bookkeeping.
 
     Raises:
         ValueError: neither size is given, or both are, or a size is below 1.
@@ -53,7 +53,7 @@ class FileRows:
                 raise ValueError(f"FileRows: {name} must be an integer >= 1, got {value!r}.")
 
     def num_cached(self, row_bytes: int) -> int:
-        """Return the number of rows in memory, given the bytes of a whole row with optimizer state."""
+        """Return the row count in memory, given the bytes per whole row with optimizer state."""
         if self.cache_rows is not None:
             return self.cache_rows
         assert self.cache_bytes is not None
@@ -62,13 +62,13 @@ class FileRows:
 
 @dataclass(frozen=True)
 class FileBackedRows(ExternalRows, DenseRows):
-    """Storage of floating-point rows in a file; see ``FileRows``.
+    """Storage for floating-point rows in a file; see ``FileRows``.
 
     Args:
-        dtype: dtype of the rows.
+        dtype: row dtype.
         options: file and cache.
         name: table name.
-        size: rows and columns of the whole table.
+        size: whole-table rows and columns.
     """
 
     options: FileRows
@@ -81,12 +81,12 @@ class FileBackedRows(ExternalRows, DenseRows):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> FileTable:
-        """Create the table of a rectangle, with its file.
+        """Create a rectangle's table, with a new file.
 
         Args:
             rectangle: rows and columns.
-            spec: optimizer of the rows; None: no state.
-            device: device of the module, which must be the CPU.
+            spec: row optimizer; None: no state.
+            device: module device, which must be the CPU.
 
         Raises:
             ValueError: the device is not the CPU.
@@ -108,7 +108,7 @@ class FileBackedRows(ExternalRows, DenseRows):
         return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=label)
 
     def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
-        """Return the number of rows in memory for a rectangle."""
+        """Return the in-memory row count for a rectangle."""
         num_rows, dim = self.size
         height = rectangle.r1 - rectangle.r0
         cached = self.options.num_cached(sum(part_bytes(parts, dim)))
@@ -117,6 +117,6 @@ class FileBackedRows(ExternalRows, DenseRows):
 
 
 def _initial_values(parts: list[RowPart], spec: OptimizerSpec | None) -> list[RowPartStart]:
-    """Return each part with its initial value: 0 for weights, that of the spec for optimizer state."""
+    """Return parts with initial values: 0 for weights, the spec's values for optimizer state."""
     values = {slot.name: slot.initial_value for slot in spec.state_slots()} if spec is not None else {}
     return [RowPartStart(part, float(values.get(part.name, 0.0))) for part in parts]

@@ -1,4 +1,4 @@
-"""Table larger than memory: all rows of a rectangle in a file, and a cache in memory.
+"""Table larger than memory: all rectangle rows in a file, and a cache in memory.
 
 [Note: rows on their way to the cache]
 
@@ -45,20 +45,20 @@ from meshrec.tables.streamed import streamed_parts
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 _SECTOR = 512
-_STREAM_BYTES = 1 << 22  # file bytes per block of a stream
+_STREAM_BYTES = 1 << 22  # file bytes per stream block
 _MOST_WRITES = 4
-"""Maximum number of batches whose victims are being written. Further batches wait."""
+"""Maximum batch count with victims being written. Further batches wait."""
 
 
 class RowPartStart(NamedTuple):
-    """A part of a row, and its initial value in rows without other initial values."""
+    """A row part, and the initial value in rows without other initial values."""
 
     part: RowPart
     value: float
 
 
 class _UncachedRows(NamedTuple):
-    """Rows that are neither in the cache nor in the file: evicted and being written, or new."""
+    """Rows neither in the cache nor in the file: evicted and being written, or new."""
 
     keys: Tensor
     """int64 [N], ascending."""
@@ -82,24 +82,24 @@ class _UncachedRows(NamedTuple):
 
 @dataclasses.dataclass
 class RowCounts:
-    """Counters of rows used, read and written since the table was created."""
+    """Counters for rows used, read and written since the table was created."""
 
     num_used: int = 0
-    """Distinct rows of batches that were in memory."""
+    """Distinct batch rows found in memory."""
     num_read: int = 0
-    """Distinct rows of batches that were not in memory."""
+    """Distinct batch rows not found in memory."""
     num_written: int = 0
-    """Dirty rows that were evicted from memory."""
+    """Dirty rows evicted from memory."""
     num_snapshots: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of the distinct rows of batches that were in memory."""
+        """Fraction of distinct batch rows found in memory."""
         return self.num_used / max(1, self.num_used + self.num_read)
 
 
 class _Workers:
-    """The reader thread and the writer thread of a table, and failed reads."""
+    """A table's reader thread and writer thread, and failed reads."""
 
     def __init__(self) -> None:
         self.reader = ThreadPoolExecutor(1, "meshrec-rows-read")
@@ -115,7 +115,7 @@ class _Workers:
 
 
 class RowsInFlight(Pin):
-    """Pin of the rows that a batch uses in a cache, some of which may still be being read."""
+    """Pin on a batch's rows in a cache. Some rows may still be being read."""
 
     def __init__(
         self, band: tuple[int, int, int], cache: RowCache, used: Tensor, arrival: "Future[None] | Exception"
@@ -135,7 +135,7 @@ class RowsInFlight(Pin):
         self._arrival.result()
 
     def release(self) -> None:
-        """Release the slots. The cache removes their pins when the next batch starts."""
+        """Release the slots. The cache removes the pins when the next batch starts."""
         if not self.is_released:
             self.is_released = True
             self._released.append(self._used)
@@ -146,13 +146,13 @@ class RowsInFlight(Pin):
 
 @final
 class FileTable:
-    """A rectangle of a table with rows in a file; see [Note: rows on their way to the cache].
+    """A table rectangle with rows in a file; see [Note: rows on their way to the cache].
 
     Args:
         rectangle: rows and columns.
-        starts: parts of rows and optimizer state.
+        starts: row parts and optimizer state.
         stored: the rows in the file.
-        num_slots: number of rows in memory.
+        num_slots: row count in memory.
         name: table name in messages.
     """
 
@@ -175,7 +175,7 @@ class FileTable:
         self._new_rows = _UncachedRows(
             torch.empty(0, dtype=torch.int64), memory_for(self.parts, 0, r.c1 - r.c0), _finished()
         )
-        """Rows set by ``start_rows`` that are neither in memory nor in the file."""
+        """Rows set by ``start_rows``, neither in memory nor in the file."""
         # Victims being written, in write order: a later copy of a row must reach the file last.
         self._victims: deque[_UncachedRows] = deque()
         # Open snapshots, from ``snapshot`` until ``end_snapshot``.
@@ -188,30 +188,30 @@ class FileTable:
 
     @property
     def index(self) -> "FileTable":
-        """The table itself, which is its own index."""
+        """The table itself, which is also the index."""
         return self
 
     @property
     def rows(self) -> Tensor:
-        """Memory of the cached rows."""
+        """Memory for cached rows."""
         return self._cache.memory[0]
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Memory of the cached optimizer state."""
+        """Memory for cached optimizer state."""
         return self._cache.memory[1:]
 
     @property
     def slot_keys(self) -> Tensor:
-        """Key of each slot."""
+        """Key per slot."""
         return self._cache.keys
 
     def set_initial_rows(self, first: FirstBlocks) -> None:
-        """Set the function that returns initial rows. It is called when rows are first needed."""
+        """Set the function for initial rows. It is called when rows are first needed."""
         self.stored.first = first
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys whose rows are in these slots now."""
+        """Return the keys with rows in these slots now."""
         return self._cache.keys[slots]
 
     @torch.no_grad()
@@ -249,7 +249,7 @@ class FileTable:
     def start_rows(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
         """Set new rows for keys, replacing any previous rows.
 
-        Rows that are not in memory are kept separately until a batch resolves them, or until ``drop``.
+        Rows not in memory are kept separately until a batch resolves them, or until ``drop``.
 
         Args:
             keys: int64 [N], ascending.
@@ -267,7 +267,7 @@ class FileTable:
                 self._new_rows = self._new_rows.plus(keys[~here], [values[~here] for values in rows])
 
     def drop(self, keys: Tensor) -> None:
-        """Remove the rows of keys, int64 [N], ascending, that no batch in flight uses.
+        """Remove rows by key, int64 [N], ascending. No batch in flight may use them.
 
         They must not be read before ``start_rows`` or ``load`` has replaced them.
         """
@@ -276,7 +276,7 @@ class FileTable:
             self._new_rows = self._new_rows.without(keys)
 
     def log(self, keys: Tensor) -> None:
-        """Write rows to the logs of all snapshots, before they are dropped or replaced.
+        """Write rows to all snapshot logs, before they are dropped or replaced.
 
         Raises:
             RowFileError: a row cannot be read, or a log cannot be written.
@@ -313,7 +313,7 @@ class FileTable:
                     self._load(RowBlock(block.keys[rows], block.columns, parts))
 
     def snapshot(self) -> "RowLog":
-        """Return a snapshot of the present rows; see [Note: how a table in a file is frozen]."""
+        """Snapshot the present rows; see [Note: how a table in a file is frozen]."""
         with self._lock:
             self._finish_reads()
             self.counts.num_snapshots += 1
@@ -327,7 +327,7 @@ class FileTable:
             return log
 
     def end_snapshot(self, snapshot: "RowLog") -> None:
-        """Stop writing to the log of a snapshot."""
+        """Stop writing to a snapshot's log."""
         with self._guard():
             self._snapshots = [log for log in self._snapshots if log is not snapshot]
             self._last_read.exception()  # a read in flight may write to the log
@@ -340,7 +340,7 @@ class FileTable:
             yield start, min(start + step, end)
 
     def make_block(self, keys: range, parts: Sequence[Tensor], columns: Span | None) -> RowBlock:
-        """Return a row block, given rows of all columns.
+        """Return a row block, given rows with all columns.
 
         Args:
             keys: consecutive keys.
@@ -357,11 +357,11 @@ class FileTable:
 
     @torch.no_grad()
     def rows_at(self, keys: Tensor, unneeded: Tensor | None = None) -> list[Tensor]:
-        """Return the present rows of keys, one tensor per part, wherever they are.
+        """Return the present rows by key, one tensor per part, wherever they are.
 
         Args:
             keys: int64 [N], ascending.
-            unneeded: bool [N], keys whose rows are not needed: the result has arbitrary values there.
+            unneeded: bool [N], keys without a needed row: the result has arbitrary values there.
         """
         with self._guard():
             self._finish_reads()
@@ -396,7 +396,7 @@ class FileTable:
 
     @property
     def _rows_per_block(self) -> int:
-        """Number of rows per block of a stream."""
+        """Rows per stream block."""
         return max(1, _STREAM_BYTES // self.stored.file.layout.record_bytes)
 
     def _guard(self) -> AbstractContextManager[Any]:
@@ -404,7 +404,7 @@ class FileTable:
         return self._lock if os.getpid() == self._workers.owner else nullcontext()
 
     def _finish_reads(self) -> None:
-        """Wait until all reads have ended, and free the slots of rows that could not be read."""
+        """Wait until all reads have ended, and free slots for rows that could not be read."""
         if os.getpid() != self._workers.owner:
             return  # a snapshot was made before the fork, and waited
         self._last_read.exception()
@@ -413,7 +413,7 @@ class FileTable:
         self._workers.error = None
 
     def _check_written(self) -> None:
-        """Forget victims that are in the file by now, and retry failed writes.
+        """Forget victims already in the file, and retry failed writes.
 
         Raises:
             RowFileError: a write fails again.
@@ -447,7 +447,7 @@ class FileTable:
         self.stored.file.write(keys, rows, torch.arange(len(keys)))
 
     def _admit(self, missing: Tensor) -> Misses:
-        """Assign slots to keys that have none, and start to write dirty victims.
+        """Assign slots to keys without one, and start to write dirty victims.
 
         Raises ValueError if full.
         """
@@ -466,7 +466,7 @@ class FileTable:
         return misses
 
     def _start_reads(self, misses: Misses | None, used: Tensor, train: bool) -> "Future[None]":
-        """Start to bring a batch's rows to their slots.
+        """Start to bring a batch's rows to slots.
 
         The returned future covers all earlier batches too.
         """
@@ -478,7 +478,7 @@ class FileTable:
         return self._last_read
 
     def _take_from_copies(self, misses: Misses) -> Misses | None:
-        """Copy rows that are not in the file to their slots. Returns the rows that must be read, or None."""
+        """Copy rows not in the file to slots. Returns the rows to read, or None."""
         absent = torch.ones(len(misses.keys), dtype=torch.bool)
         for copy in (self._new_rows, *reversed(self._victims)):
             if copy.keys is misses.old_keys:
@@ -497,7 +497,7 @@ class FileTable:
         return misses._replace(keys=misses.keys[absent], slots=misses.slots[absent]) if absent.any() else None
 
     def _read_and_log(self, reads: Misses | None, logs: "Sequence[tuple[RowLog, Tensor]]") -> None:
-        """Read rows to their slots, and log rows that will change. Runs in the reader thread."""
+        """Read rows to slots, and log rows about to change. Runs in the reader thread."""
         workers, cache = self._workers, self._cache
         try:
             if workers.error is not None:
@@ -513,7 +513,7 @@ class FileTable:
             raise
 
     def _load(self, block: RowBlock) -> None:
-        """Replace the rows of one block, in memory and in the file."""
+        """Replace a block's rows, in memory and in the file."""
         span = block.keys if isinstance(block.keys, range) else None
         keys = torch.arange(span.start, span.stop) if span is not None else block.keys
         assert isinstance(keys, Tensor)
@@ -542,13 +542,13 @@ class FileTable:
 
 @final
 class RowLog:
-    """Log of the rows that have changed since a snapshot; see [Note: how a table in a file is frozen].
+    """Log of rows changed since a snapshot; see [Note: how a table in a file is frozen].
 
     Args:
         table: table.
         path: new file for the log.
-        parts: parts of a row, and number of columns.
-        num_slots: number of slots in the table's cache.
+        parts: row parts, and column count.
+        num_slots: slots in the table's cache.
     """
 
     def __init__(
@@ -557,7 +557,7 @@ class RowLog:
         self._table, self._path, self._parts = table, path, parts
         # Whether the row in a slot is in the log.
         self._is_logged = torch.zeros(num_slots, dtype=torch.bool)
-        # Number of entries written, and the keys of those read.
+        # Entry count written, and keys of entries read.
         self._num_rows, self._seen = 0, torch.empty(0, dtype=torch.int64)
         kinds, width = parts
         record = 8 + sum((1 if part.per_row else width) * part.dtype.itemsize for part in kinds) + 4
@@ -566,11 +566,11 @@ class RowLog:
         self._end = weakref.finalize(self, _remove, self._file, created, os.getpid())
 
     def mark_logged(self, slots: Tensor, new: Tensor, *, train: bool = True) -> Tensor:
-        """Return the slots whose rows must be logged before a batch changes them, and mark them as logged.
+        """Return the slots to log before a batch changes the rows, and mark them as logged.
 
         Args:
-            slots: slots that the batch uses.
-            new: slots that have just got another row.
+            slots: slots used by the batch.
+            new: slots with another row since this batch.
             train: whether the batch may change rows.
         """
         self._is_logged[new] = False
@@ -582,8 +582,8 @@ class RowLog:
         """Write the rows at some slots to the log.
 
         Args:
-            keys: key of each slot.
-            memory: memory of each part, indexed by slot.
+            keys: key per slot.
+            memory: memory per part, indexed by slot.
             slots: slots to write.
 
         Raises:
@@ -601,17 +601,17 @@ class RowLog:
         self._num_rows += len(slots)
 
     def append_rows(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
-        """Write rows that are not in slots to the log."""
+        """Write rows outside slots to the log."""
         self.append(keys, rows, torch.arange(len(keys)))
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows at the moment of the snapshot; see ``tables.table.TableSnapshot``."""
+        """Yield the rows at the snapshot's moment; see ``tables.table.TableSnapshot``."""
         for first, end in self._table.spans(keys):
             parts = self.rows_at(torch.arange(first, end))
             yield self._table.make_block(range(first, end), parts, columns)
 
     def rows_at(self, keys: Tensor) -> list[Tensor]:
-        """Return the rows of keys (int64 [N], ascending) at the moment of the snapshot, one tensor per part.
+        """Return the rows by key (int64 [N], ascending) at the snapshot's moment, one tensor per part.
 
         Raises:
             RowFileError: a row or a log entry is damaged.
@@ -631,7 +631,7 @@ class RowLog:
         self._end()
 
     def _entries(self, keys: Tensor) -> Tensor:
-        """Return the first log entry of each key; -1 for keys without an entry."""
+        """Return the first log entry per key; -1 for keys without an entry."""
         with suppress(FileNotFoundError):
             self._read_new_entries()
         positions = positions_in(keys, self._seen)
@@ -642,7 +642,7 @@ class RowLog:
         return torch.where(first_entries < none, first_entries, -1)
 
     def _read_new_entries(self) -> None:
-        """Read the keys of log entries written since the last call."""
+        """Read keys from log entries written since the last call."""
         count = os.stat(self._path).st_size // self._layout.block_bytes
         entries = torch.arange(len(self._seen), count)
         if len(entries):
@@ -650,7 +650,7 @@ class RowLog:
             self._seen = torch.cat([self._seen, new_keys])
 
     def _read(self, entries: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the keys and rows of log entries."""
+        """Return keys and rows from log entries."""
         kinds, width = self._parts
         keys, rows = torch.empty(len(entries), dtype=torch.int64), memory_for(kinds, len(entries), width)
         if len(entries):
@@ -677,7 +677,7 @@ def _remove(file: int, created: Created, owner: int) -> None:
 
 
 def _finished() -> "Future[None]":
-    """Return a future that is done."""
+    """Return a finished future."""
     future: Future[None] = Future()
     future.set_result(None)
     return future

@@ -1,8 +1,8 @@
-"""Memory of tables whose number of rows is not known in advance.
+"""Memory for tables without a known row count.
 
 [Note: memory that grows]
 
-Kernels read a table at a fixed address. So address space is reserved for the maximum number of rows, and the
+Kernels read a table at a fixed address. So address space is reserved for the maximum row count, and the
 system supplies a memory page on the first write to a row in it: rows never move, and a table takes memory
 only for existing rows. If the system refuses to reserve that much (an address space limit, strict overcommit,
 GPU memory), rows are moved to twice the room whenever the room is full, and the log reports this.
@@ -31,18 +31,18 @@ _LEAST_ROWS = 64  # smallest height of the tensors
 
 
 class GrowingRows:
-    """Memory of rows and optimizer state, indexed by slot; see [Note: memory that grows].
+    """Memory for rows and optimizer state, indexed by slot; see [Note: memory that grows].
 
     Args:
-        row: tensors of one row, each ``[1, ...]``, with the initial values of a new row.
-        max_rows: maximum number of rows that the table can ever have.
+        row: tensors ``[1, ...]`` for a row, with a new row's initial values.
+        max_rows: maximum row count, for the table's whole life.
         name: table name in messages.
-        other_regions: further memory that grows together with the rows, for prefaulting.
+        other_regions: further memory growing together with the rows, for prefaulting.
 
     Attributes:
         first: copies of the tensors in ``row``.
-        tensors: memory of all rows: one tensor per tensor in ``row``, with at least ``num_rows`` rows.
-        num_rows: number of rows so far.
+        tensors: memory for all rows: one tensor per tensor in ``row``, with at least ``num_rows`` rows.
+        num_rows: row count so far.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GrowingRows:
                 row[0].device,
             )
         self._bits = [bits_of(part) for part in self.first]
-        """Bits of the initial value, for each tensor in ``row``."""
+        """Initial value bits, per tensor in ``row``."""
         regions = [GrowingRegion(part, part[:1].nbytes) for part in self._reserved]
         self._pages = PagePrefaulter([*regions, *other_regions])
         self.num_rows = 0
@@ -79,8 +79,8 @@ class GrowingRows:
         """Add rows with initial values, until there are ``num_rows``.
 
         Args:
-            num_rows: number of rows afterward.
-            num_written: number of tensors, counted from the first, whose new rows the caller writes.
+            num_rows: row count afterward.
+            num_written: tensors, counted from the first, with new rows written by the caller.
 
         Raises:
             ValueError: ``num_rows`` exceeds ``max_rows``. Nothing has changed then.
@@ -104,14 +104,14 @@ class GrowingRows:
     def start_rows(
         self, slots: Tensor, end: int, fills: Fills, *, num_written: int, unchanged: Collection[int]
     ) -> None:
-        """Add rows up to ``end``, and reset slots that are used again to initial values.
+        """Add rows up to ``end``, and reset reused slots to initial values.
 
         Args:
-            slots: slots of new rows, int64 [N], at least one, all below ``end``.
-            end: number of rows afterward, at least.
+            slots: slots for new rows, int64 [N], at least one, all below ``end``.
+            end: row count afterward, at least.
             fills: queue for the writes.
             num_written: see ``grow``.
-            unchanged: numbers of the tensors in which slots that are used again are not reset.
+            unchanged: numbers of the tensors in which reused slots are not reset.
         """
         num_rows = self.num_rows
         self.grow(end, num_written=num_written)
@@ -133,7 +133,7 @@ class GrowingRows:
 
 
 def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
-    """Make copies and pickles of an object's tensors return the tensors of the copied object.
+    """Make copies and pickles of an object's tensors return the copied object's tensors.
 
     Updates and lookups also hold these tensors. Copied on their own, they would include the reserved memory.
 
@@ -149,7 +149,7 @@ def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
 
 
 class _CopiedMemory:
-    """Copy and pickle hooks of one tensor: they return the tensor of the copied owner."""
+    """Copy and pickle hooks for a tensor: they return the copied owner's tensor."""
 
     def __init__(self, owner: Callable[[], Any], name: str) -> None:
         self._owner, self._name = owner, name
@@ -162,7 +162,7 @@ class _CopiedMemory:
 
 
 def _memory_of(owner: Any, name: str) -> Tensor:
-    """Return a tensor of an object's ``memory``."""
+    """Return a tensor from an object's ``memory``."""
     assert owner is not None, "whoever keeps the memory of a table keeps the table"
     tensor: Tensor = owner.memory[name]
     return tensor

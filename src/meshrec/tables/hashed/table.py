@@ -7,7 +7,7 @@ their initial rows there: these slots are pending, and pinned to the batch. At t
 (``admission_eviction.py``) an admitted ID's slot becomes alive with its present row. A rejected ID's slot
 stays pending until no batch in flight uses it, and then becomes free. A row evicted while a batch in flight
 uses it becomes pending and restarts from its initial row. So no batch reads or updates another ID's row, and
-the rows that a batch reads do not depend on how far ahead it was resolved.
+the rows read by a batch do not depend on how far ahead it was resolved.
 
 New keys get slots in sorted order, so column shards, here and on other ranks, have equal slots.
 
@@ -15,7 +15,7 @@ New keys get slots in sorted order, so column shards, here and on other ranks, h
 
 In key order, a table with n rows looks like a fixed table with n rows and an additional part, ``ids``:
 position p holds the row of the ID with the p-th smallest key. So split tensors, checkpoints and safetensors
-need nothing else. Counts of IDs that wait for admission are a second list, ``waiting_ids`` and ``waiting``.
+need nothing else. Waiting ID counts are a second list, ``waiting_ids`` and ``waiting``.
 """
 
 import copy
@@ -58,16 +58,16 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span, Table, Tabl
 # Shape legend: N IDs or slots.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_BLOCK_BYTES = 1 << 23  # bytes of rows in a block of a stream
+_BLOCK_BYTES = 1 << 23  # row bytes per stream block
 ALIVE = "is_alive"
-"""Name of the part of ``HashedTable.memory`` that tells which slots are alive, bool by slot."""
+"""Part name in ``HashedTable.memory`` for the liveness flag, bool by slot."""
 IDS = "ids"
-"""Name of the part with the IDs, in key order."""
-_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1  # slots for pending rows, and the limit of the index
+"""Part name for the IDs, in key order."""
+_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1  # slots for pending rows, and the index limit
 
 
 class PinnedRows(Pin):
-    """Pin of the rows that a batch uses in one table."""
+    """Pin on a batch's rows in a table."""
 
     def __init__(
         self,
@@ -79,18 +79,18 @@ class PinnedRows(Pin):
     ) -> None:
         self.table, self.pending, self._fresh = table, pending, fresh
         self.changes = table.accounting.changes
-        """``RowAccounting.changes`` of the table when the batch was resolved."""
+        """The table's ``RowAccounting.changes`` when the batch was resolved."""
         self._parts = parts
         self.arriving: RowsInFlight | None = None
-        """Pin of the same rows in the cache of a file. Set by ``resolve``; None for rows in memory."""
+        """Pin on the same rows in a file's cache. Set by ``resolve``; None for rows in memory."""
 
     @property
     def slots(self) -> Tensor:
-        """Slots that the batch uses, int64; may repeat."""
+        """Slots used by the batch, int64; may repeat."""
         return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
 
     def fresh(self) -> AssignedSlots | None:
-        """Return the new rows of this batch, if they are its only pending rows; else None."""
+        """Return this batch's new rows, if the batch has no other pending rows; else None."""
         return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
     def release(self) -> None:
@@ -110,16 +110,16 @@ class PinnedRows(Pin):
 
 @dataclass
 class TableCounts:
-    """Counters of IDs since a table was created, on this rank.
+    """ID counters since a table was created, on this rank.
 
     Attributes:
-        live: IDs that have a row now.
-        new: IDs that were admitted.
-        refused: new IDs that were not admitted, counted once per update.
+        live: IDs with a row now.
+        new: admitted IDs.
+        refused: new IDs not admitted, counted once per update.
         evicted: IDs whose rows were evicted.
         read: IDs looked up in training.
-        hits: IDs looked up in training that had a row.
-        early: estimated fraction of new IDs that a sketch admits early.
+        hits: IDs looked up in training with a row.
+        early: estimated fraction of new IDs admitted early by a sketch.
     """
 
     live: int = 0
@@ -133,32 +133,32 @@ class TableCounts:
 
 @dataclass
 class RowAccounting:
-    """Counters and change records of a table."""
+    """A table's counters and change records."""
 
     report: TableCounts = field(default_factory=TableCounts)
     evicted: list[Tensor] = field(default_factory=list)
-    """Keys of evicted rows, one tensor per eviction, for the delta publisher; recorded if ``is_watched``."""
+    """Evicted rows' keys, one tensor per eviction, for the delta publisher; recorded if ``is_watched``."""
     is_watched: bool = False
     changes: int = 0
-    """Number of admissions and evictions so far."""
+    """Admission and eviction count so far."""
     loads: int = 0
-    """Number of calls to ``load`` so far."""
+    """``load`` calls so far."""
     key_ordered_ref: "ReferenceType[KeyOrderedRows] | None" = None
     """Rows in key order, which exist only while a caller holds them."""
 
     def note_reads(self, num_read: int, num_absent: int) -> None:
-        """Count the IDs of a batch, of which ``num_absent`` had no row."""
+        """Count a batch's IDs, with ``num_absent`` IDs without a row."""
         self.report.read += num_read
         self.report.hits += num_read - num_absent
 
 
 @final
 class HashedTable:
-    """The rows of a rectangle of a hashed table; see [Note: the life of a row].
+    """A hashed table rectangle's rows; see [Note: the life of a row].
 
     Args:
         rectangle: keys (see [Note: the keys of hashed tables]) and columns.
-        storage: row format and options of the table.
+        storage: row format and table options.
         spec: optimizer; None: no state.
         device: the CPU.
     """
@@ -238,7 +238,7 @@ class HashedTable:
 
     @property
     def rows(self) -> Tensor:
-        """Memory that kernels read: all rows, or the cache of a file."""
+        """Memory read by kernels: all rows, or a file's cache."""
         return self.memory["weight"] if self.file is None else self.file.table.rows
 
     @property
@@ -250,34 +250,34 @@ class HashedTable:
 
     @property
     def slot_keys(self) -> Tensor | None:
-        """Key of each slot, for 16-bit rows in memory; None otherwise."""
+        """Key per slot, for 16-bit rows in memory; None otherwise."""
         return self.memory.get("key")
 
     @property
     def index(self) -> Index:
-        """The table itself; or an index into the cache of a file."""
+        """The table itself; or an index into a file's cache."""
         return self if self.file is None else CachedKeys(self.resolve, self.file.slot_keys)
 
     @property
     def num_alive(self) -> int:
-        """Number of rows."""
+        """Row count."""
         return self.accounting.report.live
 
     @property
     def num_changes(self) -> int:
-        """Number of admissions and evictions so far."""
+        """Admission and eviction count so far."""
         return self.accounting.changes
 
     @property
     def report(self) -> TableCounts:
-        """Counters of IDs since the table was created, on this rank."""
+        """ID counters since the table was created, on this rank."""
         self.accounting.report.early = self.admission_counts.early()
         return self.accounting.report
 
     # ---- slots ------------------------------------------------------------------------------------
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return the slot of each key. New keys get pending slots with initial rows."""
+        """Return the slot per key. New keys get pending slots with initial rows."""
         self.release()
         slots = self.slots.find(keys)
         fresh, num_absent = None, int((slots < 0).sum())
@@ -299,14 +299,14 @@ class HashedTable:
         fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> PinnedRows:
-        """Pin the slots that a batch uses, and write initial rows to new ones.
+        """Pin slots for a batch, and write initial rows to new ones.
 
         Args:
-            parts: slots that the batch uses.
+            parts: slots used by the batch.
             train: whether the rows will be updated.
             fills: queue for the writes.
-            fresh: keys that have just been assigned slots.
-            num_absent: number of entries in ``parts`` that belong to such keys.
+            fresh: keys just assigned slots.
+            num_absent: entries in ``parts`` for such keys.
         """
         if fresh is not None:
             self._write_new_rows(fresh.slots, fresh.ids, fills)
@@ -328,15 +328,15 @@ class HashedTable:
         return pin
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys of the rows at these slots."""
+        """Return the row keys at these slots."""
         return self.slots.ids_of(slots)
 
     def ids_of(self, keys: Tensor) -> Tensor:
-        """Return the IDs of these keys: the inverse of the ID mix."""
+        """Return the IDs for these keys. Inverts the ID mix."""
         return unmix(keys, self.storage.keys.seed)
 
     def release(self, *more_tables: "HashedTable") -> None:
-        """Free the pending slots that no batch in flight uses any longer, in this table and others."""
+        """Free pending slots no longer used by any batch in flight, in this table and others."""
         release_rows((self, *more_tables))
 
     def mark_alive(self, slots: Tensor, fills: Fills) -> None:
@@ -381,7 +381,7 @@ class HashedTable:
     # ---- streams ----------------------------------------------------------------------------------
 
     def live_keys(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Return the keys of live rows, ascending, and their slots: both int64 [n].
+        """Return live rows' keys, ascending, and slots: both int64 [n].
 
         Args:
             keys: key interval; None: all keys.
@@ -401,7 +401,7 @@ class HashedTable:
         """Return the present rows in key order.
 
         Args:
-            first: position of this rectangle's first row in the whole table.
+            first: this rectangle's first row position in the whole table.
 
         While nothing changes and a caller holds the result, further calls return the same object.
         """
@@ -413,7 +413,7 @@ class HashedTable:
         return rows
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the live rows in blocks, followed by the counts of waiting IDs."""
+        """Yield the live rows in blocks, followed by waiting ID counts."""
         live_keys, slots = self.live_keys(keys)
         columns = columns or self.rectangle.columns
         step = self.block_rows
@@ -426,7 +426,7 @@ class HashedTable:
                 yield RowBlock(waiting[piece], columns, {"waiting": counts[piece]})
 
     def _new_admission_counts(self) -> AdmissionCounts:
-        """Create empty counters of waiting IDs."""
+        """Create empty counters for waiting IDs."""
         span, storage = (self.rectangle.r0, self.rectangle.r1), self.storage
         keys = storage.keys if storage.is_trainable else replace(storage.keys, admit=None)
         return admission_counts_for(keys, storage.max_rows, span, storage.name)
@@ -436,7 +436,7 @@ class HashedTable:
         return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
 
     def columns_at(self, positions: Span) -> Span:
-        """Return the table columns at an interval of the ``weight`` part. Inverts ``part_columns``."""
+        """Return the table columns at an interval in the ``weight`` part. Inverts ``part_columns``."""
         if positions == self.part_columns(self.rectangle.columns):
             return self.rectangle.columns
         bits = self.storage.bits or 8
@@ -444,7 +444,7 @@ class HashedTable:
 
     @property
     def block_rows(self) -> int:
-        """Number of rows in a block of a stream."""
+        """Rows per stream block."""
         return max(1, _BLOCK_BYTES // max(1, self.rows[:1].nbytes))
 
     def gather_parts(
@@ -460,7 +460,7 @@ class HashedTable:
             slots: int64 [N].
             columns: table columns to return.
             names: parts to return; None: all.
-            frozen: snapshot of the file to read from; None: present rows.
+            frozen: file snapshot to read from; None: present rows.
         """
         r, storage = self.rectangle, self.storage
         names = [part.name for part in self.parts] if names is None else list(names)
@@ -476,12 +476,12 @@ class HashedTable:
         return {name: parts[name] if parts[name].dim() == 1 else parts[name][:, first:end] for name in names}
 
     def freeze(self) -> RowLog | None:
-        """Return a snapshot of the rows in the file. None for rows in memory, which a fork freezes."""
+        """Snapshot the rows in the file. None for rows in memory, which a fork freezes."""
         return None if self.file is None else self.file.table.snapshot()
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Write rows, or parts of rows, that the blocks contain. Keys without a row get one.
+        """Write rows, or row parts, from the blocks. Keys without a row get one.
 
         Raises:
             ValueError: there would be too many rows.
@@ -507,7 +507,7 @@ class HashedTable:
             self._write(slots, block)
 
     def _write(self, slots: Tensor, block: RowBlock) -> None:
-        """Write the in-memory parts of a block."""
+        """Write a block's in-memory parts."""
         r, storage = self.rectangle, self.storage
         targets = {name: tensor.detach() for name, tensor in self.memory.items()}
         if storage.bits:
@@ -520,17 +520,17 @@ class HashedTable:
                 local[slots] = values.to(target.dtype)
 
     def reserve(self, keys: Tensor) -> None:
-        """Assign slots to keys that have none, ascending. Their rows must be loaded later."""
+        """Assign slots to keys without one, ascending. Rows must be loaded later."""
         self.release()
         self.slots.insert(keys)
 
     def clear(self) -> None:
-        """Remove all rows and the counts of all waiting IDs."""
+        """Remove all rows and all waiting ID counts."""
         evict_rows([(self, self.live_keys()[1], ())])
         self.admission_counts = self._new_admission_counts()
 
     def items(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the IDs of live rows, and copies of the rows.
+        """Return live rows' IDs, and copies of the rows.
 
         Returns:
             IDs in key order, int64 [n]; rows, [n, columns]; optimizer state and policy parts, by name.
@@ -540,12 +540,12 @@ class HashedTable:
         return self.ids_of(keys), parts.pop("weight"), parts
 
     def snapshot(self) -> TableSnapshot:
-        """Return a snapshot of the present rows, for the forked process that writes a checkpoint."""
+        """Snapshot the present rows, for the forked process writing a checkpoint."""
         return self.key_ordered().snapshot()
 
 
 class _Parts(Mapping[str, Tensor]):
-    """Parts of some rows by name, read from the table on access."""
+    """Row parts by name, read from the table on access."""
 
     def __init__(
         self, table: HashedTable, keys: Tensor, slots: Tensor, columns: Span, frozen: RowLog | None
@@ -567,13 +567,13 @@ class _Parts(Mapping[str, Tensor]):
 
 
 class KeyOrderedRows:
-    """The rows of a table by position in key order; see [Note: hashed tables in key order].
+    """A table's rows by position in key order; see [Note: hashed tables in key order].
 
     Valid until an ID is admitted or evicted.
 
     Args:
         table: table.
-        first: position of the first row in the whole table.
+        first: the first row's position in the whole table.
     """
 
     is_growable = True
@@ -591,11 +591,11 @@ class KeyOrderedRows:
         self._frozen: RowLog | None = None
 
     def is_of(self, table: object) -> bool:
-        """Return whether this object still shows the present rows of ``table``."""
+        """Return whether this object still shows the present rows in ``table``."""
         return table is self._table and self._changes == self._table.num_changes
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the parts by name, as tensors that stream their values."""
+        """Return the parts by name, as tensors streaming values."""
         return streamed_parts(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
@@ -623,7 +623,7 @@ class KeyOrderedRows:
         self._table.load(by_key())
 
     def snapshot(self) -> TableSnapshot:
-        """Return a snapshot of the present rows. A fork freezes memory, and a log freezes a file."""
+        """Snapshot the present rows. A fork freezes memory, and a log freezes a file."""
         snapshot = copy.copy(self)
         snapshot._frozen = self._table.freeze()
         return snapshot
@@ -636,22 +636,22 @@ class KeyOrderedRows:
 
 @dataclass(frozen=True)
 class HashedRows(ExternalRows):
-    """Storage of hashed tables: floating-point or quantised rows, found by a hash index.
+    """Storage for hashed tables: floating-point or quantised rows, found by a hash index.
 
-    Initial rows are a function of (seed, table, ID); quantised initial rows are rounded by their minimum and
+    Initial rows depend on (seed, table, ID); quantised initial rows are rounded by minimum and
     maximum.
 
     Args:
-        dtype: dtype of the rows; uint8 for codes.
-        keys: limits and policies of the table.
+        dtype: row dtype; uint8 for codes.
+        keys: table limits and policies.
         name: table name.
-        dim: width of a whole row.
-        max_rows: maximum number of rows.
-        bounds: range of uniform initial values.
+        dim: whole-row width.
+        max_rows: row limit.
+        bounds: range for uniform initial values.
         init_fn: draws initial rows instead, one row ``[1, dim]`` at a time, from torch's default generator.
         bits: bits per code; 0 for floating-point values.
-        file: where weights and optimizer state are; None: in memory.
-        seed_name: name from which initial rows are seeded; None: ``name``.
+        file: file options for weights and optimizer state; None: in memory.
+        seed_name: name for seeding initial rows; None: ``name``.
     """
 
     dtype: torch.dtype
@@ -679,7 +679,7 @@ class HashedRows(ExternalRows):
 
     @property
     def form(self) -> DenseRows | QuantisedRows:
-        """Storage of the row values themselves, without keys."""
+        """Storage for the row values themselves, without keys."""
         return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
 
     @property
@@ -689,18 +689,18 @@ class HashedRows(ExternalRows):
 
     @property
     def policy_parts(self) -> tuple[RowPart, ...]:
-        """Values that the eviction policy stores per row."""
+        """Values stored by the eviction policy per row."""
         policy = self.keys.evict
         return policy.parts if policy is not None and self.is_trainable else ()
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """Parts of the row values, followed by those of the eviction policy."""
+        """Row value parts, followed by eviction policy parts."""
         return (*self.form.row_parts, *self.policy_parts)
 
     @property
     def counts_waiting_ids(self) -> bool:
-        """Whether occurrences of IDs that wait for admission are counted."""
+        """Whether waiting IDs' occurrences are counted."""
         return self.keys.counts_waiting_ids and self.is_trainable
 
     def columns(self, dim: int) -> int:
@@ -710,7 +710,7 @@ class HashedRows(ExternalRows):
         return self.form.part_column(column)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Return a parameter's memory without rows: the rows of hashed tables are outside the parameter.
+        """Return parameter memory without rows: hashed table rows are outside the parameter.
 
         Args:
             num_rows: unused.
@@ -720,11 +720,11 @@ class HashedRows(ExternalRows):
         return torch.empty((0, columns), dtype=self.dtype, device=device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Return None: a ``HashedTable`` is its own index."""
+        """Return None: a ``HashedTable`` is also the index."""
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes of rows, including values of the eviction policy."""
+        """Return row bytes, including eviction policy values."""
         policy_bytes = sum(part.dtype.itemsize for part in self.policy_parts)
         return self.form.num_bytes(num_rows, dim) + num_rows * policy_bytes
 
@@ -735,7 +735,7 @@ class HashedRows(ExternalRows):
 
         Args:
             spec: optimizer; None: no state.
-            num_rows: number of rows.
+            num_rows: row count.
             dim: values per row.
             device: memory device.
         """
@@ -750,12 +750,12 @@ class HashedRows(ExternalRows):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> HashedTable:
-        """Create the table of a rectangle.
+        """Create a rectangle's table.
 
         Args:
             rectangle: keys and columns.
             spec: optimizer; None: no state.
-            device: device of the module, CPU or ``meta``.
+            device: module device, CPU or ``meta``.
 
         Raises:
             ValueError: the device is a GPU.
@@ -769,11 +769,11 @@ class HashedRows(ExternalRows):
 
     @property
     def row_seed(self) -> int:
-        """Seed of initial rows, from the seed and the name of the table."""
+        """Seed for initial rows, from the table's seed and name."""
         return seed_of_rows(self.seed_name or self.name, self.keys.seed)
 
     def write_new_rows(self, rows: Tensor, slots: Tensor, ids: Tensor, columns: Span) -> None:
-        """Write the initial rows of IDs to their slots.
+        """Write initial rows for IDs to slots.
 
         Args:
             rows: memory indexed by slot.
@@ -788,7 +788,7 @@ class HashedRows(ExternalRows):
         rows.index_copy_(0, slots, self.new_rows(ids, columns))
 
     def new_rows(self, ids: Tensor, columns: Span) -> Tensor:
-        """Return the initial rows of IDs in memory format. Codes have the scale and bias of the whole row."""
+        """Return initial rows for IDs in memory format. Codes have the whole row's scale and bias."""
         if not self.bits or columns == (0, self.dim):
             return self.encode(self.initial_values(ids, columns))
         rows = self.encode(self.initial_values(ids))
@@ -800,7 +800,7 @@ class HashedRows(ExternalRows):
         return codes
 
     def initial_values(self, ids: Tensor, columns: Span | None = None) -> Tensor:
-        """Return the initial values of the rows of IDs, fp32 [N, columns]."""
+        """Return initial row values for IDs, fp32 [N, columns]."""
         first, end = columns or (0, self.dim)
         if self.init_fn is None:
             low, high = self.bounds
@@ -809,7 +809,7 @@ class HashedRows(ExternalRows):
 
 
 def is_growable(storage: RowStorage) -> TypeGuard[HashedRows]:
-    """Return whether the tables of a storage are hashed."""
+    """Return whether a storage's tables are hashed."""
     return storage.is_growable
 
 
@@ -819,7 +819,7 @@ def has_growable_rows(table: Table) -> TypeGuard[HashedTable]:
 
 
 def release_rows(tables: Iterable[HashedTable]) -> None:
-    """Free the pending slots of tables that no batch in flight uses."""
+    """Free pending table slots not used by any batch in flight."""
     releasing = [(table, ended) for table in tables if table.released and len(ended := _pop_released(table))]
     if releasing:
         free, counts = release_slots(
@@ -833,10 +833,10 @@ def release_rows(tables: Iterable[HashedTable]) -> None:
 
 
 def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
-    """Evict rows. A row that a batch in flight uses becomes pending, with initial values.
+    """Evict rows. A row used by a batch in flight becomes pending, with initial values.
 
     Args:
-        going: for each table: the table, the slots to evict, and pins of batches that use none of these
+        going: per table: the table, the slots to evict, and pins of batches using none of these
             slots.
     """
     with Fills() as fills:
@@ -848,7 +848,7 @@ def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) 
 
 
 def _pop_released(table: HashedTable) -> Tensor:
-    """Return the pending slots of finished batches; a slot of two batches occurs twice."""
+    """Return finished batches' pending slots; a slot used by two batches occurs twice."""
     parts = [_NONE]
     while table.released:
         parts.append(table.released.popleft())
@@ -859,7 +859,7 @@ def _pop_released(table: HashedTable) -> Tensor:
 def _mark_evicted(
     table: HashedTable, slots: Tensor, updating: Collection[object], fills: Fills
 ) -> tuple[Tensor, Tensor]:
-    """Mark rows as evicted. Returns the slots that batches in flight use, and the slots to free."""
+    """Mark rows as evicted. Returns the slots used by batches in flight, and the slots to free."""
     fills.add(table.memory[ALIVE], slots, 0)
     table.accounting.report.live -= len(slots)
     table.accounting.changes += 1
@@ -884,7 +884,7 @@ def _mark_evicted(
 
 
 def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
-    """Remove the IDs at some slots from the indexes, and return their keys, per table."""
+    """Remove the IDs at some slots from the indexes, and return the keys, per table."""
     keys = free_slots([(table.slots, slots) for table, slots in rows])
     for table, slots in rows:
         if table.file is not None and len(slots):
@@ -893,7 +893,7 @@ def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
 
 
 def _rebuild(arguments: tuple[Any, ...], blocks: Iterable[RowBlock], report: TableCounts) -> HashedTable:
-    """Create a table from its pickled form: constructor arguments, rows, and counters."""
+    """Create a table from the pickled form: constructor arguments, rows, and counters."""
     table = HashedTable(*arguments)
     table.load(blocks)
     table.accounting.report = replace(report)
