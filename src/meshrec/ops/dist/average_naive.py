@@ -11,20 +11,20 @@ from meshrec.ops.library import implement
 def average_ranks(
     mean: Tensor, terms: list[Tensor], num_ranks: int, link: int = 0, exchange: int = 0
 ) -> None:
-    """Write the mean of R tensors, one per rank, to ``mean``.
+    """Write the mean over R tensors, one per rank, to ``mean``.
 
     Terms are added in order, then the sum is multiplied once by 1 / R. Both steps use float32 (float64 for
     float64 values), so the result bits do not depend on the instruction set.
 
     Args:
-        mean: [N], contiguous, float64, float32, float16 or bfloat16. May be one of the terms.
+        mean: [N], contiguous, float64, float32, float16 or bfloat16. May be a term.
         terms: R tensors like ``mean``, in rank order. Empty if the kernel reads them from a link.
         num_ranks: R.
         link: handle of a ``HostLink`` with the terms; 0: none.
         exchange: exchange number on the link.
 
     Raises:
-        ValueError: wrong number, size or dtype of terms.
+        ValueError: wrong number, size or dtype for terms.
     """
     assert link == 0, "only compiled kernels open links"
     if len(terms) != num_ranks:

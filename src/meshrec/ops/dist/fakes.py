@@ -1,4 +1,4 @@
-"""Fake kernels of the dist operators, for tracing."""
+"""Fake dist operator kernels, for tracing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -2,7 +2,7 @@
 
 The reference for the kernels, and the fallback without them.
 
-A message is a sequence of runs. A run has distinct IDs, ascending from 0. It is split into groups of
+A message has consecutive runs. A run has distinct IDs, ascending from 0. It is split into groups of
 ``GROUP`` IDs. A group is a byte with a bit width w, then per ID the gap to the previous ID minus one, in w
 bits (the first ID's predecessor is -1). Bits fill bytes from the lowest up, and the last byte of a group is
 padded with zeros.
@@ -15,19 +15,19 @@ from meshrec.ops.library import implement
 
 # Shape legend: N IDs, W bits.
 
-# One large gap widens only the codes of its group.
+# One large gap widens only the codes in the same group.
 GROUP = 128
-"""IDs that share a bit width."""
+"""IDs sharing a bit width."""
 
 
 def distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs, ascending, and the index of each ID among them: int64 [N].
+    """Return the distinct IDs, ascending, and the index per ID among them: int64 [N].
 
     Time and memory are proportional to ``num_rows``: a bit per row in the kernel, an integer per row here.
 
     Args:
         ids: int64 [N], in [0, ``num_rows``).
-        num_rows: number of possible IDs.
+        num_rows: possible ID count.
     """
     marks = ids.new_zeros(num_rows, dtype=torch.int32)
     marks[ids] = 1
@@ -68,7 +68,7 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
         wide: return int64 instead of int32.
 
     Raises:
-        ValueError: the message does not contain this number of IDs.
+        ValueError: the message has another ID count.
     """
     parts, position = [], 0
     for count in counts:
@@ -97,7 +97,7 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
 
 def _pack_run(run: Tensor) -> list[Tensor]:
     """Encode one run: a list of uint8 tensors, to be concatenated."""
-    # Gaps of sorted distinct IDs are small, so they need few bits.
+    # Gaps between sorted distinct IDs are small, so they need few bits.
     gaps = run.diff(prepend=run.new_full((1,), -1)) - 1
     if bool((gaps < 0).any()):
         bad = int((gaps < 0).nonzero()[0])

@@ -3,14 +3,14 @@
 Terms shared by the operators (U uses, Q routes, K keys, R ranks, N IDs, B bags per use, D width):
 
 - A *use* is a feature read from a table; its IDs belong to key ``keys[u]``. ``values_N``, ``offsets`` and
-  ``segments`` (int64 [K + 1] on the CPU: first bag of each key; None: equal bag counts per key) describe the
+  ``segments`` (int64 [K + 1] on the CPU: first bag per key; None: equal bag counts per key) describe the
   IDs.
-- A *route* sends the IDs of one use that fall into one shard to the shard's rank.
+- A *route* sends the IDs from one use that fall into one shard to the shard's rank.
 - ``router``: five int64 tensors on the CPU: ``cut_start``, ``cuts``, ``interval_start``,
-  ``interval_routes``, ``routes``. The row cuts 0 = c_0 < ... < c_P = rows of use u are
+  ``interval_routes``, ``routes``. The row cuts 0 = c_0 < ... < c_P = row count are, for use u,
   ``cuts[cut_start[u] : cut_start[u + 1]]``. (Hashed keys have cuts from -2^63 to 2^63 - 1, which means
   unbounded: every int64 is inside.) Adjacent cuts delimit an interval; intervals are numbered across all
-  uses. The routes that take the IDs in interval i are listed in ``interval_routes``, from
+  uses. The routes taking IDs in interval i are listed in ``interval_routes``, from
   ``interval_start[i]``. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
 - A *message* is a sequence of int32 words: [bags per route, if they differ between uses][lengths, route by
   route][IDs minus the route's first row, as int32, or int64 with ``wide``][weights, fp32]. ``header`` int64
@@ -30,21 +30,21 @@ from torch import Tensor
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.layout import check_offsets, segment_bounds
 
-_UNBOUNDED = (1 << 63) - 1  # last cut of a use with hashed keys
+_UNBOUNDED = (1 << 63) - 1  # last cut for a use with hashed keys
 
 
 class _Router(NamedTuple):
     """The ``router`` tensors as nested lists."""
 
     cuts: list[list[int]]
-    """[U]: row cuts of each use."""
+    """[U]: row cuts per use."""
     intervals: list[list[int]]
-    """[Q]: intervals of each route, numbered within the use."""
+    """[Q]: intervals per route, numbered within the use."""
     routes: list[list[int]]
     """[Q]: rank, use, first row."""
 
     def num_rows(self, use: int) -> int:
-        """Return the number of table rows that a use reads from."""
+        """Return the row count in the table read by a use."""
         return self.cuts[use][-1]
 
 
@@ -66,7 +66,7 @@ def _parse_router(router: list[Tensor]) -> _Router:
 
 
 class _UseIds(NamedTuple):
-    """IDs of one use."""
+    """IDs for one use."""
 
     ids: slice
     """The use's IDs in ``values_N``."""
@@ -75,7 +75,7 @@ class _UseIds(NamedTuple):
     rows: Tensor
     """int64: IDs, with 0 for IDs outside the table."""
     intervals: Tensor
-    """int64: interval of each ID."""
+    """int64: interval per ID."""
     bad: Tensor
     """bool: whether an ID is outside the table."""
 
@@ -83,13 +83,13 @@ class _UseIds(NamedTuple):
 def _ids_of_use(
     values: Tensor, offsets: Tensor, bounds: list[int], keys: list[int], use: int, router: _Router
 ) -> _UseIds:
-    """Return the IDs of one use, and the interval into which each falls.
+    """Return the IDs for one use, and their intervals.
 
     Args:
         values: IDs [N].
-        offsets: index of the first ID of each bag, followed by N.
-        bounds: first bag of each key, followed by the number of bags.
-        keys: key of each use.
+        offsets: first ID index per bag, followed by N.
+        bounds: first bag per key, followed by the bag count.
+        keys: key per use.
         use: use number.
         router: row cuts.
     """
@@ -112,14 +112,14 @@ class IdsToRoute(NamedTuple):
     values: Tensor
     """IDs, int32 or int64 [N]."""
     offsets: Tensor
-    """Index of the first ID of each bag, followed by N."""
+    """First ID index per bag, followed by N."""
     weights: Tensor | None
     """Per-sample weights, fp32 [N]."""
     segments: Tensor | None
-    """Index of the first bag of each key, followed by the number of bags."""
+    """First bag index per key, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key of each use."""
+    """Key per use."""
     router: list[Tensor]
     """See the module docstring."""
     num_ranks: int
@@ -128,14 +128,14 @@ class IdsToRoute(NamedTuple):
     check_ids: bool
     """Whether to raise for IDs outside the table and NaN weights. If not, such IDs are replaced by row 0."""
     names: Tensor
-    r"""UTF-8 bytes of ``"table\tfeature\n"`` per use, uint8, for messages."""
+    r"""UTF-8 bytes ``"table\tfeature\n"`` per use, uint8, for messages."""
 
 
 def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pack the IDs of a batch into one message per rank. The arguments are the fields of ``IdsToRoute``.
+    """Pack the batch IDs into one message per rank. The arguments are the fields of ``IdsToRoute``.
 
     Returns:
-        Payload (int32), header [R, 4], number of IDs of each route [Q], and of IDs outside the table for each
+        Payload (int32), header [R, 4], ID count per route [Q], and count of IDs outside the table per
             use [U].
 
     Raises:
@@ -188,9 +188,9 @@ def unpack_ids(
     """Unpack the ID messages received from all ranks into a batch for the TBE operators.
 
     Args:
-        received: words of all messages, int32.
+        received: words from all messages, int32.
         header: int64 [R, 4].
-        blocks: source rank of each block of the result, in order.
+        blocks: source rank per result block, in order.
         num_routes: routes to this rank.
         weighted: whether messages contain weights.
         wide: whether IDs are int64.
@@ -234,31 +234,31 @@ class PooledRows(NamedTuple):
     received: Tensor
     """Pooled rows from all ranks, flat."""
     local: Tensor | None
-    """Pooled rows of tables on this rank, fp32 [B, columns]."""
+    """Pooled rows from tables on this rank, fp32 [B, columns]."""
     pieces: Tensor
     """See the module docstring."""
     dims: list[int]
-    """Number of columns that each rank sends."""
+    """Column count sent by every rank."""
     batch: int  # B
     out_dim: int
     """Output columns."""
     offsets: Tensor | None
-    """Index of the first ID of each bag, for mean pooling."""
+    """First ID index per bag, for mean pooling."""
     segments: Tensor | None
-    """Index of the first bag of each key."""
+    """First bag index per key."""
     num_keys: int
     keys: list[int]
-    """Key of each use."""
+    """Key per use."""
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["PooledRows", Sequence[Any]]:
-        """Split the arguments of an operator into ``PooledRows`` and the arguments that follow."""
+        """Split operator arguments into ``PooledRows`` and the arguments after them."""
         shared = len(cls._fields)
         return cls(*arguments[:shared]), arguments[shared:]
 
 
 def gather_pooled(*arguments: Any) -> Tensor:
-    """Assemble the pooled output from the columns that all ranks sent, fp32 [B, out_dim].
+    """Assemble the pooled output from the columns sent by all ranks, fp32 [B, out_dim].
 
     A piece is copied, or added to earlier pieces if so marked. The arguments are the fields of
     ``PooledRows``, and:
@@ -291,7 +291,7 @@ def gather_coded(*arguments: Any) -> Tensor:
     """Run ``gather_pooled`` on rows encoded by ``wire_encode``, uint8, with a block per source.
 
     The fields of ``PooledRows`` are followed by ``starts`` (first column per source, see ``wire_naive``),
-    ``widths`` and ``formats`` of the columns, and by ``link`` and ``exchange``.
+    ``widths`` and ``formats`` per column, and by ``link`` and ``exchange``.
     """
     rows, (starts, widths, formats, *_) = PooledRows.split(arguments)
     ops = torch.ops.meshrec
@@ -301,36 +301,36 @@ def gather_coded(*arguments: Any) -> Tensor:
 
 
 class PooledGradient(NamedTuple):
-    """Output gradient, and the columns into which it is split: arguments of ``scatter_pooled``."""
+    """Output gradient, and the column layout after the split: arguments of ``scatter_pooled``."""
 
     grad: Tensor
     """fp32 [B, out_dim]."""
     pieces: Tensor
     """See the module docstring."""
     dims: list[int]
-    """Number of columns to send to each rank."""
+    """Column count to send to every rank."""
     local_dim: int
-    """Columns of ``local``."""
+    """Columns in ``local``."""
     offsets: Tensor | None
-    """Index of the first ID of each bag, for mean pooling."""
+    """First ID index per bag, for mean pooling."""
     segments: Tensor | None
-    """Index of the first bag of each key."""
+    """First bag index per key."""
     num_keys: int
     keys: list[int]
-    """Key of each use."""
+    """Key per use."""
     scale: float
     """Factor by which the gradient is multiplied."""
     dtype: torch.dtype
-    """Dtype of the payload."""
+    """Payload dtype."""
 
 
 def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Split an output gradient into the columns of all ranks: the backward pass of ``gather_pooled``.
+    """Split an output gradient into columns for all ranks: the backward pass of ``gather_pooled``.
 
     The arguments are the fields of ``PooledGradient``.
 
     Returns:
-        Payload to the ranks, 1-D, in the payload dtype; and the columns of local tables, [B, local_dim].
+        Payload to the ranks, 1-D, in the payload dtype; and the local table columns, [B, local_dim].
     """
     gradient = PooledGradient(*arguments)
     grad, pieces, dims, local_dim, offsets, segments, num_keys, keys, scale, dtype = gradient
@@ -356,19 +356,19 @@ class SequenceRows(NamedTuple):
     lookups: Tensor
     """int64 [L, 4]: route, use, first column and width."""
     counts: Tensor
-    """int64 [Q]: number of IDs of each route."""
+    """int64 [Q]: ID count per route."""
     dims: list[int]
-    """Width of each use; 0 for uses that are left out."""
+    """Width per use; 0 for omitted uses."""
 
     def num_elements(self) -> int:
-        """Return the number of elements that the rank exchanges."""
+        """Return the element count exchanged by the rank."""
         return int((self.counts.cpu()[self.lookups[:, 0]] * self.lookups[:, 3]).sum())
 
 
 def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
-    """Assemble the rows of each use from those that all ranks sent: flat fp32, [ids, dims[u]] use by use.
+    """Assemble the rows per use from those sent by all ranks: flat fp32, [ids, dims[u]] use by use.
 
-    Uses with width 0 are left out.
+    Uses with width 0 are omitted.
     """
     positions, num_elements, out_elements = _sequence_positions(SequenceRows(*arguments))
     if received.numel() != num_elements:
@@ -399,22 +399,22 @@ class WeightGradients(NamedTuple):
     values: Tensor
     """IDs [N]."""
     offsets: Tensor
-    """Index of the first ID of each bag, followed by N."""
+    """First ID index per bag, followed by N."""
     segments: Tensor | None
-    """Index of the first bag of each key."""
+    """First bag index per key."""
     num_keys: int
     keys: list[int]
-    """Key of each use."""
+    """Key per use."""
     router: list[Tensor]
     """See the module docstring."""
     counts: Tensor
-    """Number of IDs of each route, int64 [Q]."""
+    """ID count per route, int64 [Q]."""
 
 
 def gather_weight_grads(*arguments: Any) -> Tensor:
-    """Return the gradient of each per-sample weight, fp32 [N]: the sum over the routes that sent the ID.
+    """Return the gradient per sample weight, fp32 [N]: the sum over the routes sending the ID.
 
-    0 for IDs that no use reads.
+    0 for IDs read by no use.
 
     The arguments are the fields of ``WeightGradients``.
     """
@@ -433,7 +433,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
 
 
 def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]], int, int]:
-    """Return, for each lookup, its slice of the payload and its element positions; then both total sizes."""
+    """Return, per lookup, the payload slice and element positions; then both total sizes."""
     values, offsets, segments, num_keys, keys, router, lookups, _, dims = batch
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _parse_router(router)
@@ -462,7 +462,7 @@ def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: 
 def _check_ids_and_weights(
     ids: _UseIds, use: int, values: Tensor, weights: Tensor | None, num_rows: int, names: Tensor
 ) -> None:
-    """Raise ValueError for the first ID outside the table, or weight that is NaN."""
+    """Raise ValueError for the first ID outside the table, or NaN weight."""
     nan = weights[ids.ids].isnan() if weights is not None else torch.zeros_like(ids.bad)
     for bad, kind in ((ids.bad, "outside"), (nan, "nan")):
         if not bool(bad.any()):

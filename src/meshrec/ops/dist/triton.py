@@ -8,7 +8,7 @@ CPU:
   follow the last message. Invalid input does not raise: it sets the status in every header to 1, and
   ``naive.route_ids`` then raises the error.
 - ``unpack_ids`` and the sequence operators take header and counts on the CPU, where they were read. (One
-  exception: bag counts that differ between features travel inside the messages, and are read again.)
+  exception: bag counts differing between features travel inside the messages, and are read again.)
 """
 
 import importlib.util
@@ -31,24 +31,24 @@ from meshrec.ops.dist.triton_plans import (
 )
 from meshrec.ops.library import implement
 
-# Shape legend: U uses, Q routes, R ranks, K keys, L lookups, N IDs, S slots (a slot is one bag of one route).
+# Shape legend: U uses, Q routes, R ranks, K keys, L lookups, N IDs, S slots (a slot is one bag in one route).
 
 _LANES = 128
 """Bags per program."""
 _TILE = 1024
-"""Elements of a matrix per program."""
+"""Matrix elements per program."""
 
 
 class _RouteSlots(NamedTuple):
-    """Routes of a plan with the bags of a batch, on the device, and the number of IDs in each slot."""
+    """Plan routes with the batch bags, on the device, and the ID count per slot."""
 
     fields: Tensor
     """int64 [Q, ROUTE_FIELDS] on the device."""
     max_bags: int
     first: list[int]
-    """[Q + 1]: first slot of each route, followed by S."""
+    """[Q + 1]: first slot per route, followed by S."""
     starts: Tensor
-    """int64 [S + 1] on the device: number of IDs before each slot."""
+    """int64 [S + 1] on the device: ID count before every slot."""
     num_bad: Tensor  # int64 [U]: IDs outside the table, per use
     is_bad: Tensor  # int32 [1]: set if the input is invalid
 
@@ -56,7 +56,7 @@ class _RouteSlots(NamedTuple):
         """Return a launch grid: one program per route and ``_LANES`` bags.
 
         Args:
-            num: second grid dimension, if not the number of routes.
+            num: second grid dimension, if not the route count.
         """
         return ceil_div(max(self.max_bags, 1), _LANES), self.fields.shape[0] if num is None else num
 
@@ -69,14 +69,14 @@ def _build_slots(
     routes: PlanRoutes,
     check_ids: bool,
 ) -> _RouteSlots:
-    """Count the IDs of each slot on the device.
+    """Count the IDs per slot on the device.
 
     Args:
         values: IDs [N].
-        offsets: index of the first ID of each bag, followed by N.
+        offsets: first ID index per bag, followed by N.
         weights: fp32 [N], or None.
-        bags: bags of each use.
-        routes: routes of the plan.
+        bags: bags per use.
+        routes: plan routes.
         check_ids: whether an ID outside the table sets ``is_bad``.
     """
     from meshrec.ops.dist import triton_kernels
@@ -229,7 +229,7 @@ def unpack_ids(
 def _bags_of_routes(
     received: Tensor, starts: list[int], batches: list[int], blocks: list[int], num_routes: int
 ) -> list[list[int]]:
-    """Return the number of bags of each route, per block. If uses differ, it is read from the messages."""
+    """Return the bag count per route and block. If uses differ, it is read from the messages."""
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []
     if ragged and num_routes:
@@ -410,7 +410,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
 
 
 def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
-    """Return the first column of each source, followed by the total, on the device."""
+    """Return the first column per source, followed by the total, on the device."""
     return cached_on_device(device, list(accumulate(dims, initial=0)))
 
 
@@ -422,7 +422,7 @@ def _first_bags(
     num_keys: int,
     keys: list[int],
 ) -> Tensor | None:
-    """Return the first bag of each use [U] on the device, or None if no use needs bag lengths."""
+    """Return the first bag per use [U] on the device, or None if no use needs bag lengths."""
     if not groups.has_means:
         return None
     assert offsets is not None
@@ -438,7 +438,7 @@ OPS: list[Callable[..., Any]] = [
     scatter_sequence,
     gather_weight_grads,
 ]
-"""Operators that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

@@ -1,7 +1,7 @@
 """Triton kernels that route IDs and return rows; ``triton.py`` launches them.
 
-Each kernel iterates over bags, not IDs: a lane (or program) handles one bag and visits its IDs in order. The
-position of an ID in the message is the number of IDs before its bag, from a prefix sum, plus the IDs that the
+Every kernel iterates over bags, not IDs: a lane (or program) handles one bag and visits its IDs in order. The
+message position for an ID is the ID count before its bag, from a prefix sum, plus the IDs the
 lane has already visited. No kernel needs atomic positions or a sort, and results do not depend on scheduling.
 """
 
@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 
 ROUTE_FIELDS = 10
-"""Number of route fields.
+"""Route field count.
 
-Rank, use, first row, end row, table rows, whether it is the first route of its use, index among the routes of
-its rank; first bag of its key, number of bags, first slot. A slot is one bag of one route; slots are numbered
+Rank, use, first row, end row, table rows, whether it is the first route for the use, index among routes to
+the rank; first bag for the key, bag count, first slot. A slot is one bag in one route; slots are numbered
 route by route.
 """
 RANK_FIELDS = 5
-"""Number of rank fields: first slot, end slot, message words before the IDs, these words summed over previous
+"""Rank field count: first slot, end slot, message words before the IDs, these words summed over previous
 ranks, bags per route (-1: they differ).
 """
 SEQUENCE_FIELDS = 6
-"""Number of sequence lookup fields: route, first column, width, first message element, first result element
-of the use, use width.
+"""Sequence lookup field count: route, first column, width, first message element, first result element
+for the use, use width.
 """
 
 _FIELDS: tl.constexpr = tl.constexpr(ROUTE_FIELDS)
@@ -32,7 +32,7 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 @triton.jit
 def _bags(fields, offsets, lanes, inside, num_ids):
-    """Return the start and end position of each bag's IDs, clamped because offsets may be invalid."""
+    """Return the start and end position for every bag's IDs, clamped because offsets may be invalid."""
     at = offsets + tl.load(fields + 7) + lanes
     start = tl.load(at, inside, 0).to(tl.int64)
     end = tl.load(at + 1, inside, 0).to(tl.int64)
@@ -54,7 +54,7 @@ def count_ids(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the number of IDs in each slot, and count the IDs outside the table for each use.
+    """Write the ID count per slot, and count the IDs outside the table per use.
 
     With CHECK, an ID outside the table or a NaN weight sets ``is_bad``.
 
@@ -105,7 +105,7 @@ def count_ids(
 def write_header(
     routes, ranks, starts, is_bad, header, counts, num_routes, num_ranks, words_per_id, BLOCK: tl.constexpr
 ):
-    """Write the header of each message, and the number of IDs of each route.
+    """Write every message header, and the ID count per route.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
@@ -154,7 +154,7 @@ def write_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the IDs of each route to the message for its rank.
+    """Write the IDs on every route to the message for the rank.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
@@ -165,7 +165,7 @@ def write_messages(
         weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
         num_slots: S.
-        capacity: maximum number of IDs in ``words``.
+        capacity: maximum ID count in ``words``.
         words: output payload, int32.
         words_per_id: int32 words per ID, including a weight.
         WEIGHTED: whether there are weights.
@@ -225,12 +225,12 @@ def unpack_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the lengths, IDs and weights of each message to the batch tensors.
+    """Copy the lengths, IDs and weights from every message to the batch tensors.
 
     Args:
-        blocks: int64 [n, 6]: first word of the lengths, bags, first word of the IDs, IDs, first bag, first
+        blocks: int64 [n, 6]: first length word, bags, first ID word, IDs, first bag, first
             ID.
-        received: words of all messages, int32.
+        received: words from all messages, int32.
         lengths: output, int32.
         values: output IDs.
         weights: output, fp32.
@@ -260,7 +260,7 @@ def unpack_messages(
 
 @triton.jit
 def _inverse_lengths(offsets, first_bags, use, lanes, inside):
-    """Return 1 / (IDs per bag) of the bags that a use reads; 0 for empty bags."""
+    """Return 1 / (IDs per bag) for bags read by a use; 0 for empty bags."""
     at = offsets + tl.load(first_bags + use) + lanes
     length = (tl.load(at + 1, inside, 0) - tl.load(at, inside, 0)).to(tl.float32)
     return tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
@@ -284,20 +284,20 @@ def gather_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a group of output columns: the sum of the group's parts, in order.
+    """Write an output column group: the sum over the group's parts, in order.
 
     Args:
-        groups: int64 [G, 4]: first column, width, first part, number of parts.
+        groups: int64 [G, 4]: first column, width, first part, part count.
         parts: int64 [., 3]: source, first source column, use whose bag lengths divide or -1.
         first_columns: int64 [S + 1]: columns before every source.
         received: pooled rows from all ranks, flat.
-        local: pooled rows of this rank, [B, local_dim].
+        local: pooled rows on this rank, [B, local_dim].
         offsets: first ID per bag, read if MEANS.
         first_bags: first bag per use, read if MEANS.
         out: output, fp32 [B, out_dim].
         batch: B.
-        num_sources: number of ranks; also the source number of ``local``.
-        local_dim: columns of ``local``.
+        num_sources: rank count; also the source number for ``local``.
+        local_dim: columns in ``local``.
         out_dim: output columns.
         MEANS: whether any part is divided by bag lengths.
         ROWS: rows per program.
@@ -352,7 +352,7 @@ def scatter_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the gradient columns of one piece to the rank that sent the piece, times ``scale``.
+    """Copy the gradient columns for one piece to the rank sending the piece, times ``scale``.
 
     Args:
         pieces: int64 [P, 5]: source, first source column, width, first gradient column, use as in
@@ -365,8 +365,8 @@ def scatter_columns(
         sent: output payload to the ranks, flat.
         local: output, fp32 [B, local_dim].
         batch: B.
-        num_sources: number of ranks; also the source number of ``local``.
-        local_dim: columns of ``local``.
+        num_sources: rank count; also the source number for ``local``.
+        local_dim: columns in ``local``.
         out_dim: gradient columns.
         MEANS: whether any piece is divided by bag lengths.
         ROWS: rows per program.
@@ -408,7 +408,7 @@ def copy_sequences(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the rows of one bag and one lookup between the message and the rows by ID.
+    """Copy the rows for one bag and one lookup between the message and the rows by ID.
 
     Args:
         lookups: int64 [L, 6]: ``SEQUENCE_FIELDS``.
@@ -455,10 +455,10 @@ def copy_sequences(
 def sum_weight_grads(
     keys, routes_of_keys, routes, starts, ids, offsets, num_ids, received, out, BLOCK: tl.constexpr
 ):
-    """Sum the values that an ID received on the routes of its key, in route order.
+    """Sum the values received for an ID on the routes for the key, in route order.
 
     Args:
-        keys: int64 [., 2]: first entry in ``routes_of_keys``, number of routes.
+        keys: int64 [., 2]: first entry in ``routes_of_keys``, route count.
         routes_of_keys: route numbers by key, int64.
         routes: ``ROUTE_FIELDS`` per route, int64.
         starts: IDs before every slot, int64.

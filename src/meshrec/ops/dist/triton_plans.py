@@ -1,4 +1,4 @@
-"""Inputs of the Triton kernels in ``triton.py``: computed once per plan, except for the bags of a batch."""
+"""Inputs for the Triton kernels in ``triton.py``: computed once per plan, except for batch bags."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ _MAX_COLUMNS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRoutes:
-    """Routes of a plan, in the form that the kernels read."""
+    """Plan routes, in the form read by the kernels."""
 
     fields: Tensor
-    """int64 [Q, 7] on the CPU: the first 7 of ``triton_kernels.ROUTE_FIELDS``, which depend on the plan only.
+    """int64 [Q, 7] on the CPU: the first 7 ``triton_kernels.ROUTE_FIELDS``, which depend on the plan only.
     """
-    uses: list[int]  # [Q]: use of each route
+    uses: list[int]  # [Q]: use per route
     first_of_rank: list[int]
-    """First route of each rank, followed by Q."""
+    """First route per rank, followed by Q."""
     max_routes: list[int]
-    """[U]: maximum number of routes that take the same ID."""
+    """[U]: maximum number of routes taking the same ID."""
 
     @classmethod
     def from_router(cls, router: Sequence[Tensor]) -> "PlanRoutes":
@@ -61,13 +61,13 @@ class PlanRoutes:
         )
 
 
-# Keyed by a tensor of the plan: entries live as long as the plan.
+# Keyed by a plan tensor: entries live as long as the plan.
 _route_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _group_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def cached_routes(router: Sequence[Tensor]) -> PlanRoutes:
-    """Return the routes of a plan. Computed at the first call per plan."""
+    """Return the plan routes. Computed at the first call per plan."""
     routes: PlanRoutes | None = _route_cache.get(router[4])
     if routes is None:
         routes = _route_cache[router[4]] = PlanRoutes.from_router(router)
@@ -75,38 +75,38 @@ def cached_routes(router: Sequence[Tensor]) -> PlanRoutes:
 
 
 class UseBags(NamedTuple):
-    """The bags of a batch that each use of a plan reads."""
+    """The batch bags read by every use in a plan."""
 
     first: list[int]
-    """[U]: first bag of the use's key."""
+    """[U]: first bag for the use's key."""
     number: list[int]
-    """[U]: number of bags of the use's key."""
+    """[U]: bag count for the use's key."""
 
     @classmethod
     def from_offsets(
         cls, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: Sequence[int]
     ) -> "UseBags":
-        """Compute the bags of each use from the offsets of a batch.
+        """Compute the bags per use from the batch offsets.
 
         Args:
-            offsets: index of the first ID of each bag, followed by N.
-            segments: index of the first bag of each key, or None.
+            offsets: first ID index per bag, followed by N.
+            segments: first bag index per key, or None.
             num_keys: K.
-            keys: key of each use.
+            keys: key per use.
         """
         bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
         return cls([bounds[key] for key in keys], [bounds[key + 1] - bounds[key] for key in keys])
 
 
 class ColumnGroups(NamedTuple):
-    """Pieces of a pooled output, arranged for the kernels ``gather_columns`` and ``scatter_columns``.
+    """Pooled output pieces, arranged for the kernels ``gather_columns`` and ``scatter_columns``.
 
     Attributes:
-        groups: output columns that consist of the same pieces, int64 [G, 4]; see ``gather_columns``.
-        parts: pieces of each group, int64 [., 3]; see ``gather_columns``.
-        pieces: pieces of at most ``_MAX_COLUMNS`` columns, int64 [P, 5]; see ``scatter_columns``.
+        groups: output columns made from the same pieces, int64 [G, 4]; see ``gather_columns``.
+        parts: pieces per group, int64 [., 3]; see ``gather_columns``.
+        pieces: pieces up to ``_MAX_COLUMNS`` columns wide, int64 [P, 5]; see ``scatter_columns``.
         has_means: whether any piece is divided by bag lengths.
-        max_columns: width of the widest piece.
+        max_columns: maximum piece width.
     """
 
     groups: Tensor
@@ -117,7 +117,7 @@ class ColumnGroups(NamedTuple):
 
     @classmethod
     def from_pieces(cls, pieces: list[list[int]]) -> "ColumnGroups":
-        """Group output columns that consist of the same pieces, in groups of at most ``_MAX_COLUMNS``."""
+        """Group output columns made from the same pieces, at most ``_MAX_COLUMNS`` per group."""
         edges = {edge for _, _, width, column, *_ in pieces for edge in (column, column + width)}
         groups: list[list[int]] = []
         parts: list[list[int]] = []
@@ -141,7 +141,7 @@ class ColumnGroups(NamedTuple):
 
 
 def cached_groups(pieces: Tensor, device: torch.device) -> ColumnGroups:
-    """Return the column groups of a plan on a device. Computed at the first call per plan and device."""
+    """Return the plan column groups on a device. Computed at the first call per plan and device."""
     by_device: dict[torch.device, ColumnGroups] = _group_cache.setdefault(pieces, {})
     if device not in by_device:
         groups = ColumnGroups.from_pieces(pieces.tolist())
@@ -153,5 +153,5 @@ def cached_groups(pieces: Tensor, device: torch.device) -> ColumnGroups:
 
 
 def ceil_div(number: int, size: int) -> int:
-    """Return the number of blocks of ``size`` that cover ``number`` items."""
+    """Return the block count to cover ``number`` items with blocks sized ``size``."""
     return -(-number // size)

@@ -1,22 +1,22 @@
-"""Encoding of rows exchanged between ranks (the wire format), in plain torch.
+"""Encoding for rows exchanged between ranks (the wire format), in plain torch.
 
-The reference for the kernels, and the fallback without them. A message is a sequence of blocks. A block has
+The reference for the kernels, and the fallback without them. A message has consecutive blocks. A block has
 rows; a row has consecutive columns; a column has several values in the same format. A rank sends one block
-per table, for example, and a column per feature. ``rows`` [B] has the number of rows of each block,
-``starts`` [B + 1] the first column of each block, ``widths`` and ``formats`` [C] describe the columns.
+per table, for example, and a column per feature. ``rows`` [B] has the row count per block,
+``starts`` [B + 1] the first column per block, ``widths`` and ``formats`` [C] describe the columns.
 Formats are numbered by ``FLOAT`` to ``INT4``; ``STOCHASTIC`` is added for stochastic rounding.
 
-An int8 or int4 column consists of a scale and a midpoint, fp32, and a signed code per value. The value is
+An int8 or int4 column has a scale and a midpoint, fp32, and a signed code per value. The value is
 ``scale * code + midpoint``; a midpoint below 2^-110 becomes 0. Codes have a sign and 7 or 3 bits; two 4-bit
 codes share a byte, the first in the lower half, as code + 8. The scale is the column's range divided by 254
 (or 14), at least 2^-110, rounded up to 16 significant bits. The product is therefore exact, and the sum is
 rounded once, on every machine.
 
 Non-finite values must survive, because gradient scalers look for them. They are excluded from the range, and
-encoded as the lowest code. The two lowest bits of the scale give its meaning in this row: 1 infinity, 2 minus
+encoded as the lowest code. The two lowest scale bits give the meaning in this row: 1 infinity, 2 minus
 infinity, 3 NaN (or several kinds, which all decode to the NaN 0x7fc00000).
 
-fp16 and bf16 preserve a NaN's sign and upper payload bits, and set its quiet bit, as F16C and AVX512-BF16 do.
+fp16 and bf16 preserve a NaN's sign and upper payload bits, and set the quiet bit, as F16C and AVX512-BF16 do.
 torch casts do not: their NaN depends on the device, and on the position in the tensor.
 """
 
@@ -29,21 +29,21 @@ from torch import Tensor
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.naive_update import shift_right, to_signed
 
-# Shape legend: N rows, D values of a column, B blocks, C columns.
+# Shape legend: N rows, D values per column, B blocks, C columns.
 
 FLOAT, HALF, BFLOAT16, INT8, INT4 = range(5)
-"""Numbers of the wire formats."""
+"""Wire format numbers."""
 STOCHASTIC = 8
-"""Added to the number of a format that rounds stochastically."""
+"""Added to the format number for stochastic rounding."""
 PARAM_BYTES = 8
-"""Bytes for scale and midpoint of an int8 or int4 column, per row."""
+"""Bytes for scale and midpoint in an int8 or int4 column, per row."""
 # At least 2^-110, so that scale * code stays a normal fp32 number.
 MIN_SCALE = 2.0**-110
 _CASTS = {FLOAT: torch.float32, HALF: torch.float16, BFLOAT16: torch.bfloat16}
 
 
 def column_bytes(format: int, dim: int) -> int:
-    """Return the number of bytes that one row of a column with ``dim`` values takes in a message.
+    """Return the message bytes per row for a column with ``dim`` values.
 
     Raises:
         ValueError: unknown format.
@@ -60,7 +60,7 @@ def column_bytes(format: int, dim: int) -> int:
 
 
 class _Column(NamedTuple):
-    """One column of a block, and where its values are."""
+    """One block column, and the value location."""
 
     number: int
     block: int  # block number
@@ -71,24 +71,24 @@ class _Column(NamedTuple):
 
 
 class _BlockRanges(NamedTuple):
-    """Where the rows of one block are, in the values and in the message."""
+    """Where the block rows are, in the values and in the message."""
 
     rows: slice
-    """Row range, counting the rows of all blocks."""
+    """Row range, counting rows in all blocks."""
     element: int
-    """First element of the block in the values."""
+    """First block element in the values."""
     row_elements: int  # values per row
-    byte: int  # first byte of the block in the message
+    byte: int  # first block byte in the message
     row_bytes: int  # bytes per row
     columns: list[_Column]
 
     def view_of(self, flat: Tensor, row_size: int, start: int) -> Tensor:
-        """Return the part of a flat tensor that belongs to the block, [N, ``row_size``], as a view.
+        """Return the block part in a flat tensor, [N, ``row_size``], as a view.
 
         Args:
             flat: values or message, 1-D.
             row_size: elements or bytes per row.
-            start: first element or byte of the block.
+            start: first block element or byte.
         """
         num_rows = self.rows.stop - self.rows.start
         return flat[start : start + num_rows * row_size].view(num_rows, row_size)
@@ -100,10 +100,10 @@ def block_ranges(
     """Yield the row, element and byte ranges of one block after the other.
 
     Args:
-        rows: number of rows of each block.
-        starts: first column of each block, followed by C.
-        widths: values per row of each column.
-        formats: wire format of each column.
+        rows: row count per block.
+        starts: first column per block, followed by C.
+        widths: values per row and column.
+        formats: wire format per column.
 
     Raises:
         ValueError: the lists do not fit together.
@@ -136,21 +136,21 @@ def wire_encode(
     keys: Tensor | None,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Encode the rows of consecutive blocks into a message; see the module docstring for the layout.
+    """Encode the rows in consecutive blocks into a message; see the module docstring for the layout.
 
     Args:
         values: fp32, flat, block by block.
-        rows: [B]; number of rows of each block.
-        starts: [B + 1]; first column of each block, followed by C.
-        widths: [C]; values per row of each column.
-        formats: [C]; format number of each column, plus ``STOCHASTIC`` for stochastic rounding.
+        rows: [B]; row count per block.
+        starts: [B + 1]; first column per block, followed by C.
+        widths: [C]; values per row and column.
+        formats: [C]; format number per column, plus ``STOCHASTIC`` for stochastic rounding.
         seeds: [C]; stochastic rounding is seeded by (seed, step, row key, column).
-        origins: [C]; column of the whole table at which the column starts.
-        first_keys: [B]; row i of a block has the row key ``first_keys[block] + i``.
-        keys: row key of each row, int64, instead of ``first_keys``; or None.
+        origins: [C]; whole-table column where the column starts.
+        first_keys: [B]; row i in a block has the row key ``first_keys[block] + i``.
+        keys: row key per row, int64, instead of ``first_keys``; or None.
         step: see ``seeds``.
     Returns:
-        The message, uint8, flat; and a report on int8 and int4 columns, int64 [2]: the number of (row,
+        The message, uint8, flat; and a report on int8 and int4 columns, int64 [2]: the count over (row,
             column) pairs with a non-finite value, and the index in ``values`` at which the first such pair
             starts (-1: none).
 
@@ -194,10 +194,10 @@ def wire_decode(
 
     Args:
         message: uint8, flat.
-        rows: [B]; number of rows of each block.
-        starts: [B + 1]; first column of each block, followed by C.
-        widths: [C]; values per row of each column.
-        formats: [C]; format number of each column, plus ``STOCHASTIC`` for stochastic rounding.
+        rows: [B]; row count per block.
+        starts: [B + 1]; first column per block, followed by C.
+        widths: [C]; values per row and column.
+        formats: [C]; format number per column, plus ``STOCHASTIC`` for stochastic rounding.
     """
     blocks = list(block_ranges(rows, starts, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_bytes for b in blocks)
@@ -216,18 +216,18 @@ def wire_decode(
 
 
 def noise_start(seed: int, step: int) -> int:
-    """Return the part of the random number counter that depends on seed and step, as int64."""
+    """Return the random number counter part for seed and step, as int64."""
     return to_signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
 
 
 class Noise(NamedTuple):
-    """Seeds for stochastic rounding of N rows in one column.
+    """Seeds for stochastic rounding for N rows in one column.
 
     Attributes:
-        seed: seed of the column.
+        seed: column seed.
         step: training step.
-        keys: row key of each row, int64 [N]. A row has the same key on every rank.
-        origin: column of the whole table at which the column starts.
+        keys: row key per row, int64 [N]. A row has the same key on every rank.
+        origin: whole-table column where the column starts.
     """
 
     seed: int
@@ -238,7 +238,7 @@ class Noise(NamedTuple):
     def bits(self, scale: Tensor, midpoint: Tensor, dim: int) -> Tensor:
         """Return 16 pseudo-random bits per value, int64 [N, dim].
 
-        Scale and midpoint are part of the seed: if no step is given, the bits change when the row changes.
+        Scale and midpoint belong to the seed: if no step is given, the bits change when the row changes.
 
         Args:
             scale: fp32 [N].
@@ -256,7 +256,7 @@ class Noise(NamedTuple):
         return (x ^ (x >> 16)) & 0xFFFF
 
     def _row_bits(self, column: Tensor) -> Tensor:
-        """Return 32 pseudo-random bits per row, int64 [N]: splitmix64 of key, ``column``, seed and step."""
+        """Return 32 pseudo-random bits per row, int64 [N]: splitmix64 over key, ``column``, seed and step."""
         x = self.keys * to_signed(0x9E3779B97F4A7C15) + column * to_signed(0xC2B2AE3D27D4EB4F)
         x = x + noise_start(self.seed, self.step)
         x = (x ^ shift_right(x, 30)) * to_signed(0xBF58476D1CE4E5B9)
@@ -268,12 +268,12 @@ _MASK = 0xFFFFFFFF
 
 
 def _float_bits(values_ND: Tensor) -> Tensor:
-    """Return the bits of fp32 values as non-negative int64."""
+    """Return fp32 value bits as non-negative int64."""
     return values_ND.view(torch.int32).long() & _MASK
 
 
 def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor:
-    """Encode the rows of one column.
+    """Encode the rows in one column.
 
     Args:
         values_ND: fp32 [N, D].
@@ -315,11 +315,11 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
 
 
 _NAN_BITS = {torch.float16: (13, 0x7E00, 0x3FF), torch.bfloat16: (16, 0x7FC0, 0x7F)}
-"""For each dtype: surplus mantissa bits in fp32, the bits of a quiet NaN, and the mask of its payload."""
+"""Per dtype: surplus mantissa bits in fp32, quiet NaN bits, and the NaN payload mask."""
 
 
 def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 values to the nearest fp16 or bf16. A NaN keeps its sign and upper payload bits."""
+    """Round fp32 values to the nearest fp16 or bf16. A NaN keeps sign and upper payload bits."""
     if dtype not in _NAN_BITS:
         return values_ND
     shift, quiet, payload = _NAN_BITS[dtype]
@@ -340,7 +340,7 @@ def _cast_to_fp32(values_ND: Tensor) -> Tensor:
 
 
 def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return scale and midpoint of each row, fp32 [N].
+    """Return scale and midpoint per row, fp32 [N].
 
     Args:
         minimum: smallest finite value per row, fp32 [N].
@@ -352,13 +352,13 @@ def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Ten
     scale = torch.where(fits, span / (2 * top), maximum / (2 * top) - minimum / (2 * top))
     # Round up to 16 significant bits, so that scale * code is exact in fp32.
     scale = ((scale.clamp(min=MIN_SCALE).view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
-    # The range of finite values may exceed fp32. Then halve before adding.
+    # The finite value range may exceed fp32. Then halve before adding.
     midpoint = torch.where(fits, minimum + span * 0.5, minimum * 0.5 + maximum * 0.5)
     return scale, torch.where(midpoint.abs() < MIN_SCALE, 0.0, midpoint)
 
 
 def _special_kinds(values_ND: Tensor, finite: Tensor) -> Tensor:
-    """Return the kinds of non-finite values in each row, as numbered in the module docstring; int64 [N]."""
+    """Return the non-finite value kinds per row, as numbered in the module docstring; int64 [N]."""
     up, down, nan = (
         kind.any(1) for kind in (values_ND == torch.inf, values_ND == -torch.inf, values_ND.isnan())
     )
@@ -367,7 +367,7 @@ def _special_kinds(values_ND: Tensor, finite: Tensor) -> Tensor:
 
 
 def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
-    """Decode the rows of one column, fp32 [N, D].
+    """Decode the rows in one column, fp32 [N, D].
 
     Args:
         coded: uint8 [N, bytes].

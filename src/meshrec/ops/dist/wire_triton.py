@@ -1,6 +1,6 @@
 """Wire encoding on GPUs, as Triton kernels. ``wire_naive.py`` documents the operators.
 
-A launch processes a column of a block, a program a row. No synchronization with the GPU.
+A launch processes a block column, a program a row. No synchronization with the GPU.
 """
 
 import importlib.util
@@ -118,7 +118,7 @@ def wire_decode(
 
 
 def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, int]]:
-    """Yield the columns that have rows and values, each with its block and width."""
+    """Yield the columns with rows and values, paired with block and width."""
     for block in blocks:
         for column in block.columns:
             if block.rows.stop > block.rows.start and widths[column.number]:
@@ -126,7 +126,7 @@ def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, i
 
 
 OPS: list[Callable[..., Any]] = [wire_encode, wire_decode]
-"""Operators that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

@@ -71,20 +71,20 @@ def encode_rows(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode one row of one column.
+    """Encode one row in one column.
 
     Args:
         values: fp32, flat.
         message: output, uint8.
-        report: output, int64 [2]: number of rows with non-finite values, and first element of the first one.
+        report: output, int64 [2]: number of rows with non-finite values, and first element in the first such.
         keys: key per row, int64, or None.
-        first_element: first element of the column in ``values``.
+        first_element: first column element in ``values``.
         row_elements: elements between rows.
-        first_byte: first byte of the column in ``message``.
+        first_byte: first column byte in ``message``.
         row_bytes: bytes between rows.
         dim: values per row.
-        start: ``wire_naive.noise_start`` of seed and step.
-        first_key: key of row 0, without ``keys``.
+        start: ``wire_naive.noise_start`` for seed and step.
+        first_key: key for row 0, without ``keys``.
         origin: first column within the whole table.
         FORMAT: wire format.
         STOCHASTIC: whether to round stochastically.
@@ -180,14 +180,14 @@ def decode_rows(
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode one row of one column.
+    """Decode one row in one column.
 
     Args:
         message: uint8.
         values: output, fp32, flat.
-        first_byte: first byte of the column in ``message``.
+        first_byte: first column byte in ``message``.
         row_bytes: bytes between rows.
-        first_element: first element of the column in ``values``.
+        first_element: first column element in ``values``.
         row_elements: elements between rows.
         dim: values per row.
         FORMAT: wire format.

@@ -1,4 +1,4 @@
-"""Fused optimizers: update formulas in plain torch, optimizer state, and the whole-row statistics they need.
+"""Fused optimizers: update formulas in plain torch, optimizer state, and whole-row statistics.
 
 Everything else derives from ``FORMULAS``: the state of the specs (``optim/optimizers.py``), the exchange of
 row statistics (``distributed/row_stats.py``), the planner's memory estimate, Triton's constants, and
@@ -30,7 +30,7 @@ NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
 
 
 class Hyper(NamedTuple):
-    """Optimizer parameters of one update. Formulas read the relevant fields by name.
+    """Optimizer parameters for one update. Formulas read the relevant fields by name.
 
     Kernels receive a float64 tensor in this order, and also know the names (``formulas.inc``,
     ``triton_update_kernels.py``). A formula with an additional parameter adds a field here.
@@ -43,7 +43,7 @@ class Hyper(NamedTuple):
     seed: int = 0
     """Seed for stochastic rounding; 0 rounds to nearest."""
     row_dim: int = 0
-    """Whole-row width of a column-sharded table; 0: the shard's width."""
+    """Whole-row width in a column-sharded table; 0: the shard's width."""
     weight_decay: float = 0.0
     eps: float = 0.0
     beta1: float = 0.0
@@ -58,7 +58,7 @@ class Hyper(NamedTuple):
 
     @classmethod
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
-        """Read the float64 tensor ``[HYPER_SIZE]`` that ``as_tensor`` returns."""
+        """Read the float64 tensor ``[HYPER_SIZE]`` returned by ``as_tensor``."""
         if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
             raise ValueError(
                 f"hyper must be a float64 CPU tensor with {HYPER_SIZE} entries, got {hyper.dtype} "
@@ -73,8 +73,8 @@ class Hyper(NamedTuple):
 
 
 HYPER_SIZE = len(Hyper._fields)
-"""Length of the ``hyper`` tensor."""
-# C++ types of non-float parameters.
+"""``hyper`` tensor length."""
+# C++ types for non-float parameters.
 # A float32 step would be inexact above 2^24, and a seed needs all bits.
 _CPP_TYPES = {"decay_mode": "int", "step": "uint64_t", "seed": "uint64_t", "row_dim": "double"}
 
@@ -91,7 +91,7 @@ class RowSum(IntEnum):
 
 
 class Rows(NamedTuple):
-    """Touched rows of one table: input to a formula, which returns new weights and modifies ``slots``."""
+    """Touched rows in one table: input to a formula, which returns new weights and modifies ``slots``."""
 
     weight: Tensor
     """fp32 [U, D]"""
@@ -103,10 +103,10 @@ class Rows(NamedTuple):
     """Whole-row sums, fp32 [U, 3]; None: compute them from these rows."""
 
     def sum_of_squares(self, which: RowSum, x_UD: Tensor) -> Tensor:
-        """Return the sum of squares of each row of ``x_UD``, fp32 [U]: from ``stats`` if given.
+        """Return the sum of squares per row in ``x_UD``, fp32 [U]: from ``stats`` if given.
 
         Args:
-            which: column of ``stats`` that holds the sum of squares of ``x_UD``.
+            which: ``stats`` column with the sum of squares for ``x_UD``.
             x_UD: fp32 [U, D].
         """
         return x_UD.square().sum(1) if self.stats is None else self.stats[:, which]
@@ -125,7 +125,7 @@ def _plain_gradient(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _mean_of_squares(rows: Rows, h: Hyper, g_UD: Tensor) -> Tensor:
-    """Return the mean of squared gradients over each whole row, fp32 [U]."""
+    """Return the mean squared gradient per whole row, fp32 [U]."""
     return rows.sum_of_squares(RowSum.GRADIENT, g_UD) / (h.row_dim or g_UD.shape[1])
 
 
@@ -206,7 +206,7 @@ def _lars(rows: Rows, h: Hyper) -> Tensor:
     return _decayed_weight(rows, h) - m
 
 
-# Much smaller than any root of an accumulated square, so it changes no other quotient.
+# Much smaller than any accumulated square root, so it changes no other quotient.
 _TINY = 1e-37
 
 
@@ -229,7 +229,7 @@ def _rowwise_rmsprop_ar(rows: Rows, h: Hyper) -> Tensor:
     """Apply v = b2*v + (1-b2)*mean(g^2), one value per row; w = shrinkage * w - lr * g / (sqrt(v) + eps).
 
     shrinkage = clamp(1 - lr * ar_alpha * (step - prev_iter), min_shrinkage, 1), and prev_iter = step. The
-    first update of a row, whose prev_iter is 0, counts as 1 step.
+    first row update, whose prev_iter is 0, counts as 1 step.
     """
     g, (v, prev_iter) = decayed_gradient(rows, h), rows.slots
     v.mul_(h.beta2).add_(_mean_of_squares(rows, h, g), alpha=1 - h.beta2)
@@ -257,7 +257,7 @@ class OptimizerKind(Enum):
 
     @property
     def code(self) -> int:
-        """Number of the optimizer in the kernels: the index in ``FORMULAS``.
+        """Optimizer number in the kernels: the index in ``FORMULAS``.
 
         Raises:
             ValueError: the kind is NONE.
@@ -266,7 +266,7 @@ class OptimizerKind(Enum):
 
     @property
     def state_per_row(self) -> tuple[int, int]:
-        """Optimizer state values (fp32) that a table row needs: per column, and per row.
+        """Optimizer state values (fp32) per table row: per column, and per row.
 
         Row-wise Adam needs (1, 1): a first moment per column, and a second moment per row.
         """
@@ -276,32 +276,32 @@ class OptimizerKind(Enum):
 
     @property
     def row_statistics(self) -> int:
-        """Number of fp32 values per row that column shards must sum over ranks before the update."""
+        """fp32 value count per row for column shards to sum over ranks before the update."""
         return len(_BY_KIND[self].row_sums) if self in _BY_KIND else 0
 
 
 class Slot(NamedTuple):
-    """One optimizer state tensor of a table, fp32."""
+    """One optimizer state tensor for a table, fp32."""
 
     name: str
     per_row: bool = False
     """Whether the shape is ``[num_rows]`` instead of ``[num_rows, dim]``."""
     initial: str | None = None
-    """Name of the spec field with the initial value; None: 0."""
+    """Spec field name with the initial value; None: 0."""
 
 
 class Formula(NamedTuple):
-    """Update formula of an optimizer, with the state and statistics that it needs."""
+    """Optimizer update formula, with the required state and statistics."""
 
     kind: OptimizerKind
     name: str
-    """Name of the spec in ``meshrec.optim`` and, prefixed with ``k``, of the C++ constant."""
+    """Spec name in ``meshrec.optim`` and, prefixed with ``k``, C++ constant name."""
     apply: Callable[[Rows, Hyper], Tensor]
     """Returns the new weights, and modifies the state slots in place."""
     slots: tuple[Slot, ...] = ()
     """Optimizer state; at most two slots."""
     row_sums: frozenset[RowSum] = frozenset()
-    """Whole-row sums that the formula reads."""
+    """Whole-row sums read by the formula."""
     gradient: Callable[[Rows, Hyper], Tensor] = decayed_gradient
     """Returns the gradient whose squares ``RowSum.GRADIENT`` sums."""
     direction: Callable[[Rows, Hyper], Tensor] | None = None
@@ -309,7 +309,7 @@ class Formula(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Number of the optimizer in the kernels: the index in ``FORMULAS``."""
+        """Optimizer number in the kernels: the index in ``FORMULAS``."""
         return FORMULAS.index(self)
 
 
@@ -377,13 +377,13 @@ FORMULAS = (
         row_sums=frozenset({RowSum.GRADIENT}),
     ),
 )
-"""Formulas of all optimizers. The index of a formula is the optimizer code."""
+"""Formulas for all optimizers. The formula index is the optimizer code."""
 
 _BY_KIND = {formula.kind: formula for formula in FORMULAS}
 
 
 def formula_of(optimizer: int | OptimizerKind) -> Formula:
-    """Return the formula of an optimizer, given its code or kind.
+    """Return the optimizer formula, given its code or kind.
 
     Raises:
         ValueError: unknown code or kind.
@@ -406,7 +406,7 @@ def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
 
 
 def as_cpp() -> str:
-    """Return the content of ``formulas.inc``: ``Hyper`` fields and optimizers, in order, as C++ macros."""
+    """Return the ``formulas.inc`` content: ``Hyper`` fields and optimizers, in order, as C++ macros."""
     lines = ["// Written by setup.py from ops/tbe/formulas.py: change that.", "#ifdef HYPER"]
     lines += [f"HYPER({_CPP_TYPES.get(name, 'float')}, {name})" for name in Hyper._fields]
     lines += ["#endif", "#ifdef FORMULA"]

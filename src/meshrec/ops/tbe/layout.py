@@ -1,8 +1,8 @@
-"""Index ranges of IDs, bags and output rows of each feature, shared by the plain torch kernels.
+"""Index ranges for IDs, bags and output rows per feature, shared by the plain torch kernels.
 
-Bags are ordered by segment: segment ``s = block * K + key`` holds the bags of one key in one block. A block
-is the message from one source rank; a single process has one block. ``segments`` holds the index of the first
-bag of each segment. With two ranks and keys a and b, the bags are: rank 0 a, rank 0 b, rank 1 a, rank 1 b.
+Bags are ordered by segment: segment ``s = block * K + key`` holds the bags for one key in one block. A block
+is the message from one source rank; a single process has one block. ``segments`` holds the first
+bag index per segment. With two ranks and keys a and b, the bags are: rank 0 a, rank 0 b, rank 1 a, rank 1 b.
 """
 
 import itertools
@@ -14,31 +14,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Shape legend: F features, K keys, R blocks, S = R * K segments, N IDs, B bags of one segment, D width.
+# Shape legend: F features, K keys, R blocks, S = R * K segments, N IDs, B bags per segment, D width.
 
 SUM, MEAN, NONE = 0, 1, 2
-"""Codes for the pooling mode of a feature, as in the kernels."""
+"""Feature pooling mode codes, as in the kernels."""
 
 
 class Lookups(NamedTuple):
-    """Batch of jagged IDs, with table and pooling of each feature: the first arguments of all TBE ops."""
+    """Jagged ID batch, with table and pooling per feature: the first arguments to all TBE ops."""
 
     values: Tensor
     """int32 or int64 [N]."""
     offsets: Tensor
-    """int32 or int64: index of the first ID of each bag, followed by N."""
+    """int32 or int64: first ID index per bag, followed by N."""
     per_sample_weights: Tensor | None
     """float32 [N]."""
     segments: Tensor | None
-    """Index of the first bag of each segment, followed by the number of bags; int64 [S + 1] on the CPU.
+    """First bag index per segment, followed by the bag count; int64 [S + 1] on the CPU.
 
     None: one block, in which all keys have equally many bags.
     """
     num_keys: int
     keys: list[int]
-    """[F]: key that the feature reads."""
+    """[F]: key read by the feature."""
     tables: list[int]
-    """[F]: table that the feature reads, as an index into the weights."""
+    """[F]: table read by the feature, as an index into the weights."""
     pooling: list[int]
     """[F]: 0 SUM, 1 MEAN, 2 NONE."""
     flat: bool
@@ -48,7 +48,7 @@ class Lookups(NamedTuple):
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["Lookups", Sequence[Any]]:
-        """Split the arguments of an operator into ``Lookups`` and the arguments that follow."""
+        """Split operator arguments into ``Lookups`` and the arguments after them."""
         shared = len(cls._fields)
         return cls._make(arguments[:shared]), arguments[shared:]
 
@@ -66,11 +66,11 @@ class Lookups(NamedTuple):
         return self._replace(tables=[index.get(table, -1) for table in self.tables])
 
     def output_shape(self, out_size: int) -> list[int]:
-        """Return the shape of an output with ``out_size`` rows (2-D) or elements (flat)."""
+        """Return the output shape for ``out_size`` rows (2-D) or elements (flat)."""
         return [out_size] if self.flat else [out_size, sum(self.dims)]
 
     def layout(self) -> "OutputLayout":
-        """Return the index ranges of each feature in each block; see `make_layout`."""
+        """Return the index ranges per feature and block; see `make_layout`."""
         return make_layout(
             self.offsets,
             self.segments,
@@ -83,7 +83,7 @@ class Lookups(NamedTuple):
 
 
 class FeaturePiece(NamedTuple):
-    """IDs, bags and output range of one feature in one block."""
+    """IDs, bags and output range for one feature in one block."""
 
     feature: int
     ids: slice
@@ -98,14 +98,14 @@ class FeaturePiece(NamedTuple):
     """Elements in a 1-D output."""
 
     def bag_of_id(self) -> Tensor:
-        """Return, for each ID, the index of its bag within the piece: int64 [n]."""
+        """Return the bag index within the piece per ID: int64 [n]."""
         return torch.repeat_interleave(self.lengths_B)
 
     def view_of(self, output: Tensor, dim: int) -> Tensor:
-        """Return the part of an output (or output gradient) that belongs to this piece.
+        """Return the output (or output gradient) part for this piece.
 
         Args:
-            output: output of the whole lookup.
+            output: whole lookup output.
             dim: feature width.
 
         Returns:
@@ -117,7 +117,7 @@ class FeaturePiece(NamedTuple):
 
 
 class OutputLayout(NamedTuple):
-    """Pieces of all features, block by block, and the output size: rows if 2-D, elements if 1-D."""
+    """Pieces for all features, block by block, and the output size: rows if 2-D, elements if 1-D."""
 
     pieces: list[FeaturePiece]
     out_size: int
@@ -145,15 +145,15 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
 
 
 def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
-    """Return the index of the first bag of each segment, followed by the number of bags: R * K + 1 integers.
+    """Return the first bag index per segment, followed by the bag count: R * K + 1 integers.
 
     Args:
-        num_bags: number of bags.
+        num_bags: bag count.
         segments: the same as a tensor, int64 on the CPU; None: one block with equal bag counts per key.
         num_keys: K.
 
     Raises:
-        ValueError: the bounds do not match the number of bags or keys.
+        ValueError: the bounds do not match the bag or key count.
     """
     if segments is not None:
         bounds: list[int] = segments.tolist()
@@ -181,11 +181,11 @@ def make_layout(
     pooling: list[int],
     flat: bool,
 ) -> OutputLayout:
-    """Compute the index ranges of each feature in each block.
+    """Compute the index ranges per feature and block.
 
     Args:
-        offsets: index of the first ID of each bag, followed by N.
-        segments: index of the first bag of each segment, followed by the number of bags, or None.
+        offsets: first ID index per bag, followed by N.
+        segments: first bag index per segment, followed by the bag count, or None.
         num_keys: K.
         keys: [F].
         dims: [F].

@@ -25,27 +25,27 @@ update: Callable[..., None] = operators.tbe_update
 
 
 BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch sizes")
-"""Names of the first four fields of ``Lookups``, for error messages."""
+"""Names for the first four ``Lookups`` fields, for error messages."""
 
 
 class LookupOptions(NamedTuple):
-    """Size and dtype of a lookup result, and whether to check IDs and weights."""
+    """Lookup result size and dtype, and whether to check IDs and weights."""
 
     out_size: int
-    """Rows (2-D) or elements (flat) of the result."""
+    """Rows (2-D) or elements (flat) in the result."""
     out_dtype: torch.dtype
     """Result dtype."""
     check_ids: bool
     """Whether to check IDs and per-sample weights."""
     names: Tensor
-    """UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8, for messages."""
+    """UTF-8 bytes ``"table\\tfeature\\n"`` per feature, uint8, for messages."""
 
 
 class Updater(Protocol):
-    """Protocol for objects that update tables in the backward pass of a fused lookup."""
+    """Protocol for objects updating tables in a fused lookup backward pass."""
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Return the number of in-place writes to each table that the updater did not make itself.
+        """Return the in-place write count per table, without writes by the updater.
 
         Raises:
             ValueError: ``weights`` are not the updater's tables.
@@ -59,7 +59,7 @@ class Updater(Protocol):
 
         Args:
             grad: gradient with the shape of the lookup output.
-            lookups: the batch; ``lookups.tables`` index the tables of the module.
+            lookups: the batch; ``lookups.tables`` index the module tables.
         """
 
 
@@ -68,21 +68,21 @@ def forward(weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions)
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
-        lookups: the batch, and the tables read by its features.
+        lookups: the batch, and the tables read by the features.
         options: output size and dtype, and whether to check IDs.
 
     Returns:
         ``[out_size, sum of D]``, or ``[out_size]`` if flat.
 
     Raises:
-        ValueError: invalid offsets; or, with ``options.check_ids``, an ID outside its table or a NaN
+        ValueError: invalid offsets; or, with ``options.check_ids``, an ID outside the table or a NaN
             per-sample weight.
     """
     return _forward(list(weights), *lookups[:-1], *options)
 
 
 def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
-    """Return the dense gradients of all tables, with the shapes and dtypes of the weights.
+    """Return the dense gradients of all tables, with the weight shapes and dtypes.
 
     Args:
         grad: output gradient.
@@ -94,36 +94,36 @@ def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> lis
 
 
 def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the gradients of the rows that the batch touches, per table: (rows, gradients).
+    """Return gradients for rows touched by the batch, per table: (rows, gradients).
 
     ``rows`` are distinct and ascending, int64 [U]. ``gradients`` are summed over the batch, fp32 [U, D].
 
     Args:
         grad: output gradient.
         lookups: the batch.
-        num_rows: number of rows of each table.
+        num_rows: row count per table.
     """
     flat = operators.tbe_sparse_grad(grad, *lookups, num_rows)
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the squared gradient norm of each touched row, for optimizers with row statistics.
+    """Return the squared gradient norm per touched row, for optimizers with row statistics.
 
-    The remaining results are the number of touched rows per table, and ``runs`` to pass to ``update``. See
+    The remaining results are the touched row count per table, and ``runs`` to pass to ``update``. See
     ``naive.tbe_row_squares``.
 
     Args:
         grad: output gradient.
         lookups: the batch.
-        num_rows: number of rows of each table.
+        num_rows: row count per table.
     """
     result: tuple[Tensor, Tensor, Tensor] = operators.tbe_row_squares(grad, *lookups, num_rows)
     return result
 
 
 def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
-    """Return the gradient of the per-sample weights, fp32 [N].
+    """Return the per-sample weight gradient, fp32 [N].
 
     Args:
         grad: output gradient.
@@ -156,14 +156,14 @@ class _FusedLookup(torch.autograd.Function):
 
         Args:
             ctx: holds the lookup for the backward pass.
-            anchor: tensor that requires a gradient, so that the result does too; never gets one.
-            per_sample_weights: the weights in ``lookups``, as an input that autograd asks a gradient for.
+            anchor: tensor requiring a gradient, so the result does too; never gets one.
+            per_sample_weights: the weights in ``lookups``, as an input with an autograd gradient.
             weights: ``[rows, D]`` per table.
             lookups: the batch.
             updater: receives the gradient.
             options: output size and dtype, and whether to check IDs.
-            dense_tables: tables that get ordinary dense gradients instead of an update.
-            dense_weights: the weights of ``dense_tables``, as inputs that autograd asks gradients for.
+            dense_tables: tables with ordinary dense gradients instead of an update.
+            dense_weights: the ``dense_tables`` weights, as inputs with autograd gradients.
         """
         # Not saved for backward, because the update intentionally modifies the weights in place. Other
         # in-place writes are detected by comparing versions, as torch does for saved tensors.
@@ -204,12 +204,12 @@ def fused_forward(
 ) -> Tensor:
     """Look up like ``forward``, with a backward pass that passes the gradient to ``updater``.
 
-    torch.compile does not trace this function, but runs it between its graphs: a traced graph would lose the
+    torch.compile does not trace this function, but runs it between graphs: a traced graph would lose the
     update, a side effect in the backward pass.
 
     Args:
         weights: ``[rows, D]`` per table.
-        lookups: the batch, and the tables read by its features.
+        lookups: the batch, and the tables read by the features.
         updater: receives the gradient in the backward pass.
         dense_tables: tables not updated by ``updater``; they get ordinary dense gradients.
         options: output size and dtype, and whether to check IDs.
@@ -242,7 +242,7 @@ def _run_fused(
 
 @functools.cache
 def _anchor() -> Tensor:
-    """Return a tensor that requires a gradient, and so makes lookup results require one.
+    """Return a tensor requiring a gradient, so that lookup results require one.
 
     No gradient ever reaches it, so all lookups share it.
     """
@@ -256,7 +256,7 @@ _untraced_fused: Callable[..., Tensor] | None = None
 
 
 def _untraced() -> Callable[..., Tensor]:
-    """Return ``_run_fused`` wrapped so that torch.compile runs it outside its graphs."""
+    """Return ``_run_fused`` wrapped so that torch.compile runs it outside graphs."""
     global _untraced_fused
     if _untraced_fused is None:
         _untraced_fused = torch.compiler.disable(_run_fused)

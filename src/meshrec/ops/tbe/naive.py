@@ -2,14 +2,14 @@
 
 Shared arguments (F features, K keys, T tables, N IDs, S segments, B bags per segment, D width):
 
-- ``values_N``: IDs, int32 or int64. ``offsets``: index of the first ID of each bag, followed by N; int32 or
+- ``values_N``: IDs, int32 or int64. ``offsets``: first ID index per bag, followed by N; int32 or
   int64. Bags are ordered by segment, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one
   block with equal bag counts per key.
 - Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In
   update and gradient operators, table -1 skips the feature. ``dims[f]`` is the feature width.
 - Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, block by block. ``flat=True``: 1-D; per block
   and feature ``[B, D]`` (NONE: ``[ids, D]``), row-major.
-- SUM: ``out[b] = sum_i w_i * x_i``. MEAN: the sum divided by the number of IDs, or 0 for an empty bag. NONE:
+- SUM: ``out[b] = sum_i w_i * x_i``. MEAN: the sum divided by the ID count, or 0 for an empty bag. NONE:
   ``out[i] = x_i``. Without per-sample weights all ``w_i`` are 1; NONE does not allow them.
 
 Sums are in fp32. Duplicates are summed in feature order, then ID order.
@@ -37,12 +37,12 @@ from meshrec.ops.tbe.naive_update import update_rows
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
-    r"""Look up the rows of all IDs in all tables, and pool them by bag.
+    r"""Look up the rows for all IDs in all tables, and pool them by bag.
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
-        arguments: ``Lookups`` without dims; then ``out_size``, rows (2-D) or elements (flat) of the output;
-            ``out_dtype``; ``check_ids``; and ``names``, UTF-8 bytes of ``"table\\tfeature\\n"`` per feature,
+        arguments: ``Lookups`` without dims; then ``out_size``, rows (2-D) or elements (flat) in the output;
+            ``out_dtype``; ``check_ids``; and ``names``, UTF-8 bytes ``"table\\tfeature\\n"`` per feature,
             uint8, for messages.
 
     Raises:
@@ -70,7 +70,7 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
 
 
 def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
-    """Update tables in place: sum the gradient of each touched row, then apply one optimizer step to the row.
+    """Update tables in place: sum gradients per touched row, then apply one optimizer step to the row.
 
     Untouched rows and their state do not change.
 
@@ -83,13 +83,13 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
       1). ``optimizer`` and ``hyper`` (float64): see ``formulas.py``; rounding: ``naive_update.py``.
     - ``row_stats``: whole-row sums per ID for column-sharded tables, fp32 [N, 3]; only with NONE and distinct
       IDs per table.
-    - ``origins``: row and column of the whole table at which each weight starts (empty: 0, 0). Stochastic
+    - ``origins``: whole-table row and column where the weight starts (empty: 0, 0). Stochastic
       rounding uses these positions, so that shards round like the whole table.
-    - ``runs``: result of ``tbe_row_squares`` for the same arguments, which avoids sorting again. Requires
-      ``mean_squares``, fp32 [sum of U_t]: mean squared gradient of each touched whole row, for optimizers
+    - ``runs``: ``tbe_row_squares`` result for the same arguments, which avoids sorting again. Requires
+      ``mean_squares``, fp32 [sum of U_t]: mean squared gradient per touched whole row, for optimizers
       without other statistics.
-    - ``row_keys``: for each weight, the row numbers in the whole table, int64, instead of counting from
-      ``origins``. Empty for a weight that stores rows in order.
+    - ``row_keys``: per weight, the whole-table row numbers, int64, instead of counting from
+      ``origins``. Empty for a weight storing rows in order.
     """
     lookups, (weights, state, optimizer, hyper, row_stats, origins, *trailing) = Lookups.split(arguments)
     # The dispatcher omits trailing defaults; direct callers may pass these by name.
@@ -118,14 +118,14 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
                 stats_U3, mean_squares = mean_squares[: rows_U.numel(), None], mean_squares[rows_U.numel() :]
                 h = h._replace(row_dim=1)  # the statistic is already a mean
             slots = state[table :: len(weights)]
-            # Origins make the random bits of a shard those of the whole table.
+            # Origins make the random bits in a shard equal those in the whole table.
             origin = origins[2 * table : 2 * table + 2] or (0, 0)
             keys_U = row_keys[table][rows_U] if row_keys and len(row_keys[table]) else None
             update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, h, origin, keys_U)
 
 
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
-    """Return the gradients of touched rows, for T = len(num_rows) tables: ``rows_0, grads_0, rows_1, ...``.
+    """Return touched row gradients, for T = len(num_rows) tables: ``rows_0, grads_0, rows_1, ...``.
 
     ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. Tables without a feature have
     U_t = 0 and D_t = 0.
@@ -142,7 +142,7 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the squared gradient norms of touched rows, for T = len(num_rows) tables.
+    """Return the squared gradient norms per touched row, for T = len(num_rows) tables.
 
     Returns:
         Sums, fp32 [sum of U_t], by table and ascending row; U_t, int64 [T] on the CPU; and ``runs`` for
@@ -155,7 +155,7 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
 
 
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """Return dense gradients with the shapes and dtypes of the tables. Sums are in fp32.
+    """Return dense gradients with the table shapes and dtypes. Sums are in fp32.
 
     Args:
         grad: output gradient.
@@ -171,16 +171,16 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
 def tbe_sample_weight_grad(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, *arguments: Any
 ) -> Tensor:
-    """Return the gradient of the per-sample weights, fp32 [N].
+    """Return the per-sample weight gradient, fp32 [N].
 
-    Gradients of features that read the same key are added. IDs that no feature reads get 0.
+    Gradients from features reading the same key are added. IDs read by no feature get 0.
 
     Args:
         grad: output gradient.
         weights: ``[rows, D]`` per table.
         values: IDs.
-        offsets: index of the first ID of each bag, followed by N.
-        arguments: the remaining fields of ``Lookups``, without per-sample weights.
+        offsets: first ID index per bag, followed by N.
+        arguments: the remaining ``Lookups`` fields, without per-sample weights.
     """
     lookups = Lookups(values, offsets, None, *arguments)
     check_offsets(offsets, values.numel())
@@ -203,19 +203,19 @@ def clamp_ids(
 ) -> tuple[Tensor, Tensor]:
     """Replace IDs outside their table by 0, and count them.
 
-    An ID in a key read by several features is replaced if it is outside any of their tables.
+    An ID in a key read by several features is replaced if it is outside any such table.
 
     Args:
         values: IDs [N].
-        offsets: index of the first ID of each bag, followed by N.
-        segments: index of the first bag of each segment, followed by the number of bags, or None.
+        offsets: first ID index per bag, followed by N.
+        segments: first bag index per segment, followed by the bag count, or None.
         num_keys: K.
         keys: [F].
         tables: [F].
         num_rows: rows per table.
 
     Returns:
-        A copy of the IDs, and the number of replaced IDs per feature, int64 [F].
+        The IDs copied with replacements, and the replaced ID count per feature, int64 [F].
     """
     _check_inputs(values, offsets, None, [])
     layout = make_layout(
@@ -232,23 +232,23 @@ def clamp_ids(
 
 
 def _pooled(rows_nD: Tensor, piece: FeaturePiece, mode: int) -> Tensor:
-    """Return the sum or mean of rows per bag, fp32 [bags, D]."""
+    """Return the row sum or mean per bag, fp32 [bags, D]."""
     num_bags = piece.lengths_B.numel()
     pooled = rows_nD.new_zeros(num_bags, rows_nD.shape[1]).index_add_(0, piece.bag_of_id(), rows_nD)
     return pooled / piece.lengths_B.clamp(min=1)[:, None] if mode == MEAN else pooled
 
 
 class _Gradient(NamedTuple):
-    """Gradients of the IDs in one piece, before gradients of the same row are summed."""
+    """Gradients per ID in one piece, before gradients for the same row are summed."""
 
     table: int
     ids: slice  # the piece's IDs in values_N
-    rows_n: Tensor  # table row of each ID
+    rows_n: Tensor  # table row per ID
     gradient_nD: Tensor
 
 
 def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> Iterator[_Gradient]:
-    """Yield the gradients of the IDs of each piece: scaled by sample weight, and by 1 / bag size for MEAN.
+    """Yield ID gradients piece by piece: scaled by sample weight, and by 1 / bag size for MEAN.
 
     Features with table -1 are skipped.
     """
@@ -279,7 +279,7 @@ def _layout(lookups: Lookups) -> OutputLayout:
 
 
 def _gradients_by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> list[list[_Gradient]]:
-    """Return the gradients of all pieces that read table 0, then of those that read table 1, etc."""
+    """Return gradients from all pieces reading table 0, then from those reading table 1, etc."""
     parts: list[list[_Gradient]] = [[] for _ in num_rows]
     for part in _id_gradients(grad, lookups, num_rows):
         parts[part.table].append(part)
@@ -287,16 +287,16 @@ def _gradients_by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int])
 
 
 def _sum_by_row(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the gradients of equal rows of one table.
+    """Sum the gradients for equal rows in one table.
 
     Returns:
-        Distinct rows, ascending, int64 [U]; their gradients, fp32 [U, D]; and for each ID the index of its
-            row among the distinct rows, int64 [n].
+        Distinct rows, ascending, int64 [U]; their gradients, fp32 [U, D]; and the row index per ID
+            among the distinct rows, int64 [n].
     """
     rows_U, inverse_n = torch.cat([part.rows_n for part in parts]).unique(return_inverse=True)
     gradient_nD = torch.cat([part.gradient_nD for part in parts])
     total_UD = gradient_nD.new_zeros(rows_U.numel(), gradient_nD.shape[1])
-    # index_add_ adds the entries in order, which gives the documented order of sums.
+    # index_add_ adds the entries in order, which gives the documented sum order.
     return rows_U, total_UD.index_add_(0, inverse_n, gradient_nD), inverse_n
 
 
@@ -334,7 +334,7 @@ def _check_ids(
     num_rows_F: list[int],
     names: Tensor,
 ) -> None:
-    """Raise ValueError for the first ID outside its table, or weight that is NaN."""
+    """Raise ValueError for the first ID outside the table, or NaN weight."""
     for piece in layout.pieces:
         ids = values[piece.ids]
         table, feature = _table_and_feature(names, piece.feature)
@@ -360,12 +360,12 @@ def _check_rows(piece: FeaturePiece, ids_n: Tensor, num_rows: int, table: str, f
 
 
 def _first_true(bad: Tensor) -> int | None:
-    """Return the index of the first True, or None if there is none."""
+    """Return the first True index, or None if there is none."""
     return int(bad.nonzero()[0]) if bool(bad.any()) else None
 
 
 def _table_and_feature(names: Tensor, feature: int) -> tuple[str, str]:
-    """Return the names of a feature's table and of the feature; see ``tbe_forward`` for ``names``."""
+    """Return the table name and feature name; see ``tbe_forward`` for ``names``."""
     table, name = bytes(names.tolist()).decode().split("\n")[feature].split("\t")
     return table, name
 
@@ -383,7 +383,7 @@ implement(
 )
 
 
-# Shapes for tracing, and the gradient of the lookup, shared by all kernels.
+# Shapes for tracing, and the lookup gradient, shared by all kernels.
 
 
 def _forward_fake(weights: list[Tensor], values: Tensor, *arguments: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Optimizer step on the touched rows of a table, in plain torch, with stochastic rounding.
+"""Optimizer step on the touched table rows, in plain torch, with stochastic rounding.
 
 ``formulas.py`` has the formulas.
 """
@@ -24,19 +24,19 @@ def update_rows(
     origin: Sequence[int] = (0, 0),
     keys_U: Tensor | None = None,
 ) -> None:
-    """Apply an optimizer step to distinct rows of one table, in place.
+    """Apply an optimizer step to distinct rows in one table, in place.
 
     Args:
         weight: [num_rows, D], fp32, fp16 or bf16.
-        state: optimizer state slots, fp32, [num_rows, D] or [num_rows] each.
+        state: optimizer state slots, fp32, [num_rows, D] or [num_rows].
         rows_U: distinct rows to update, int64.
         gradient_UD: gradient per row, summed over the batch, fp32.
         stats_U3: whole-row sums for column-sharded tables, see `RowSum`, fp32; None: compute them here.
         optimizer: optimizer code.
         h: optimizer parameters.
-        origin: row and column of the whole table at which ``weight`` starts. Only stochastic rounding reads
+        origin: whole-table row and column where ``weight`` starts. Only stochastic rounding reads
             it, so that a shard rounds like the whole table.
-        keys_U: number that stands for each row in stochastic rounding, int64, if ``weight`` does not store
+        keys_U: row number to use in stochastic rounding, int64, if ``weight`` does not store
             rows in order (hashed tables). Replaces ``rows_U + origin[0]``.
     """
     slots = [slot[rows_U] for slot in state]
@@ -49,7 +49,7 @@ def update_rows(
 
 
 def _round_to_dtype(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, first_column: int) -> Tensor:
-    """Convert to the dtype of the table: stochastically if ``h.seed`` is set, else to nearest."""
+    """Convert to the table dtype: stochastically if ``h.seed`` is set, else to nearest."""
     if dtype == torch.float32 or h.seed == 0:
         return x_UD.to(dtype)
     columns_D = torch.arange(first_column, first_column + x_UD.shape[1], device=x_UD.device)
@@ -68,7 +68,7 @@ def shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tensor:
-    """Return 16 pseudo-random bits per element, int64 [U, D], that do not depend on the update order.
+    """Return 16 pseudo-random bits per element, int64 [U, D], whatever the update order.
 
     Counter-based: ``x = row * 0x9E3779B97F4A7C15 + column * 0xC2B2AE3D27D4EB4F + seed * 0x165667B19E3779F9 +
     step * 0x27D4EB2F165667C5`` modulo 2^64 goes through the splitmix64 finalizer (Steele, Lea, Flood: "Fast

@@ -12,12 +12,12 @@ _logger = logging.getLogger("meshrec")
 
 
 def report_clamped(total: Tensor, counts: Tensor, names: Tensor) -> None:
-    r"""Add the number of IDs replaced by ``clamp_ids`` to ``total`` (int64 [1]). Warn the first time.
+    r"""Add the count of IDs replaced by ``clamp_ids`` to ``total`` (int64 [1]). Warn the first time.
 
     Args:
         total: running count, modified in place.
         counts: replaced IDs per feature, int64 [F].
-        names: UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8.
+        names: UTF-8 bytes ``"table\\tfeature\\n"`` per feature, uint8.
     """
     num_clamped = int(counts.sum())
     if num_clamped and not int(total):

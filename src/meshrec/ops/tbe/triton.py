@@ -51,13 +51,13 @@ def look_up(
     out_dtype: torch.dtype,
     check_ids: bool,
 ) -> Tensor | None:
-    """Look up and pool rows of tables, floating-point or quantized.
+    """Look up and pool table rows, floating-point or quantized.
 
     Args:
         weights: rows per table.
-        bits: bits per code of each table; 0 for floating-point rows.
+        bits: bits per code and table; 0 for floating-point rows.
         batch: the lookups.
-        out_size: rows (2-D) or elements (flat) of the output.
+        out_size: rows (2-D) or elements (flat) in the output.
         out_dtype: output dtype.
         check_ids: whether to check offsets, IDs and weights.
 
@@ -109,18 +109,18 @@ def look_up(
 
 
 def _alignment(widths: Sequence[int], addresses: Sequence[int]) -> int:
-    """Return the number of fp32 values that a thread may load at once: 4 if rows are 16-byte aligned, else 1.
+    """Return the fp32 value count a thread may load at once: 4 if rows are 16-byte aligned, else 1.
 
     Args:
-        widths: row widths of all tables.
-        addresses: addresses at which the tables start.
+        widths: row widths for all tables.
+        addresses: table start addresses.
     """
     is_aligned = all(width % 4 == 0 for width in widths) and all(at % 16 == 0 for at in addresses)
     return 4 if is_aligned else 1
 
 
 class _Entries(NamedTuple):
-    """Gradient contributions of all IDs, sorted by row. An entry is one ID read by one feature.
+    """Gradient contributions for all IDs, sorted by row. An entry is one ID read by one feature.
 
     Entries without a row are padding, and come last.
     """
@@ -128,33 +128,33 @@ class _Entries(NamedTuple):
     grad: Tensor
     """Flat output gradient, fp32."""
     rows: Tensor
-    """Row of each entry, numbered across all tables, ascending; int32 or int64 [E]."""
+    """Row per entry, numbered across all tables, ascending; int32 or int64 [E]."""
     """int32 or int64 [E]: rows, ascending, numbered across all tables."""
     order: Tensor
-    """Entry number of each element of ``rows``, int64 [E]. The fields below are indexed by entry number."""
+    """Entry number per element in ``rows``, int64 [E]. The fields below are indexed by entry number."""
     starts: Tensor
-    """First gradient element of each entry, int64 [E]."""
+    """First gradient element per entry, int64 [E]."""
     factors: Tensor
-    """Gradient factor of each entry, fp32 [E]: sample weight, and 1 / bag size for MEAN."""
+    """Gradient factor per entry, fp32 [E]: sample weight, and 1 / bag size for MEAN."""
     tables_of: Tensor
-    """Table of each entry, int32 [E]."""
+    """Table per entry, int32 [E]."""
     first_rows: list[int]
-    """[T + 1]: first row of each table in the numbering across all tables, and the end."""
+    """[T + 1]: first row per table in the numbering across all tables, and the end."""
     align: int
-    """``ALIGN`` of the kernels, for gradient rows."""
+    """``ALIGN`` in the kernels, for gradient rows."""
 
     @property
     def end_of_rows(self) -> int:
-        """Row number of padding entries."""
+        """Row number for padding entries."""
         return self.first_rows[-1]
 
     def partial_sums(self, fields: Tensor, block: int) -> Tensor:
-        """Return partial gradient sums of long runs, fp32 [parts, block]; see ``triton_kernels.sum_parts``.
+        """Return partial gradient sums for long runs, fp32 [parts, block]; see ``triton_kernels.sum_parts``.
 
-        Elements of other parts are uninitialized.
+        Elements in other parts are uninitialized.
 
         Args:
-            fields: ``triton_kernels.TABLE_FIELDS`` of each table.
+            fields: ``triton_kernels.TABLE_FIELDS`` per table.
             block: row width, padded to a power of two.
         """
         from meshrec.ops.tbe import triton_kernels
@@ -186,15 +186,15 @@ def _make_entries(
     num_rows: Sequence[int],
     runs: Tensor | None = None,
 ) -> _Entries:
-    """List the gradient contributions of a batch, and sort them by row.
+    """List the batch gradient contributions, and sort them by row.
 
     Args:
         grad: output gradient.
         lookups: the lookups to include.
         batch: the batch.
-        table_fields: ``triton_kernels.TABLE_FIELDS`` of each table.
-        num_rows: number of rows of each table.
-        runs: result of ``tbe_row_squares`` for the same batch, to skip the sort.
+        table_fields: ``triton_kernels.TABLE_FIELDS`` per table.
+        num_rows: row count per table.
+        runs: ``tbe_row_squares`` result for the same batch, to skip the sort.
     """
     from meshrec.ops.tbe import triton_kernels
 
@@ -234,7 +234,7 @@ def _make_entries(
             IDS=_LISTED_IDS,
         )
     if runs is None:
-        # Stable, so that equal rows are summed in the order of entries in every run.
+        # Stable, so that equal rows are summed in entry order in every run.
         rows, order = rows.sort(stable=True)
     else:
         rows, order, _ = runs.view(3, -1)
@@ -304,7 +304,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
 
 
 def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -> None:
-    """Check the number of state tensors, and that all tensors to update are contiguous."""
+    """Check the state tensor count, and that all tensors to update are contiguous."""
     if len(state) != num_state * len(weights):
         raise ValueError(
             f"got {len(state)} state tensors for {len(weights)} tables of an optimizer with {num_state} "
@@ -317,7 +317,7 @@ def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -
 def _update_runs(
     entries: _Entries, fields: Tensor, stats: Tensor | None, hyper: Tensor, **constants: Any
 ) -> None:
-    """Launch the update kernel: sum the gradient of each row, and update the row."""
+    """Launch the update kernel: sum gradients per row, and update the rows."""
     from meshrec.ops.tbe import triton_update_kernels
 
     num_entries, runs_at_once = entries.rows.numel(), _runs_at_once(constants["BLOCK"])
@@ -336,7 +336,7 @@ def _update_runs(
 
 
 def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
-    """Expand the mean squared gradient of each row to the ``row_stats`` of each entry, fp32 [E, 3]."""
+    """Expand the mean squared gradient per row to ``row_stats`` per entry, fp32 [E, 3]."""
     _, order, run_ids = runs.view(3, -1)
     stats = mean_squares.new_zeros(order.numel(), len(RowSum))
     if mean_squares.numel():
@@ -352,7 +352,7 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``naive.tbe_row_squares``. ``runs`` is [3 * E]: row, order and run number of each entry."""
+    """Compute ``naive.tbe_row_squares``. ``runs`` is [3 * E]: row, order and run number per entry."""
     summed, entries, run_ids = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
     counts = torch.tensor([len(table_squares) for table_squares in squares], dtype=torch.int64)
@@ -362,7 +362,7 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
 def _summed_rows(
     grad: Tensor, batch: Lookups, options: Sequence[Any]
 ) -> tuple[list[Tensor], _Entries, Tensor]:
-    """Sum gradients by row. Returns rows and gradients per table, the entries, and the run of each entry."""
+    """Sum gradients by row. Returns rows and gradients per table, the entries, and the run per entry."""
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
     lookups = position_lookups(batch, grad.numel())
@@ -378,7 +378,7 @@ def _summed_rows(
     first_rows = cached_on_device(device, entries.first_rows).to(entries.rows.dtype)
     first_of_table = torch.searchsorted(entries.rows, first_rows)
     first_runs = runs_before[first_of_table]
-    # Synchronizes: the sizes of the results depend on the IDs.
+    # Synchronizes: the result sizes depend on the IDs.
     counts: list[int] = first_runs.diff().tolist()
     result: list[Tensor] = []
     for count, width in zip(counts, widths, strict=True):
@@ -417,7 +417,7 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
 
 
 def _sum_runs(entries: _Entries, fields: Tensor, run_ids: Tensor, widths: list[int], *, dense: bool) -> None:
-    """Launch the kernel that sums the gradients of equal rows; see ``triton_kernels.sum_runs``."""
+    """Launch the kernel summing gradients for equal rows; see ``triton_kernels.sum_runs``."""
     from meshrec.ops.tbe import triton_kernels
 
     num_entries, block = entries.rows.numel(), _padded_width(widths)
@@ -438,7 +438,7 @@ def _sum_runs(entries: _Entries, fields: Tensor, run_ids: Tensor, widths: list[i
 
 
 def _runs_at_once(block: int) -> int:
-    """Return the number of runs that a program sums in parallel: 1024 values in total, at most 32 runs."""
+    """Return the run count a program sums in parallel: 1024 values in total, at most 32 runs."""
     return max(1, min(32, 1024 // block))
 
 
@@ -451,15 +451,15 @@ def _table_fields(
     origins: list[int],
     device: torch.device,
 ) -> Tensor:
-    """Return the ``triton_kernels.TABLE_FIELDS`` of each table, int64 [T, 7] on the device.
+    """Return ``triton_kernels.TABLE_FIELDS`` per table, int64 [T, 7] on the device.
 
     Args:
-        weights: address of each table.
-        slots: for each state slot, the address of each table's state; at most 2 slots.
-        widths: row width of each table.
-        num_rows: number of rows of each table.
-        origins: first row and column of each table in the whole table, or empty.
-        device: device of the result.
+        weights: address per table.
+        slots: per state slot, the state address per table; at most 2 slots.
+        widths: row width per table.
+        num_rows: row count per table.
+        origins: whole-table first row and column per table, or empty.
+        device: result device.
     """
     zeros = [0] * len(weights)
     first_rows = list(accumulate(num_rows, initial=0))[:-1]
@@ -477,7 +477,7 @@ def _group_by_dtype(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.
 
 
 def _padded_width(widths: Any) -> int:
-    """Return the smallest power of two that covers the widest table: the BLOCK of the kernels."""
+    """Return the smallest power of two covering the widest table: BLOCK in the kernels."""
     return 1 << (max(widths, default=1) - 1).bit_length()
 
 
@@ -494,7 +494,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 
 OPS: list[Callable[..., Any]] = [tbe_forward, tbe_update, tbe_sparse_grad, tbe_row_squares, tbe_dense_grad]
-"""Operators that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

@@ -1,8 +1,8 @@
 """Triton kernels for table-batched lookups and gradient sums; ``triton.py`` launches them.
 
 A lookup is one feature in one block (see ``layout.py``), described by ``LOOKUP_FIELDS`` integers. An entry is
-the gradient contribution of one ID in one lookup: a row (numbered across all tables), the start of the
-gradient, and a factor. Entries sorted by row form runs of equal rows. The program at a run's first entry sums
+the gradient contribution from one ID in one lookup: a row (numbered across all tables), the gradient
+start, and a factor. Entries sorted by row form runs with equal rows. The program at a run's first entry sums
 the run and writes the row.
 
 A program processes several bags or runs in parallel to hide memory latency. ``ALIGN`` is 4 if every row
@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 
 LOOKUP_FIELDS = 7
-"""Number of lookup fields: table, width, first bag, number of bags, first output element, output row stride,
+"""Lookup field count: table, width, first bag, bag count, first output element, output row stride,
 pooling.
 """
 TABLE_FIELDS = 7
-"""Number of table fields: addresses of weight and two state slots; width; first row, numbered across all
+"""Table field count: addresses for weight and two state slots; width; first row, numbered across all
 tables; origin (row, column).
 """
 
@@ -29,7 +29,7 @@ _AT_ONCE: tl.constexpr = tl.constexpr(4)
 OFFSETS_AT_ONCE = 1024
 """Offsets checked per program."""
 PART = 64
-"""Entries of a run that one program sums. Longer runs are split into parts, summed by several programs."""
+"""Run entries summed by one program. Longer runs are split into parts, summed by several programs."""
 _PART: tl.constexpr = tl.constexpr(PART)
 _MEAN: tl.constexpr = tl.constexpr(1)
 _NONE: tl.constexpr = tl.constexpr(2)
@@ -37,11 +37,11 @@ _NONE: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
-    """Set ``is_bad`` unless offsets start at 0, never decrease, and end at the number of IDs.
+    """Set ``is_bad`` unless offsets start at 0, never decrease, and end at the ID count.
 
     Args:
-        offsets: index of the first ID of each bag, followed by N.
-        num_bags: number of bags.
+        offsets: first ID index per bag, followed by N.
+        num_bags: bag count.
         num_ids: N.
         is_bad: output flag, int32 [1].
         BLOCK: offsets per program.
@@ -58,7 +58,7 @@ def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
 def _rows(
     address, row, is_valid, width, columns, WEIGHT: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """Load rows of one table as fp32 [rows, BLOCK].
+    """Load rows from one table as fp32 [rows, BLOCK].
 
     Floating-point values (BITS 0), or codes with scale and bias, see ``ops.nbit.naive``. Invalid rows and
     columns beyond the width are 0.
@@ -109,14 +109,14 @@ def look_up(
 ):
     """Look up this program's bags: write one pooled row per bag, or one row per ID without pooling.
 
-    With CHECK, set is_bad if an ID is outside its table or has a NaN weight, and skip the row.
+    With CHECK, set is_bad if an ID is outside the table or has a NaN weight, and skip the row.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
         addresses: weight address per table, int64.
         num_rows: rows per table, int64.
         ids: IDs [N].
-        offsets: index of the first ID of each bag, followed by N.
+        offsets: first ID index per bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
         is_bad: output flag, int32 [1], if CHECK.
@@ -189,16 +189,16 @@ def list_entries(
     BAGS: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    """Write the entries of this program's bags. ID ``i`` gets entry ``i`` of the lookup's round.
+    """Write the entries for this program's bags. ID ``i`` gets entry ``i`` of the lookup's round.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
-        rounds: round of each lookup. Lookups that read the same key are in different rounds, each with N
+        rounds: round per lookup. Lookups reading the same key are in different rounds with N
             entries.
         num_ids: N.
         tables: ``TABLE_FIELDS`` per table, int64.
         ids: IDs [N].
-        offsets: index of the first ID of each bag, followed by N.
+        offsets: first ID index per bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         rows: output, row per entry, numbered across all tables.
         starts: output, first gradient element per entry.
@@ -238,12 +238,12 @@ def list_entries(
 
 @triton.jit
 def run_starts(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
-    """Return the positions of this program's entries, their rows, and whether each is the first of a run.
+    """Return this program's entry positions, rows, and whether an entry is the first in a run.
 
     Args:
         rows: row per entry, ascending.
-        num_entries: number of entries.
-        end_of_rows: row number of padding entries.
+        num_entries: entry count.
+        end_of_rows: row number for padding entries.
         RUNS: entries per program.
     """
     entry = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
@@ -268,7 +268,7 @@ def _sum_part(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the gradients of runs from position ``at`` to the end of the run or part: fp32 [RUNS, BLOCK]."""
+    """Sum run gradients from position ``at`` to the end of the run or part: fp32 [RUNS, BLOCK]."""
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([RUNS, BLOCK], tl.float32)
     end = tl.where(active, tl.minimum((at // _PART + 1) * _PART, num_entries), 0)
@@ -305,10 +305,10 @@ def sum_parts(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the parts of long runs in parallel.
+    """Sum long run parts in parallel.
 
-    Entries are split into parts of ``_PART``. If the run at a part's first entry started in an earlier part,
-    its entries in this part are summed to ``parts[part number]``. A row that occurs in every sample is thus
+    Entries are split into parts with ``_PART`` entries. If the run at a part's first entry starts in an
+    earlier part, its entries in this part are summed to ``parts[part number]``. A row in every sample is thus
     summed in parallel instead of sequentially.
 
     Args:
@@ -320,8 +320,8 @@ def sum_parts(
         tables_of: table per entry.
         tables: ``TABLE_FIELDS`` per table, int64.
         parts: output, fp32 [parts, BLOCK].
-        num_entries: number of entries.
-        end_of_rows: row number of padding entries.
+        num_entries: entry count.
+        end_of_rows: row number for padding entries.
         ALIGN: see the module docstring.
         PARTS: parts per program.
         BLOCK: row width, padded to a power of two.
@@ -358,7 +358,7 @@ def sum_of_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the gradient sums of the runs that start at ``at``: fp32 [RUNS, BLOCK].
+    """Return gradient sums for runs starting at ``at``: fp32 [RUNS, BLOCK].
 
     Args:
         grad: flat gradient, fp32.
@@ -366,11 +366,11 @@ def sum_of_runs(
         order: entry numbers in row order.
         starts: first gradient element per entry.
         factors: gradient factor per entry.
-        parts: sums of parts, from ``sum_parts``.
-        at: position of the first entry per run.
+        parts: part sums, from ``sum_parts``.
+        at: first entry position per run.
         row: row per run.
         first: which entries start a run.
-        num_entries: number of entries.
+        num_entries: entry count.
         width: row width per run.
         ALIGN: see the module docstring.
         RUNS: runs per program.
@@ -408,7 +408,7 @@ def sum_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient sum of each run to the table's first state slot, and the row number to the second.
+    """Write every run gradient sum to the table's first state slot, and the row number to the second.
 
     With DENSE, no row numbers are written.
 
@@ -420,11 +420,11 @@ def sum_runs(
         factors: gradient factor per entry.
         tables_of: table per entry.
         tables: ``TABLE_FIELDS`` per table, int64; the state slots are the outputs.
-        parts: sums of parts, from ``sum_parts``.
+        parts: part sums, from ``sum_parts``.
         run_ids: run number within the table, per entry. Unused with DENSE: the row is the output
             position.
-        num_entries: number of entries.
-        end_of_rows: row number of padding entries.
+        num_entries: entry count.
+        end_of_rows: row number for padding entries.
         DENSE: whether the output has all rows.
         ALIGN: see the module docstring.
         RUNS: entries per program.

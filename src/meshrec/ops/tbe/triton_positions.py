@@ -1,4 +1,4 @@
-"""Bag ranges and output positions of lookups on the device, for the Triton kernels."""
+"""Bag ranges and output positions for lookups on the device, for the Triton kernels."""
 
 import functools
 from typing import NamedTuple
@@ -13,20 +13,20 @@ from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
 
 
 class PositionedLookups(NamedTuple):
-    """The lookups of a batch that read a table, and where they write. R lookups per feature."""
+    """The batch lookups reading a table, and where they write. R lookups per feature."""
 
     fields: Tensor
     """int64 [L, 7] on the device, with the columns ``triton_kernels.LOOKUP_FIELDS``."""
     features: list[int]
-    """[L]: feature of each lookup."""
+    """[L]: feature per lookup."""
     tables: list[int]
-    """[L]: table of each lookup."""
-    max_bags: int  # largest number of bags of a lookup
+    """[L]: table per lookup."""
+    max_bags: int  # maximum bag count per lookup
     shape: list[int]
     """Output shape."""
 
     def of_tables(self, selected: set[int]) -> "PositionedLookups":
-        """Return only the lookups that read the selected tables."""
+        """Return only lookups reading the selected tables."""
         positions = [at for at, table in enumerate(self.tables) if table in selected]
         if len(positions) == len(self.tables):
             return self
@@ -37,16 +37,16 @@ class PositionedLookups(NamedTuple):
         )
 
     def grid(self, bags: int) -> tuple[int, int]:
-        """Return the launch grid: a program per lookup and group of ``bags`` bags."""
+        """Return the launch grid: a program per lookup and group with ``bags`` bags."""
         return -(-self.max_bags // bags), len(self.tables)
 
 
 def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLookups:
-    """Compute the bag range and output position of each lookup, without synchronizing with the device.
+    """Compute the bag range and output position per lookup, without synchronizing with the device.
 
     Args:
         batch: the lookups.
-        size: number of elements of a flat output. Without pooling it depends on the IDs, so the caller must
+        size: element count in a flat output. Without pooling it depends on the IDs, so the caller must
             know it.
     """
     offsets, segments, device = batch.offsets, batch.segments, batch.offsets.device
@@ -86,7 +86,7 @@ def _positions(
     device: torch.device,
     stream: int,
 ) -> tuple[PositionedLookups, Tensor]:
-    """Compute the lookups of a batch shape. Returns them, and the first bag of each segment on the device.
+    """Compute the lookups for a batch shape. Returns them, and the first bag per segment on the device.
 
     Cached, because the batches in a run have few different shapes. Without pooling, output positions depend
     on the IDs, and the caller sets them.
@@ -125,7 +125,7 @@ def _positions(
 
 
 def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
-    """Return the index of the first output element of each lookup, on the device: int64 [L].
+    """Return the first output element index per lookup, on the device: int64 [L].
 
     Without pooling, a lookup has one output row per ID.
     """

@@ -1,4 +1,4 @@
-"""Triton kernel that updates rows by the formulas in ``formulas.py``; ``triton.py`` launches it.
+"""Triton kernel updating rows by the formulas in ``formulas.py``; ``triton.py`` launches it.
 
 ``triton_kernels.py`` defines entries and runs, and sums run gradients.
 """
@@ -31,7 +31,7 @@ _DIRECTION_SUM: tl.constexpr = tl.constexpr(int(RowSum.DIRECTION))
 
 
 def _index_of(name):
-    """Return the index of a field of ``Hyper`` as a compile-time constant."""
+    """Return the ``Hyper`` field index as a compile-time constant."""
     return tl.constexpr(Hyper._fields.index(name))
 
 
@@ -106,7 +106,7 @@ def _sum_of_squares(x, stats, first, column: tl.constexpr, STATS: tl.constexpr):
 
 @triton.jit
 def _mean_square(g, stats, first, hyper, width, STATS: tl.constexpr):
-    """Return the mean squared gradient of each whole row."""
+    """Return the mean squared gradient per whole row."""
     whole = _load_hyper(hyper, _ROW_DIM)
     whole = tl.where(whole == 0, width.to(tl.float32), whole)
     return _sum_of_squares(g, stats, first, _GRADIENT_SUM, STATS) / tl.where(first, whole, 1.0)
@@ -214,7 +214,7 @@ def _rowwise_rmsprop_ar(
 
 @triton.jit
 def _pointers(fields, first, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return the address of each run's table (or state slot), read from ``fields``, as a typed pointer."""
+    """Return the table address per run (or state slot), read from ``fields``, as a typed pointer."""
     return tl.multiple_of(tl.load(fields, first, 0).to(tl.pointer_type(TYPE)), [4 * ALIGN])
 
 
@@ -251,10 +251,10 @@ def update_runs(
         factors: gradient factor per entry.
         tables_of: table per entry.
         tables: ``TABLE_FIELDS`` per table, int64.
-        parts: sums of parts, from ``sum_parts``.
+        parts: part sums, from ``sum_parts``.
         row_stats: whole-row sums per entry, fp32 [E, 3], read if STATS.
-        num_entries: number of entries.
-        end_of_rows: row number of padding entries.
+        num_entries: entry count.
+        end_of_rows: row number for padding entries.
         hyper: float64: ``Hyper`` fields in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
         OPTIMIZER: optimizer code.
         DECAY: decay mode.
