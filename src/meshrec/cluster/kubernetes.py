@@ -37,7 +37,7 @@ class JobOptions:
         recipe: recipe name, or path inside the image, as for `meshrec train`.
         arguments: additional `meshrec train` arguments.
         image: container image, such as "ghcr.io/team/meshrec:1".
-        replicas: pod count, on different nodes where possible.
+        replicas: pod count; pods run on different nodes where possible.
         ranks_per_pod: rank count per pod.
         name: job name, a DNS label.
         claim: PersistentVolumeClaim for runs and checkpoints, mounted by all pods (ReadWriteMany).

@@ -23,7 +23,7 @@ class Columns(NamedTuple):
     seeds: tuple[int, ...]
     """Stochastic rounding seeds."""
     origins: tuple[int, ...]
-    """First column in the whole table."""
+    """Start column in the whole table."""
     names: tuple[str, ...]
     """Column names in warnings, such as "table 't0', feature 'a'"."""
     uses: tuple[int, ...]

@@ -76,7 +76,7 @@ def launched() -> bool:
 
 
 def _size(launcher: _Launcher) -> int:
-    """Return the rank count started by a launcher; 0 if it did not start this process."""
+    """Return how many ranks a launcher has started; 0 if it did not start this process."""
     rank, size = launcher.variables[:2]
     return _number(size) if rank in os.environ and size in os.environ else 0
 
@@ -115,7 +115,7 @@ def _translate(launcher: _Launcher) -> None:
                 "torchrun."
             )
         os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "")))
-        # As in the `meshrec launch slurm` script; every job step has another port.
+        # As in the `meshrec launch slurm` script; every job step has a different port.
         port = 20000 + (_number("SLURM_JOB_ID") + 37 * _number("SLURM_STEP_ID", "0")) % 12000
         os.environ.setdefault("MASTER_PORT", str(port))
     os.environ.update({name: str(value) for name, value in values.items()})

@@ -37,10 +37,10 @@ class ShardingEnv:
 
     Attributes:
         world: all ranks.
-        shard: ranks sharing a table copy. Plans refer to these ranks.
+        shard: ranks that share a copy of the tables. Plans refer to these ranks.
         replicate: ranks holding the same shards.
-        node: outer ``shard`` factor, if the mesh has it.
-        local: inner ``shard`` factor; position on shard = node position * local.size + local position.
+        node: outer factor of ``shard``, if the mesh has it.
+        local: inner factor of ``shard``; position on shard = node position * local.size + local position.
         mesh: the DeviceMesh; None for a single process.
         devices: device per rank on ``shard``, if a single process acts for all ranks.
 

@@ -22,7 +22,7 @@ from meshrec.ops.dist import wire_naive as ops
 # Shape legend: N rows, D values in a row, U units in an encoded row.
 
 AcrossNodes = Literal["sums", "rows"]
-"""Exchange between nodes: pooled row sums, or rows; see [Note: two levels] in distributed/node_rows.py."""
+"""Data between nodes: sums of pooled rows, or rows; see [Note: two levels] in distributed/node_rows.py."""
 
 
 class WireFormat(ABC):
@@ -94,7 +94,7 @@ class WireFormat(ABC):
 
 
 class _Cast(WireFormat):
-    """Format rounding values to a floating-point dtype."""
+    """Wire format that rounds values to a floating-point dtype."""
 
     is_cast = True
     row_overhead = 0
