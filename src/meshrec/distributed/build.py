@@ -58,7 +58,7 @@ class SourceTable(NamedTuple):
     weight: nn.Parameter
     storage: RowStorage
     spec: OptimizerSpec | None
-    """Attached fused optimizer; None: none."""
+    """Attached fused optimizer, or None."""
     state: dict[str, Any]
     """State of the optimizer made by ``meshrec.fuse``, by slot name; empty if the module is not fused."""
     rows: HashedTable | None = None
@@ -67,10 +67,10 @@ class SourceTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options of a sharder and of the module that it shards.
+    """Options for a sharder and for the sharded module.
 
     Args:
-        optimizer: fused optimizer of tables without an attached optimizer; None: these have ordinary
+        optimizer: fused optimizer for tables without an attached optimizer; None: these have ordinary
             gradients.
         optimizer_tables: names of tables that may take ``optimizer``; None: all.
         update: whether fused tables are updated in the backward pass or by ``fused_optimizer.step()``.
@@ -80,7 +80,7 @@ class BuildOptions:
         sequence: whether the module returns a row per ID instead of a pooled row per bag.
         weighted: whether IDs have per-sample weights.
         bounds_check: handling of IDs outside the table.
-        output_dtype: dtype of the returned embeddings; None: fp32.
+        output_dtype: returned embedding dtype; None: fp32.
     """
 
     optimizer: OptimizerSpec | None = None
@@ -115,14 +115,14 @@ class Blueprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Weights and optimizer state of a sharded module on this rank."""
+    """A sharded module's weights and optimizer state on this rank."""
 
     split: list[LocalShards]
     """Split tables, an entry per rank whose tables this process has: all with ``env.devices``, else one."""
     local: LocalShards
     """Data-parallel tables."""
     steps: Sequence[int]
-    """Number of updates so far, by table number."""
+    """Update count so far, by table number."""
     trained: Sequence[bool]
     """Whether a table is trained (not frozen), by table number."""
 
@@ -137,12 +137,12 @@ class ModuleParts(Blueprint):
     names: list[str]
     """Output name by use: the feature, or feature@table if several tables read the feature."""
     dims: list[int]
-    """Number of output columns by use."""
+    """Output column count by use."""
     fused: dict[int, FusedTable]
     """Tables with a fused optimizer, by table number."""
 
     def fused_optimizer(self, prefix: str) -> FusedOptimizer:
-        """Create the optimizer of all fused tables, with parameter names that start with ``prefix``."""
+        """Create the optimizer for all fused tables, with parameter names starting with ``prefix``."""
         return FusedOptimizer(self.named_fused(prefix), self.deferred())
 
     def named_fused(self, prefix: str) -> dict[str, FusedTable]:
@@ -156,12 +156,12 @@ class ModuleParts(Blueprint):
         return None if collected is None else Deferred(self.tables.step, collected.signal)
 
     def steps(self) -> list[int]:
-        """Return the number of updates so far, by table number."""
+        """Return the update count so far, by table number."""
         return [int(self.fused[t].state["step"]) if t in self.fused else 0 for t in range(len(self.rules))]
 
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
-    """List the tables of an unsharded module. Weights may be on ``meta``."""
+    """List the tables in an unsharded module. Weights may be on ``meta``."""
     fused = module.fused_optimizer if module.is_fused else None
     state = {} if fused is None else fused.state
     hashed = module.hashed_tables()
@@ -211,7 +211,7 @@ def build(
     verify_same_plan(ShardingPlan({"": plan}), env.world.group)
     sizes = {s.table.name: TableSize(s.table.num_rows, s.table.dim) for s in sources}
     verify_module_plan(plan, sizes, world_size=env.shard.size)
-    # Rank 0's seed on all ranks, so that initial rows do not depend on the sharding.
+    # Rank 0's seed on all ranks, so initial rows do not depend on the sharding.
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
     with together(env.world, "allocation"):
         _check_untrained(sources, options)
@@ -253,7 +253,7 @@ def build(
 
 
 def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
-    """Create the parts of a sharded module around weights and state that exist already.
+    """Create a sharded module's parts around existing weights and state.
 
     Args:
         blueprint: the specification.
@@ -335,7 +335,7 @@ def _kernels(
 
 
 def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable:
-    """Return the entry of a table in its fused optimizer, after ``step`` updates."""
+    """Return a table's entry in the fused optimizer, after ``step`` updates."""
     label, dim = f"table {module.name!r}", module.dim
     full_states = functools.partial(_full_states, module, rule.spec.state_slots())
     if module.is_growable:
@@ -347,7 +347,7 @@ def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable
 
 
 def _empty(table: RoutedTable, storage: RowStorage, device: torch.device, *, trained: bool) -> nn.Parameter:
-    """Return an empty parameter, for a rank that has no shard of the table."""
+    """Return an empty parameter, for a rank without a table shard."""
     rows = storage.allocate(0, storage.columns(table.dim), device)
     if storage.rows_in_parameter:
         return nn.Parameter(rows, trained)
@@ -367,7 +367,7 @@ def compile_routing(
 ) -> Routing:
     """Compile a verified plan into routes and lookups; see `compile_plan`.
 
-    Finds the tables whose optimizer or eviction policy needs whole rows.
+    Finds the tables with an optimizer or eviction policy for whole rows.
 
     Args:
         tables: whole tables.
@@ -386,7 +386,7 @@ def compile_routing(
 
 
 def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:
-    """Raise ValueError if a shard of a quantized table starts within a byte, as int4 packs two columns."""
+    """Raise ValueError if a quantized table shard starts within a byte, as int4 packs two columns."""
     for name, storage in storages.items():
         for shard in plan[name].shards:
             first, _ = shard.columns
@@ -412,7 +412,7 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
 
 
 def _check_external_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raise ValueError for trained tables with rows outside of their parameter, unless backward updates them.
+    """Raise ValueError for trained tables with rows outside their parameter, unless backward updates them.
 
     Hashed and cached tables are such tables: an ordinary gradient cannot be stored in their empty parameter.
     """
@@ -457,11 +457,11 @@ def _allocate(
     """Allocate memory for rectangles, and fill it with weights and optimizer state.
 
     Args:
-        rectangles: rectangles of this rank.
+        rectangles: this rank's rectangles.
         sources: tables of the unsharded module.
         rules: update rule by table number.
-        device: device of the memory.
-        seed: seed for initial rows of tables on ``meta``.
+        device: memory device.
+        seed: seed for initial rows in tables on ``meta``.
     """
     held = allocate(
         rectangles,
@@ -482,7 +482,7 @@ def _allocate(
 def _initial_blocks(
     rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield the initial rows of a key interval of a rectangle, with optimizer state.
+    """Yield the initial rows for a rectangle's key interval, with optimizer state.
 
     Rows come from the unsharded module. If its weights are on ``meta``, they are drawn at random.
 
@@ -519,7 +519,7 @@ def _initial_blocks(
             tensors |= {name: source.state[name] for name in rule.slot_names if name in source.state}
         yield block(r0, r1, tensors, slice(r0, r1))
         return
-    # Rows are drawn in blocks of the whole table, so every sharding starts from the same values.
+    # Rows are drawn in whole-table blocks, so every sharding starts from the same values.
     drawn = initial_rows(
         (r0, r1),
         table=source.config.seed_name or source.table.name,
@@ -534,7 +534,7 @@ def _initial_blocks(
 
 
 def _broadcast_weights(held: LocalShards, axis: Axis) -> None:
-    """Broadcast the weights of the axis's first rank, so that all replicas start from the same bits."""
+    """Broadcast the axis's first rank's weights, so all replicas start from the same bits."""
     for shard in held.held:
         # Only fixed tables have rows in the parameter.
         if shard.is_fixed:

@@ -1,13 +1,13 @@
-"""Error feedback: add the rounding error of a bag's gradient to the next gradient of the same bag.
+"""Error feedback: add a bag gradient's rounding error to the same bag's next gradient.
 
 Two bags are the same if they have the same IDs; a hash of the IDs names the bag. The sender stores a residual
-(the rounding error) per bag and wire column, so the sum of all gradients sent for a bag differs from the true
+(the rounding error) per bag and wire column, so the gradient sum sent for a bag differs from the true
 sum by at most one residual (Seide et al., "1-bit stochastic gradient descent", 2014).
 
-If a bag occurs several times in a batch, the residual is added to the first of its rows, and the errors of
+If a bag occurs several times in a batch, the residual is added to the first of its rows, and the errors in
 all rows are summed. At most ``CAPACITY`` bags per column have residuals. Beyond that limit, the least
 recently seen bags lose theirs, as if rounded without feedback, and a log line reports this once. Checkpoints
-contain the residuals of every rank (``checkpoint/residuals.py``), so a run that resumes under the same plan
+contain every rank's residuals (``checkpoint/residuals.py``), so a run that resumes under the same plan
 rounds like the original run.
 """
 
@@ -22,7 +22,7 @@ from meshrec.comms.encoding import Block
 from meshrec.distributed.lookup_batch import SourceIds
 
 Names = Callable[[int, int], Tensor]
-"""Function from (block number, use) to the names (hashes) of the bags of a column's rows, int64 [N]."""
+"""Function from (block number, use) to the bag names (hashes) for a column's rows, int64 [N]."""
 
 # N: rows in a column, K: bags with a residual, D: values in a column
 
@@ -32,29 +32,29 @@ CAPACITY = 1 << 16
 
 
 class _Residuals(NamedTuple):
-    """Residuals of a wire column, by bag."""
+    """Residuals in a wire column, by bag."""
 
     bags: Tensor
     """Bag names, int64 [K], ascending."""
     residuals: Tensor
     """fp32 [K, D]."""
     seen: Tensor
-    """Number of the last message with the bag, int64 [K]."""
+    """Last message number with the bag, int64 [K]."""
 
 
 class _ColumnRows(NamedTuple):
-    """Which bags the rows of a wire column belong to, in a message."""
+    """Bags by row in a wire column, in a message."""
 
     column: tuple[int, int]
     """(block number, column number)."""
     bags: Tensor
-    """Names of the distinct bags, int64 [U], ascending."""
+    """Distinct bag names, int64 [U], ascending."""
     which: Tensor
-    """Index into ``bags`` of every row, int64 [N]."""
+    """Index into ``bags`` by row, int64 [N]."""
 
 
 class ErrorFeedback:
-    """Residuals of a module, on the rank that sends gradients.
+    """A module's residuals, on the rank sending gradients.
 
     For every message, call ``add_residuals``, encode the result, and call ``store_errors``.
     """
@@ -62,7 +62,7 @@ class ErrorFeedback:
     def __init__(self) -> None:
         # By (block, column). Lives for the whole run; checkpoints save it.
         self._residuals: dict[tuple[int, int], _Residuals] = {}
-        # Number of messages so far, the clock of ``_Residuals.seen``.
+        # Message count so far, the clock for ``_Residuals.seen``.
         self._messages = 0
         # Set by ``add_residuals``, consumed by ``store_errors`` for the same message.
         self._rows: list[_ColumnRows] = []
@@ -70,12 +70,12 @@ class ErrorFeedback:
         self._blocks: Sequence[Block] = ()
 
     def add_residuals(self, values: Tensor, blocks: Sequence[Block], names: Names) -> Tensor:
-        """Return a copy of the rows, with the residuals of their bags added.
+        """Return a copy of the rows, with their bags' residuals added.
 
         Args:
             values: rows, fp32, flat, block by block.
             blocks: block shapes.
-            names: returns the bag names of a column's rows.
+            names: returns bag names for a column's rows.
         """
         self._messages += 1
         self._rows, self._blocks = [], blocks
@@ -95,8 +95,8 @@ class ErrorFeedback:
         """Store the rounding errors, ``values - decoded``, as the new residuals of the message's bags.
 
         Args:
-            values: the result of ``add_residuals``.
-            decoded: the values after encoding and decoding, as they arrive at the receiver.
+            values: from ``add_residuals``.
+            decoded: the values after encoding and decoding, as received.
         """
         lost = values - decoded
         # Infinity and NaN arrive unchanged; as residuals they would spoil all later gradients.
@@ -114,7 +114,7 @@ class ErrorFeedback:
     def state(self) -> dict[str, Tensor]:
         """Return the residuals for ``load``, as tensors named "block.column.field".
 
-        ``seen`` is relative to now: 0 for bags of the last message, negative for earlier ones.
+        ``seen`` is relative to now: 0 for bags in the last message, negative for earlier ones.
         """
         return {
             f"{block}.{column}.{field}": tensor
@@ -124,7 +124,7 @@ class ErrorFeedback:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all residuals by those of a ``state()``."""
+        """Replace all residuals by those from ``state()``."""
         columns: dict[tuple[int, int], dict[str, Tensor]] = {}
         for name, tensor in state.items():
             block, column, field = name.split(".")
@@ -142,7 +142,7 @@ class ErrorFeedback:
         return parts
 
     def _add_to_rows(self, rows: _ColumnRows, values: Tensor) -> None:
-        """Add the stored residuals to the first row of every bag of a column, in place."""
+        """Add the stored residuals to every bag's first row in a column, in place."""
         previous = self._residuals.get(rows.column)
         if previous is None or not len(previous.bags) or not len(rows.which):
             return
@@ -154,7 +154,7 @@ class ErrorFeedback:
         values[first[is_seen]] += previous.residuals[positions[is_seen]]
 
     def _merge(self, rows: _ColumnRows, sums: Tensor) -> None:
-        """Set the residuals of the message's bags to ``sums``; drop the oldest bags beyond the capacity."""
+        """Set the message's bag residuals to ``sums``; drop the oldest bags beyond the capacity."""
         seen = torch.full_like(rows.bags, self._messages)
         previous = self._residuals.get(rows.column)
         if previous is not None:
@@ -180,7 +180,7 @@ class ErrorFeedback:
 
 
 def bag_names(source: SourceIds, use: int) -> Tensor:
-    """Return a hash of the IDs, in any order, of every bag that a use reads, int64 [B]."""
+    """Return a hash of the IDs, in any order, for every bag read by a use, int64 [B]."""
     bounds, key = source.bag_bounds(), source.keys[use]
     offsets = source.offsets[bounds[key] : bounds[key + 1] + 1].long()
     if not len(offsets):
@@ -189,7 +189,7 @@ def bag_names(source: SourceIds, use: int) -> Tensor:
     # splitmix64 finalizer. The masks turn the arithmetic shift into a logical shift.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    # The sum over a bag does not depend on the order of IDs. int64 prefix sums may wrap around; differences
+    # The sum over a bag does not depend on ID order. int64 prefix sums may wrap around; differences
     # are exact.
     sums = torch.nn.functional.pad((x ^ ((x >> 31) & 0x1FFFFFFFF)).cumsum(0), (1, 0))
     return sums[offsets[1:] - offsets[0]] - sums[offsets[:-1] - offsets[0]]

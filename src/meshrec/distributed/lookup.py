@@ -21,31 +21,31 @@ from meshrec.tables.updates import LookedUp, TableGradient
 # K: routes on this rank, L: lookups, T: rectangles
 
 
-# Does what ``Lookups._make`` does, but without a Python call, because it runs in every lookup.
+# Replaces ``Lookups._make`` without a Python call, because it runs in every lookup.
 _as_lookups: Callable[[Iterable[Any]], tbe.Lookups] = functools.partial(tuple.__new__, tbe.Lookups)
 
 
 class FetchedRows:
     """Rows fetched from other nodes for a single batch.
 
-    Takes the place of ``LocalShards`` in `LookupTables`.
+    Replaces ``LocalShards`` in `LookupTables`.
     """
 
     def __init__(self) -> None:
         self.weights: Sequence[Tensor] = []
-        self.is_packed = True  # so that ``weights`` is read again for every batch
+        self.is_packed = True  # so ``weights`` is read again for every batch
         self.storages: list[RowStorage] = []
         self.indexes: dict[int, Index] = {}
         self.parameters: list[nn.Parameter] = []
 
 
 class LookupTables:
-    """Rectangles that a single kernel call looks up: either shards of split tables, or data-parallel tables.
+    """Rectangles looked up by a single kernel call: either split table shards, or data-parallel tables.
 
     Args:
         routing: the compiled plan.
         work: routes and lookups on this rank.
-        held: memory of the rectangles.
+        held: rectangle memory.
         sequence: whether the result has a row per ID instead of a pooled row per bag.
         out_dtype: output dtype.
         routes: if ``work`` has only some routes of a message, their numbers in it; None: ``work`` has all.
@@ -63,10 +63,10 @@ class LookupTables:
     ) -> None:
         self._routing = routing
         self.routes = list(range(len(work.routes))) if routes is None else list(routes)
-        """The routes of ``work``, numbered as in the messages."""
+        """The routes in ``work``, numbered as in the messages."""
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.sequence = work, sequence
-        self.held = cast(LocalShards, held)  # FetchedRows has all attributes that lookups need
+        self.held = cast(LocalShards, held)  # FetchedRows has all attributes needed by lookups
         # Packed parameters may get other memory, so only the unpacked weights are listed in advance.
         self._plain = None if held.is_packed else list(held.weights)
         self._look_up = lookup_function(held.storages)
@@ -97,16 +97,16 @@ class LookupTables:
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """Rows of every rectangle, as the kernels read them."""
+        """Rows by rectangle, as the kernels read them."""
         return self.held.weights
 
     def table_of(self, route: Route) -> int:
-        """Return the number of the table that a route's IDs are looked up in."""
+        """Return the table number for a route."""
         return self._routing.uses[route.use].table
 
     def without(self, tables: frozenset[int]) -> "LookupTables":
         """Return the lookups without those in some tables. The result is cached."""
-        # The set of tables depends on batch sizes, and the same few sets recur.
+        # The table set depends on batch sizes, and the same few sets recur.
         if tables not in self._parts:
             routes = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
             number = {route: number for number, route in enumerate(routes)}
@@ -135,20 +135,20 @@ class LookupTables:
         return ids._replace(values=values, pins=pins)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
-        """Return the number of output elements by route.
+        """Return the output element count by route.
 
         Args:
-            bags: number of bags by route, int64 [..., K].
-            num_ids: number of IDs by route, int64 [..., K].
+            bags: bag count by route, int64 [..., K].
+            num_ids: ID count by route, int64 [..., K].
         """
         return (num_ids if self.sequence else bags) * self._route_widths
 
     def part_of_grad(self, part: "LookupTables", grad: Tensor, ids: LookupIds) -> Tensor:
-        """Extract the elements of an output gradient that belong to the lookups of ``part``, flat.
+        """Extract the output gradient elements for the lookups in ``part``, flat.
 
         Args:
-            part: a result of ``without``.
-            grad: gradient of this object's output.
+            part: from ``without``.
+            grad: output gradient.
             ids: the IDs looked up.
         """
         routes = set(part.routes)
@@ -163,14 +163,14 @@ class LookupTables:
         return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in selected])
 
     def is_flat(self, ids: LookupIds) -> bool:
-        """Return whether the output is flat, because lookups have different numbers of rows.
+        """Return whether the output is flat, because lookups have different row counts.
 
         Otherwise it is a matrix [total bags, columns].
         """
         return self.sequence or ids.ragged
 
     def block_sizes(self, ids: LookupIds) -> list[int]:
-        """Return the number of output elements for every block, that is, for every rank that sent IDs."""
+        """Return the output element count by block, with a block per rank that sent IDs."""
         if self.is_empty:
             return [0] * len(ids.batches)
         if self.sequence:
@@ -182,15 +182,15 @@ class LookupTables:
         return sizes
 
     def lookups(self, ids: LookupIds) -> tbe.Lookups:
-        """Return the arguments of the lookup kernel for these IDs. The kernel's tables are the rectangles."""
+        """Return the lookup kernel arguments for these IDs. The kernel's tables are the rectangles."""
         return _as_lookups((*ids[:4], *self._layout, self.is_flat(ids), self._widths))
 
     def forward(self, ids: LookupIds, num_elements: int) -> Tensor:
-        """Look up the rows of all blocks.
+        """Look up the rows for all blocks.
 
         Args:
             ids: IDs to look up; slots for tables with an index.
-            num_elements: sum of ``block_sizes(ids)``.
+            num_elements: ``sum(block_sizes(ids))``.
 
         Returns:
             [total bags, columns], or flat [num_elements] if ``is_flat(ids)``.
@@ -207,18 +207,18 @@ class LookupTables:
             return self._look_up(weights, lookups, options)
 
     def output_shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Convert an output gradient of any shape to fp32 in the shape of `forward`'s result."""
+        """Convert any output gradient shape to fp32 in the result shape from `forward`."""
         grad = grad.float()
         if self.is_flat(ids) or self.is_empty:
             return grad.reshape(-1)
         return grad.view(-1, self._dim)
 
     def gradient(self, grad: Tensor, ids: LookupIds) -> TableGradient:
-        """Return the gradient of all tables, from an output gradient of any shape."""
+        """Return the gradient for all tables, from an output gradient of any shape."""
         return TableGradient(LookedUp(self.output_shaped(grad, ids), self.lookups(ids)), {}, ids.pins)
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
-        """Return the looked-up rows of some rectangles, and the gradients of these rows.
+        """Return the looked-up rows in some rectangles, and their gradients.
 
         Args:
             grad: output gradient, from ``output_shaped``.
@@ -231,7 +231,7 @@ class LookupTables:
         return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Return the gradient of per-sample weights, fp32 [N], from an output gradient of any shape."""
+        """Return the per-sample weight gradient, fp32 [N], from an output gradient of any shape."""
         if self.is_empty:
             return grad.new_zeros(ids.values.numel(), dtype=torch.float32)
         return tbe.sample_weight_grad(self.output_shaped(grad, ids), self.weights, self.lookups(ids))

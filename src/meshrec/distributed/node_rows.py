@@ -52,7 +52,7 @@ _MAX_ROWS_PER_ID = 512
 
 
 class _Owner(NamedTuple):
-    """What a rank with this rank's local rank owns: bands, and lookups that read their rows."""
+    """Bands owned by a rank with this rank's local rank, and the lookups reading these bands."""
 
     work: RankWork
     bands: list[int]

@@ -1,18 +1,18 @@
 """Output exchange: return pooled rows to the requesting ranks. Gradients take the reverse path.
 
 A *hop* is an all-to-all followed by sums. A flat mesh needs a single hop. A mesh with the axes ``node`` and
-``local`` needs two: partial rows are first summed inside the node, so that the network carries a single row
+``local`` needs two: partial rows are first summed inside the node, so the network carries a single row
 per bag and node.
 
-Messages are encoded by wire formats (comms/wire.py), row by row. A row has the columns of one lookup for one
+Messages are encoded by wire formats (comms/wire.py), row by row. A row has one lookup's columns for one
 bag or ID. A rank with ten tables sends ten rows per bag, with separate scales if the format has scales. The
-planner can therefore compute the cost of every rectangle on its own.
+planner can therefore compute every rectangle's cost separately.
 
 [Note: what rounding may depend on]
 
-Rounding of a row does not depend on other rows, nor on whether the row leaves its rank. Stochastic rounding
+A row's rounding does not depend on other rows, nor on whether the row leaves its rank. Stochastic rounding
 draws from the step, the table, the row's position in the table, and the ID or the requesting rank's bag.
-Partial sums are added in row order (``pieces.py``). Results therefore depend on the rectangles of a plan, but
+Partial sums are added in row order (``pieces.py``). Results therefore depend on the plan's rectangles, but
 not on which ranks have them.
 """
 
@@ -46,36 +46,36 @@ from meshrec.ops import operators
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """An all-to-all that brings rows from the ranks of an axis, and the sum of these rows."""
+    """An all-to-all that brings rows from the ranks on an axis, and the row sum."""
 
     axis: Axis
     codecs: "Codecs"
     columns: list[Columns]
-    """Columns of a row, by source rank."""
+    """Row columns, by source rank."""
     grad_columns: list[Columns]
-    """Columns of a gradient row that is sent back, by source rank."""
+    """Columns in a gradient row sent back, by source rank."""
     dims: list[int]
-    """Number of columns of a row, by source rank."""
+    """Row column count, by source rank."""
     units: list[int]
-    """Number of encoded elements of a row, by source rank."""
+    """Encoded elements in a row, by source rank."""
     grad_units: list[int]
-    """Number of encoded elements of a gradient row, by source rank."""
+    """Encoded elements in a gradient row, by source rank."""
     pieces: Tensor
     """Which source columns become which result columns, int64 [P, 6]; see `Piece`."""
     out_dim: int
-    """Number of result columns."""
+    """Result column count."""
     num_kinds: int
-    """Number of different gradient messages: 1 if all ranks get the same, else the number of ranks."""
+    """Number of different gradient messages: 1 if all ranks get the same, else the rank count."""
     grad_pieces: Tensor
     """Like ``pieces``, for gradients; only for the first rank if all ranks get the same message."""
     local_dim: int
-    """Number of result columns that are not sent, from data-parallel tables."""
+    """Result columns kept local, from data-parallel tables."""
     encodes: bool
     """Whether embeddings are encoded in a separate pass. If not, the lookup kernel writes the wire format."""
     encodes_grads: bool
     """Like ``encodes``, for gradients."""
     coded: tuple[list[int], list[int], list[int]] | None
-    """Arguments of the kernel that sums encoded rows; None: the format has no such kernel."""
+    """Arguments for the kernel summing encoded rows; None: the format has no such kernel."""
 
     @classmethod
     def of(
@@ -88,15 +88,15 @@ class Hop:
         codecs: "Codecs",
         parts: "TableParts | None" = None,
     ) -> "Hop":
-        """Create a hop from the layout of its rows.
+        """Create a hop from the row layout.
 
         Args:
             axis: the ranks.
-            sources: for every source rank, the spans of result columns that its row fills.
-            local: spans that are not sent.
-            out_dim: number of result columns.
+            sources: for every source rank, the result column spans filled by the row.
+            local: spans not sent.
+            out_dim: result column count.
             codecs: encodings in both directions.
-            parts: which parts of tables the spans come from; None: spans have sums over whole tables.
+            parts: table parts behind the spans; None: spans have sums over whole tables.
         """
         kinds = {tuple(span._replace(source=0) for span in spans) for spans in sources}
         # Row-wise sharding gives every rank the same columns, so a single gradient message serves all.
@@ -127,14 +127,14 @@ class Hop:
         )
 
     def send(self, rows: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
-        """Start to send rows to all ranks of the axis.
+        """Start to send rows to all ranks on the axis.
 
         Args:
             rows: rows for all ranks, rank by rank, flat or [total rows, columns], in the format's
                 ``kernel_dtype``.
-            rows_sent: number of rows by receiving rank.
-            num_rows: number of rows that arrive from every rank.
-            name: name of the collective in errors.
+            rows_sent: row count by receiving rank.
+            num_rows: row count arriving from every rank.
+            name: collective name in errors.
         """
         rank = self.axis.rank
         if self.encodes:
@@ -145,13 +145,13 @@ class Hop:
         return all_to_all(rows.view(-1), splits, self.axis, name)
 
     def gather(self, in_flight: InFlight, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
-        """Wait for the rows of all ranks, and sum their columns to result rows.
+        """Wait for the rows from all ranks, and sum their columns to result rows.
 
         Args:
             in_flight: result of ``send``.
-            local: columns that were not sent, [rows, local_dim]; None if there are none.
-            rows: number of result rows.
-            bags: bags whose sizes divide the sums of row-split MEAN tables; None: no division in this hop.
+            local: columns not sent, [rows, local_dim]; None if there are none.
+            rows: result row count.
+            bags: bags whose sizes divide the sums from row-split MEAN tables; None: no division in this hop.
 
         Returns:
             Result rows, [rows, out_dim].
@@ -167,15 +167,15 @@ class Hop:
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute the backward pass of ``gather``: split a gradient into messages and local columns.
+        """Run the backward pass for ``gather``: split a gradient into messages and local columns.
 
         Args:
-            grad: gradient of the result rows, [rows, out_dim].
+            grad: result row gradient, [rows, out_dim].
             bags: as for ``gather``.
             scale: factor for the gradient.
 
         Returns:
-            The messages to all ranks, flat (a single one if all are equal), and the gradient of the local
+            The messages to all ranks, flat (a single one if all are equal), and the gradient for the local
             columns.
         """
         sent, local = operators.scatter_pooled(
@@ -198,13 +198,13 @@ class Hop:
         *,
         names: Names | None = None,
     ) -> InFlight:
-        """Start to send gradient messages to the ranks that sent rows.
+        """Start to send gradient messages to the ranks sending rows.
 
         Args:
             sent: messages from ``scatter``.
             rows_sent: as for ``send``.
             num_rows: as for ``send``.
-            name: name of the collective in errors.
+            name: collective name in errors.
             names: returns bag names for error feedback; None: no feedback.
         """
         if self.encodes_grads:
@@ -216,7 +216,7 @@ class Hop:
         return all_to_all(sent, splits, self.axis, name, same=self.num_kinds < len(self.dims))
 
     def gradient(self, in_flight: InFlight, rows_sent: Sequence[int]) -> Tensor:
-        """Wait for the gradients of the rows that ``send`` sent, and return them, fp32, flat."""
+        """Wait for the gradients for rows sent by ``send``, and return them, fp32, flat."""
         message = in_flight.wait()
         if self.encodes_grads:
             block = Block(sum(rows_sent), self.grad_columns[self.axis.rank])
@@ -225,25 +225,25 @@ class Hop:
 
 
 class Codecs(NamedTuple):
-    """Encodings of embeddings (forward) and gradients (backward)."""
+    """Encodings for embeddings (forward) and gradients (backward)."""
 
     forward: Codec
     backward: Codec
 
 
 class TableParts(NamedTuple):
-    """Parts of tables that source ranks have. All fields are indexed by source, then by part."""
+    """Table parts on source ranks. All fields are indexed by source, then by part."""
 
     spans: Sequence[Sequence[Span]]
-    """Result columns that the part fills."""
+    """Result columns filled by the part."""
     first_rows: Sequence[Sequence[int]]
-    """First table row of the part."""
+    """First table row in the part."""
     order: Sequence[Sequence[int]]
-    """Position of the part in the order in which a table's parts are added."""
+    """The part's position in the order for adding a table's parts."""
 
     @classmethod
     def of(cls, routing: Routing, ranks: Sequence[int]) -> "TableParts":
-        """Return the parts of the given shard-axis ranks."""
+        """Return the parts on the given shard-axis ranks."""
         return cls(
             [rank_spans(routing, rank) for rank in ranks],
             [first_rows(routing, rank) for rank in ranks],
@@ -252,7 +252,7 @@ class TableParts(NamedTuple):
 
 
 def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
-    """Create the hop of a flat mesh, which brings rows from all ranks.
+    """Create the hop for a flat mesh, which brings rows from all ranks.
 
     Args:
         routing: the compiled plan.
@@ -319,7 +319,7 @@ class PooledOutput:
 
         Args:
             in_flight: result of ``send_rows``.
-            local: columns of data-parallel tables, [B, columns]; None if there are none.
+            local: columns from data-parallel tables, [B, columns]; None if there are none.
             batch: the batch.
 
         Returns:
@@ -336,15 +336,15 @@ class PooledOutput:
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
     def send_gradient(self, grad: Tensor, batch: LookupBatch, scale: float) -> tuple[InFlight, Tensor]:
-        """Start to send the gradient of the embeddings to the ranks that own the rows.
+        """Start to send the embedding gradient to the row owners.
 
         Args:
-            grad: gradient of the result of ``receive_rows``, [B, D].
+            grad: gradient for ``receive_rows``'s result, [B, D].
             batch: the batch.
             scale: factor for the gradient.
 
         Returns:
-            The collective in flight, and the gradient of the data-parallel columns.
+            The collective in flight, and the data-parallel column gradient.
         """
         source, rows = batch.source, self._rows(batch)
         sent, local = self._hops[-1].scatter(grad, source, scale)
@@ -366,7 +366,7 @@ class PooledOutput:
         return hop.send_back(sent, *rows[0], "gradients of embeddings", names=names_of), local
 
     def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
-        """Wait for the gradients of the rows that ``send_rows`` sent, and return them, fp32, flat."""
+        """Wait for the gradients for rows sent by ``send_rows``, and return them, fp32, flat."""
         return self._hops[0].gradient(in_flight, batch.batches)
 
     def _rows(self, batch: LookupBatch) -> list[tuple[list[int], int]]:
@@ -383,17 +383,17 @@ class PooledOutput:
 def return_weight_grads(
     by_rank: Sequence[Tensor], local: Tensor | None, source: SourceIds, routing: Routing, axis: Axis
 ) -> Tensor:
-    """Exchange gradients of per-sample weights, and sum them over all lookups of an ID. Collective.
+    """Exchange per-sample weight gradients, and sum them over all lookups for an ID. Collective.
 
     Args:
-        by_rank: gradients of the weights that every rank sent here, in message order.
+        by_rank: gradients for the weights sent here by every rank, in message order.
         local: gradients from data-parallel tables; None if there are none.
         source: this rank's IDs.
         routing: the compiled plan.
         axis: the ranks.
 
     Returns:
-        Gradient of this rank's per-sample weights, fp32 [N].
+        Gradient for this rank's per-sample weights, fp32 [N].
     """
     num_routes = [len(work.routes) for work in (*routing.work, routing.local)]
     *routes, _ = source.counts.split(num_routes)
@@ -415,22 +415,22 @@ def return_weight_grads(
 def _piece_tensor(
     sources: Sequence[Sequence[Span]], local: Sequence[Span], order: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """Return the layout of source rows and local columns as the kernels read it; see `pieces_of`."""
+    """Return the layout for source rows and local columns as the kernels read it; see `pieces_of`."""
     unsent = [span._replace(source=len(sources)) for span in local]
     return as_tensor(pieces_of([*sources, unsent], order))
 
 
 def bag_arguments(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
-    """Return the op arguments that describe bags: offsets, segments, number of keys, key of every use."""
+    """Return the op arguments describing bags: offsets, segments, key count, key by use."""
     if source is None:
         return None, None, 0, []
     return source.offsets, source.segments, source.num_keys, source.keys
 
 
 def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]:
-    """Return the spans of result columns that the ranks of a node fill together.
+    """Return the result column spans filled together by a node's ranks.
 
-    Spans are cut wherever a lookup of any rank starts or ends.
+    Spans are cut wherever a lookup on any rank starts or ends.
     """
     # The cuts let the second hop encode the summed columns of a lookup as a row of their own, as the first
     # does.
@@ -451,6 +451,6 @@ def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]
 
 
 def _source_positions(spans: Sequence[Span]) -> dict[int, int]:
-    """Return the position in a source row of every result column."""
+    """Return the source row position by result column."""
     columns = [column for span in spans for column in range(span.column, span.column + span.width)]
     return {column: position for position, column in enumerate(columns)}

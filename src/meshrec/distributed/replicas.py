@@ -1,13 +1,13 @@
-"""Gradients of replicated tables, summed over all replicas.
+"""Replicated table gradients, summed over all replicas.
 
 For every table, the ranks choose the exchange that sends fewer bytes:
 
-- all-reduce of the dense gradient, for small tables;
-- all-gather of the inputs of the backward pass: packed IDs and output gradients. For pooled tables, an output
+- all-reduce for the dense gradient, for small tables;
+- all-gather for the backward pass inputs: packed IDs and output gradients. For pooled tables, an output
   gradient has a row per bag, which takes fewer bytes than a gradient row per ID. Every replica then updates
   as if it had looked up the IDs of all replicas.
 
-Whatever the tables choose, there is one exchange of sizes, one all-reduce, and one all-gather.
+Whatever the tables choose, there is one size exchange, one all-reduce, and one all-gather.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,17 @@ from meshrec.tables.updates import TableGradient
 
 
 class ReplicaSizes(NamedTuple):
-    """Sizes of the messages on every replica."""
+    """Message sizes on every replica."""
 
     headers: Tensor
     """Message headers (see `PackedIds`), int64 [P, n, 4]."""
     bags: Tensor
-    """Number of bags by route, int64 [P, n, Q]."""
+    """Bag count by route, int64 [P, n, Q]."""
     num_ids: Tensor
-    """Number of IDs by route, int64 [P, n, Q]."""
+    """ID count by route, int64 [P, n, Q]."""
 
     def headers_of(self, routes: Sequence[int], words_per_id: int) -> Tensor:
-        """Return the headers, int64 [P, n, 4], that messages with only some routes would have.
+        """Return the headers, int64 [P, n, 4], for messages with only some routes.
 
         Args:
             routes: the routes.
@@ -56,14 +56,14 @@ class ReplicaSizes(NamedTuple):
 
 
 class Replicas:
-    """Sums the gradients of tables over the ranks that have the same rows.
+    """Sums table gradients over the ranks with the same rows.
 
     Args:
         tables: this rank's tables.
         axis: ranks with the same rows, at least two.
         input_dist: unpacks messages.
         blocks: order in which ``tables`` unpacks messages.
-        name: name of the phase in `record_phases`.
+        name: phase name in `record_phases`.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Replicas:
         self._phase = name
 
     def sum_gradients(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
-        """Return the gradient of all replicas' lookups. Collective over the axis.
+        """Return the gradient from all replicas' lookups. Collective over the axis.
 
         Args:
-            message: the packed IDs that this replica looked up.
+            message: the packed IDs looked up by this replica.
             ids: the same IDs, unpacked.
-            grad: gradient of this replica's lookup output.
+            grad: this replica's lookup output gradient.
         """
         with phase(self._phase) if recorders else OFF:
             sizes = gather_sizes(message.header, ids, self._axis)
@@ -117,7 +117,7 @@ class Replicas:
         )
 
     def _sum_tables(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
-        """All-reduce the gradients of the tables ``whole``, and return them by rectangle number."""
+        """All-reduce gradients for the tables in ``whole``, and return them by rectangle number."""
         rectangles = self._tables.work.rectangles
         selected = [i for i, rectangle in enumerate(rectangles) if rectangle.table in whole]
         if not selected:
@@ -130,14 +130,14 @@ class Replicas:
     def _gather_lookups(
         self, whole: frozenset[int], message: PackedIds, ids: LookupIds, grad: Tensor, sizes: ReplicaSizes
     ) -> TableGradient:
-        """All-gather IDs and output gradients, and return the gradient of tables that are not in ``whole``.
+        """All-gather IDs and output gradients, and return the gradient for tables not in ``whole``.
 
         Args:
             whole: tables whose gradients have been all-reduced.
-            message: the packed IDs that this replica looked up.
+            message: the packed IDs looked up by this replica.
             ids: the same IDs, unpacked.
-            grad: gradient of this replica's lookup output.
-            sizes: message sizes of all replicas.
+            grad: this replica's lookup output gradient.
+            sizes: message sizes on all replicas.
         """
         tables, headers, blocks = self._tables, sizes.headers, self._blocks
         if whole:
@@ -158,7 +158,7 @@ class Replicas:
 
 
 def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
-    """Gather the sizes of the messages of all ranks of the axis. Collective.
+    """Gather the message sizes from all ranks on the axis. Collective.
 
     Args:
         header: this rank's headers, int64 [n, 4].
@@ -182,13 +182,13 @@ def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
 def gather_gradients(
     message: PackedIds, grad: Tensor, headers: Tensor, num_grads: Sequence[int], axis: Axis
 ) -> tuple[PackedIds, Tensor]:
-    """Gather the messages and flat gradients of all ranks. Collective.
+    """Gather the messages and flat gradients from all ranks. Collective.
 
     Args:
         message: this rank's messages.
         grad: this rank's gradients, fp32, flat.
-        headers: message headers of all ranks, int64 [P, n, 4].
-        num_grads: number of gradient elements by rank.
+        headers: message headers from all ranks, int64 [P, n, 4].
+        num_grads: gradient element count by rank.
         axis: the ranks.
 
     Returns:
@@ -210,12 +210,12 @@ def gather_gradients(
 
 
 def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> PackedIds:
-    """Pack the IDs of some routes into messages.
+    """Pack the IDs for some routes into messages.
 
     Args:
         ids: unpacked messages with all routes.
         routes: routes to pack.
-        header: headers of the new messages, int64 [n, 4], from ``ReplicaSizes.headers_of``.
+        header: new message headers, int64 [n, 4], from ``ReplicaSizes.headers_of``.
     """
     num_messages = header.shape[0]
     num_routes = (ids.segments.numel() - 1) // num_messages
@@ -245,7 +245,7 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Packed
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
-    """Return the bytes that a rank sends to all-reduce dense gradients of the given (rows, columns)."""
+    """Return the bytes sent by a rank to all-reduce dense gradients with the given (rows, columns)."""
     # A ring all-reduce of fp32 values sends 2 (n - 1) / n of the elements. The additional column marks
     # touched rows.
     elements = sum(rows * (dim + 1) for rows, dim in shapes)
@@ -255,10 +255,10 @@ def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
 def reduce_gradients(
     local_gradients: Sequence[RowGradients], shapes: Sequence[tuple[int, int]], axis: Axis
 ) -> list[RowGradients]:
-    """All-reduce the dense gradients of tables. Collective.
+    """All-reduce the dense table gradients. Collective.
 
     Args:
-        local_gradients: touched rows of this rank and their gradients, by table.
+        local_gradients: this rank's touched rows and their gradients, by table.
         shapes: (rows, columns) by table.
         axis: the ranks.
 

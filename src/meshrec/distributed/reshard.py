@@ -1,9 +1,9 @@
 """Move tables and optimizer state from an old plan to a new plan, from rank to rank, without a disk.
 
-All ranks derive the same list of transfers from both plans. A transfer is a rectangle that an old owner has
-and a new owner needs. The old owner streams the rows in blocks, and the new owner loads them. Blocks are sent
-in rounds of bounded size: the ranks exchange block headers, then blocks in a single all-to-all. The old
-tables do not change, so they remain valid if anything fails.
+All ranks derive the same list of transfers from both plans. A transfer is a rectangle held by an old
+owner and needed by a new owner. The old owner streams the rows in blocks, and the new owner loads them.
+Blocks are sent in bounded rounds: the ranks exchange block headers, then blocks in a single all-to-all. The
+old tables do not change, so they remain valid if anything fails.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,23 +31,23 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Table
 
 # Maximum bytes in a block.
 _TRANSFER_BYTES = 1 << 22
-# Bytes that a rank sends in a round, up to a block more. They bound the buffers.
+# Bytes sent by a rank in a round, up to a block more. They bound the buffers.
 _ROUND_BYTES = 1 << 26
 # Parts of a block start at multiples of 8 bytes, so their bytes can be viewed as any dtype.
 _ALIGNMENT = 8
 
 
 class RankRectangle(NamedTuple):
-    """A rectangle of a table on a rank."""
+    """A table rectangle on a rank."""
 
     rank: int
     number: int
-    """Index among the rectangles of the same table on the rank."""
+    """Index among the table's rectangles on the rank."""
     rectangle: Rectangle
 
 
 class Transfer(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) that are copied from an old rectangle to a new one."""
+    """Rows [r0, r1) and columns [c0, c1) to copy from an old rectangle to a new one."""
 
     source: RankRectangle
     target: RankRectangle
@@ -90,7 +90,7 @@ def reshard_tables(
 
     Raises:
         ValueError: a trained table has no fused optimizer, the plan cuts a quantized table within a byte, or
-            the optimizer of a table does not allow the plan. Raised on every rank.
+            a table's optimizer does not allow the plan. Raised on every rank.
         OutOfMemoryError: a rank has too little memory; raised on every rank.
         RuntimeError: a rank cannot write a table's file; raised on every rank.
     """
@@ -99,7 +99,7 @@ def reshard_tables(
         check_cuts(dict(zip(names, module.storages, strict=True)), plan.plan[path])
     trained = _trained(built, env)
     _check_fused(built, trained)
-    # From here to the end, memory holds the tables of both plans.
+    # From here to the end, memory holds both plans' tables.
     allocated: dict[str, _NewTables] = {}
     with together(env.world, "allocation"):
         try:
@@ -119,7 +119,7 @@ def reshard_tables(
 
 
 class _NewTables(NamedTuple):
-    """Allocated, empty tables of a module under the new plan."""
+    """Allocated, empty module tables under the new plan."""
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
@@ -128,13 +128,13 @@ class _NewTables(NamedTuple):
     local: LocalShards
 
     def tables(self, number: int) -> Sequence[Table]:
-        """Return the rectangles of a table, given by number, on this rank."""
+        """Return a table's rectangles on this rank, by table number."""
         held = self.local if self.routing.replicated[number] else self.split
         here = held.of_table(number)
         return [] if here is None else here.tables
 
     def assemble_module(self, old: ModuleParts) -> ModuleParts:
-        """Create the parts of the module, with options and optimizer steps of the old parts."""
+        """Create the module parts, with options and optimizer steps from the old parts."""
         blueprint = Blueprint(
             plan=self.plan,
             routing=self.routing,
@@ -149,7 +149,7 @@ class _NewTables(NamedTuple):
 
 
 def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
-    """Return (module path, name) of all tables that require gradients on a rank that has a shard.
+    """Return (module path, name) for all tables with gradients on a rank with a shard.
 
     Collective.
     """
@@ -177,13 +177,13 @@ def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]
 def _allocate_new(
     path: str, built: ModuleParts, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
 ) -> _NewTables:
-    """Allocate this rank's tables of a module under the new plan.
+    """Allocate this rank's module tables under the new plan.
 
     Args:
         path: module path.
         built: old parts.
-        plan: new plan of the module.
-        trained: (module path, table name) of tables that require gradients.
+        plan: new module plan.
+        trained: (module path, table name) for tables with gradients.
     """
     routing = compile_routing(built.routing.tables, plan, built.rules, built.storages, built.env)
     split = routing.work[built.env.shard.rank].rectangles
@@ -200,7 +200,7 @@ def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequenc
 
 
 def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
-    """Return the rectangles of a table on all ranks; None if every rank has the whole table."""
+    """Return a table's rectangles on all ranks; None if every rank has the whole table."""
     if routing.replicated[table]:
         return None
     owners = []
@@ -213,7 +213,7 @@ def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
 def plan_transfers(
     old: list[RankRectangle] | None, new: list[RankRectangle] | None, axis: Axis
 ) -> Iterator[Transfer]:
-    """Yield the transfers that fill the new rectangles of a table, in the same order on all ranks.
+    """Yield the transfers to fill a table's new rectangles, in the same order on all ranks.
 
     Args:
         old: rectangles under the old plan; None: every rank has the whole table.
@@ -238,7 +238,7 @@ def plan_transfers(
 
 
 def _whole_table(held: Sequence[RankRectangle]) -> Rectangle:
-    """Return the rectangle of the whole table, which ``held`` covers."""
+    """Return the whole table's rectangle, which ``held`` covers."""
     return Rectangle(
         held[0].rectangle.table,
         min(part.rectangle.r0 for part in held),
@@ -249,10 +249,10 @@ def _whole_table(held: Sequence[RankRectangle]) -> Rectangle:
 
 
 def _transfers_by_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-    """Select the transfers that also carry values per row: together they bring every row of a target once.
+    """Select the transfers to carry values per row: together they bring every target row once.
 
     Values per row, such as row-wise optimizer state, are equal in all column shards, and the counts of
-    waiting IDs must not arrive twice. All sources that contain a given column have every row once. For every
+    waiting IDs must not arrive twice. All sources with a given column have every row once. For every
     target, the column is chosen whose sources send the fewest rows between ranks.
     """
     for _, group in groupby(transfers, attrgetter("target")):
@@ -262,24 +262,24 @@ def _transfers_by_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
 
 
 def _num_travelling(transfers: Sequence[Transfer]) -> int:
-    """Return the number of rows sent to another rank."""
+    """Return the row count sent to another rank."""
     return sum(
         transfer.r1 - transfer.r0 for transfer in transfers if transfer.source.rank != transfer.target.rank
     )
 
 
 class _TableTransport:
-    """Copies the content of old tables to new tables.
+    """Copies old table contents to new tables.
 
     Args:
-        old: old parts of all modules.
-        new: new tables of all modules.
+        old: old parts, all modules.
+        new: new tables, all modules.
         axis: the ranks.
     """
 
     def __init__(self, old: Sequence[ModuleParts], new: Sequence[_NewTables], axis: Axis) -> None:
         self._old, self._new, self._axis = old, new, axis
-        # Every new hashed table with the keys that it will have, by ``id``. Filled and cleared by run().
+        # Every new hashed table with the future keys, by ``id``. Filled and cleared by run().
         self._keys: dict[int, tuple[HashedTable, list[Tensor]]] = {}
 
     def run(self) -> None:
@@ -309,7 +309,7 @@ class _TableTransport:
             self._exchange(sent, headers)
 
     def _outgoing(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield the row blocks that this rank sends. Blocks that stay on this rank are loaded at once."""
+        """Yield the row blocks sent by this rank. Blocks staying on this rank are loaded at once."""
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
@@ -333,7 +333,7 @@ class _TableTransport:
                         yield _header(m, t, transfer.target, block), block
 
     def _outgoing_keys(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield blocks that announce to other ranks the keys of their new hashed tables."""
+        """Yield blocks announcing new hashed table keys to other ranks."""
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
@@ -368,11 +368,11 @@ class _TableTransport:
     def _exchange(
         self, sent: Sequence[tuple[_BlockHeader, RowBlock]], headers: Sequence[Sequence[_BlockHeader]]
     ) -> None:
-        """Send the blocks of a round, and load the arriving ones. Collective.
+        """Send a round's blocks, and load the arriving ones. Collective.
 
         Args:
             sent: blocks from this rank.
-            headers: headers of all blocks of the round, by sending rank.
+            headers: headers for all blocks in the round, by sending rank.
         """
         rank, ranks = self._axis.rank, range(self._axis.size)
         # all_to_all splits the buffer by target rank; the receiver walks headers in the same order.
@@ -393,7 +393,7 @@ class _TableTransport:
             self._load(arriving, buffer)
 
     def _load(self, arriving: Sequence[_BlockHeader], buffer: Tensor) -> None:
-        """Load the blocks that are consecutive in a received buffer."""
+        """Load the consecutive blocks in a received buffer."""
         start = 0
         for header in arriving:
             room, start = buffer[start:], start + self._num_bytes(header)
@@ -407,7 +407,7 @@ class _TableTransport:
             self._load_block(self._new[header.module].tables(header.table)[header.number], block)
 
     def _sizes(self, header: _BlockHeader) -> Iterator[tuple[str | None, torch.dtype, tuple[int, ...]]]:
-        """Yield (name, dtype, shape) of every tensor in a block.
+        """Yield (name, dtype, shape) for every tensor in a block.
 
         Keys that are not consecutive come first, with the name None.
         """
@@ -425,7 +425,7 @@ class _TableTransport:
         return sum(_aligned(prod(shape) * dtype.itemsize) for _, dtype, shape in self._sizes(header))
 
     def _part_views(self, header: _BlockHeader, room: Tensor) -> dict[str | None, Tensor]:
-        """Return the tensors of a block by name, as views of a buffer that starts with the block."""
+        """Return a block's tensors by name, as views in a buffer starting with the block."""
         views: dict[str | None, Tensor] = {}
         start = 0
         for name, dtype, shape in self._sizes(header):
@@ -436,7 +436,7 @@ class _TableTransport:
 
 
 def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[RowBlock]:
-    """Yield the rows of a transfer in blocks of bounded size.
+    """Yield a transfer's rows in bounded blocks.
 
     Args:
         table: old rectangle.
@@ -470,5 +470,5 @@ def _header(module: int, table: int, target: RankRectangle, block: RowBlock) -> 
 
 
 def _aligned(num_bytes: int) -> int:
-    """Round up to a multiple of the alignment."""
+    """Round up to a multiple of alignment."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,8 +1,8 @@
 """Norms and means over whole rows, for tables whose columns are on several ranks.
 
-Ranks with columns of the same rows get the same IDs, and touch the same rows in the same order. Their partial
+Ranks with columns in the same rows get the same IDs, and touch the same rows in the same order. Their partial
 sums therefore match without sending IDs, and a single all-to-all with a few values per touched row is enough.
-PartialRowWiseLAMB needs two, because the norm of its direction depends on the second moment.
+PartialRowWiseLAMB needs two, because the direction norm depends on the second moment.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from meshrec.tables.updates import Touched
 
 
 class ColumnPeers:
-    """Sums values over the ranks that have other columns of the same rows.
+    """Sums values over the ranks with other columns in the same rows.
 
     Args:
         routing: the compiled plan.
@@ -35,7 +35,7 @@ class ColumnPeers:
 
     def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int]) -> None:
         self._axis = axis
-        # Row bands of which a rank has columns, by rank.
+        # Row bands with columns on a rank, by rank.
         self._bands: list[list[_Band]] = []
         for work in routing.work:
             selected = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
@@ -47,7 +47,7 @@ class ColumnPeers:
                     first = columns.setdefault(_band(x), {})
                     # A rank may hold several column shards in a band; its first column decides the order.
                     first[rank] = min(x.c0, first.get(rank, x.c0))
-        # Ranks that have columns of a band, in column order.
+        # Ranks with columns in a band, in column order.
         self._in_order = {band: sorted(first, key=first.__getitem__) for band, first in columns.items()}
         rectangles = routing.work[axis.rank].rectangles
         self._local_bands = [_band(rectangle) for rectangle in rectangles if rectangle.table in tables]
@@ -65,7 +65,7 @@ class ColumnPeers:
             For every local rectangle, the sums [U, S].
         """
         mine: dict[_Band, Tensor] = {}
-        # Add this rank's own column shards of a band first.
+        # Add this rank's own column shards in a band first.
         for band, part in zip(self._local_bands, partial, strict=True):
             mine[band] = mine[band] + part if band in mine else part
         shared = [
@@ -88,15 +88,15 @@ class ColumnPeers:
         return [total[band] for band in self._local_bands]
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """Return the mean squared gradient of every touched row, over all columns. Collective.
+        """Return the mean squared gradient by touched row, over all columns. Collective.
 
         Args:
             squares: sums of squares over the local columns, fp32 [total rows], rectangle by rectangle.
-            counts: number of touched rows by rectangle.
-            row_dims: number of columns of a whole row by rectangle.
+            counts: touched row count by rectangle.
+            row_dims: whole-row column count by rectangle.
 
         Returns:
-            Means in the order of ``squares``.
+            Means in ``squares`` order.
         """
         with phase("row_stats") if recorders else OFF:
             sums = self.sum_columns(squares.split(counts))
@@ -104,9 +104,9 @@ class ColumnPeers:
             return torch.cat([squares[:0], *means])  # there may be none
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """Return ``row_stats`` of the op ``tbe_update`` by local rectangle, fp32 [U, 3]. Collective.
+        """Return ``row_stats`` for the op ``tbe_update`` by local rectangle, fp32 [U, 3]. Collective.
 
-        The columns are the sums of `RowSum` over whole rows; those that the optimizer does not need are 0.
+        The columns are the sums of `RowSum` over whole rows; sums unused by the optimizer are 0.
 
         Args:
             touched: touched rows and gradients by local rectangle.
@@ -166,7 +166,7 @@ def _band(rectangle: Rectangle) -> _Band:
 
 
 def _squares(x_UD: Tensor) -> Tensor:
-    """Return the sum of squares of every row, [U]."""
+    """Return the sum of squares by row, [U]."""
     norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # takes half the time of squaring and summing
     return norms.square_()
 
@@ -187,8 +187,8 @@ def _local_sum(which: int, formula: Formula, touched: Touched, h: Hyper, sums_so
 
     Args:
         which: the `RowSum`.
-        formula: formula of the optimizer.
-        touched: touched rows of the rectangle.
+        formula: optimizer formula.
+        touched: touched rows in the rectangle.
         h: hyperparameters.
         sums_so_far: sums over whole rows from the first round.
     """

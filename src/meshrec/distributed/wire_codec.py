@@ -17,7 +17,7 @@ from meshrec.distributed.pieces import Span
 from meshrec.distributed.routing import Routing
 
 _logger = logging.getLogger("meshrec")
-# Every rank has 2**40 row keys of its own, so rows of different ranks draw different random numbers for
+# Every rank has 2**40 separate row keys, so rows on different ranks draw different random numbers for
 # rounding.
 _RANK_KEYS = 1 << 40
 # Of the reports on a GPU, only one in 256 is read, because reading waits for the device.
