@@ -30,7 +30,7 @@ from meshrec.quant.quantize import quantize
 INT8, INT4, INT2, FP16, FP32 = DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32
 
 _QUANTILE = 1.6448536269514722
-"""95 % quantile for the normal distribution."""
+"""95 % quantile of the normal distribution."""
 _STEPS = 17
 """Quantization step with 4 bits, relative to the step with 8 bits: 255 / 15."""
 

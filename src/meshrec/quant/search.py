@@ -1,4 +1,4 @@
-"""Search for row scales and biases with a lower squared error than from minimum and maximum.
+"""Search for row scales and biases with a lower squared error than minimum and maximum give.
 
 Outliers stretch all quantization steps. The search therefore starts from ranges shrunk by several factors,
 and alternates two steps, both reducing the squared error: assign values to the nearest codes, then fit

@@ -47,9 +47,9 @@ class ArrivingRows(Protocol):
     """Rows on their way from a file to memory."""
 
     band: tuple[int, int, int]
-    """Table number, first row to arrive, and end row."""
+    """Table number, first row that may arrive, and end row."""
     trace: int
-    """Fingerprint for all slots assigned so far, to compare ranks."""
+    """Fingerprint of the slots assigned so far, to compare ranks."""
 
     def wait(self) -> None:
         """Wait until the rows are in memory. Calls after the first return at once.

@@ -1,6 +1,6 @@
 """Initial rows of tables built on ``meta``: the same under any plan and on any number of ranks.
 
-Blocks have whole rows. Every block has a random seed, derived from (seed, table, block),
+Rows are drawn in blocks of whole rows. Every block has a random seed, derived from (seed, table, block),
 so a rank draws only the blocks touched by local rectangles, and gets the same values as any other rank.
 """
 

@@ -83,7 +83,7 @@ class LocalShard(NamedTuple):
 
 
 class LocalShards:
-    """All tables on a rank with a common lookup.
+    """All tables on a rank that are looked up together.
 
     A table has a parameter and a packing; a rectangle has a ``Table``. Rectangles are numbered across
     all tables.
@@ -125,7 +125,7 @@ class LocalShards:
         return next((shard for shard in self.held if shard.packing.table == table), None)
 
     def gradient(self, rectangle: int) -> Tensor | None:
-        """Return the ``grad`` from a rectangle's parameter."""
+        """Return the ``grad`` of a rectangle's parameter."""
         return self.parameters[self._owners[rectangle]].grad
 
     def is_trained(self, rectangle: int) -> bool:
@@ -161,7 +161,7 @@ class LocalShards:
         """Return sparse gradients added by ``collect``, by rectangle.
 
         Args:
-            names: tables to return, name by table number, for messages.
+            names: names of the tables to return, by table number, for messages.
 
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.

@@ -90,7 +90,7 @@ class Packing:
 
 
 def add_sparse(one: Tensor, other: Tensor) -> Tensor:
-    """Return two sparse gradients' coalesced sum. torch's own addition does not support fp16."""
+    """Return the coalesced sum of two sparse gradients. torch's own addition does not support fp16."""
     return torch.sparse_coo_tensor(
         torch.cat([one._indices(), other._indices()], 1),
         torch.cat([one._values(), other._values()]),

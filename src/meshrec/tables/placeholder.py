@@ -103,7 +103,7 @@ def _flatten(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _unsupported(table: str, call: str) -> ValueError:
-    """Return the exception for operations on rows."""
+    """Return the exception for an operation that needs rows."""
     return ValueError(
         f"{call} is not for the parameter of table {table!r}, which has no rows: an index finds them, or "
         "they are in a file. Read and replace rows with state_dict() and load_state_dict(), choose first "

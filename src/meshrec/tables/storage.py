@@ -62,7 +62,7 @@ class RowStorage(Protocol):
         """Whether eviction depends on whole rows, so plans should not split columns."""
 
     def columns(self, dim: int) -> int:
-        """Return the elements in memory for a row with ``dim`` values."""
+        """Return the element count in memory of a row with ``dim`` values."""
 
     def part_column(self, column: int) -> int:
         """Return the position in the part ``weight`` where table column ``column`` starts."""

@@ -201,7 +201,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _unsupported(call: str) -> ValueError:
-    """Return the exception for operations on all rows in memory."""
+    """Return the exception for an operation that needs all rows in memory."""
     return ValueError(
         f"{call} is not for a table whose rows are not in one tensor. Read the rows that are wanted first: "
         "part[first:end].clone()."

@@ -11,7 +11,7 @@ The same gradient gives the same bits, for any thread count and any message orde
    ``distributed/output_dist.py``).
 3. Stochastic rounding draws from (seed, step, row and column in the whole table), so a rectangle rounds
    as the whole table would. "step" is the table's own update count.
-4. An update happens for all tables or for none: ``prepare`` does everything fallible, including
+4. An update happens for all tables or for none: ``prepare`` does everything that can fail, including
    collectives and hyperparameter checks, and ``apply`` only writes.
 
 [Note: who may change rows, and when]
@@ -157,7 +157,7 @@ class RowPeers(Protocol):
         Args:
             squares: sum of squares over local columns per row, fp32 [total rows].
             counts: row count per rectangle.
-            row_dims: whole-row columns per rectangle.
+            row_dims: columns of a whole row, per rectangle.
         """
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
@@ -230,7 +230,7 @@ class PreparedUpdates(NamedTuple):
 
 
 class TableUpdates:
-    """Updates fused tables with a common lookup.
+    """Updates the fused tables looked up together on a rank.
 
     Tables without a rule get ordinary gradients. Every table has an update count: tables frozen
     for a while, or loaded from different checkpoints, continue from that count.
@@ -288,7 +288,7 @@ class TableUpdates:
         }
 
     def prepare(self, gradient: TableGradient, *, deferred: bool) -> PreparedUpdates:
-        """Prepare an update: do everything fallible, and change nothing.
+        """Prepare an update: do everything that can fail, and change nothing.
 
         Args:
             gradient: gradient for all tables.
@@ -465,7 +465,7 @@ class TableUpdates:
         return *(runs or (None, None)), [self._row_keys.get(i, nothing) for i in rectangles]
 
     def _update_split(self, prepared: Prepared, gradient: TableGradient, tables: set[int]) -> None:
-        """Update the group's rectangles with columns on other ranks."""
+        """Update the group's rectangles whose rows have columns on other ranks."""
         group, split = prepared.group, prepared.split
         if isinstance(split, _RunUpdate):
             assert gradient.looked_up is not None
@@ -484,7 +484,7 @@ class TableUpdates:
     def _prepare_split(
         self, group: _Group, peers: RowPeers, gradient: TableGradient
     ) -> list[_RowUpdate] | _RunUpdate:
-        """Prepare updates for rectangles with columns on other ranks. Collective.
+        """Prepare updates for rectangles whose rows have columns on other ranks. Collective.
 
         One kernel call updates them all if the statistics need only the gradient. The ranks exchange the
         same data either way.

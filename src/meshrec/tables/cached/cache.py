@@ -73,7 +73,7 @@ class RowCache:
         return self._index.find(keys.contiguous())
 
     def use(self, slots: Tensor) -> Tensor:
-        """Register a new batch. Returns the distinct slots, without -1; they are pinned until released."""
+        """Register a new batch. Returns its distinct slots, without -1; they are pinned until released."""
         while self.released:
             self.pins[self.released.popleft()] -= 1
         self._batch += 1
@@ -129,7 +129,7 @@ class RowCache:
 
     @property
     def trace(self) -> int:
-        """Fingerprint for all slots assigned so far."""
+        """Fingerprint of the slots assigned so far."""
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:

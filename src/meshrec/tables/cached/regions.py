@@ -55,7 +55,7 @@ class RowRegions(StoredRows):
         file: file.
         parts: row parts, with default initial values.
         rectangle: rows and columns.
-        region_rows: rows per region. Regions start at multiples, counted from row 0 in the table.
+        region_rows: rows per region. Regions start at multiples of it, counted from row 0 of the table.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 _SECTOR = 512
 _STREAM_BYTES = 1 << 22  # file bytes per stream block
 _MOST_WRITES = 4
-"""Maximum batch count with victims being written. Further batches wait."""
+"""Maximum number of batches whose victims are being written. Further batches wait."""
 
 
 class RowPartStart(NamedTuple):
@@ -361,7 +361,7 @@ class FileTable:
 
         Args:
             keys: int64 [N], ascending.
-            unneeded: bool [N], keys without a needed row: the result has arbitrary values there.
+            unneeded: bool [N], keys whose rows are not needed: the result has arbitrary values there.
         """
         with self._guard():
             self._finish_reads()
@@ -570,7 +570,7 @@ class RowLog:
 
         Args:
             slots: slots used by the batch.
-            new: slots with another row since this batch.
+            new: slots that have just got another row.
             train: whether the batch may change rows.
         """
         self._is_logged[new] = False

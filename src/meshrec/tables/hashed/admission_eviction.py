@@ -84,11 +84,11 @@ class TableChanges(NamedTuple):
 
 
 class AdmissionEviction:
-    """Admits and evicts IDs in hashed tables with a common lookup.
+    """Admits and evicts IDs in the hashed tables looked up together on a rank.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
-        storages: storages by table number, including hashed tables without rows on this rank.
+        storages: storages of all hashed tables by table number, including tables without rows on this rank.
         intervals: by table number, key intervals not cut by any rectangle on any rank.
         ranks: ranks sharing the tables; None: this process has the whole tables.
     """

@@ -156,11 +156,11 @@ class CachedCandidates(NamedTuple):
 
 
 class Evictions:
-    """Selects victims in hashed tables with a common lookup.
+    """Selects victims in the hashed tables looked up together on a rank.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
-        storages: storages by table number.
+        storages: storages of all hashed tables, by table number.
         ranks: ranks sharing the tables.
     """
 
@@ -198,7 +198,7 @@ class Evictions:
         return victims
 
     def _valid_cached(self, requests: Mapping[int, EvictionRequest]) -> dict[int, Candidates]:
-        """Return cached rows still evictable. Collective."""
+        """Return the cached rows that may still be evicted. Collective."""
         cached = {}
         for number, request in requests.items():
             time = self._present_score(number, request)
@@ -369,7 +369,7 @@ class Evictions:
         return rows
 
     def _likely_bound(self, number: int, last: NthValue, num_tied: int) -> int:
-        """Return a key bound with probably at least ``num_tied`` tied rows, but few more.
+        """Return a key up to which there are probably at least ``num_tied`` tied rows, but few more.
 
         Keys are spread evenly. If ties with this score were evicted before, they had the smallest keys.
         """

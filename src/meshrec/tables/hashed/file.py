@@ -116,7 +116,7 @@ class HashedFile:
         return parts
 
     def load(self, slots: Tensor, columns: Span, parts: Mapping[str, Tensor]) -> None:
-        """Replace some row columns. All slots must be in use.
+        """Replace some columns of rows. All slots must be in use.
 
         Args:
             slots: index slots, int64 [N].

@@ -248,7 +248,7 @@ class LowestNorm(Eviction):
 
 @dataclass(frozen=True)
 class Score(Eviction):
-    """Evict the rows with the lowest user function values.
+    """Evict the rows with the lowest values of a user function.
 
     Args:
         score: maps ``RowsToJudge`` to a value per row, floating-point or integer [N]. It must treat all rows
@@ -303,8 +303,8 @@ class Admission(ABC):
 class MinCount(Admission):
     """Admit an ID when it has occurred ``k`` times in training.
 
-    Counts are exact: the table has a counter per waiting ID, about 24 bytes, and the counter number is not
-    limited. ``MinCountSketch`` has a limit.
+    Counts are exact: the table has a counter (about 24 bytes) per waiting ID, and the number of counters
+    is not limited. ``MinCountSketch`` has a limit.
     """
 
     k: int
@@ -456,7 +456,7 @@ Hashed = HashedKeys
 FIRST_KEY = -(1 << 63)
 """Smallest key."""
 ALL_KEYS: Span = (FIRST_KEY, -FIRST_KEY)
-"""Interval with all keys. The end does not fit int64."""
+"""Interval of all keys. The end does not fit int64."""
 
 
 def key_at(row: int, max_rows: int) -> int:

@@ -118,7 +118,7 @@ class TableCounts:
         refused: new IDs not admitted, counted once per update.
         evicted: IDs whose rows were evicted.
         read: IDs looked up in training.
-        hits: IDs looked up in training with a row.
+        hits: IDs looked up in training that had a row.
         early: estimated fraction of new IDs admitted early by a sketch.
     """
 
@@ -154,7 +154,7 @@ class RowAccounting:
 
 @final
 class HashedTable:
-    """A hashed table rectangle's rows; see [Note: the life of a row].
+    """Rows of a hashed table rectangle; see [Note: the life of a row].
 
     Args:
         rectangle: keys (see [Note: the keys of hashed tables]) and columns.
