@@ -1,6 +1,6 @@
 """Delta files: weight changes since the previous delta, in a folder that servers watch.
 
-Delta ``n`` has three files: ``<n>.rows.safetensors`` (IDs and whole rows changed by training, by table),
+Delta ``n`` has three files: ``<n>.rows.safetensors`` (IDs and whole rows changed by training, per table),
 ``<n>.dense.safetensors`` (all other weights), and ``<n>.json`` (written last). The JSON has a checksum, the
 digests for both other files, and the digest for the previous delta's JSON. Readers therefore detect damage,
 missing deltas, and deltas from another run.

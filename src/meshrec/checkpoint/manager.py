@@ -30,7 +30,7 @@ class CheckpointManager:
     Args:
         folder: folder accessible from all ranks, created when first needed. With ``store``, a folder on this
             host for temporary files.
-        keep_last: checkpoint count to keep, at least 1: the last saved and the steps before it. If
+        keep_last: number of checkpoints to keep, at least 1: the last saved and the steps before it. If
             training returns to an earlier step, checkpoints of later steps are kept until they are saved
             again.
         keep_every: also keep checkpoints whose step is a multiple of this number.

@@ -6,7 +6,7 @@ listed sizes. Nothing in the manifest is executed, and no name in it can refer t
 A valid checksum does not prove valid content, because a manifest may come from another program or checkpoint.
 Every value is therefore validated before it is used for an allocation or a read. Version 2 differs from
 version 1 in two ways: block checksums also cover the position (see `piece_identity`), and every tensor is
-named after the tensor's position in the values.
+named after its position in the values.
 
 [Note: file format versions] A release reads the format versions listed here. It rejects later versions with
 an error that says what to do. A format gets a new version if readers of the current version would misread a
@@ -148,7 +148,7 @@ class Manifest:
 
     Attributes:
         step: training step; None if ``save`` got none.
-        world_size: rank count at the save.
+        world_size: number of ranks at the save.
         files: data files.
         tensors: records by tensor name.
         values: kind and plain values by state entry, encoded by ``values.encode``.

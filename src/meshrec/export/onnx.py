@@ -6,7 +6,7 @@ A file takes ``dense`` [B, D], and per feature ``NAME.values``, int64 [N], and `
 returns ``scores`` [B], or ``vectors`` [B, V]. Requests with raw values are for packages: encode values with
 `meshrec.data.raw_values.RawValues`.
 
-ONNX has no operator for jagged bags. A bag sum is a ``ScatterElements`` over gathered rows, so a file is
+ONNX has no operator for jagged bags. The sum of a bag is a ``ScatterElements`` of gathered rows, so a file is
 slower than a package. A negative ID counts from the table end in ONNX, but is an error in a package.
 Models that need other MeshRec operators cannot be exported: models with hashed or quantized tables, and
 history models.

@@ -1,4 +1,4 @@
-"""Compute package scores in Python, with the compiled program if possible, else the exported one."""
+"""Compute the scores of a package in Python, with the compiled program if possible, else the exported one."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ _Program = Callable[..., Tensor]
 
 
 class Predictor:
-    """Computes package scores or vectors. Processes share weight memory. Thread-safe.
+    """Computes the scores or vectors of a package. Processes share weight memory. Thread-safe.
 
     Args:
         package: folder written by `meshrec.export.export`, or a result from `check_package`, which is not
@@ -55,7 +55,7 @@ class Predictor:
     Attributes:
         folder: package folder.
         features: features required in a request.
-        num_dense: dense column count required in a request.
+        num_dense: number of dense columns required in a request.
         outputs: ``scores``, or ``vectors`` from a tower.
         shared: features (or "dense") that samples may share.
         rows: exclusive upper limit of IDs by feature, for features whose tables raise for invalid IDs.

@@ -8,7 +8,7 @@ and which on the sample (`SharedColumns`). Then
 - layers over shared columns run on the R shared rows, and their result is repeated;
 - a linear layer over both column kinds becomes a sum of two layers:
   ``x W = per_sample W_per_sample + (shared W_shared)[group]``;
-- dot products between shared vectors are computed on the R shared rows.
+- dot products of two shared vectors are computed on the R shared rows.
 
 The rewrite changes the summation order, so results are equal up to rounding.
 """
@@ -176,7 +176,7 @@ class _Sharing:
         return self._between(source, *slice(*span).indices(width)[:2])
 
     def _split_part(self, node: Node) -> SharedColumns | None:
-        """Return the columns of a part from a value split by columns."""
+        """Return the columns of a part after a split by columns."""
         split: Any = node.args[0]
         if split.target not in _SPLITS or split.args[0] not in self._columns_of:
             return None
@@ -262,7 +262,7 @@ class _Sharing:
         return SharedColumns(None, shared, tuple((True, column) for column in range(_shape(shared)[1])))
 
     def _dots(self, node: Node) -> SharedColumns | None:
-        """Compute dot products between shared vectors once per shared row, and all others per sample."""
+        """Compute dot products of two shared vectors once per shared row, and all others per sample."""
         dense, sparse = (self._columns(argument) for argument in node.args)
         kinds = {is_shared for is_shared, _ in dense.sources}
         if len(kinds) != 1:

@@ -13,7 +13,7 @@ from meshrec.export.triton import PACKAGE
 
 
 class TritonPythonModel:
-    """Triton model that answers requests with package scores or vectors."""
+    """Triton model that answers requests with the scores or vectors of a package."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the package next to ``model.py``."""

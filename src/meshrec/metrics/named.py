@@ -70,7 +70,7 @@ def quality(metrics: Mapping[str, float]) -> float | None:
     """Return the value by which a run selects the best weights; higher is better.
 
     The value is AUC or NDCG if present, and minus the loss for regression. NaN becomes -inf. The result is
-    None if ``metrics`` has neither.
+    None if ``metrics`` has none of these.
     """
     name = leading_metric(metrics)
     if name is not None:
