@@ -260,7 +260,7 @@ def with_a_failing_rank(kind, name, error):
             return type(caught), str(caught)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("tw", "encoded"), ("cw", "check_rows")])
+@pytest.mark.parametrize(("kind", "name"), [("tw", "encode_rows"), ("cw", "check_rows")])
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("no"), OSError("no")])
 def test_any_error_of_one_rank_is_the_same_on_all(ranks, kind, name, error):
     named = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
