@@ -1,15 +1,15 @@
-"""Logs of any size as histories on disk, read by memory mapping.
+"""Logs with any size as histories on disk, read by memory mapping.
 
 [Note: histories on disk]
 
 Three stages, each kept in the folder and reused while its inputs are the same:
 
-1. ``parts/``: the valid rows of each file as integers, next to the distinct values of the part
-   (``log_parts.py``). New files add parts; the parts of the others stay.
+1. ``parts/``: the valid rows in each file as integers, next to the part's distinct values
+   (``log_parts.py``). New files add parts; parts for other files stay.
 2. ``numbers-*/``: a number for each user, in order of first appearance, and item counts, which vocabularies
-   are fitted on. Maps translate the codes of a part.
+   are fitted on. Maps translate part codes.
 3. ``sorted-*/``: items, times and row numbers sorted by user and time, as numpy files. The sort divides the
-   rows by ranges of users into buckets that fit in memory, and then sorts each bucket.
+   rows by user ranges into buckets that fit in memory, and then sorts each bucket.
 
 All results equal those of `meshrec.data.logs.counted_rows`, `fit_log` and `interactions`.
 """
@@ -74,7 +74,7 @@ from meshrec.durable import (
 )
 from meshrec.durable.scratch import scratch_folder
 
-# U users, N rows of the log, n rows of a part or bucket
+# U users, N log rows, n rows in a part or bucket
 
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST = 1 << 28
@@ -84,14 +84,14 @@ _MAX_BUCKETS = 1 << 15
 
 
 def fit_histories(log: LogFiles, folder: Path, faults: Faults, *, users: bool, memory: int) -> Features:
-    """Fit the vocabularies of a log, as `fit_log` does on `counted_rows`.
+    """Fit a log's vocabularies, as `fit_log` does on `counted_rows`.
 
     Args:
         log: files and options.
         folder: folder for the histories; created.
         faults: handles rows without user, item or time.
         users: whether users are a feature.
-        memory: bytes of memory for building, besides a few arrays per user and item.
+        memory: memory bytes for building, besides a few arrays per user and item.
 
     Raises:
         DataError: a file cannot be read, a column is missing, a row lacks a value, or no row remains.
@@ -110,16 +110,16 @@ def open_histories(
     seed: int,
     memory: int,
 ) -> LoggedUsers:
-    """Return the sorted rows of a log, as `interactions` does on `counted_rows`; build what is missing.
+    """Return a log's sorted rows, as `interactions` does on `counted_rows`; build missing stages.
 
     Args:
         log: files and options.
         folder: folder for the histories; created.
         faults: handles rows without user, item or time.
         features: fitted features.
-        hashed: hashed key feature for a table without a fixed number of rows; None: IDs are rows.
+        hashed: hashed key feature for a table without a fixed row count; None: IDs are rows.
         seed: seed for shuffling ties.
-        memory: bytes of memory for building, besides a few arrays per user and item.
+        memory: memory bytes for building, besides a few arrays per user and item.
 
     Raises:
         DataError: as for `fit_histories`, or a column's kind differs from the fitted kind.
@@ -151,7 +151,7 @@ def open_histories(
 
 @contextmanager
 def _numbered(log: LogFiles, folder: Path, faults: Faults, memory: int) -> Iterator["_Numbered"]:
-    """Yield the numbers of users and items. Other processes that build in the folder wait until the end."""
+    """Yield the user and item numbers. Other processes that build in the folder wait until the end."""
     parts_folder = folder / "parts"
     parts_folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("ab") as lock:
@@ -164,18 +164,18 @@ def _numbered(log: LogFiles, folder: Path, faults: Faults, memory: int) -> Itera
 
 
 def _options(log: LogFiles) -> dict[str, Any]:
-    """Return the options that the results depend on, besides the content of the files."""
+    """Return the options that the results depend on, besides the file contents."""
     paths = [str(log.paths)] if isinstance(log.paths, str | Path) else [str(path) for path in log.paths]
     return {"version": VERSION, "paths": paths, "columns": asdict(log.columns)}
 
 
 class _Numbered:
-    """Numbers of the users and items of a log, and the stage that computes them.
+    """User and item numbers in a log, and the stage that computes them.
 
     Args:
         log: files and options.
         parts: all parts.
-        path: folder of the stage.
+        path: stage folder.
     """
 
     def __init__(self, log: LogFiles, parts: LogParts, path: Path) -> None:
@@ -183,21 +183,21 @@ class _Numbered:
         self.key = digest_of([_options(log), parts.names])
 
     def values(self, name: str) -> Any:
-        """Return the distinct values of `USER` or `ITEM` by number, mapped."""
+        """Return the distinct `USER` or `ITEM` values by number, mapped."""
         return self._table(name)["value"].combine_chunks()
 
     def counts(self, name: str) -> Ints:
-        """Return the number of counted rows of each user or item."""
+        """Return the counted row count by user or item."""
         counts: Ints = self._table(name)["count"].to_numpy()
         return counts
 
     def numbers(self, name: str, part: int, folder: Path | None = None) -> Ints:
-        """Return the user or item of each row of a part, -1 for omitted ones.
+        """Return the user or item for each row in a part, -1 for omitted ones.
 
         Args:
             name: `USER` or `ITEM`.
-            part: position of the part.
-            folder: folder of the maps; None: the stage's folder.
+            part: part position.
+            folder: map folder; None: the stage's folder.
         """
         folder = self.path if folder is None else folder
         column = self.parts.parts[part].table()[name].chunk(0)
@@ -211,7 +211,7 @@ class _Numbered:
         return numbers
 
     def counted(self, part: int) -> tuple[pa.Table, Ints, Ints]:
-        """Return the counted rows of a part, their users and their items."""
+        """Return the counted rows in a part, their users and their items."""
         table = self.parts.parts[part].table()
         users, items = (self.numbers(name, part) for name in (USER, ITEM))
         table = table.drop_columns([USER, ITEM])
@@ -222,18 +222,18 @@ class _Numbered:
         return table.take(pa.array(rows)), users[rows], items[rows]
 
     def type_of(self, name: str) -> pa.DataType:
-        """Return the type of a column of the parts over all files, as `one_number` makes it."""
+        """Return a part column's type over all files, as `one_number` makes it."""
         return _read_table(self.path / "types.arrow").schema.field(name).type
 
     def schema(self) -> pa.Schema:
-        """Return the types of the columns that features read."""
+        """Return the types for columns read by features."""
         columns = self.log.columns
         names = {columns.user: USER, columns.item: ITEM}
         names |= {name: FEATURE + name for name in columns.item_features}
         return pa.schema([(column, self.type_of(name)) for column, name in names.items()])
 
     def item_features(self, table: pa.Table) -> pa.Table:
-        """Return the item feature columns of rows of a part, with their types over all files."""
+        """Return the item feature columns for rows in a part, with their types over all files."""
         columns = {
             name: _converted(table[FEATURE + name], self.type_of(FEATURE + name))
             for name in self.log.columns.item_features
@@ -244,7 +244,7 @@ class _Numbered:
         return _read_table(self.path / f"{name}.arrow")
 
     def _distinct(self, name: str) -> Iterator[Any]:
-        """Yield the values of a column, part by part."""
+        """Yield a column's values, part by part."""
         for part in self.parts.parts:
             for chunk in part.table()[name].chunks:
                 yield chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk
@@ -252,7 +252,7 @@ class _Numbered:
     # -- building ----------------------------------------------------------------------------------------
 
     def build(self, folder: Path) -> dict[str, Any]:
-        """Number users and items in order of first appearance, and write the maps of all parts."""
+        """Number users and items in order of first appearance, and write all part maps."""
         columns = self.log.columns
         num_parts = len(self.parts.parts)
         check_any_rows(self.log.name, num_parts)
@@ -286,7 +286,7 @@ class _Numbered:
         return {}
 
     def _unified(self, name: str, kind: pa.DataType, folder: Path) -> Any:
-        """Return the distinct values of all parts in order of first appearance; write the part maps."""
+        """Return the distinct values from all parts in first-appearance order; write the part maps."""
         values = pa.array([], kind)
         pending: list[Any] = []
         first = 0
@@ -304,9 +304,9 @@ class _Numbered:
         return values
 
     def _numbered_integers(self, name: str, kind: pa.DataType, folder: Path) -> Any:
-        """Return the distinct values in order of first appearance, if they are integers in a small range.
+        """Return the distinct values in first-appearance order, if they are integers in a small range.
 
-        Writes an array with the number of each integer. Returns None for other values.
+        Writes an array with a number per integer. Returns None for other values.
         """
         columns = [part.table()[name].chunk(0) for part in self.parts.parts]
         if not all(pa.types.is_integer(column.type) for column in columns):
@@ -332,7 +332,7 @@ class _Numbered:
     def _frequent(
         self, folder: Path, values: dict[str, Any], is_frequent: dict[str, Bools]
     ) -> tuple[dict[str, Any], dict[str, Ints]]:
-        """Number the users and items of rows whose user and item are frequent; rewrite the part maps."""
+        """Number the users and items in rows whose user and item are frequent; rewrite the part maps."""
         renumbered = {name: np.full(len(mask), -1, np.int32) for name, mask in is_frequent.items()}
         order: dict[str, list[Ints]] = {name: [] for name in values}
         counts = {name: np.zeros(len(mask), np.int64) for name, mask in is_frequent.items()}
@@ -396,7 +396,7 @@ class _Numbered:
 
 
 class _Bucket(NamedTuple):
-    """A range of users, and the file with their rows."""
+    """A user range, and the file with their rows."""
 
     path: Path
     start: int
@@ -415,7 +415,7 @@ class _Sorter:
 
     @functools.cached_property
     def ids(self) -> Ints:
-        """ID of each item."""
+        """IDs by item."""
         return item_ids(self.item, self.numbered.values(ITEM), self.hashed)
 
     @functools.cached_property
@@ -462,7 +462,7 @@ class _Sorter:
         return {"num_rows": num_kept, "num_unknown": num_rows - num_kept}
 
     def _item_sample(self) -> pa.Table:
-        """Return the first row of each item that has any: its ID, ascending, and item features."""
+        """Return the first row for each item with rows: its ID, ascending, and item features."""
         is_seen = np.zeros(len(self.ids), np.bool_)
         tables = []
         for part in range(len(self.numbered.parts.parts)):
@@ -489,7 +489,7 @@ class _Sorter:
         return np.dtype(fields, align=True)
 
     def _divide(self, buckets: list[_Bucket], bucket_of_user: Any, scratch: Path) -> int:
-        """Append the rows of all parts to the buckets of their users, and return their number."""
+        """Append the rows from all parts to their users' buckets, and return the row count."""
         parts = range(len(self.numbered.parts.parts))
         progress = Progress("dividing the log by users", self.numbered.parts.num_rows)
         ties = self._ties(scratch)
@@ -499,7 +499,7 @@ class _Sorter:
             rows, users, items = self.numbered.counted(part)
             records = np.empty(len(users), self._record_type())
             records["user"], records["item"], records["time"] = users, self.ids[items], rows[TIME]
-            # Rows of a file may be int32, and those of the log need not fit.
+            # Row numbers in a file may be int32, and row numbers in the log need not fit.
             rows_of_file = rows[ROW].to_numpy().astype(np.int64)
             records["row"] = rows_of_file + self.numbered.parts.parts[part].first_row
             return records if self.is_known.all() else records[self.is_known[items]]
@@ -527,7 +527,7 @@ class _Sorter:
         return num_rows
 
     def _sort(self, bucket: _Bucket) -> SortedRows:
-        """Return the rows of a bucket by user, time and tie, and the offsets of the bucket's users."""
+        """Return a bucket's rows by user, time and tie, and the bucket's user offsets."""
         records = np.fromfile(bucket.path, self._record_type())
         keys = [records["tie"]] if "tie" in (self._record_type().names or ()) else []
         # Most logs have whole seconds, which take fewer bits to sort.
@@ -543,7 +543,7 @@ class _Sorter:
         )
 
     def _ties(self, scratch: Path) -> Any:
-        """Return the random order of rows with equal times, in a mapped file; None: they keep their order."""
+        """Return the random row order within equal times, in a mapped file; None: they keep their order."""
         if self.numbered.log.columns.ties == "keep":
             return None
         num_rows = int(self.numbered.counts(ITEM)[self.is_known].sum())
@@ -556,7 +556,7 @@ class _Sorter:
 
 
 def _taken(records: Any, order: Ints) -> Any:
-    """Return records in an order. As rows of integers they are copied faster than as structures."""
+    """Return records in an order. As integer rows they are copied faster than as structures."""
     words = records.view(np.int64).reshape(len(records), records.itemsize // 8)
     return words.take(order, axis=0).reshape(-1).view(records.dtype)
 
@@ -591,8 +591,8 @@ def _stage(path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts:
 
     Args:
         path: the folder. An older build in it is replaced, with the parts that only this build used.
-        key: digest of everything that the content depends on.
-        build: writes files into a folder, and returns fields of the manifest.
+        key: digest over all inputs to the content.
+        build: writes files into a folder, and returns manifest fields.
         parts: the parts that the content depends on.
     """
     old = _read_manifest(path)
@@ -616,14 +616,14 @@ def _stage(path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts:
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the manifest of a stage, or None if there is none, or if it is damaged."""
+    """Return a stage's manifest, or None if there is none, or if it is damaged."""
     with suppress(OSError, DamageError):
         return unsealed(read_regular(path / _MANIFEST, _MAX_MANIFEST), _MANIFEST, required=True)
     return None
 
 
 def _is_intact(path: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether all files of a stage have the sizes they were written with."""
+    """Return whether all files in a stage have the sizes they were written with."""
     with suppress(OSError):
         return all((path / name).stat().st_size == size for name, size in manifest["files"].items())
     return False
@@ -659,7 +659,7 @@ def _integer_type(bounds: tuple[int, int]) -> "np.dtype[Any]":
 
 
 def _common_type(arrays: Iterable[Any]) -> pa.DataType:
-    """Return the type of `one_number` of all arrays together."""
+    """Return the `one_number` type for all arrays together."""
     summaries = []
     for array in arrays:
         summary = array.slice(0, 0)
@@ -679,7 +679,7 @@ def _common_type(arrays: Iterable[Any]) -> pa.DataType:
 
 
 def _converted(array: Any, kind: pa.DataType) -> Any:
-    """Return an array of a part with the type over all files, see `_common_type`."""
+    """Return a part's array with the type over all files, see `_common_type`."""
     array = decoded(whole(array))
     if pa.types.is_floating(kind):
         return pc.add(array.cast(pa.float64()), 0.0)

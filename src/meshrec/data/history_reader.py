@@ -1,4 +1,4 @@
-"""Reader of histories and targets, as positions in a log."""
+"""Reader for histories and targets, as positions in a log."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,14 +25,14 @@ class Targets(NamedTuple):
 
 
 class HistoryReader(IndexedSamples, Reader):
-    """Reader of users' items before a target interaction, and the target.
+    """Reader for users' items before a target interaction, and the target.
 
     Everything but the target's position is computed per batch, so that a log may exceed memory.
 
     Args:
         log: interactions.
-        targets: returns the targets of the samples with the given numbers.
-        num_samples: number of samples.
+        targets: returns the targets for the samples with the given numbers.
+        num_samples: sample count.
         history: maximum history length.
         has_window_targets: whether a sample's targets are the next items after every item of its history;
             otherwise only the target.
@@ -103,7 +103,7 @@ class HistoryReader(IndexedSamples, Reader):
 
 
 def _side_features(log: Interactions, users: Ints, indices: Ints) -> dict[str, Ragged]:
-    """Return user and item features of interactions at ``indices``."""
+    """Return user and item features for interactions at ``indices``."""
     ids = {}
     if log.user is not None and log.user_ids is not None:
         ids[log.user.name] = gather_ranges(log.user_ids, users, (log.user_ids[users] >= 0).astype(np.int64))

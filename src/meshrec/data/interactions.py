@@ -13,7 +13,7 @@ from meshrec.data.samples import Ints
 # N interactions
 
 HISTORY, SEEN, TIMES = "history", "seen", "times"
-"""Names of sample features besides user and item."""
+"""Sample feature names besides user and item."""
 BLOCK = 1 << 18
 """Interactions per block: arrays of a few MB, which make the overhead per block negligible."""
 
@@ -53,7 +53,7 @@ class Interactions:
 
     @property
     def num_users(self) -> int:
-        """Number of users, including users without interactions."""
+        """User count, including users without interactions."""
         return len(self.offsets) - 1
 
     @property
@@ -63,16 +63,16 @@ class Interactions:
 
     @property
     def stops(self) -> Ints:
-        """End of interactions per user."""
+        """Interaction end per user."""
         return self.offsets[1:]
 
     def users_of(self, interactions: Ints) -> Ints:
-        """Return the user number of each interaction."""
+        """Return the user number by interaction."""
         # Users without interactions share their offset with the next user, who is the last of equal offsets.
         return np.searchsorted(self.offsets, interactions, side="right") - 1
 
     def positions(self, items: Ints) -> Ints:
-        """Return the catalog positions of items."""
+        """Return items' catalog positions."""
         # Python integers: keys of hashed tables cover the whole range of int64.
         first, last = self.catalogue[[0, -1]].tolist()
         if last - first == len(self.catalogue) - 1:
@@ -82,7 +82,7 @@ class Interactions:
         return np.searchsorted(self.catalogue, items)
 
     def blocks(self, stops: Ints) -> "Iterator[Block]":
-        """Yield the interactions of each user before ``stops`` [num_users], in order.
+        """Yield each user's interactions before ``stops`` [num_users], in order.
 
         Logs may exceed memory, so reads of a whole log go block by block.
         """
@@ -111,15 +111,15 @@ class Block(NamedTuple):
 
     @property
     def catalog_positions(self) -> Ints:
-        """Catalog positions of the items [n]."""
+        """The items' catalog positions [n]."""
         return self.log.positions(self.log.items[self.indices])
 
     @property
     def num_earlier(self) -> Ints:
-        """Number of earlier interactions of the same user [n]."""
+        """Earlier interaction count for the same user [n]."""
         return self.indices - self.log.firsts[self.users]
 
     @property
     def arrivals(self) -> Ints:
-        """Timestamps of the same user's first interaction [n]."""
+        """Timestamps for the same user's first interaction [n]."""
         return self.log.times[self.log.firsts[self.users]]

@@ -1,7 +1,7 @@
-"""Encoded parts of a log: the valid rows of its files as integers, in Arrow files next to their values.
+"""Encoded log parts: the valid file rows as integers, in Arrow files next to their values.
 
-Each part is encoded on its own, and named after the content of its file and the options. Later builds reuse
-all parts of unchanged files; see [Note: histories on disk].
+Each part is encoded on its own, and named after the file content and the options. Later builds reuse
+all parts from unchanged files; see [Note: histories on disk].
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from meshrec.durable.digests import tree_hash_of
 from meshrec.durable.files import open_regular
 
 VERSION = 1
-"""Part of all names: files of other versions are not read."""
+"""In all names: files from other versions are not read."""
 TIME, ROW = "time", "row"
 """Columns of a part besides `USER` and `ITEM`: microseconds since 1970, and row number in the file."""
 FEATURE = "feature:"
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
     path: Path
     first_row: int
-    """Row number in the log of row 0 of the source file."""
+    """Log row number for row 0 in the source file."""
 
     def table(self) -> pa.Table:
         """Return the mapped columns: `USER` and `ITEM`, integers or dictionaries, `TIME`, `ROW`, features."""
@@ -70,11 +70,11 @@ class Part(NamedTuple):
 
 
 class LogParts(NamedTuple):
-    """All parts of a log, in row order."""
+    """All log parts, in row order."""
 
     parts: tuple[Part, ...]
     num_rows: int
-    """Rows of the files, including omitted rows."""
+    """Rows in the files, including omitted rows."""
     names: tuple[str, ...]
     """Files of the parts, which identify the content."""
     times: tuple[int, int]
@@ -83,7 +83,7 @@ class LogParts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LogFiles:
-    """Files of a log, and the options that decide which rows are valid."""
+    """Log files, and the options that decide which rows are valid."""
 
     name: str
     paths: Paths
@@ -94,7 +94,7 @@ class LogFiles:
 
 
 class _Piece(NamedTuple):
-    """Rows of a file that one thread encodes."""
+    """File rows encoded by one thread."""
 
     name: str
     file: File
@@ -102,20 +102,20 @@ class _Piece(NamedTuple):
     first_row: int
     num_rows: int
     groups: range
-    """Row groups of a Parquet file."""
+    """Row groups in a Parquet file."""
     table: pa.Table | None
-    """Rows of a CSV file."""
+    """Rows in a CSV file."""
     metadata: Any
 
 
 def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) -> LogParts:
-    """Encode the files of a log that have no parts in a folder yet.
+    """Encode a log's files without parts in a folder yet.
 
     Args:
         log: files and options.
         folder: existing folder for the parts.
         faults: handles rows without user, item or time.
-        memory: bytes of memory for reading and encoding; a larger row group takes more.
+        memory: memory bytes for reading and encoding; a larger row group takes more.
 
     Raises:
         DataError: a file cannot be read, a column is missing, or a row lacks a value.
@@ -153,7 +153,7 @@ def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) ->
 
 
 def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], int]:
-    """Return the pieces of all files, and the number of rows of the files."""
+    """Return the pieces from all files, and the total row count."""
     files, text = expand_tables(log.paths)
     keys = partition_keys(files, log.kinds)
     digests = _Digests(folder)
@@ -164,7 +164,7 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
     tables: list[pa.Table | None] = [None] * len(files)
     if text:
         csvs = read_csvs(files, log.kinds, log.form)
-        # All files decide together about the types of columns.
+        # All files decide together about column types.
         options |= {"form": asdict(log.form), "types": [str(table.schema.types) for table in csvs]}
         tables = [*csvs]
     pieces: list[_Piece] = []
@@ -195,7 +195,7 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
 def _pieces_of_parquet(
     name: str, file: File, keys: Keys, first_row: int, max_rows: int
 ) -> tuple[list[_Piece], list[str]]:
-    """Divide a Parquet file into pieces of consecutive row groups; also return the names of all columns."""
+    """Divide a Parquet file into pieces with consecutive row groups; also return all column names."""
     try:
         with open_parquet_file(file) as opened:
             metadata, columns = opened.metadata, [*opened.schema_arrow.names, *keys]
@@ -213,7 +213,7 @@ def _pieces_of_parquet(
 
 
 def _encode_piece(log: LogFiles, piece: _Piece, folder: Path, max_rows: int) -> dict[str, Any]:
-    """Write the parts of a piece, unless they exist, and return the record about them."""
+    """Write a piece's parts, unless they exist, and return the record about them."""
     path = folder / _record_name(piece)
     try:
         return unsealed(read_regular(path, _MAX_RECORD), path.name, required=True)
@@ -241,7 +241,7 @@ def _encode_piece(log: LogFiles, piece: _Piece, folder: Path, max_rows: int) -> 
 
 
 def _blocks(log: LogFiles, piece: _Piece, max_rows: int) -> Iterator[pa.Table]:
-    """Yield the rows of a piece with all columns of the log; null where the file lacks a column."""
+    """Yield a piece's rows with all log columns; null where the file lacks a column."""
     names = log.columns.names()
     if piece.table is not None:
         tables = (piece.table.slice(start, max_rows) for start in range(0, piece.num_rows, max_rows))
@@ -267,18 +267,25 @@ def _with_columns(table: pa.Table, names: list[str]) -> pa.Table:
 def _encode_block(
     log: LogFiles, table: pa.Table, first_row: int, piece: _Piece, record: dict[str, Any]
 ) -> pa.Table | None:
-    """Return the valid rows of a block, or None if there are none.
+    """Return a block's valid rows, or None if there are none.
 
     Args:
         log: files and options.
         table: the block.
-        first_row: row number of the first row, in the file.
+        first_row: first row's number, in the file.
         piece: the piece that has the block.
         record: updated with missing values, the time range, and whether times have a zone.
     """
     columns = log.columns
 
     def check(valid: Bools, good: Bools, column: str) -> None:
+        """Record rows without a value in a column.
+
+        Args:
+            valid: valid row mask, modified.
+            good: mask for rows with a value.
+            column: column name.
+        """
         bad = valid & ~good
         if bad.any():
             count, row = record["missing"].get(column, (0, first_row + int(bad.argmax())))
@@ -337,7 +344,7 @@ def _report(
 
 
 class _Digests:
-    """Digests of source files, computed again only for files whose size, times or inode changed."""
+    """Source file digests, computed again only for files whose size, times or inode changed."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "sources.json"
@@ -348,7 +355,7 @@ class _Digests:
         self._found: dict[str, Any] = {}
 
     def of(self, file: File) -> str:
-        """Return a digest of a file's content, or of size and time for a file in a store."""
+        """Return a digest for a file's content, or for size and time for a file in a store."""
         if is_address(file):
             filesystem, path = pa_fs.FileSystem.from_uri(str(file))
             info = filesystem.get_file_info(path)
@@ -382,7 +389,7 @@ def _piece_name(piece: _Piece) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Return a short digest of a value of plain JSON types."""
+    """Return a short digest for a plain JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -394,7 +401,13 @@ def num_threads() -> int:
 def bounded_map(
     function: Callable[[_Task], _Result], tasks: Iterable[_Task], threads: int
 ) -> Iterator[_Result]:
-    """Map with threads, in order. At most ``threads`` results wait for the caller, which bounds memory."""
+    """Map with threads, in order. At most ``threads`` results wait for the caller, which bounds memory.
+
+    Args:
+        function: called for every task.
+        tasks: consumed as results are taken.
+        threads: thread count.
+    """
     with ThreadPoolExecutor(threads, thread_name_prefix="histories") as pool:
         remaining = iter(tasks)
         futures = deque(pool.submit(function, task) for task in itertools.islice(remaining, threads))
@@ -409,7 +422,7 @@ def bounded_map(
 
 
 class Progress:
-    """Logs the progress of a slow step, with an estimate of the remaining time."""
+    """Logs a slow step's progress, with an estimate of the remaining time."""
 
     def __init__(self, step: str, num_rows: int) -> None:
         self._step, self._num_rows, self._done = step, num_rows, 0

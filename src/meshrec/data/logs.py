@@ -41,8 +41,8 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
     The result has a column "row" with the row number in the log. String times with a format are parsed.
 
     Args:
-        log: a log, or a block of its rows.
-        check: called with the mask of valid rows so far, which it modifies, with the mask of rows that have a
+        log: a log, or a row block from a log.
+        check: called with the valid row mask so far, which it modifies, with the mask of rows that have a
             value, and with the column name.
 
     Raises:
@@ -78,7 +78,7 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
 
 
 def counted_rows(log: LogTable, faults: Faults) -> LogTable:
-    """Return the valid rows of a log: with user, item and time, and with sufficient counts.
+    """Return a log's valid rows: with user, item and time, and with sufficient counts.
 
     The result has a column "row" with the row number in the log.
 
@@ -88,6 +88,13 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
     name, columns = log.name, log.columns
 
     def check(valid: Bools, good: Bools, column: str) -> None:
+        """Report rows without a value in a column.
+
+        Args:
+            valid: valid row mask, modified.
+            good: mask for rows with a value.
+            column: column name.
+        """
         faults.check(valid, good, f"{name}: column {column!r} has no value in row {{row}}", file=name)
 
     table = valid_rows(log, check)
@@ -106,13 +113,13 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
 
 
 def check_any_rows(name: str, num_rows: int) -> None:
-    """Raise DataError if no row of a log is left."""
+    """Raise DataError if no log row is left."""
     if not num_rows:
         raise DataError(f"{name}: no row is left. Look at the conditions on actions, ratings and counts.")
 
 
 def log_features(columns: LogColumns, *, users: bool) -> Features:
-    """Return the unfitted vocabularies of a log; ``users``: whether users are a feature."""
+    """Return a log's unfitted vocabularies; ``users``: whether users are a feature."""
     names = {ITEM: columns.item} | ({USER: columns.user} if users else {})
     names |= {name: name for name in columns.item_features}
     features = tuple(Vocabulary(name=name, column=column) for name, column in names.items())
@@ -120,12 +127,12 @@ def log_features(columns: LogColumns, *, users: bool) -> Features:
 
 
 def fit_log(log: LogTable, *, users: bool) -> Features:
-    """Fit the vocabularies of a log on the valid rows; ``users``: whether users are a feature."""
+    """Fit a log's vocabularies on the valid rows; ``users``: whether users are a feature."""
     return log_features(log.columns, users=users).fit([log.table])
 
 
 class LoggedUsers(NamedTuple):
-    """Interactions of a log, and user values by number."""
+    """Interactions in a log, and user values by number."""
 
     log: Interactions
     values: Any
@@ -134,7 +141,7 @@ class LoggedUsers(NamedTuple):
 def interactions(
     log: LogTable, features: Features, *, num_rows: int, hashed: Key | None = None, seed: int = 0
 ) -> LoggedUsers:
-    """Sort the valid rows of a log, with user numbers and item IDs.
+    """Sort a log's valid rows, with user numbers and item IDs.
 
     Rows with items outside the vocabulary are omitted, and counted in a warning. Their users remain, possibly
     without interactions. A user outside the user vocabulary has no ID.
@@ -143,7 +150,7 @@ def interactions(
         log: rows from `counted_rows`.
         features: fitted features.
         num_rows: rows in the whole log.
-        hashed: hashed key feature for a table without a fixed number of rows; None: IDs are rows.
+        hashed: hashed key feature for a table without a fixed row count; None: IDs are rows.
         seed: seed for shuffling ties.
 
     Raises:
@@ -179,7 +186,7 @@ def interactions(
 
 
 class SortedRows(NamedTuple):
-    """Rows of a log sorted by user and time, as in `Interactions`; int32 or int64, possibly mapped files."""
+    """Log rows sorted by user and time, as in `Interactions`; int32 or int64, possibly mapped files."""
 
     offsets: Ints
     items: Ints
@@ -188,7 +195,7 @@ class SortedRows(NamedTuple):
 
 
 class ItemSample(NamedTuple):
-    """A row for each item with interactions: item IDs, ascending, and the rows of the log."""
+    """A row for each item with interactions: item IDs, ascending, and the log rows."""
 
     ids: Ints
     table: pa.Table
@@ -204,7 +211,7 @@ def logged_users(
     hashed: Key | None,
     sample: ItemSample | None,
 ) -> LoggedUsers:
-    """Return sorted rows with the features and the catalogue of a log.
+    """Return sorted rows with a log's features and catalogue.
 
     Args:
         name: display name.
@@ -213,7 +220,7 @@ def logged_users(
         values: user values by number.
         num_rows: rows in the whole log.
         hashed: hashed key feature, or None: IDs are rows.
-        sample: source of item features; None: the log has none.
+        sample: item feature source; None: the log has none.
     """
     item = vocabulary_of(features, ITEM)
     catalogue = np.sort(item_ids(item, item.vocabulary, hashed))
@@ -240,7 +247,13 @@ def logged_users(
 
 
 def check_kinds(name: str, features: Features, schema: pa.Schema) -> None:
-    """Raise DataError unless a log's columns have the kinds of fitted features."""
+    """Raise DataError unless a log's columns have the kinds in fitted features.
+
+    Args:
+        name: log name, for the message.
+        features: fitted features.
+        schema: log schema.
+    """
     for feature in features.ids:
         wrong = feature.kind_error({feature.source: kind_of(schema.field(feature.source).type)})
         if wrong is not None:
@@ -248,7 +261,13 @@ def check_kinds(name: str, features: Features, schema: pa.Schema) -> None:
 
 
 def warn_of_unknown(name: str, num_omitted: int, num_left: int) -> None:
-    """Log how many rows were left out, because their items are not in the vocabulary."""
+    """Log how many rows were left out, because their items are not in the vocabulary.
+
+    Args:
+        name: log name.
+        num_omitted: omitted row count.
+        num_left: remaining row count.
+    """
     if num_omitted:
         advice = "" if num_left else ". No row is left: compare the columns"
         message = "%s: left out %s of items that training did not meet%s"
@@ -258,7 +277,7 @@ def warn_of_unknown(name: str, num_omitted: int, num_left: int) -> None:
 def requests_of_histories(
     item: Vocabulary, *, history: int, times: bool, more: Sequence[Vocabulary] = ()
 ) -> tuple[Features, pa.Schema]:
-    """Return the features of a recommendation request, and the column types.
+    """Return the features in a recommendation request, and the column types.
 
     Args:
         item: item vocabulary.
@@ -301,7 +320,7 @@ def item_ids(item: Vocabulary, values: Any, hashed: Key | None) -> Ints:
 
 
 def _catalog_values(feature: Vocabulary, sample: ItemSample, catalogue: Ints) -> tuple[Feature, Ranges]:
-    """Return an item feature with values for every item of the catalogue (IDs, ascending)."""
+    """Return an item feature with values for every catalogue item (IDs, ascending)."""
     values = feature.values(sample.table)
     lengths, starts = (np.zeros(len(catalogue), np.int64) for _ in range(2))
     positions = np.searchsorted(catalogue, sample.ids)

@@ -9,14 +9,14 @@ from meshrec.data.interactions import Block, Interactions
 from meshrec.data.order_statistics import quantiles
 from meshrec.data.samples import Bools, Floats, Ints
 
-# I items, C counts: all, first and recent interactions, P parts of the interactions that are counted
+# I items, C counts: all, first and recent interactions, P counted interaction parts
 
 _FIRST = 10
 """Number of first items per user, equal to the cut-off of the DCG."""
 _LATE = 0.2
 """Share of users in the second trial: those with the latest first interaction."""
 _RECENT = 0.1
-"""Share of interactions that are recent."""
+"""Recent interaction share."""
 _UNSEEN = 1e-3
 """Pseudo-count per item: scores of items without interactions are finite."""
 _BLENDS = np.array([(a, b, 4 - a - b) for a in range(4, -1, -1) for b in range(4 - a, -1, -1)]) / 4
@@ -24,7 +24,7 @@ _BLENDS = np.array([(a, b, 4 - a - b) for a in range(4, -1, -1) for b in range(4
 
 
 def new_user_scores(log: Interactions, stops: Ints) -> Floats:
-    """Return the log of each catalog item's share among the items that a new user is expected to take, [I].
+    """Return the log of each catalog item's share among the items expected for a new user, [I].
 
     The shares blend three counts: all interactions, each user's first items, and recent interactions. Two
     trials choose the weights by DCG@10 on users' first items: one half of the users predicts the other half,
@@ -33,7 +33,7 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
 
     Args:
         log: interactions.
-        stops: end of training data per user, [num_users]; at least one interaction remains.
+        stops: training data end per user, [num_users]; at least one interaction remains.
 
     Returns:
         Scores, float32 [I].
@@ -66,7 +66,7 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
     shares_PCI = smoothed / smoothed.sum(2, keepdims=True)
 
     def dcgs(part: int) -> "npt.NDArray[np.float64]":
-        """Return the DCG of each blend, summed over the users to predict."""
+        """Return the DCG for each blend, summed over the users to predict."""
         best = np.argsort(-(_BLENDS @ shares_PCI[part]), axis=1, kind="stable")[:, :_FIRST]
         sums: npt.NDArray[np.float64] = taken_PI[part][best] @ (1 / np.log2(np.arange(2, 2 + best.shape[1])))
         return sums

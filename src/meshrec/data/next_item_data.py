@@ -2,7 +2,7 @@
 
 [Note: who is tested on what]
 
-Every user has at most one validation item and one test item. ``leave_last_out``: the last two items of users
+Every user has at most one validation item and one test item. ``leave_last_out``: the last two items for users
 with three or more, as in Kang, McAuley: "Self-attentive sequential recommendation" (2018). ``time``: two
 moments divide the log, and a user's first item after each is held out; later items are unused. Everything
 before an item may be in the item's history, including validation items. Training data has no held-out items.
@@ -30,7 +30,7 @@ HeldOut = Literal["leave_last_out", "time", "nothing"]
 
 
 class _Split(NamedTuple):
-    """End of training data per user, and held-out interactions, as positions in the log."""
+    """Training data end per user, and held-out interactions, as positions in the log."""
 
     train_stops: Ints
     validation: Ints
@@ -52,9 +52,9 @@ def next_items(
 
     A sample has ``history``, earlier items, oldest first; ``times``, their timestamps in seconds; and the
     target. In validation and test data the target is a single item, and ``seen``, with ``exclude_seen``,
-    holds all earlier items of the user. There are two kinds of training samples, with empty ``seen``:
+    holds all the user's earlier items. There are two kinds of training samples, with empty ``seen``:
 
-    - windows of a user's items: the target holds the next item after every item in ``history``;
+    - windows over a user's items: the target holds the next item after every item in ``history``;
     - otherwise a sample per item with a predecessor, with user and item features.
 
     Args:
@@ -125,7 +125,7 @@ def next_items(
 def latest(
     log: Interactions, users: Ints, *, history: int, windows: bool = True, user_ids: Ints | None = None
 ) -> InMemoryReader:
-    """Return a reader of users' last items, without targets.
+    """Return a reader for users' last items, without targets.
 
     Args:
         log: interactions.
@@ -200,7 +200,7 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
 
 
 def _num_before(log: Interactions, moment: int) -> Ints:
-    """Return the number of interactions before a moment per user."""
+    """Return the interaction count before a moment per user."""
     num_before = np.zeros(log.num_users, np.int64)
     for block in log.blocks(log.stops):
         first, last = block.users[[0, -1]]
@@ -241,15 +241,15 @@ def _features(log: Interactions, samples: "_TrainingSamples", *, exclude_seen: b
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainingSamples:
-    """Numbers of training samples; see `next_items`.
+    """Training sample numbers; see `next_items`.
 
     Args:
         log: interactions.
-        stops: end of training data per user.
+        stops: training data end per user.
         history: maximum history length.
-        windows: whether a sample is a window of items: users' items are divided from the last item back, and
+        windows: whether a sample is an item window: users' items are divided from the last item back, and
             the first window may be shorter. Otherwise a sample is an item with a predecessor.
-        num_pairs: number of items with a predecessor per user.
+        num_pairs: item count with a predecessor per user.
         offsets: int64 [num_users + 1]. User u has the samples ``offsets[u]`` to ``offsets[u + 1]``,
             exclusive.
     """
@@ -263,7 +263,14 @@ class _TrainingSamples:
 
     @staticmethod
     def of(log: Interactions, stops: Ints, history: int, *, windows: bool) -> "_TrainingSamples":
-        """Count the samples."""
+        """Count the samples.
+
+        Args:
+            log: the interactions.
+            stops: training data end per user.
+            history: maximum items in a history.
+            windows: whether a sample is an item window.
+        """
         num_pairs = np.maximum(stops - log.firsts - 1, 0)
         num_samples = -(-num_pairs // history) if windows else num_pairs
         offsets = np.concatenate([[0], np.cumsum(num_samples)])
@@ -273,7 +280,7 @@ class _TrainingSamples:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
+        """Sample count."""
         return int(self.offsets[-1])
 
     @property
@@ -287,7 +294,7 @@ class _TrainingSamples:
         return int(total.sum()) / self.num_samples
 
     def targets(self, numbers: Ints) -> Targets:
-        """Return the last targets of samples."""
+        """Return the samples' last targets."""
         users = np.searchsorted(self.offsets, numbers, side="right") - 1
         numbers = numbers - self.offsets[users]
         if self.windows:
@@ -313,6 +320,6 @@ def _item_counts(log: Interactions, train_stops: Ints) -> Tensor:
     """Return training target counts per catalog item."""
     counts = np.zeros(len(log.catalogue), np.int64)
     for block in log.blocks(train_stops):
-        # A user's first item has no history and is no target.
+        # A user's first item has no history and is not a target.
         counts += np.bincount(block.catalog_positions[block.num_earlier > 0], minlength=len(counts))
     return torch.from_numpy(counts)

@@ -2,7 +2,7 @@
 
 An epoch's samples form a sequence (blocks in shuffled order), which is cut into L equal *lanes*. The global
 order takes a sample from every lane in turn: sample p is number p // L in lane p % L. Ranks share a step by
-lanes, so every rank reads contiguous parts of the sequence. L does not depend on the number of ranks.
+lanes, so every rank reads contiguous parts of the sequence. L does not depend on the rank count.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from meshrec.data.dataset import Position
 
 
 class Stream(IntEnum):
-    """Purposes of random numbers, with independent streams."""
+    """Random number purposes, with independent streams."""
 
     BLOCKS = 1
     WINDOW = 2
@@ -25,7 +25,7 @@ class Stream(IntEnum):
 
 
 class Step(NamedTuple):
-    """Samples of a step on all ranks: ``[start, stop)`` in the global order."""
+    """A step's samples on all ranks: ``[start, stop)`` in the global order."""
 
     start: int
     stop: int
@@ -59,7 +59,7 @@ def check_seed(seed: int) -> None:
 def steps(
     num_samples: int, batch_size: int, position: Position, rank: int, world_size: int, *, drop_last: bool
 ) -> Iterator[Step]:
-    """Validate the arguments, and return the remaining steps of an epoch.
+    """Validate the arguments, and return an epoch's remaining steps.
 
     Args:
         num_samples: samples per epoch.
@@ -106,10 +106,10 @@ def lane_sizes(num_samples: int, lanes: int) -> npt.NDArray[np.int64]:
 
 
 def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LanePart]:
-    """Return the lane parts a rank reads for a step: the rank's slice of the samples, sorted by lane.
+    """Return the lane parts a rank reads for a step: the rank's sample slice, sorted by lane.
 
     Args:
-        step: samples of the step.
+        step: step samples.
         lanes: lane count.
         rank: this rank.
         world_size: rank count.

@@ -6,16 +6,16 @@ import numpy as np
 
 from meshrec.data.samples import Ints
 
-# S series of integers, each with quantiles or ranks of its own
+# S integer series, each with separate quantiles or ranks
 
 _BINS_LOG2 = 16
 """Bits per pass. Each pass divides the interval of a result by 2**16: two passes find a time in seconds."""
 Blocks = Callable[[], Iterable[Sequence[Ints]]]
-"""Returns the blocks of S series. A block has a part of each series, possibly an empty one."""
+"""Returns the blocks for S series. A block has a part from each series, possibly an empty one."""
 
 
 def order_statistics(blocks: Blocks, ranks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return ``np.sort(series)[rank]`` for each rank of each series, by counting in several passes.
+    """Return ``np.sort(series)[rank]`` for each rank in each series, by counting in several passes.
 
     Args:
         blocks: the S series.
@@ -66,7 +66,7 @@ def quantiles(blocks: Blocks, share: float) -> list[float]:
 
 
 def _range(blocks: Blocks) -> tuple[int, int]:
-    """Return the smallest and largest integer of all series."""
+    """Return the smallest and largest integer in all series."""
     low, high = np.iinfo(np.int64).max, np.iinfo(np.int64).min
     for block in blocks():
         for part in block:

@@ -19,7 +19,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Ragged(NamedTuple):
-    """IDs of a key, with optional weights. Sample i has ``values[offsets[i] : offsets[i + 1]]``."""
+    """IDs for a key, with optional weights. Sample i has ``values[offsets[i] : offsets[i + 1]]``."""
 
     values: Ints
     offsets: Ints
@@ -149,7 +149,7 @@ def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Sam
     """Yield all samples after the first ``skip`` in windows of ``size``. The last window may be smaller.
 
     Args:
-        pieces: samples in pieces of any size.
+        pieces: samples in pieces with any size.
         skip: samples to skip.
         size: samples per window.
     """
@@ -203,7 +203,7 @@ def void_samples(num: int, shape: Shape) -> Samples:
 
 
 def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Batch:
-    """Concatenate the valid samples of all pieces, in order, into a batch.
+    """Concatenate the valid samples from all pieces, in order, into a batch.
 
     Args:
         keys: ID keys.

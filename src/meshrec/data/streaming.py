@@ -16,7 +16,7 @@ from meshrec.data.samples import Ints, Samples, Shape, group_by_query, to_batch
 
 
 class Source(ABC):
-    """Blocks of rows, readable from any window on.
+    """Row blocks, readable from any window on.
 
     A block is a position at which a file can be entered: a row group, or a whole file. A subclass sets
     ``blocks``, or overrides ``block_sizes`` and ``files``.
@@ -27,7 +27,7 @@ class Source(ABC):
     shape: Shape
     """Sample shape."""
     blocks: Sequence[tuple[str, int]]
-    """File name and number of rows per block, file by file."""
+    """File name and row count per block, file by file."""
 
     @property
     def block_sizes(self) -> Ints:
@@ -66,10 +66,10 @@ class Source(ABC):
 
 
 class StreamReader(Reader):
-    """Reader of samples from a `Source`.
+    """Sample reader for a `Source`.
 
     Memory holds a window per lane read by this rank. A rank reads only its own lanes if the number of lanes
-    is a multiple of the number of ranks, and the samples per step are a multiple of the lanes.
+    is a multiple of the rank count, and the samples per step are a multiple of the lanes.
 
     Args:
         source: sample source.
