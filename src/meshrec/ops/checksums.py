@@ -19,14 +19,14 @@ _library = c_functions(
 
 
 def crc32(content: memoryview | bytes, before: int = 0) -> int:
-    """Return the CRC-32 of some bytes, equal to ``zlib.crc32(content, before)``.
+    """Return the CRC-32 for some bytes, equal to ``zlib.crc32(content, before)``.
 
-    The compiled kernel hashes writable memory of 4 KiB or more on several threads. zlib hashes the remaining
-    input: ctypes cannot take the address of a read-only buffer.
+    The compiled kernel hashes writable memory from 4 KiB up on several threads. zlib hashes the remaining
+    input: ctypes cannot take a read-only buffer address.
 
     Args:
         content: bytes to hash.
-        before: CRC-32 of the bytes before ``content``, to hash a stream piece by piece.
+        before: CRC-32 over the bytes before ``content``, to hash a stream piece by piece.
     """
     view = memoryview(content)
     if _library is None or view.readonly or view.nbytes < _SMALL:
@@ -37,15 +37,15 @@ def crc32(content: memoryview | bytes, before: int = 0) -> int:
 
 
 def crc32_of_file(descriptor: int, offset: int, length: int, before: int = 0) -> int | None:
-    """Return the CRC-32 of a byte range in an open file, or None if the file ends early.
+    """Return the CRC-32 for a byte range in an open file, or None if the file ends early.
 
     The call releases the GIL.
 
     Args:
         descriptor: file descriptor open for positioned reads.
-        offset: first byte of the range.
-        length: number of bytes.
-        before: CRC-32 of the bytes before the range.
+        offset: first byte in the range.
+        length: byte count.
+        before: CRC-32 over the bytes before the range.
     """
     if _library is not None:
         crc: int = _library.meshrec_crc32_of_file(descriptor, offset, length, before)

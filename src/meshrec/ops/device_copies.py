@@ -1,4 +1,4 @@
-"""Copies of small tensors between the host and a device."""
+"""Small tensor copies between the host and a device."""
 
 import functools
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def device_tensor(values: Sequence[int] | Sequence[Sequence[int]], device: torch
 def cached_on_device(device: torch.device, values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
     """Return integers as an int64 tensor on the device, from a cache: equal calls return the same tensor.
 
-    Use it for values that repeat in every step. Do not write to the result.
+    Use it for values repeated in every step. Do not write to the result.
     """
     # The stream is part of the cache key: a copy is only ordered before kernels on the same stream.
     return _cached(tuple(values), device, stream_of(device))

@@ -1,6 +1,6 @@
-"""Initial row values of hashed tables: a pseudo-random function of (seed, ID, column).
+"""Initial row values in hashed tables: a pseudo-random function of (seed, ID, column).
 
-Any rank or server can compute the initial row of an ID again, in any order, so the values are not stored.
+Any rank or server can compute the initial row for an ID again, in any order, so the values are not stored.
 """
 
 import torch
@@ -42,14 +42,14 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
 
 
 def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tuple[int, int]) -> Tensor:
-    """Return the initial rows of some IDs, uniform in [low, high), fp32 [N, columns].
+    """Return the initial rows for some IDs, uniform in [low, high), fp32 [N, columns].
 
     Args:
         ids: int64 [N].
         seed: any int64.
         low: minimum value.
         high: upper bound, exclusive.
-        columns: first and end column. A rank with a column shard computes only the columns of the shard.
+        columns: first and end column. A rank with a column shard computes only the shard columns.
     """
     rows: Tensor = operators.first_rows(ids, seed, low, value_spacing(low, high), *columns)
     return rows
@@ -58,7 +58,7 @@ def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tu
 def write_uniform_rows(
     rows: Tensor, slots: Tensor, ids: Tensor, *, seed: int, low: float, high: float, column: int
 ) -> None:
-    """Write the initial rows of IDs, uniform in [low, high), to their slots in a table.
+    """Write the initial rows for IDs, uniform in [low, high), to their slots in a table.
 
     Args:
         rows: fp32 [S, D], contiguous: columns ``column`` to ``column + D`` of the table. Modified in place.
@@ -73,7 +73,7 @@ def write_uniform_rows(
 
 
 def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, step: float, c0: int) -> None:
-    """Write the initial rows of IDs to their slots; see ``first_rows``. Reference for the kernel.
+    """Write the initial rows for IDs to their slots; see ``first_rows``. Reference for the kernel.
 
     Args:
         rows: fp32 [S, D], starting at column ``c0``. Modified in place.
@@ -88,7 +88,7 @@ def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, 
 
 
 def value_spacing(low: float, high: float) -> float:
-    """Return the distance between adjacent values of 2^24 in [low, high), rounded to fp32."""
+    """Return the distance between adjacent values, 2^24 in [low, high), rounded to fp32."""
     return torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
 
 

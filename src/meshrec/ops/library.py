@@ -21,12 +21,12 @@ _KERNELS = Path(os.environ.get("MESHREC_LIBRARY") or _HERE.parent / "libmeshrec.
 
 
 def library_path() -> str:
-    """Return the path to libmeshrec.so, for C++ programs that load it. May not exist without a compiler."""
+    """Return the path to libmeshrec.so, for C++ programs loading it. May not exist without a compiler."""
     return str(_KERNELS)
 
 
 def schemas() -> list[str]:
-    """Return the schemas of all operators in the namespace ``meshrec``, read from ``schemas.inc``."""
+    """Return the schemas for all operators in the namespace ``meshrec``, read from ``schemas.inc``."""
     # The C++ preprocessor reads the same file, so strip comments and join adjacent string literals here.
     text = re.sub(r"//[^\n]*", "", (_HERE / "schemas.inc").read_text())
     calls = re.findall(r"SCHEMA\(((?:\s*\"[^\"]*\")+)\s*\)", text)
@@ -34,7 +34,7 @@ def schemas() -> list[str]:
 
 
 def _load() -> torch.library.Library | None:
-    """Load the compiled kernels and return None; without them, return a library that declares the schemas."""
+    """Load the compiled kernels and return None; without them, return a library declaring the schemas."""
     if _KERNELS.exists():
         torch.ops.load_library(str(_KERNELS))
         return None
@@ -61,10 +61,10 @@ _implementations: list[torch.library.Library] = []
 
 
 def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAutograd") -> None:
-    """Register Python functions as implementations of the operators with the same names.
+    """Register Python functions as implementations for the operators with the same names.
 
     Args:
-        ops: functions, each named after an operator in ``schemas.inc``.
+        ops: functions named after an operator in ``schemas.inc``.
         key: dispatch key. The default covers every backend for which no other implementation is registered.
     """
     library = torch.library.Library("meshrec", "IMPL")
@@ -79,7 +79,7 @@ def c_entry_points() -> ctypes.CDLL | None:
 
 
 def c_functions(**signatures: tuple[Any, list[Any]]) -> ctypes.CDLL | None:
-    """Return the compiled library with the types of some C functions declared. None if one is missing.
+    """Return the compiled library with types declared for some C functions. None if one is missing.
 
     A library named by ``MESHREC_LIBRARY`` may be older than this file, and lack functions.
 

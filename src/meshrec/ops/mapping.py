@@ -1,4 +1,4 @@
-"""Memory-mapped files that survive truncation by another process."""
+"""Memory-mapped files surviving truncation by another process."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ class Mapping(NamedTuple):
     Attributes:
         content: file bytes, uint8 [num_bytes]. Private mapping: a write copies the page and never changes the
             file.
-        guard: number of the mapping in the compiled library, for `lost_pages`; -1 without the kernels.
+        guard: mapping number in the compiled library, for `lost_pages`; -1 without the kernels.
     """
 
     content: Tensor
@@ -34,7 +34,7 @@ class Mapping(NamedTuple):
 
 
 def map_file(descriptor: int, num_bytes: int) -> Mapping:
-    """Map the first bytes of an open file into memory.
+    """Map the first bytes in an open file into memory.
 
     If the file is truncated later, reads past the end return zeros, which `lost_pages` counts. Without the
     kernels, such a read ends the process (SIGBUS).
@@ -63,9 +63,9 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
 
 
 def expect_misses(mapping: Mapping) -> None:
-    """Tell the system that most reads from a mapping will miss the page cache: the file exceeds memory.
+    """Tell the system to expect most mapping reads to miss the page cache: the file exceeds memory.
 
-    The system then reads single pages without readahead, and lookups request all pages of a batch before the
+    The system then reads single pages without readahead, and lookups request all batch pages before the
     first read. No effect without the kernels.
     """
     if _library is not None:
@@ -73,7 +73,7 @@ def expect_misses(mapping: Mapping) -> None:
 
 
 def memory_limit() -> int:
-    """Return the memory limit of this process in bytes: physical memory, or the control group's limit if
+    """Return the process memory limit in bytes: physical memory, or the control group's limit if
     lower.
     """
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -84,7 +84,7 @@ def memory_limit() -> int:
 
 
 def lost_pages(mapping: Mapping) -> int:
-    """Return the number of pages read as zeros because another process had truncated the file.
+    """Return the count of pages read as zeros because another process had truncated the file.
 
     Readers check it after a read: any value above 0 means that the data is not from the file.
     """

@@ -38,8 +38,8 @@ def use_huge_pages(memory: Tensor) -> None:
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Return an uninitialized tensor like ``torch.empty``, page-aligned if it is a large CPU tensor.
 
-    Processors fetch cache lines in pairs. Malloc may start a large tensor in the middle of a pair, so a row
-    of 256 bytes touches three pairs instead of two, and random row reads take 20 % longer.
+    Processors fetch cache lines in pairs. Malloc may start a large tensor mid-pair, so a row
+    with 256 bytes touches three pairs instead of two, and random row reads take 20 % longer.
 
     Args:
         shape: tensor shape.
@@ -86,11 +86,11 @@ def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def populate_pages(address: int, num_bytes: int) -> bool:
-    """Allocate the memory pages of a reserved address range now instead of at their first write.
+    """Allocate memory pages in a reserved address range now instead of at the first write.
 
     Args:
-        address: start of the range, at a page boundary.
-        num_bytes: size of the range, a multiple of the page size.
+        address: range start, at a page boundary.
+        num_bytes: range size, a multiple of the page size.
 
     Returns:
         Whether the pages were allocated. Needs Linux 5.14 or later, and free memory.
@@ -126,7 +126,7 @@ HUGE_PAGE = 1 << 21
 """Bytes per huge page."""
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not name
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
-# 32 MiB is the largest threshold that glibc accepts for M_MMAP_THRESHOLD on 64-bit systems.
+# 32 MiB is the largest threshold glibc accepts for M_MMAP_THRESHOLD on 64-bit systems.
 _RETAINED_BYTES, _GROWTH_BYTES, _LARGEST_BYTES = 1 << 28, 1 << 24, 1 << 25
 _USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
 
@@ -137,7 +137,7 @@ def keep_freed_memory() -> bool:
     By default, glibc returns multi-megabyte buffers to the system immediately, and every step waits for
     thousands of page faults to get them back. Blocks above 32 MiB are still returned. The compiled kernels
     also place large buffers next to each other, outside malloc's heap, so that the phases of a step reuse the
-    same memory (torch 2.11 or later), and retain up to 256 MiB of them. No effect with other C libraries, or
+    same memory (torch 2.11 or later), and retain up to 256 MiB. No effect with other C libraries, or
     if the user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
 
     Returns:

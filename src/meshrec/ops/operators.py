@@ -2,7 +2,7 @@
 
 [Note: errors of operators]
 
-Every attribute of this module is the operator ``torch.ops.meshrec.<name>`` wrapped by `checked`. torch
+Every attribute in this module is the operator ``torch.ops.meshrec.<name>`` wrapped by `checked`. torch
 chooses the Python type for a C++ exception: up to 2.14, ``std::invalid_argument`` becomes a ValueError; from
 2.15, a RuntimeError, as for memory errors. Kernels therefore start messages about invalid input with
 `INVALID`, and a call raises `InputError` or `OutOfMemoryError` with any torch version.
@@ -36,7 +36,7 @@ class OutOfMemoryError(MemoryError, RuntimeError):
 
 
 def translate_error(error: Exception) -> Exception:
-    """Return an `InputError` or `OutOfMemoryError` for an operator's exception of that kind.
+    """Return an `InputError` or `OutOfMemoryError` for an operator's exception, if translatable.
 
     Other exceptions are returned unchanged. Nothing is raised.
     """
@@ -67,7 +67,7 @@ def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 raise error_to_raise from None
             finally:
-                del error_to_raise  # a cycle of its traceback and this frame would keep the tensors alive
+                del error_to_raise  # a cycle between the traceback and this frame would keep tensors alive
 
     return call
 

@@ -1,6 +1,6 @@
-"""Inner loop of the planner: simulated annealing of shard placements.
+"""Planner inner loop: simulated annealing for shard placements.
 
-Arrays: T tables, Y table types, C sharding candidates, P groups of equal shards, K phases, N shards by rank,
+Arrays: T tables, Y table types, C sharding candidates, P equal-shard groups, K phases, N shards by rank,
 R ranks. `meshrec.planner.problem` defines candidates, groups and amounts.
 """
 
@@ -17,25 +17,25 @@ from meshrec.ops.library import has_kernels
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# kPhases in csrc/planner/plan_state.h: the kernel keeps the loads of a rank in a fixed-size array.
+# kPhases in csrc/planner/plan_state.h: the kernel keeps rank loads in a fixed-size array.
 MAX_PHASES = 8
-"""Maximum number of phases (K)."""
+"""Maximum phase count (K)."""
 
 
 class AnnealProblem(NamedTuple):
-    """Constant part of the annealing problem: costs per candidate and group, and allowed candidates.
+    """Constant annealing problem part: costs per candidate and group, and allowed candidates.
 
-    The order of the fields is the order in which the kernel reads them.
+    The kernel reads the fields in this order.
     """
 
     type_T: Ints
-    """Type of each table, 0 to Y - 1. Tables with the same type have the same candidates."""
+    """Type per table, 0 to Y - 1. Tables with the same type have the same candidates."""
     choice_start_Y: Ints
     """First allowed candidate per type in `choices`; Y + 1 entries."""
     choices: Ints
     """Candidate numbers allowed for type 0, then for type 1, etc."""
     scope_C: Ints
-    """Ranks that the shards of a candidate may use: a `Scope` of `meshrec.planner.problem`."""
+    """Ranks usable by candidate shards: a `Scope` of `meshrec.planner.problem`."""
     uneven_C: Ints
     """1 if rows may move between any two shards."""
     piece_start_C: Ints
@@ -57,7 +57,7 @@ class AnnealProblem(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Sharding plan: the candidate of each table, and all shards, table by table."""
+    """Sharding plan: the candidate per table, and all shards, table by table."""
 
     candidate_T: Ints
     start_T: Ints
@@ -68,12 +68,12 @@ class Assignment(NamedTuple):
 
 
 class Annealed(NamedTuple):
-    """Result of annealing.
+    """Annealing result.
 
     Attributes:
         assignment: best plan seen.
-        seconds: step time of that plan, without latencies.
-        work: number of rank loads that the kernel computed.
+        seconds: step time for the plan, without latencies.
+        work: rank load count computed by the kernel.
     """
 
     assignment: Assignment
@@ -102,18 +102,18 @@ def anneal(
     `seconds` run out before `max_work`. Without compiled kernels the plan is returned unchanged.
 
     Args:
-        problem: constant part of the problem.
+        problem: constant problem part.
         assignment: initial plan, which must fit into `memory_cap`.
-        num_ranks: number of ranks.
+        num_ranks: rank count.
         node_size: ranks per node.
         memory_cap: bytes per rank.
         max_work: work limit, see `Annealed`.
         seconds: time limit.
         hot: initial temperature, in mean loads per rank.
         cold: final temperature, in mean loads per rank.
-        placement_share: maximum share of work spent on moves that consider all ranks, to place or split a
+        placement_share: maximum work share for moves considering all ranks, to place or split a
             table again. Remaining moves shift one shard or exchange two.
-        exponent: initial exponent of the norm over ranks, a power of two up to 64. It doubles while the
+        exponent: initial exponent for the norm over ranks, a power of two up to 64. It doubles while the
             temperature falls, up to 16 times the initial value and at most 256.
         seed: random seed.
 
@@ -149,7 +149,7 @@ def _unchanged(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
 
 
 def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
-    """Return result shapes for tracing. The number of shards in the result is unknown."""
+    """Return result shapes for tracing. The result shard count is unknown."""
     candidates, starts, groups, ranks, amounts = (a for a in arguments if isinstance(a, Tensor))
     size = torch.library.get_ctx().new_dynamic_size()
     sized = [tensor.new_empty(size) for tensor in (groups, ranks, amounts)]

@@ -1,11 +1,11 @@
-"""Prefaulting: memory pages of growing tables are allocated ahead of the first write.
+"""Prefaulting: memory pages in growing tables are allocated ahead of the first write.
 
 [Note: pages ahead]
 
 The system allocates a page at the first write. Allocating a huge page can take as long as a training step,
 especially on a virtual machine. A hashed table grows in about twenty memory regions at once, and occasionally
-several of them reach a new page in the same step. Every step therefore populates a few pages ahead: on
-average as many as the new rows fill, starting with the region that runs out first.
+several reach a new page in the same step. Every step therefore populates a few pages ahead: on
+average as many as the new rows fill, starting with the region running out first.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshrec.ops.memory import HUGE_PAGE, populate_pages
 
-# With this lead, the slowest step of a growing table took 2 to 2.7 median steps instead of 4 to 14.
+# With this lead, the slowest step for a growing table took 2 to 2.7 median steps instead of 4 to 14.
 _STEPS_AHEAD = 8
-_MIN_SHARE = 16  # never populate more than 1/16 of the present rows ahead, so that small tables stay small
+_MIN_SHARE = 16  # never populate more than 1/16 of the present rows ahead, so small tables stay small
 
 
 class GrowingRegion:
@@ -26,21 +26,21 @@ class GrowingRegion:
     Args:
         memory: tensor containing the region, held by a weak reference.
         row_bytes: region growth per table row, in bytes.
-        offset: start of the region in the tensor, in bytes.
+        offset: region start in the tensor, in bytes.
 
     Attributes:
-        row_bytes: bytes by which the region grows per table row.
+        row_bytes: bytes of region growth per table row.
     """
 
     def __init__(self, memory: Tensor, row_bytes: float, offset: int = 0) -> None:
         self._memory, self._offset, self.row_bytes = ref(memory), offset, row_bytes
-        # Bytes from the start of the region that are populated. Initially up to the first whole page: the
+        # Populated bytes from the region start. Initially up to the first whole page: the
         # partial page before it belongs to the neighboring region too.
         self._populated = -(memory.data_ptr() + offset) % HUGE_PAGE
 
     @property
     def num_rows(self) -> float:
-        """Number of table rows that fit into the populated pages."""
+        """Table row count fitting into the populated pages."""
         return self._populated / self.row_bytes
 
     def mark_populated(self, num_rows: int) -> None:
@@ -56,12 +56,12 @@ class GrowingRegion:
 
 
 class PagePrefaulter:
-    """Populates pages ahead for the growing regions of one table; see [Note: pages ahead]."""
+    """Populates pages ahead for the growing regions in one table; see [Note: pages ahead]."""
 
     def __init__(self, regions: Sequence[GrowingRegion]) -> None:
         self._regions = list(regions)
         self._row_bytes = sum(region.row_bytes for region in regions)
-        # Table rows at the last call, and the number of pages to populate, accumulated over calls.
+        # Table rows at the last call, and the page count to populate, accumulated over calls.
         self._num_rows, self._pages_owed = 0, 0.0
 
     def grow(self, num_rows: int) -> None:
@@ -79,7 +79,7 @@ class PagePrefaulter:
         for _ in range(1 + int(needed)):
             if not self._regions or self._pages_owed < 1:
                 break
-            # The region that runs out first.
+            # The region running out first.
             region = min(self._regions, key=lambda region: region.num_rows)
             if region.num_rows >= enough:
                 self._pages_owed = 0

@@ -1,4 +1,4 @@
-"""Detection of in-place writes to a tensor between forward and backward.
+"""In-place write detection to a tensor between forward and backward.
 
 torch counts in-place writes per tensor (``Tensor._version``) and compares the counts for tensors saved for
 backward. Fused lookups save nothing through torch, because their update writes to the tables in place, and
@@ -40,7 +40,7 @@ def check_unchanged(names: Sequence[str], tensors: Sequence[Tensor | None], befo
 
 
 def in_place_change_message(name: str) -> str:
-    """Return the error message for a tensor that was modified in place between forward and backward."""
+    """Return the error message for a tensor modified in place between forward and backward."""
     return (
         f"{name} changed in place between the forward pass and its backward pass, so the gradient belongs to "
         "other values than the lookup read. Nothing was updated. Give every batch separate tensors "

@@ -19,9 +19,9 @@ __all__ = ["Bias", "Mask", "jagged_attention", "num_time_buckets", "time_buckets
 
 
 class Mask(NamedTuple):
-    """Which tokens of a sample each token attends to.
+    """Which sample tokens every token attends to.
 
-    A sample consists of contextual tokens, a history in time order, and candidate targets to score. Targets
+    A sample has contextual tokens, a history in time order, and candidate targets to score. Targets
     attend to themselves, contextual tokens and the history. No other token attends to a target, so a target's
     result does not depend on the other targets.
     """
@@ -32,7 +32,7 @@ class Mask(NamedTuple):
     """A token attends to tokens less than ``window`` positions away and to contextual tokens. 0: no window.
     """
     num_contextual: int = 0
-    """Number of contextual tokens at the start of every sample. They attend to all tokens except targets."""
+    """Contextual token count at the start of every sample. They attend to all tokens except targets."""
 
 
 class Bias(NamedTuple):
@@ -41,7 +41,7 @@ class Bias(NamedTuple):
     position_P: Tensor | None = None
     """fp32 [2 max_length - 1]. Query i and key j, positions in a sample, use entry max_length - 1 + j - i."""
     time_T: Tensor | None = None
-    """fp32 [T], indexed by the bucket of the time difference between query and key; see `time_buckets`.
+    """fp32 [T], indexed by the time difference bucket between query and key; see `time_buckets`.
 
     A history query uses the timestamp of the next token, which is known when the next item is requested. The
     last history token and the targets use their own timestamps.
@@ -68,9 +68,9 @@ def jagged_attention(
     num_targets_B: Tensor | None = None,
     query_offsets_B1: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention within each jagged sample; differentiable in queries, keys, values and biases.
+    """Compute attention within jagged samples; differentiable in queries, keys, values and biases.
 
-    The kernels compute tiles of queries and keys whose scores stay in cache, and the backward pass recomputes
+    The kernels compute query and key tiles whose scores stay in cache, and the backward pass recomputes
     the scores. Samples are not padded, and memory does not grow quadratically with sample length. On a GPU,
     checking the offsets synchronizes once.
 
@@ -78,15 +78,15 @@ def jagged_attention(
         query_MHQ: queries, fp32.
         key_NHQ: keys, fp32.
         value_NHV: values, fp32.
-        offsets_B1: index of the first token of each sample, followed by N; int64 [B + 1].
+        offsets_B1: first token index per sample, followed by N; int64 [B + 1].
         max_length: maximum tokens per sample. ``"silu"`` divides weights by it.
         kind: weights are ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed keys.
         scale: factor for the dot products.
         mask: which keys a query attends to.
         bias: additive biases.
-        num_targets_B: number of targets at the end of each sample, int64 [B]; None: no targets.
-        query_offsets_B1: index of the first query of each sample, followed by M; int64 [B + 1]. Queries
-            belong to the last tokens of a sample: with cached keys and values of a history, only the new
+        num_targets_B: target count at the end, per sample, int64 [B]; None: no targets.
+        query_offsets_B1: first query index per sample, followed by M; int64 [B + 1]. Queries
+            belong to the last tokens in a sample: with cached history keys and values, only the new
             tokens need queries. None: all tokens have queries.
 
     Returns:
@@ -129,7 +129,7 @@ def jagged_attention(
 
 
 def num_time_buckets(max_seconds: float) -> int:
-    """Return the number of time buckets (T) that cover time differences up to ``max_seconds``."""
+    """Return the time bucket count (T) to cover time differences up to ``max_seconds``."""
     return int(math.log(max(max_seconds, 1)) / BUCKET_WIDTH) + 1
 
 
@@ -154,7 +154,7 @@ def _check(
     max_length: int,
     bias: Bias,
 ) -> None:
-    """Check the sizes of the arguments to ``jagged_attention``. Raises ValueError."""
+    """Check argument sizes for ``jagged_attention``. Raises ValueError."""
     if query.dim() != 3 or query.shape[1:] != key.shape[1:] or key.shape[:2] != value.shape[:2]:
         raise ValueError(
             f"queries {[*query.shape]}, keys {[*key.shape]} and values {[*value.shape]}: allowed are "

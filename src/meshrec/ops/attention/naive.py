@@ -1,6 +1,6 @@
 """Attention over jagged sequences in plain torch, sample by sample.
 
-The reference for the kernels, and the fallback without them. Shape legend: N tokens and M queries of all
+The reference for the kernels, and the fallback without them. Shape legend: N tokens and M queries in all
 samples, B samples, H heads, Q query and key width, V value width, L max_length, P = 2 L - 1 relative
 positions, T time buckets; r queries and l tokens in a sample.
 """
@@ -16,7 +16,7 @@ from meshrec.ops import operators
 from meshrec.ops.library import implement
 
 BUCKET_WIDTH = 0.301
-"""Time bucket width in units of the natural logarithm: bucket k starts at e^(0.301 k) = 1.35^k seconds."""
+"""Time bucket width in natural logarithm units: bucket k starts at e^(0.301 k) = 1.35^k seconds."""
 
 
 def jagged_attention(
@@ -31,19 +31,19 @@ def jagged_attention(
 
     Scores are ``scale q k^T + bias``. Source: Zhai et al., "Actions speak louder than words:
     trillion-parameter sequential transducers for generative recommendations" (2024), with relative position
-    and time bias as in its public configurations.
+    and time bias as in the public configurations.
 
     Args:
-        query_MHQ: queries of the last tokens of each sample. Earlier tokens are only keys.
-        key_NHQ: keys of all tokens.
-        value_NHV: values of all tokens.
-        offsets_B1: index of the first token of each sample, followed by N; int64.
-        query_offsets_B1: index of the first query of each sample, followed by M; int64.
+        query_MHQ: queries for the last tokens per sample. Earlier tokens are only keys.
+        key_NHQ: keys for all tokens.
+        value_NHV: values for all tokens.
+        offsets_B1: first token index per sample, followed by N; int64.
+        query_offsets_B1: first query index per sample, followed by M; int64.
         options: num_targets_B, position_P, time_T, timestamps_N, max_length, scale, softmax, causal, window,
             num_contextual; see `Mask` and `Bias`.
 
     Returns:
-        [M, H, V]; and for softmax the log-sum-exp of scores [M, H], else [0, H].
+        [M, H, V]; and for softmax the score log-sum-exp [M, H], else [0, H].
     """
     out = value_NHV.new_empty(query_MHQ.shape[:2] + value_NHV.shape[2:])
     parts, log_sums = [], []
@@ -67,7 +67,7 @@ def jagged_attention_grad(
     query_offsets_B1: Tensor,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys, values, position bias and time bias. Empty for an absent bias.
+    """Return gradients for queries, keys, values, position bias and time bias. Empty for an absent bias.
 
     Args:
         grad_MHV: output gradient.
@@ -121,12 +121,12 @@ class _Options(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """Attention scores of one sample, with what the backward pass needs."""
+    """Attention scores for one sample, with backward pass inputs."""
 
     tokens: slice  # the sample's rows in keys and values
     queries: slice  # the sample's rows in queries
     scores: Tensor
-    """[H, r, l]; -inf at masked positions of a softmax."""
+    """[H, r, l]; -inf at masked softmax positions."""
     seen_rl: Tensor  # the attention mask
     distance_rl: Tensor | None  # index into the position bias
     bucket_rl: Tensor | None  # index into the time bias
@@ -142,7 +142,7 @@ class _Sample(NamedTuple):
 def _samples(
     query_MHQ: Tensor, key_NHQ: Tensor, offsets_B1: Tensor, query_offsets_B1: Tensor, options: _Options
 ) -> Iterator[_Sample]:
-    """Yield the scores of one sample after the other. Samples without queries are skipped."""
+    """Yield the scores sample by sample. Samples without queries are skipped."""
     bounds, query_bounds = offsets_B1.tolist(), query_offsets_B1.tolist()
     for sample, num_targets in enumerate(options.num_targets_B.tolist()):
         tokens, queries = slice(*bounds[sample : sample + 2]), slice(*query_bounds[sample : sample + 2])
@@ -188,7 +188,7 @@ def attention_mask(row: Tensor, column: Tensor, length: int, num_targets: int, o
 
 
 def time_buckets(seconds: Tensor, num_buckets: int) -> Tensor:
-    """Return the bucket of each time difference: floor(log(max(|seconds|, 1)) / 0.301), at most T - 1.
+    """Return the bucket per time difference: floor(log(max(|seconds|, 1)) / 0.301), at most T - 1.
 
     Args:
         seconds: time differences, any integer or float dtype.

@@ -21,13 +21,13 @@ from meshrec.ops.library import implement
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 MAX_WIDTH = 128
-"""Maximum head width for the kernels: a program keeps the rows of a block in registers."""
+"""Maximum head width for the kernels: a program keeps block rows in registers."""
 _PART_BYTES = 1 << 27
-"""Maximum bytes of partial bias gradients held at once; more samples are processed in several launches."""
+"""Maximum bytes for partial bias gradients held at once; more samples are processed in several launches."""
 
 
 class _Launch(NamedTuple):
-    """Arguments shared by all kernels of a forward or backward call."""
+    """Arguments shared by all kernels in a forward or backward call."""
 
     tokens: Any  # AttentionTokens
     samples: Any  # AttentionSamples, with num_blocks still 0: it differs between kernels
@@ -39,12 +39,12 @@ class _Launch(NamedTuple):
     ) -> tuple[tuple[int], Any]:
         """Return the launch grid, and the samples with ``num_blocks`` set.
 
-        The grid has one program per sample, head and block of tokens. Sample lengths stay on the GPU, so
+        The grid has one program per sample, head and token block. Sample lengths stay on the GPU, so
         all samples get as many blocks as the longest may need; programs past the end return at once.
         Args:
             num_tokens: tokens in all samples.
-            num_samples: number of samples.
-            num_heads: number of heads.
+            num_samples: sample count.
+            num_heads: head count.
         """
         max_tokens = min(self.biases.max_length, num_tokens)
         num_blocks = -(-max_tokens // self.constants["BLOCK"])
@@ -114,7 +114,7 @@ def jagged_attention_grad(
 
 
 def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
-    """Return the gradient of the position or time bias, [len(bias)]. Empty if there is no such bias."""
+    """Return the position or time bias gradient, [len(bias)]. Empty without such a bias."""
     from meshrec.ops.attention import triton_bias_kernels
 
     size = 0 if bias is None else len(bias)
@@ -122,7 +122,7 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
     (num_blocks,), samples = launch.grid_and_samples(len(results.grad), 1)
     rows = 1 if is_time else 2
     step = max(1, _PART_BYTES // (4 * max(1, num_blocks * rows * size)))
-    # Partial gradients of all samples may not fit in memory, so process samples in batches.
+    # Partial gradients for all samples may not fit in memory, so process samples in batches.
     for first in range(0, num_samples if num_blocks and size else 0, step):
         num_parts = min(step, num_samples - first) * num_blocks
         parts = total.new_zeros(num_parts * rows, size)
@@ -141,7 +141,7 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
 
 
 def has_kernel_for(query: Tensor, value: Tensor) -> bool:
-    """Return whether a Triton kernel supports the device, dtype and width of these tensors."""
+    """Return whether a Triton kernel supports the tensor device, dtype and width."""
     return query.is_cuda and _HAS_TRITON and _has_kernel(query, value)
 
 
@@ -151,7 +151,7 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def _prepare_launch(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Launch:
-    """Bring the operator's arguments into the form that the kernels take."""
+    """Bring the operator's arguments into the form for the kernels."""
     from meshrec.ops.attention import triton_kernels as kernels
 
     offsets, query_offsets, num_targets, position, time, timestamps, max_length, scale, *mask = options
@@ -186,7 +186,7 @@ def _prepare_launch(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
 
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(num_buckets: int, device: torch.device, stream: int) -> Tensor:
-    """Return the smallest time difference of each bucket in seconds, fp32 [num_buckets], on the device."""
+    """Return the smallest time difference per bucket in seconds, fp32 [num_buckets], on the device."""
     bounds = [math.exp(naive.BUCKET_WIDTH * k) for k in range(num_buckets)]
     starts = torch.tensor(bounds, dtype=torch.float64)
     return copy_to_device(starts.float(), device)

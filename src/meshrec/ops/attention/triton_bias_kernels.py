@@ -1,4 +1,4 @@
-"""Triton kernel for gradients of attention biases; see [Note: attention tiles] in ``triton_kernels.py``."""
+"""Triton kernel for attention bias gradients; see [Note: attention tiles] in ``triton_kernels.py``."""
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 
@@ -21,7 +21,7 @@ from meshrec.ops.attention.triton_kernels import (
 
 @triton.jit
 def _sums_by_distance(tile, min_distance, BLOCK: tl.constexpr):
-    """Sum the elements of a tile with equal distance (key position minus query position).
+    """Sum tile elements with equal distance (key position minus query position).
 
     Returns [BLOCK]: the sums for distances ``min_distance`` to ``min_distance + BLOCK - 1``.
     """
@@ -32,7 +32,7 @@ def _sums_by_distance(tile, min_distance, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_to_histogram(histogram, tile, buckets, allowed, num_buckets, BUCKETS: tl.constexpr):
-    """Add the elements of a tile to a histogram, by time bucket."""
+    """Add tile elements to a histogram, by time bucket."""
     # Times within a tile are close together, so few buckets occur: loop over these only.
     low = tl.min(tl.min(tl.where(allowed, buckets, num_buckets), 1), 0)
     high = tl.max(tl.max(tl.where(allowed, buckets, -1), 1), 0)
@@ -55,7 +55,7 @@ def _sum_over_heads(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Return the score gradients of a tile, summed over all heads: [BLOCK, BLOCK]."""
+    """Return tile score gradients, summed over all heads: [BLOCK, BLOCK]."""
     first_query, index, is_row = rows
     first, column, is_key = keys
     bias, allowed, max_length = shared_state
@@ -93,11 +93,11 @@ def bias_gradients(
     VALUE_WIDTH: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    """Write one query block's contribution to the gradient of a bias, summed over heads.
+    """Write one query block's contribution to a bias gradient, summed over heads.
 
     BUCKETS selects the time bias, or the position bias if 0: Triton does not finish compiling a kernel for
-    both. For the position bias, a block's part has two rows of 2 max_length - 1 zeros. A tile writes the
-    lower half of its distances to one row and the upper half to the other, so that no two tiles write the
+    both. For the position bias, a block's part has two rows with 2 max_length - 1 zeros. A tile writes the
+    lower distance half to one row and the upper half to the other, so that no two tiles write the
     same element.
 
     Args:
@@ -111,7 +111,7 @@ def bias_gradients(
         CAUSAL: see `Mask`.
         WINDOW: see `Mask`.
         CONTEXTUAL: see `Mask`.
-        PRECISION: precision of tl.dot.
+        PRECISION: tl.dot precision.
         BLOCK: tokens per block.
         QUERY_WIDTH: query width, padded to a power of two.
         VALUE_WIDTH: value width, padded to a power of two.

@@ -1,7 +1,7 @@
-"""Triton kernels for jagged attention: tiles of queries and keys whose scores stay in registers.
+"""Triton kernels for jagged attention: query and key tiles whose scores stay in registers.
 
-[Note: attention tiles] A program handles one block of queries (or keys, for key and value gradients) of one
-head of one sample, and iterates over the blocks of keys (or queries) that the mask allows. Each element is
+[Note: attention tiles] A program handles one query block (or key block, for key and value gradients) in one
+head and sample, and iterates over the key (or query) blocks allowed by the mask. Every element is
 written by a single program and summed in a fixed order, so equal calls give equal bits. Floats are never
 added atomically: query blocks write partial bias gradients, which torch sums.
 """
@@ -38,7 +38,7 @@ class AttentionTokens(NamedTuple):
 
 
 class AttentionSamples(NamedTuple):
-    """Kernel argument: offsets of all samples, and the maximum number of blocks per sample."""
+    """Kernel argument: offsets for all samples, and the maximum block count per sample."""
 
     offsets: Any
     query_offsets: Any
@@ -47,7 +47,7 @@ class AttentionSamples(NamedTuple):
 
 
 class AttentionBiases(NamedTuple):
-    """Kernel argument: biases. ``starts`` has the smallest time difference of each bucket, in seconds."""
+    """Kernel argument: biases. ``starts`` has the smallest time difference per bucket, in seconds."""
 
     position: Any
     time: Any
@@ -58,9 +58,9 @@ class AttentionBiases(NamedTuple):
 
 
 class AttentionResults(NamedTuple):
-    """Kernel argument of the backward pass: output gradient, and for softmax per-query values [M, H].
+    """Kernel argument for the backward pass: output gradient, and for softmax per-query values [M, H].
 
-    ``log_sums`` are the log-sum-exp of scores, ``deltas`` the dot products of output and output gradient.
+    ``log_sums`` are score log-sum-exp values, ``deltas`` dot products between output and output gradient.
     """
 
     grad: Any
@@ -70,7 +70,7 @@ class AttentionResults(NamedTuple):
 
 @triton.jit
 def load_sample(samples, number):
-    """Return a sample's first token, length, length without targets, first query, and number of queries."""
+    """Return a sample's first token, length, length without targets, first query, and query count."""
     first = tl.load(samples.offsets + number)
     length = (tl.load(samples.offsets + number + 1) - first).to(tl.int32)
     first_query = tl.load(samples.query_offsets + number)
@@ -80,7 +80,7 @@ def load_sample(samples, number):
 
 @triton.jit
 def _load(tokens, first, positions, stride, width, inside, WIDTH: tl.constexpr):
-    """Load the rows of one head at some token positions, [BLOCK, WIDTH]. Zeros where ``inside`` is false."""
+    """Load rows for one head at some token positions, [BLOCK, WIDTH]. Zeros where ``inside`` is false."""
     lanes = tl.arange(0, WIDTH)
     rows = tokens + (first + positions)[:, None] * stride
     return tl.load(rows + lanes[None, :], inside[:, None] & (lanes < width)[None, :], 0.0)
@@ -88,14 +88,14 @@ def _load(tokens, first, positions, stride, width, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_queries(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load queries of a head, [BLOCK, WIDTH].
+    """Load queries for a head, [BLOCK, WIDTH].
 
     Args:
         tokens: `AttentionTokens`.
         head: head number.
-        first: first query of the sample.
+        first: first query in the sample.
         positions: query positions within the sample.
-        inside: mask of valid positions.
+        inside: mask for valid positions.
         WIDTH: padded query width.
     """
     rows = tokens.query + head * tokens.query_head
@@ -104,15 +104,15 @@ def load_queries(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_grads(grad, tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load output gradients of a head, [BLOCK, WIDTH].
+    """Load output gradients for a head, [BLOCK, WIDTH].
 
     Args:
         grad: output gradient.
         tokens: `AttentionTokens`.
         head: head number.
-        first: first query of the sample.
+        first: first query in the sample.
         positions: query positions within the sample.
-        inside: mask of valid positions.
+        inside: mask for valid positions.
         WIDTH: padded value width.
     """
     width = tokens.value_width
@@ -121,14 +121,14 @@ def load_grads(grad, tokens, head, first, positions, inside, WIDTH: tl.constexpr
 
 @triton.jit
 def load_keys(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load keys of a head, [BLOCK, WIDTH].
+    """Load keys for a head, [BLOCK, WIDTH].
 
     Args:
         tokens: `AttentionTokens`.
         head: head number.
-        first: first token of the sample.
+        first: first token in the sample.
         positions: token positions within the sample.
-        inside: mask of valid positions.
+        inside: mask for valid positions.
         WIDTH: padded query width.
     """
     rows = tokens.key + head * tokens.key_head
@@ -137,14 +137,14 @@ def load_keys(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load values of a head, [BLOCK, WIDTH].
+    """Load values for a head, [BLOCK, WIDTH].
 
     Args:
         tokens: `AttentionTokens`.
         head: head number.
-        first: first token of the sample.
+        first: first token in the sample.
         positions: token positions within the sample.
-        inside: mask of valid positions.
+        inside: mask for valid positions.
         WIDTH: padded value width.
     """
     rows = tokens.value + head * tokens.value_head
@@ -153,7 +153,7 @@ def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH: tl.constexpr):
-    """Store rows of one head to a contiguous tensor [tokens, heads, width]."""
+    """Store rows for one head to a contiguous tensor [tokens, heads, width]."""
     lanes = tl.arange(0, WIDTH)
     rows_at = target + ((first + positions)[:, None] * num_heads + head) * width
     tl.store(rows_at + lanes[None, :], rows, inside[:, None] & (lanes < width)[None, :])
@@ -161,14 +161,14 @@ def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH
 
 @triton.jit
 def query_times(biases, first, row, is_row, history):
-    """Return the timestamp of each query: that of the next token; for targets and the last history token, its
+    """Return the timestamp per query: from the next token; for targets and the last history token, their
     own.
 
     Args:
         biases: `AttentionBiases`.
-        first: first token of the sample.
+        first: first token in the sample.
         row: query positions within the sample.
-        is_row: mask of valid rows.
+        is_row: mask for valid rows.
         history: sample length without targets.
     """
     times = row.to(tl.int64)
@@ -179,9 +179,9 @@ def query_times(biases, first, row, is_row, history):
 
 @triton.jit
 def _buckets(biases, apart):
-    """Return the time bucket of each difference ``apart`` in seconds.
+    """Return the time bucket per difference ``apart`` in seconds.
 
-    A logarithm gives an estimate, which is corrected by comparing with the bucket starts: rounding of the
+    A logarithm gives an estimate, which is corrected by comparing with the bucket starts: rounding the
     logarithm must not decide at a boundary.
     """
     seconds = tl.maximum(tl.abs(apart).to(tl.float32), 1.0)
@@ -206,17 +206,17 @@ def tile_bias_and_mask(
     WINDOW: tl.constexpr,
     CONTEXTUAL: tl.constexpr,
 ):
-    """Return what all heads share for a tile of queries by keys: bias, time buckets, and mask.
+    """Return the tile data shared by all heads: bias, time buckets, and mask.
 
-    The mask is that of ``naive.attention_mask``.
+    The mask matches ``naive.attention_mask``.
 
     Args:
         biases: `AttentionBiases`.
-        first: first token of the sample.
+        first: first token in the sample.
         length: sample length.
         history: sample length without targets.
         row: query positions within the sample.
-        is_row: mask of valid rows.
+        is_row: mask for valid rows.
         times: query timestamps.
         column: key positions within the sample.
         CAUSAL: see `Mask`.
@@ -245,16 +245,16 @@ def tile_bias_and_mask(
 def weights_and_score_grads(
     score, weight_grad, allowed, results, position, is_row, max_length, SOFTMAX: tl.constexpr
 ):
-    """Return the attention weights of a tile, and the gradients of its scores.
+    """Return the tile attention weights, and the score gradients.
 
     Args:
         score: [BLOCK, BLOCK] queries by keys.
-        weight_grad: gradient of the weights, [BLOCK, BLOCK].
+        weight_grad: weight gradient, [BLOCK, BLOCK].
         allowed: mask.
         results: `AttentionResults`.
-        position: element of the queries in [M, H] tensors.
-        is_row: mask of valid rows.
-        max_length: divisor of SiLU weights.
+        position: query element in [M, H] tensors.
+        is_row: mask for valid rows.
+        max_length: divisor for SiLU weights.
         SOFTMAX: softmax instead of SiLU weights.
     """
     if SOFTMAX:
@@ -282,8 +282,8 @@ def key_blocks(
     """Return the key blocks to visit for queries in [start, end), as three ranges for `nth_block`.
 
     The ranges are contextual tokens, history, and targets (a target attends to itself). Returns the end of
-    the first range, the start of the second, the length of the first two, the start of the third, and the
-    total number of blocks.
+    the first range, the second start, the first two lengths combined, the third start, and the
+    total block count.
 
     Args:
         start: first query position within the sample.
@@ -328,7 +328,7 @@ def _query_blocks(
     """Return the query blocks to visit for keys in [start, end), as two ranges for `nth_block`.
 
     The ranges are contextual tokens, and the other queries. Returns the end of the first range, the start of
-    the second, and the total number of blocks.
+    the second, and the total block count.
     """
     low = start if CAUSAL else 0
     high = length
@@ -349,14 +349,14 @@ def _query_blocks(
 
 @triton.jit
 def nth_block(n, first_range, second, num_before, third):
-    """Return the number of the n-th block to visit, in the concatenation of three ranges.
+    """Return the n-th block number to visit, in the concatenation of three ranges.
 
     Args:
         n: index.
         first_range: end of the first range, which starts at 0.
-        second: start of the second range.
-        num_before: length of the first two ranges.
-        third: start of the third range.
+        second: second range start.
+        num_before: combined length for the first two ranges.
+        third: third range start.
     """
     return tl.where(
         n < first_range, n, tl.where(n < num_before, second + n - first_range, third + n - num_before)
@@ -379,7 +379,7 @@ def attend(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the attention output of one query block, and for softmax the log-sum-exp of its scores.
+    """Write the attention output for one query block, and for softmax the score log-sum-exp.
 
     Online softmax: keep running maxima, and rescale earlier sums when they rise. Late query
     blocks start first, because they take longest with a causal mask.
@@ -394,7 +394,7 @@ def attend(
         CAUSAL: see `Mask`.
         WINDOW: see `Mask`.
         CONTEXTUAL: see `Mask`.
-        PRECISION: precision of tl.dot.
+        PRECISION: tl.dot precision.
         BLOCK: tokens per block.
         QUERY_WIDTH: query width, padded to a power of two.
         VALUE_WIDTH: value width, padded to a power of two.
@@ -462,7 +462,7 @@ def query_gradients(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the gradients of one query block.
+    """Write the gradients for one query block.
 
     Args:
         tokens: `AttentionTokens`.
@@ -534,7 +534,7 @@ def key_gradients(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the key and value gradients of one key block.
+    """Write the key and value gradients for one key block.
 
     Args:
         tokens: `AttentionTokens`.

@@ -48,11 +48,11 @@ first_left = operators.first_left
 release_slots = operators.release_slots
 
 BYTES_PER_ID = 16
-"""Maximum ``HashIndex`` memory: bytes per ID, for the largest number of IDs that were present at once."""
+"""Maximum ``HashIndex`` memory: bytes per ID, for the maximum ID count ever present at once."""
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:
-    """Map IDs to 64 pseudo-random bits (keys). Each seed gives a different permutation of the 2^64 values.
+    """Map IDs to 64 pseudo-random bits (keys). Every seed permutes the 2^64 values differently.
 
     Args:
         ids_N: int64.
@@ -66,11 +66,11 @@ def mix(ids_N: Tensor, seed: int) -> Tensor:
 
 
 def mix_spans(ids_N: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Mix some spans of a batch with different seeds, and copy the IDs outside the spans: int64 [N].
+    """Mix some batch spans with different seeds, and copy the IDs outside the spans: int64 [N].
 
     Args:
         ids_N: int64.
-        spans: start position, end position and mix seed of each span, ascending.
+        spans: start position, end position and mix seed per span, ascending.
     """
     starts, ends, seeds = ([span[k] for span in spans] for k in range(3))
     mixed: Tensor = operators.index_mix_parts(ids_N, starts, ends, list(map(_signed, seeds)))
@@ -84,13 +84,13 @@ def unmix(keys_N: Tensor, seed: int) -> Tensor:
 
 
 def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs, and the index of each ID in them.
+    """Return the distinct IDs, and the index per ID in them.
 
-    IDs [7, 3, 7] give distinct IDs [3, 7] and indices [1, 0, 1]. The result does not depend on the number of
-    threads.
+    IDs [7, 3, 7] give distinct IDs [3, 7] and indices [1, 0, 1]. The result does not depend on the thread
+    count.
 
     Returns:
-        Distinct IDs in ascending order, int64; and the index of each ID among them, int64 [N].
+        Distinct IDs in ascending order, int64; and the index per ID among them, int64 [N].
     """
     distinct, inverse = operators.index_unique(ids_N)
     return distinct, inverse

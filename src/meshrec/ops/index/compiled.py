@@ -17,10 +17,10 @@ from meshrec.ops.library import c_functions
 from meshrec.ops.memory import reserve_pages
 from meshrec.ops.prefault import GrowingRegion
 
-# Layout constants of csrc/index/shard.h and csrc/index/hash_index.h; both sides must agree.
+# Layout constants in csrc/index/shard.h and csrc/index/hash_index.h; both sides must agree.
 _BUCKET_BYTES, _TAG_BYTES = 64, 3
 _HEADER_WORDS, _SHARD_WORDS, _MIN_BUCKETS = 8, 4, 8
-# Positions in the header. ROOM is the number of buckets that fit per shard, SLOT_ROOM the number of slots.
+# Positions in the header. ROOM is the bucket capacity per shard, SLOT_ROOM the slot capacity.
 _NUM_LIVE, _NUM_SLOTS, _MAX_SLOTS, _SHARD_BITS, _ROOM, _SLOT_ROOM = range(6)
 # One shard per million slots, at most 16: threads work on different shards.
 _SLOTS_PER_SHARD, _MAX_SHARD_BITS = 1 << 20, 4
@@ -32,7 +32,7 @@ _pointers = ctypes.c_void_p * 4
 
 
 class AssignArgs(ctypes.Structure):
-    """C struct of the arguments to ``meshrec_index_give`` for one index, as in csrc/index/hash_index.h."""
+    """C argument struct for ``meshrec_index_give`` for one index, as in csrc/index/hash_index.h."""
 
     _fields_ = (
         ("memory", _pointers),
@@ -50,7 +50,7 @@ class AssignArgs(ctypes.Structure):
 
 
 class FreeArgs(ctypes.Structure):
-    """C struct of the arguments to ``meshrec_index_free`` for one index, as in csrc/index/hash_index.h."""
+    """C argument struct for ``meshrec_index_free`` for one index, as in csrc/index/hash_index.h."""
 
     _fields_ = (
         ("memory", _pointers),
@@ -83,7 +83,7 @@ class CompiledIndex:
     Attributes:
         memory: header, buckets, tags and free slots, read by ``torch.ops.meshrec.index_find``. New tensors
             replace these when the index outgrows them.
-        seed: seed of the ID mix.
+        seed: ID mix seed.
     """
 
     def __init__(self, max_slots: int, seed: int) -> None:
@@ -96,12 +96,12 @@ class CompiledIndex:
         header[_HEADER_WORDS:].view(-1, _SHARD_WORDS)[:, 1:] = _MIN_BUCKETS
         self.memory = [header, *(torch.empty(0, dtype=torch.uint8) for _ in range(3))]
         # Read header words through ctypes: tensor indexing takes 2 us per word, and every lookup reads
-        # several words of every table.
+        # several words per table.
         self._words = (ctypes.c_int64 * _HEADER_WORDS).from_address(header.data_ptr())
-        # 25 % headroom over an even split. A shard that outgrows it moves the index to new memory.
+        # 25 % headroom over an even split. A shard outgrowing it moves the index to new memory.
         share = max_slots if shard_bits == 0 else (max_slots >> shard_bits) * 5 // 4 + _INITIAL_SLOTS
         room = int(share * _BUCKETS_PER_ID) * 9 // 8 + _INITIAL_BUCKETS
-        # Shards grow evenly. Stagger their starts within a huge page, so that they do not all reach the next
+        # Shards grow evenly. Stagger their starts within a huge page, so they do not all reach the next
         # page in the same step.
         room += -room % _PAGE_BUCKETS + (_PAGE_BUCKETS >> shard_bits)
         self._is_reserved = self._set_room(room, max_slots, reserved=True)
@@ -165,7 +165,7 @@ class CompiledIndex:
             self._set_room(2 * self._room, int(self.memory[0][_SLOT_ROOM]), reserved=False)
 
     def remove(self, ids_N: Tensor) -> Tensor | Status:
-        """Remove IDs, and return the slots they had. If that fails, return a status and change nothing."""
+        """Remove IDs, and return their slots. If that fails, return a status and change nothing."""
         assert _library is not None
         slots = torch.empty_like(ids_N)
         status = _library.meshrec_index_remove(
@@ -184,7 +184,7 @@ class CompiledIndex:
 
     def items(self) -> tuple[Tensor, Tensor]:
         assert _library is not None
-        # The number of matches is unknown before the scan, so allocate the maximum.
+        # The match count is unknown before the scan, so allocate the maximum.
         ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
         _library.meshrec_index_items(self._addresses, self.seed, ids.data_ptr(), slots.data_ptr())
         # The kernel returns items in hash order.
@@ -202,13 +202,13 @@ class CompiledIndex:
     def assign_args(
         self, ids_N: Tensor, slots_N: Tensor, results: Tensor, mix_seed: int | None, first: int
     ) -> AssignArgs:
-        """Return the C arguments with which ``assign`` inserts into this index.
+        """Return the C arguments for ``assign`` to insert into this index.
 
         Args:
             ids_N: int64, contiguous.
-            slots_N: slot per ID, -1 where unassigned, int64, contiguous. The kernel replaces each -1.
-            results: output buffer, int64 [3, number of IDs without a slot]: distinct IDs, slots, occurrences.
-            mix_seed: seed of the ID mix, or None for unmixed IDs.
+            slots_N: slot per ID, -1 where unassigned, int64, contiguous. The kernel replaces every -1.
+            results: output buffer, int64 [3, count of IDs without a slot]: distinct IDs, slots, occurrences.
+            mix_seed: ID mix seed, or None for unmixed IDs.
             first: offset added to the IDs after the mix.
         """
         word = (1 << 64) - 1
@@ -235,7 +235,7 @@ class CompiledIndex:
 
         Args:
             room: buckets per shard.
-            slot_room: number of slots.
+            slot_room: slot capacity.
             reserved: only reserve address space. Where the system cannot, return False and change nothing.
         """
         header, buckets, tags, free = self.memory
@@ -267,13 +267,13 @@ class CompiledIndex:
 
 
 def assign(arguments: Sequence[AssignArgs]) -> list[int]:
-    """Insert IDs that have no slot yet into several indexes, and write their slots.
+    """Insert IDs without a slot into several indexes, and write their slots.
 
     Args:
-        arguments: results of ``CompiledIndex.assign_args`` for distinct indexes.
+        arguments: results from ``CompiledIndex.assign_args`` for distinct indexes.
 
     Returns:
-        Number of distinct IDs inserted into each index. -1 for an unchanged index, which is full or must
+        Number of distinct IDs inserted per index. -1 for an unchanged index, which is full or must
             first be moved to larger memory.
     """
     assert _library is not None
@@ -283,14 +283,14 @@ def assign(arguments: Sequence[AssignArgs]) -> list[int]:
 
 
 def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
-    """Remove the IDs stored at some slots of several indexes.
+    """Remove the IDs stored at some slots in several indexes.
 
     Args:
         indexes: distinct indexes.
         slots: slots to free per index, int64 [N], contiguous.
 
     Returns:
-        Removed IDs of each index. If a slot is invalid, no index changes and the results are statuses
+        Removed IDs per index. If a slot is invalid, no index changes and the results are statuses
             instead: ``Status.SUCCESS`` for an index whose slots were all valid.
     """
     assert _library is not None

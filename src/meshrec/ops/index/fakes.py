@@ -1,4 +1,4 @@
-"""Fake kernels of the index operators, for tracing.
+"""Fake index operator kernels, for tracing.
 
 ``schemas.inc`` has the signatures; a fake names only the arguments it needs.
 """
@@ -15,7 +15,7 @@ import meshrec.ops.index.slots  # noqa: F401
 
 
 def _dynamic_size() -> SymInt:
-    """Return a symbolic size for a dimension that depends on the data."""
+    """Return a symbolic size for a data-dependent dimension."""
     return torch.library.get_ctx().new_dynamic_size()
 
 

@@ -12,7 +12,7 @@ from meshrec.ops.index.compiled import CompiledIndex, assign, is_compiled
 from meshrec.ops.index.naive import NaiveIndex, Status
 from meshrec.ops.prefault import GrowingRegion
 
-# Must differ from a plan's shard seed. All IDs of a rank hash into a narrow interval under the shard seed,
+# Must differ from a plan's shard seed. All IDs on a rank hash into a narrow interval under the shard seed,
 # and buckets are in hash order, so with the same seed most buckets would stay empty.
 _SEED = 0x51ED270B7F4A9E3D
 
@@ -20,13 +20,13 @@ _SEED = 0x51ED270B7F4A9E3D
 class HashIndex:
     """Map from IDs to slots (row numbers), for tables without a fixed vocabulary.
 
-    IDs are int64, and all 2^64 values are valid. The same sequence of calls gives the same slots with any
-    number of threads. Only ``find`` and ``ids_of``, which just read, may run concurrently. A forked process
+    IDs are int64, and all 2^64 values are valid. The same call sequence gives the same slots with any
+    thread count. Only ``find`` and ``ids_of``, which just read, may run concurrently. A forked process
     keeps a copy.
 
     Args:
-        max_slots: maximum number of slots, below 2^32.
-        seed: seed of the ID mix that spreads IDs over buckets.
+        max_slots: maximum slot count, below 2^32.
+        seed: ID mix seed, to spread IDs over buckets.
         name: index name in messages.
 
     Example::
@@ -46,32 +46,32 @@ class HashIndex:
 
     @property
     def num_live(self) -> int:
-        """Number of IDs that have a slot."""
+        """Number of IDs with a slot."""
         return self._index.num_live
 
     @property
     def num_slots(self) -> int:
-        """Highest slot ever assigned, plus 1. Some of these slots may be free."""
+        """Highest slot ever assigned, plus 1. Some slots may be free."""
         return self._index.num_slots
 
     @property
     def num_bytes(self) -> int:
-        """Memory in bytes: at most 16 per ID, for the largest number of IDs that were present at once."""
+        """Memory in bytes: at most 16 per ID, for the maximum ID count ever present at once."""
         return self._index.num_bytes
 
     @property
     def growing_regions(self) -> list[GrowingRegion]:
-        """Memory regions that grow in place with the slots; empty if the index may move in memory."""
+        """Memory regions growing in place with the slots; empty if the index may move in memory."""
         return self._index.growing_regions if isinstance(self._index, CompiledIndex) else []
 
     @property
     def kernel_tensors(self) -> tuple[list[Tensor], int] | None:
-        """Tensors and seed that operators such as ``index_find`` search; None without compiled kernels."""
+        """Tensors and seed searched by operators such as ``index_find``; None without compiled kernels."""
         index = self._index
         return (index.memory, index.seed) if isinstance(index, CompiledIndex) else None
 
     def find(self, ids_N: Tensor) -> Tensor:
-        """Return the slot of each ID, -1 where it has none: int64 [N]. IDs may repeat."""
+        """Return the slot per ID, -1 where missing: int64 [N]. IDs may repeat."""
         return self._index.find(self._validated(ids_N))
 
     def insert(self, ids_N: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class HashIndex:
         return free_slots([(self, slots_N)])[0]
 
     def ids_of(self, slots_N: Tensor) -> Tensor:
-        """Return the ID stored at each slot, int64 [N]. Slots may repeat.
+        """Return the ID stored per slot, int64 [N]. Slots may repeat.
 
         Raises:
             ValueError: a slot is free.
@@ -205,10 +205,10 @@ class HashIndex:
         """Build an index in which the given IDs have the given slots. Inverse of ``items``.
 
         Args:
-            max_slots: maximum number of slots, below 2^32.
+            max_slots: maximum slot count, below 2^32.
             ids_N: int64, distinct and ascending.
             slots_N: slot per ID, int64, distinct.
-            seed: seed of the ID mix.
+            seed: ID mix seed.
             name: index name in messages.
 
         Raises:
@@ -222,7 +222,7 @@ class HashIndex:
 
 
 class IdSpan(NamedTuple):
-    """A range of positions in a batch whose IDs are all looked up in the same index."""
+    """A position range in a batch, with IDs all looked up in the same index."""
 
     start: int
     end: int
@@ -230,7 +230,7 @@ class IdSpan(NamedTuple):
     first: int = 0
     """Offset added to the IDs before the search."""
     mix_seed: int | None = None
-    """Seed of the ID mix, or None for unmixed IDs. Either all spans in a call have a seed, or none has."""
+    """ID mix seed, or None for unmixed IDs. Either all spans in a call have a seed, or none has."""
 
 
 def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int]]:
@@ -241,7 +241,7 @@ def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int
         spans: spans to replace, ascending. IDs outside them are copied.
 
     Returns:
-        Slots inside spans and unchanged IDs elsewhere, int64 [N]; and the number of unassigned IDs per span.
+        Slots inside spans and unchanged IDs elsewhere, int64 [N]; and the unassigned ID count per span.
     """
     indexes = list({id(span.owner): span.owner for span in spans}.values())
     compiled_indexes = [index._index for index in indexes if isinstance(index._index, CompiledIndex)]
@@ -268,13 +268,13 @@ def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int
 
 
 def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
-    """Remove the IDs stored at some slots of several indexes; see ``HashIndex.free``.
+    """Remove the IDs stored at some slots in several indexes; see ``HashIndex.free``.
 
     Args:
-        slots: distinct indexes, each with the slots to free: int64, distinct, all in use.
+        slots: distinct indexes with the slots to free: int64, distinct, all in use.
 
     Returns:
-        Removed IDs per index, int64 [number of freed slots].
+        Removed IDs per index, int64 [freed slots].
 
     Raises:
         ValueError: a slot is already free, or repeats. No index changed.
@@ -297,40 +297,40 @@ def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
 
 
 class UnassignedIds(NamedTuple):
-    """The IDs of a batch in one index, some of which have no slot: the input to `assign_slots`."""
+    """Batch IDs in one index, some of which have no slot: the input to `assign_slots`."""
 
     owner: HashIndex
     ids: Tensor
     """int64 [N], contiguous."""
     slots: Tensor
-    """Slot of each ID, -1 where it has none, int64 [N], contiguous. `assign_slots` replaces each -1."""
+    """Slot per ID, -1 where missing, int64 [N], contiguous. `assign_slots` replaces every -1."""
     num_absent: int
     """Number of IDs without a slot."""
     first: int = 0
     """Offset added to the IDs before insertion, see ``IdSpan``."""
     mix_seed: int | None = None
-    """Seed of the ID mix applied before the offset, or None for unmixed IDs."""
+    """ID mix seed applied before the offset, or None for unmixed IDs."""
 
 
 class AssignedSlots(NamedTuple):
-    """Slots that `assign_slots` has assigned in one index. U distinct IDs."""
+    """Slots assigned by `assign_slots` in one index. U distinct IDs."""
 
     slots: Tensor
     """Slots in ascending ID order, int64 [U]."""
     ids: Tensor
     """Distinct IDs, ascending, after mix and offset, int64 [U]."""
     counts: Tensor
-    """Occurrences of every ID in the batch, int64 [U]."""
+    """Occurrences per ID in the batch, int64 [U]."""
 
 
 def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
-    """Insert IDs that have no slot into several distinct indexes, and write the new slots to the requests.
+    """Insert IDs without a slot into several distinct indexes, and write the new slots to the requests.
 
     Args:
         requests: one per index.
 
     Returns:
-        The newly assigned slots of each index, in the order of the requests.
+        The newly assigned slots per index, in request order.
 
     Raises:
         ValueError: an index has fewer free slots than new IDs. No index changed.
@@ -343,14 +343,14 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
         assert len(request.ids) == len(request.slots)
         assert request.ids.is_contiguous()
         assert request.slots.is_contiguous()
-    # Occurrences of absent IDs: an upper bound for the number of distinct ones.
+    # Absent ID occurrences: an upper bound for the distinct count.
     buffers = [torch.empty(3, request.num_absent, dtype=torch.int64) for request in requests]
     compiled = [
         request.owner._index for request in requests if isinstance(request.owner._index, CompiledIndex)
     ]
     # -1: not inserted by the kernel.
     counts_inserted = [-1] * len(requests)
-    # The kernel reports -1 for an index that must grow first. The step-by-step path below grows it.
+    # The kernel reports -1 for an index which must grow first. The step-by-step path below grows it.
     if len(compiled) == len(requests):
         counts_inserted = assign(
             [
@@ -376,7 +376,7 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
 
 
 def _assign_one(request: UnassignedIds) -> AssignedSlots:
-    """Insert the IDs of one request step by step, with plain torch and `HashIndex.insert`."""
+    """Insert the IDs in one request step by step, with plain torch and `HashIndex.insert`."""
     absent = request.slots < 0
     ids = request.ids[absent]
     keys = (ids if request.mix_seed is None else naive.mix(ids, request.mix_seed)) + request.first

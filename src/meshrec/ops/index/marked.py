@@ -1,4 +1,4 @@
-"""Scans over the scores of all rows, optionally only of marked rows, to find rows to evict.
+"""Scans over the scores for all rows, optionally only for marked rows, to find rows to evict.
 
 Plain torch: the reference for the kernels, and the fallback without them. Shape legend: N values.
 """
@@ -12,7 +12,7 @@ _MAX_INT64 = (1 << 63) - 1
 
 
 def marked_range(values_N: Tensor, marks_N: Tensor | None) -> Tensor:
-    """Return the minimum and maximum of the marked values, and their number: int64 [3].
+    """Return the marked value minimum, maximum and count: int64 [3].
 
     If no value is marked: the greatest int64, the least int64, and 0.
 
@@ -27,7 +27,7 @@ def marked_range(values_N: Tensor, marks_N: Tensor | None) -> Tensor:
 
 
 def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift: int, size: int) -> Tensor:
-    """Return a histogram of the marked values by the digit ``(value >> shift) - (base >> shift)``.
+    """Return a marked value histogram by the digit ``(value >> shift) - (base >> shift)``.
 
     Used for a radix select: one digit per pass. Values with digits outside [0, size) are skipped.
 
@@ -35,11 +35,11 @@ def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift:
         values_N: int32 or int64.
         marks_N: bool; None: all values.
         base: any value with digit 0.
-        shift: number of low bits to drop.
-        size: number of digits.
+        shift: low bit count to drop.
+        size: digit count.
 
     Returns:
-        Number of marked values per digit, int64 [size].
+        Marked value count per digit, int64 [size].
     """
     shifted, first = _marked_values(values_N, marks_N) >> shift, base >> shift
     inside = shifted[(shifted >= first) & (shifted <= min(_MAX_INT64, first + size - 1))]
@@ -47,7 +47,7 @@ def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift:
 
 
 def marked_between(values_N: Tensor, marks_N: Tensor | None, min_value: int, max_value: int) -> Tensor:
-    """Return the indices of marked values in [min_value, max_value], ascending, int64.
+    """Return marked value indices in [min_value, max_value], ascending, int64.
 
     Args:
         values_N: int32 or int64.

@@ -19,7 +19,7 @@ _WORD = (1 << 64) - 1
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:
-    """Map IDs to 64 pseudo-random bits (keys). Each seed gives a different permutation of the 2^64 values.
+    """Map IDs to 64 pseudo-random bits (keys). Every seed permutes the 2^64 values differently.
 
     The splitmix64 finalizer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
 
@@ -62,7 +62,7 @@ def _invert_xorshift(mixed: Tensor, by: int) -> Tensor:
 
 
 def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
-    """Return ``mix(ids_N, seed)``, or ``unmix`` of the same arguments. Reference for the kernel.
+    """Return ``mix(ids_N, seed)``, or ``unmix`` for the same arguments. Reference for the kernel.
 
     Args:
         ids_N: int64.
@@ -78,20 +78,20 @@ def index_order(ids_N: Tensor) -> Tensor:
 
 
 def index_unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs in ascending order, and the index of each ID among them, int64 [N]."""
+    """Return the distinct IDs in ascending order, and the index per ID among them, int64 [N]."""
     distinct, inverse = torch.unique(ids_N, return_inverse=True)
     return distinct, inverse
 
 
 def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
-    """Return the slot of each ID in the memory of a compiled index, -1 where it has none.
+    """Return the slot per ID in the compiled index memory, -1 where missing.
 
-    Reads the layout of [Note: the hash index] in csrc/index/shard.h.
+    Reads the layout in [Note: the hash index] in csrc/index/shard.h.
 
     Args:
         memory: header, buckets, tags and free slots, laid out as in `csrc/index/shard.h`.
         ids_N: int64.
-        seed: seed of the index.
+        seed: index seed.
     """
     header, buckets = memory[0], memory[1].flatten()
     shard_bits, room = int(header[3]), int(header[4])
@@ -104,7 +104,7 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     slots, pending = torch.full_like(keys, -1), torch.arange(len(keys), device=keys.device)
     while len(pending):
         # A bucket is a cache line: 7 entries with 8 low bytes (key remainder and slot) and 1 high byte, then
-        # a byte with the entry count (3 bits) and the number of extra slot bits (5 bits).
+        # a byte with the entry count (3 bits) and the extra slot bit count (5 bits).
         bytes_N = buckets.view(-1, 64)[bucket[pending]]
         extra, count = bytes_N[:, 63].long() >> 3, bytes_N[:, 63].long() & 7
         low, high = bytes_N[:, :56].contiguous().view(torch.int64), bytes_N[:, 56:63].long()
@@ -121,7 +121,7 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
 
 
 def index_mix_parts(ids_N: Tensor, starts: list[int], ends: list[int], seeds: list[int]) -> Tensor:
-    """Mix spans of a batch with different seeds, and copy the IDs outside the spans.
+    """Mix batch spans with different seeds, and copy the IDs outside the spans.
 
     Args:
         ids_N: int64.
@@ -160,8 +160,8 @@ def index_find_parts(
         mixes: mix seed per span; empty: no mix.
 
     Returns:
-        Slots inside spans (-1 where unassigned) and unchanged IDs elsewhere, int64 [N]; and the number of
-            unassigned IDs per span, int64.
+        Slots inside spans (-1 where unassigned) and unchanged IDs elsewhere, int64 [N]; and the
+            unassigned ID count per span, int64.
     """
     result, absent = ids_N.clone(), ids_N.new_zeros(len(starts))
     for part, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -180,7 +180,7 @@ def _scale_fraction(fractions: Tensor, sizes: Tensor) -> Tensor:
 
 
 class Status(IntEnum):
-    """Result of a call: SUCCESS, or why it changed nothing. As in csrc/index/hash_index.h."""
+    """Call result: SUCCESS, or why it changed nothing. As in csrc/index/hash_index.h."""
 
     NO_MEMORY = -1
     SUCCESS = 0
@@ -201,7 +201,7 @@ class NaiveIndex:
         self._max_slots = max_slots
         self._slots: dict[int, int] = {}
         self._ids: list[int | None] = []  # by slot; None where it is free
-        self._free: list[int] = []  # a heap of the free slots below len(_ids)
+        self._free: list[int] = []  # a heap with the free slots below len(_ids)
 
     @property
     def num_live(self) -> int:
@@ -274,7 +274,7 @@ class NaiveIndex:
 
 
 def free(indexes: Sequence[NaiveIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
-    """Remove the IDs stored at some slots of several indexes; see ``compiled.free``."""
+    """Remove the IDs stored at some slots in several indexes; see ``compiled.free``."""
     results = [index.ids_of(index_slots) for index, index_slots in zip(indexes, slots, strict=True)]
     for number, index_slots in enumerate(slots):
         if isinstance(results[number], Tensor) and len(set(index_slots.tolist())) < len(index_slots):

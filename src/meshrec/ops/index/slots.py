@@ -1,7 +1,7 @@
-"""Operators on the per-slot tensors of hashed tables; each call covers all tables.
+"""Operators on the per-slot tensors in hashed tables; a call covers all tables.
 
 Plain torch: the reference for the kernels, and the fallback without them. All lists have an element per
-table, or per tensor of table rows. Shape legend: N slots in a list.
+table, or per row tensor. Shape legend: N slots in a list.
 """
 
 from types import TracebackType
@@ -16,12 +16,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(value: Tensor) -> int:
-    """Return the bits of a tensor's first element as an integer, for ``Fills.add``."""
+    """Return the first tensor element's bits as an integer, for ``Fills.add``."""
     return int(value.flatten()[:1].view(_INTEGERS[value.element_size()]))
 
 
 class Fills:
-    """Queue of fill operations ("set these rows of this tensor to this value"), run in one operator call.
+    """Fill operation queue ("set these rows in this tensor to this value"), run in one operator call.
 
     As a context manager it runs the queue on exit, unless an exception was raised.
     """
@@ -33,7 +33,7 @@ class Fills:
         self._values: list[int] = []
 
     def add(self, part: Tensor, slots: Tensor, value: int) -> None:
-        """Queue a fill. Fills of the same slots of a tensor must have equal values: their order is undefined.
+        """Queue a fill. Fills for the same tensor slots must have equal values: their order is undefined.
 
         Args:
             part: contiguous tensor with a row per slot.
@@ -69,15 +69,15 @@ def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> N
     Args:
         parts: contiguous tensors with a row per slot.
         slots: int64 [N] per tensor; may repeat.
-        values: value per tensor, as the bits of one element.
+        values: value per tensor, as element bits.
     """
     for part, part_slots, value in zip(parts, slots, values, strict=True):
-        # Fill bits through an integer view, so that one call serves all dtypes.
+        # Fill bits through an integer view, so one call serves all dtypes.
         part.view(_INTEGERS[part.element_size()]).index_fill_(0, part_slots, value)
 
 
 def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Decrement the pin counts of slots, and return the slots that are now free: without pins or a live row.
+    """Decrement slot pin counts, and return slots now free: without pins or a live row.
 
     Args:
         pins: pin count by slot, int32, per table. Modified in place.
@@ -85,8 +85,8 @@ def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) 
         slots: slots to unpin, int64 [N], per table. A slot given n times loses n pins.
 
     Returns:
-        Freed slots, int64: those of the first table, then of the second, etc., each in the order in which
-            they lost the last pin; and the number of freed slots per table, int64.
+        Freed slots, int64: for the first table, then the second, etc., in the order in which
+            they lost the last pin; and the freed slot count per table, int64.
     """
     freed: list[int] = []
     counts = []
@@ -110,22 +110,22 @@ def first_left(
     evicted: list[Tensor],
     limits: list[int],
 ) -> list[Tensor]:
-    """Select rows to evict from each list of candidates: the first ones that are still valid.
+    """Select rows to evict from candidate lists: the first ones still valid.
 
-    A candidate is valid if its row is live, its score has not changed since the list was built, and it is
+    A candidate is valid if the row is live, the score has not changed since the list was built, and it is
     not protected.
     Args:
-        scores: score of each candidate when the list was built, int32 or int64 [N].
-        slots: slot of each candidate, int64 [N].
+        scores: score per candidate when the list was built, int32 or int64 [N].
+        slots: slot per candidate, int64 [N].
         scores_now: present score by slot, same dtype.
         alive: whether the slot holds a live row, bool; may be longer than ``scores_now``.
-        used: slots that the batch uses, which are protected, int64; may repeat.
+        used: slots used by the batch, which are protected, int64; may repeat.
         evicted: slots already selected for eviction, which are also protected.
-        limits: maximum number of results per list.
+        limits: maximum result count per list.
 
     Returns:
-        Indices of the selected candidates in each list, int64. The last element of the result is the number
-            of leading candidates per list that are stale (dead row or changed score), int64: the caller can
+        Indices of selected candidates per list, int64. The last result element counts the leading
+            candidates per list which are stale (dead row or changed score), int64: the caller can
             drop them from the list.
     """
     results, num_stale = [], []

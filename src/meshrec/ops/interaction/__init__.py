@@ -1,4 +1,4 @@
-"""``torch.ops.meshrec.dot_interaction``: pairwise dot products of a sample's vectors; see ``naive.py``."""
+"""``torch.ops.meshrec.dot_interaction``: pairwise dot products between sample vectors; see ``naive.py``."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ __all__ = ["dot_interaction"]
 
 
 def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """Return the dense vector of each sample, followed by the dot products of all pairs of its vectors.
+    """Return the dense vector per sample, followed by dot products for all sample vector pairs.
 
-    The vectors of a sample are one dense and F > 0 sparse ones. Differentiable in both inputs.
+    The sample vectors are one dense and F > 0 sparse ones. Differentiable in both inputs.
 
     Args:
         dense: [B, D].
@@ -25,8 +25,8 @@ def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     Returns:
         [B, D + F (F + 1) / 2], in the dtype of ``dense``.
 
-    Gradients have the dtypes of the inputs. If ``dense`` is bf16,
-    products are those of bf16 vectors, which a CPU adds in fp32.
+    Gradients have the input dtypes. If ``dense`` is bf16,
+    products are from bf16 vectors, which a CPU adds in fp32.
 
     Example::
 
@@ -36,7 +36,7 @@ def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
         assert torch.allclose(out[:, 8], (dense * sparse[:, 0]).sum(1), atol=1e-6)
     """
     if not torch.jit.is_scripting():  # type: ignore
-        # No set of dtypes: TorchScript reads this line too, and does not support sets.
+        # No dtype set: TorchScript reads this line too, and does not support sets.
         low = (torch.float32, torch.bfloat16)
         if dense.is_cpu and dense.dtype == torch.float32 and sparse.dtype == torch.bfloat16:
             sparse = sparse.float()

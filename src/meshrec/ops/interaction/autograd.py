@@ -1,4 +1,4 @@
-"""Gradient of ``dot_interaction``, shared by all kernels."""
+"""Gradient for ``dot_interaction``, shared by all kernels."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fake kernels of the interaction operators, for tracing."""
+"""Fake interaction operator kernels, for tracing."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""Pairwise dot products of a sample's vectors, in plain torch.
+"""Pairwise dot products between a sample's vectors, in plain torch.
 
 The reference for the kernels, and the fallback without them. Shape legend: B samples, F sparse vectors per
 sample, D width, V = F + 1 vectors including the dense vector, P = V (V - 1) / 2 pairs. Sparse vectors of
-another type are rounded to the type of the dense ones.
+another type are rounded to the dense vector type.
 """
 
 import torch
@@ -12,10 +12,10 @@ from meshrec.ops.library import implement
 
 
 def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
-    """Return the dense vector of each sample, followed by the dot product of each pair of vectors.
+    """Return the dense vector per sample, followed by the dot product per vector pair.
 
     Args:
-        dense_BD: vector 0 of each sample.
+        dense_BD: vector 0 per sample.
         sparse_BFD: vectors 1 to F, F > 0.
 
     Returns:
@@ -28,7 +28,7 @@ def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
 
 
 def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both inputs.
+    """Return both input gradients.
 
     Args:
         grad: output gradient [B, D + P].
@@ -47,14 +47,14 @@ def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> 
 
 
 def _vectors(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
-    """Return all vectors of each sample, the dense vector first: [B, V, D]."""
+    """Return all vectors per sample, the dense vector first: [B, V, D]."""
     if sparse_BFD.dtype != dense_BD.dtype:
         sparse_BFD = sparse_BFD.to(dense_BD.dtype)
     return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
 
 
 def _pairs(vectors_BVD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the second vector number of each pair, int64 [P]."""
+    """Return the first and the second vector number per pair, int64 [P]."""
     num_vectors = vectors_BVD.shape[1]
     pairs = torch.triu_indices(num_vectors, num_vectors, offset=1, device=vectors_BVD.device)
     return pairs[0], pairs[1]

@@ -16,7 +16,7 @@ __all__ = ["Permuted", "lengths_to_offsets", "permute_jagged"]
 
 
 class Permuted(NamedTuple):
-    """Result of :func:`permute_jagged`: the bags of the selected keys."""
+    """:func:`permute_jagged` result: the bags for the selected keys."""
 
     lengths: Tensor
     values: Tensor
@@ -44,19 +44,19 @@ def permute_jagged(
     weights: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Permuted:
-    """Return the bags of the keys in ``order``: select, reorder or repeat the keys of a jagged tensor.
+    """Return the bags for the keys in ``order``: select, reorder or repeat jagged tensor keys.
 
     Differentiable in ``values`` and ``weights``.
 
     Args:
-        order: keys of the result, by position in the input.
-        num_keys: number of keys in the input.
-        lengths: bag lengths, all bags of the first key first, int32 or int64 [B].
+        order: result keys, by position in the input.
+        num_keys: key count in the input.
+        lengths: bag lengths, all bags for the first key first, int32 or int64 [B].
         values: [N, ...].
-        num_bags: number of bags in the result.
-        num_values: number of values in the result.
+        num_bags: bag count in the result.
+        num_values: value count in the result.
         weights: [N, ...].
-        segments: index of the first bag of each key, followed by B; int64 [num_keys + 1] on the CPU. None:
+        segments: first bag index per key, followed by B; int64 [num_keys + 1] on the CPU. None:
             equal bag counts per key.
 
     Example::

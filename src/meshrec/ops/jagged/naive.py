@@ -1,7 +1,7 @@
 """Jagged operators in plain torch: the reference for the kernels, and the fallback without them.
 
-Shape legend: B bags over all keys, K keys, M keys in a result, N IDs. All bags of key 0 come first, then
-those of key 1, etc. ``segments`` is an int64 tensor [K+1] on the CPU with the index of the first bag of each
+Shape legend: B bags over all keys, K keys, M keys in a result, N IDs. All bags for key 0 come first, then
+those for key 1, etc. ``segments`` is an int64 tensor [K+1] on the CPU with the first bag index per
 key, followed by B. None: B / K bags per key.
 """
 
@@ -17,7 +17,7 @@ _LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
 def lengths_to_offsets(lengths_B: Tensor) -> Tensor:
-    """Return the cumulative sums of lengths, with a leading 0.
+    """Return cumulative length sums, with a leading 0.
 
     Args:
         lengths_B: int32 or int64.
@@ -44,7 +44,7 @@ def permute_jagged(
     num_bags: int,
     num_values: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bags of key ``order[0]``, then those of ``order[1]``, etc. Keys may be omitted or repeated.
+    """Return the bags for key ``order[0]``, then for ``order[1]``, etc. Keys may be omitted or repeated.
 
     Args:
         order: M keys.
@@ -54,7 +54,7 @@ def permute_jagged(
         weights_N: any dtype and trailing dimensions, or None.
         segments: see the module docstring.
         num_bags: bags in the result.
-        num_values: values in the result. Passed explicitly, so that tracing and allocation know the sizes
+        num_values: values in the result. Passed explicitly, so tracing and allocation know the sizes
             without reading tensors. B and N if every key occurs once.
 
     Returns:
@@ -93,21 +93,21 @@ def permute_jagged(
 
 
 def no_weights(like: Tensor) -> Tensor:
-    """Return the empty float32 tensor that stands for absent weights in operator results."""
+    """Return the empty float32 tensor standing for absent weights in operator results."""
     return like.new_empty(0, dtype=torch.float32)
 
 
 def _gather_ranges(tensor: Tensor, starts: list[int], order: list[int]) -> Tensor:
-    """Concatenate rows ``starts[i]`` to ``starts[i+1]`` (exclusive), for each ``i`` in ``order``."""
+    """Concatenate rows ``starts[i]`` to ``starts[i+1]`` (exclusive), per ``i`` in ``order``."""
     pieces = [tensor[starts[part] : starts[part + 1]] for part in order]
     return torch.cat(pieces) if pieces else tensor[:0].clone()
 
 
 def _first_bags(segments: Tensor | None, num_keys: int, num_bags: int, op: str) -> list[int]:
-    """Return the index of the first bag of each key, followed by B.
+    """Return the first bag index per key, followed by B.
 
     Raises:
-        ValueError: ``segments`` do not match the number of keys or bags.
+        ValueError: ``segments`` do not match the key or bag count.
     """
     if num_keys < 0:
         raise ValueError(f"{op}: num_keys must be 0 or more, got {num_keys}")
@@ -141,7 +141,7 @@ def _check_integers(tensor: Tensor, name: str) -> None:
 
 
 def _num_rows(tensor: Tensor, name: str) -> int:
-    """Return the size of the first dimension. Raises ValueError for a tensor without dimensions."""
+    """Return the first dimension size. Raises ValueError for a tensor without dimensions."""
     if tensor.dim() < 1:
         raise ValueError(f"{name} must have at least 1 dimension")
     return tensor.size(0)
@@ -184,7 +184,7 @@ def _permute_backward(
     ctx: Any, grad_lengths: Tensor, grad_values: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     lengths, segments = ctx.saved_tensors
-    # Permuting positions gives the source of every result value. Recomputed here, because saving it would
+    # Permuting positions gives the source for every result value. Recomputed here, because saving it would
     # hold an int64 per value through the whole forward pass.
     ids = torch.arange(ctx.values_shape[0], device=lengths.device)
     _, sources, _ = operators.permute_jagged(

@@ -1,7 +1,7 @@
 """Lookups by raw 64-bit ID, in read-only tables with a key index and in tables with a hash index.
 
-In a read-only table, an ID without a stored row reads its initial row, which is computed from the ID. In a
-hashed table, each ID must have a slot.
+In a read-only table, an ID without a stored row reads an initial row, computed from the ID. In a
+hashed table, every ID must have a slot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ _hashed_forward: Callable[..., tuple[Tensor, Tensor]] = operators.hashed_forward
 
 
 class UniformInit(NamedTuple):
-    """Distribution of the initial rows of a table: uniform in [low, high), a function of seed and ID."""
+    """Initial row distribution for a table: uniform in [low, high), a function of seed and ID."""
 
     seed: int
     low: float
@@ -30,15 +30,15 @@ class UniformInit(NamedTuple):
 
 
 class KeyIndex(NamedTuple):
-    """Tensors that map keys (mixed IDs) to the rows of a read-only table; see ``naive`` for their layout."""
+    """Tensors mapping keys (mixed IDs) to read-only table rows; see ``naive`` for the layout."""
 
     buckets: Tensor
     added: Tensor
     added_rows: Tensor
     seed: int
-    """Seed of the mix from IDs to keys."""
+    """Seed for the mix from IDs to keys."""
     first: UniformInit
-    """Initial row of an ID that the index does not contain."""
+    """Initial row for an ID not in the index."""
 
 
 def forward(
@@ -48,13 +48,13 @@ def forward(
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor:
-    """Look up and pool rows of several tables, some read by raw ID, some quantized.
+    """Look up and pool rows from several tables, some read by raw ID, some quantized.
 
     Args:
-        bits: bits per code of each table; 0 for floating-point rows.
-        keyed: key indexes of the tables read by raw ID, by table number.
+        bits: bits per code and table; 0 for floating-point rows.
+        keyed: key indexes for tables read by raw ID, by table number.
         weights: rows per table.
-        lookups: the batch, and the tables read by its features.
+        lookups: the batch, and the tables read by the features.
         options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
@@ -80,13 +80,13 @@ def hashed_forward(
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor | None:
-    """Find the slots of raw IDs in hash indexes, and look up and pool the rows, in one call.
+    """Find slots for raw IDs in hash indexes, and look up and pool the rows, in one call.
 
     Args:
-        bits: bits per code of each table; 0 for floating-point rows.
-        indexes: hash index and mix seed of each hashed table, by table number.
+        bits: bits per code and table; 0 for floating-point rows.
+        indexes: hash index and mix seed per hashed table, by table number.
         weights: rows per table, by slot.
-        lookups: the batch, and the tables read by its features.
+        lookups: the batch, and the tables read by the features.
         options: output size and dtype, and whether to check IDs and weights.
 
     Returns:

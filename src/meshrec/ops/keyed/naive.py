@@ -2,12 +2,12 @@
 
 Three tensors map keys to rows:
 
-- ``buckets``: int64 [b, 8]: the keys (mixed IDs) of the rows, ascending, in cache-line buckets, see
+- ``buckets``: int64 [b, 8]: the keys (mixed IDs) for the rows, ascending, in cache-line buckets, see
   ``pack_buckets``;
-- ``added``: int64 [2, m]: keys of rows added after the export, ascending, and the row of each in
+- ``added``: int64 [2, m]: keys for rows added after the export, ascending, and their rows in
 - ``added_rows``: [c, columns].
 
-An ID without a key reads its initial row (``ops.first_rows``), in the table's dtype. For quantized tables,
+An ID without a key reads the initial row (``ops.first_rows``), in the table's dtype. For quantized tables,
 initial rows are quantized by their minimum and maximum.
 """
 
@@ -26,18 +26,18 @@ from meshrec.ops.tbe import Lookups
 # Shape legend: F features, N IDs, n rows, U unknown IDs, b buckets.
 
 KEYS_PER_BUCKET = 7
-"""Keys per bucket. Together with the number of the first row, they fill a cache line."""
+"""Keys per bucket. Together with the first row number, they fill a cache line."""
 PER_TABLE = 3
-"""Number of key index tensors per table."""
+"""Key index tensors per table."""
 
 
 def num_homes(num_rows: int) -> int:
-    """Return the number of equal key intervals into which all keys are divided: a bucket each, 72 % full."""
+    """Return the count of equal key intervals over all keys: a bucket each, 72 % full."""
     return max(1, (25 * num_rows + 125) // 126)
 
 
 def _homes(keys_N: Tensor, num_rows: int) -> Tensor:
-    """Return the interval of each key, int64 [N]: the top bits of a 96-bit product of key and intervals."""
+    """Return the interval per key, int64 [N]: the top bits in the 96-bit product key times intervals."""
     number, half = num_homes(num_rows), (1 << 32) - 1
     high = (keys_N >> 32) + (1 << 31)
     return (high * number + ((keys_N & half) * number >> 32)) >> 32
@@ -46,9 +46,9 @@ def _homes(keys_N: Tensor, num_rows: int) -> Tensor:
 def pack_buckets(keys_n: Tensor) -> Tensor:
     """Pack ascending keys into buckets: int64 [b, 8].
 
-    A bucket holds a row number, then the keys of that row and the six rows after it. Each key interval (see
-    ``num_homes``) has a bucket that starts at or before the interval's first key, and no later than the
-    previous bucket's end. A key therefore lies in its interval's bucket or shortly after. The last bucket
+    A bucket holds a row number, then the keys for that row and the six rows after it. Every key interval (see
+    ``num_homes``) has a bucket starting at or before the interval's first key, and no later than the
+    previous bucket's end. A key therefore lies in the interval's bucket or shortly after. The last bucket
     repeats the last key.
 
     Args:
@@ -68,11 +68,11 @@ def pack_buckets(keys_n: Tensor) -> Tensor:
 
 
 def find_rows(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
-    """Return the row of each key, -1 where absent: int64 [N].
+    """Return the row per key, -1 where absent: int64 [N].
 
     Args:
         buckets_b: int64 [b, 8], from ``pack_buckets``.
-        num_rows: number of keys in the buckets.
+        num_rows: key count in the buckets.
         keys_N: int64 [N]; may repeat.
     """
     rows = torch.full_like(keys_N, -1)
@@ -88,12 +88,12 @@ def find_rows(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
 
 
 def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Run ``nbit_forward`` on tables of which some (``keyed``) are read by raw ID.
+    """Run ``nbit_forward`` on tables, some (``keyed``) read by raw ID.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: those of ``nbit_forward``; then the numbers of tables with a key index, three key index
+        arguments: as ``nbit_forward``; then table numbers with a key index, three key index
             tensors per keyed table, two seeds (keys, initial rows) per keyed table, and two floats (minimum
             initial value, step between values) per keyed table.
 
@@ -123,17 +123,17 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
 
 
 def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Run ``nbit_forward`` on tables of which some (``hashed``) are read through a hash index.
+    """Run ``nbit_forward`` on tables, some (``hashed``) read through a hash index.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: those of ``nbit_forward``; then the numbers of hashed tables, four tensors per hashed table
+        arguments: as ``nbit_forward``; then hashed table numbers, four tensors per hashed table
             (``index_find``), and two seeds per hashed table (index, mix from IDs to keys).
 
     Returns:
-        The result, and the number of IDs without a slot, int64 [1]. If not 0, the result is meaningless and
-            the number is a lower bound.
+        The result, and the count of IDs without a slot, int64 [1]. If not 0, the result is meaningless and
+            the count is a lower bound.
     """
     lookups, options = Lookups.split(arguments)
     *options, hashed, memory, seeds = options
@@ -150,7 +150,7 @@ def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> t
         for piece in lookups.layout().pieces:
             if lookups.tables[piece.feature] == table:
                 absent.add_((slots[piece.ids] < 0).sum())
-        slots[slots < 0] = len(weights[table])  # also IDs of other tables
+        slots[slots < 0] = len(weights[table])  # also IDs from other tables
         return torch.cat([weights[table], weights[table].new_zeros(1, weights[table].shape[1])]), slots
 
     return _look_up_by_table(weights, bits, lookups, options, hashed, find_rows), absent
@@ -171,8 +171,8 @@ def _look_up_by_table(
         bits: see ``nbit_forward``.
         lookups: the batch.
         options: further arguments to ``nbit_forward``.
-        indexed_tables: numbers of the tables with an index.
-        find_rows: maps a table number and IDs to all rows of that table, and the row of each ID among them.
+        indexed_tables: table numbers with an index.
+        find_rows: maps a table number and IDs to all rows in the table, and the row per ID among them.
     """
     out_size, out_dtype, check_ids, names = options
     layout = lookups.layout()
@@ -210,7 +210,7 @@ def _look_up_by_table(
 def _find_rows_and_added(
     ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of a table followed by its added rows, and the row of each ID; -1 for unknown IDs."""
+    """Return table rows followed by added rows, and the row per ID; -1 for unknown IDs."""
     buckets, added, added_rows = tensors
     num_rows = len(weight)
     if buckets.dim() != 2 or buckets.shape[1] != 1 + KEYS_PER_BUCKET or len(buckets) < num_homes(num_rows):

@@ -31,14 +31,14 @@ _forward: Callable[..., Tensor] = operators.nbit_forward
 
 
 def forward(bits: list[int], weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions) -> Tensor:
-    """Look up and pool rows of several tables, some of them quantized.
+    """Look up and pool rows from several tables, some quantized.
 
     See ``ops.tbe.forward`` for the errors. A backward pass raises ValueError.
 
     Args:
-        bits: bits per code of each table; 0 for floating-point rows.
+        bits: bits per code and table; 0 for floating-point rows.
         weights: rows per table: uint8 if quantized.
-        lookups: the batch, and the tables read by its features.
+        lookups: the batch, and the tables read by the features.
         options: output size and dtype, and whether to check IDs.
     """
     return _forward(list(weights), bits, *lookups, *options)
@@ -50,7 +50,7 @@ def quantize(weight: Tensor, bits: int, params: Tensor | None = None) -> Tensor:
     Args:
         weight: fp32, fp16 or bf16.
         bits: bits per code: 8, 4 or 2.
-        params: scale and bias of each row, fp16 [rows, 2]. None: computed from the row's minimum and maximum.
+        params: scale and bias per row, fp16 [rows, 2]. None: computed from the row's minimum and maximum.
 
     Example::
 
@@ -63,7 +63,7 @@ def quantize(weight: Tensor, bits: int, params: Tensor | None = None) -> Tensor:
 
 
 def dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the values of quantized rows, fp32 ``[rows, D]``.
+    """Return quantized row values, fp32 ``[rows, D]``.
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
@@ -94,7 +94,7 @@ def to_fbgemm_bytes(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def from_fbgemm_bytes(fused: Tensor, bits: int, dim: int) -> Tensor:
-    """Convert rows from FBGEMM's format to the format of ``quantize``: inverse of ``to_fbgemm_bytes``.
+    """Convert rows from FBGEMM's format to the ``quantize`` format: inverse of ``to_fbgemm_bytes``.
 
     Args:
         fused: uint8 ``[rows, code_bytes(D, bits) + 4]``.

@@ -1,7 +1,7 @@
 """Quantized rows in plain torch: the reference for the kernels, and the fallback without them.
 
-A quantized table is uint8 ``[rows, row_bytes(D, bits)]``. A row consists of an fp16 scale, an fp16 bias, and
-one code of 8, 4 or 2 bits per value, packed with the first value in the lowest bits and padded with zeros to
+A quantized table is uint8 ``[rows, row_bytes(D, bits)]``. A row has an fp16 scale, an fp16 bias, and
+one 8, 4 or 2 bit code per value, packed with the first value in the lowest bits and padded with zeros to
 a multiple of 4 bytes. A value is ``scale * code + bias`` in fp32. The product has at most 19 significant
 bits, so only the addition rounds, and all kernels give the same result.
 
@@ -28,12 +28,12 @@ BITS = (8, 4, 2)
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of a quantized row with ``dim`` values, including scale and bias: a multiple of 4."""
+    """Return the bytes per quantized row with ``dim`` values, including scale and bias: a multiple of 4."""
     return PARAM_BYTES + (code_bytes(dim, bits) + 3) // 4 * 4
 
 
 def code_bytes(dim: int, bits: int) -> int:
-    """Return the size of the codes of a row in bytes, without padding."""
+    """Return the code size per row in bytes, without padding."""
     return (dim * bits + 7) // 8
 
 
@@ -43,7 +43,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     Args:
         weight: fp32, fp16 or bf16.
         bits: bits per code: 8, 4 or 2.
-        params: scale and bias of each row, fp16 ``[rows, 2]``. None: computed as in FBGEMM.
+        params: scale and bias per row, fp16 ``[rows, 2]``. None: computed as in FBGEMM.
 
     Raises:
         ValueError: a row contains NaN, infinity, or a value outside fp16's range.
@@ -74,7 +74,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
 
 
 def params_of(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
-    """Return the scale and bias of each row, computed as in FBGEMM: fp16 ``[rows, 2]``.
+    """Return the scale and bias per row, computed as in FBGEMM: fp16 ``[rows, 2]``.
 
     Args:
         minimum: row minimum, fp32 ``[rows]``.
@@ -87,7 +87,7 @@ def params_of(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
 
 
 def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the values of quantized rows, fp32 ``[rows, D]``.
+    """Return quantized row values, fp32 ``[rows, D]``.
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
@@ -103,12 +103,12 @@ def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Run ``tbe_forward`` on tables of which some are quantized.
+    """Run ``tbe_forward`` on tables, some quantized.
 
     Args:
         weights: rows per table.
         bits: bits per code and table; 0 for floating-point rows.
-        arguments: the fields of ``Lookups``, then the remaining arguments of ``tbe_forward``.
+        arguments: the ``Lookups`` fields, then the remaining arguments to ``tbe_forward``.
 
     Raises:
         ValueError: as for ``tbe_forward``, or row lengths do not match ``dims`` and ``bits``.
@@ -124,11 +124,11 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
 
 
 def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> None:
-    """Raise ValueError unless the rows of each table that is read have the width of the features reading it.
+    """Raise ValueError unless rows in every table read have the width for the features reading it.
 
     Args:
         weights: rows per table.
-        bits: bits per code of each table; 0 for floating-point rows.
+        bits: bits per code and table; 0 for floating-point rows.
         lookups: the batch.
     """
     if len(bits) != len(weights):
@@ -187,7 +187,7 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
 
 
 def check_rows(rows: Tensor, bits: int, dim: int) -> None:
-    """Raise ValueError unless ``rows`` has the dtype and row size of quantized rows with ``dim`` values.
+    """Raise ValueError unless ``rows`` has the dtype and row size for quantized rows with ``dim`` values.
 
     Args:
         rows: rows to check.

@@ -1,4 +1,4 @@
-"""Lookup of quantized rows on GPUs, with the kernel of ``ops.tbe.triton``.
+"""Quantized row lookup on GPUs, with the kernel from ``ops.tbe.triton``.
 
 Quantization and dequantization on GPUs use the plain torch versions.
 """
@@ -29,7 +29,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
 
 
 OPS = [nbit_forward]
-"""Operators that have Triton kernels."""
+"""Operators with Triton kernels."""
 
 if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")

@@ -22,15 +22,15 @@ def _transfer(
     in_flight: int = 0,
     ring: bool = True,
 ) -> Tensor:
-    """Copy rows between a file and memory, in the direction of ``operator``.
+    """Copy rows between a file and memory, in the ``operator`` direction.
 
     Args:
         operator: ``records_read`` or ``records_write``.
         file: open file descriptor.
         layout: record layout.
-        keys: keys of the records, int64 [N], ascending.
-        parts: row memory, one tensor ``[height, ...]`` per part of a row.
-        slots: row in ``parts`` for each key, int64 [N].
+        keys: record keys, int64 [N], ascending.
+        parts: row memory, one tensor ``[height, ...]`` per row part.
+        slots: row in ``parts`` per key, int64 [N].
         in_flight: concurrent disk requests; 0: sequential requests by the caller.
         ring: use io_uring where available, instead of threads.
 
@@ -46,7 +46,7 @@ read = functools.partial(_transfer, operators.records_read)
 write = functools.partial(_transfer, operators.records_write)
 """Write rows from memory to a file; see ``naive.records_write`` and ``_transfer``."""
 newly_used: Callable[[Tensor, Tensor, int], Tensor] = operators.cache_used
-"""Return the cache slots that a batch uses and that no earlier call for the batch returned; see
+"""Return the cache slots used by a batch, unless an earlier call for the batch returned them; see
 ``naive.cache_used``.
 """
 select_victims: Callable[[Tensor, Tensor, int, int], tuple[Tensor, int]] = operators.cache_victims

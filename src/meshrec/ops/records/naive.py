@@ -1,7 +1,7 @@
 """Table rows in fixed-size file records, and cache replacement, in plain Python.
 
-The reference for the kernels, and the fallback without them. A record is the bytes of all parts of a row
-(weights, optimizer state), followed by the CRC-32 of the row's key and these bytes. Blocks of ``block_bytes``
+The reference for the kernels, and the fallback without them. A record has the bytes from all row parts
+(weights, optimizer state), followed by the CRC-32 over the row key and these bytes. ``block_bytes`` blocks
 hold ``per_block`` records and zero padding. Reads and writes transfer whole blocks, because a disk transfers
 whole sectors.
 """
@@ -25,27 +25,27 @@ END_OF_FILE = -2
 
 
 class RecordLayout(NamedTuple):
-    """Where the record of each key is in a file."""
+    """Where the record for every key is in a file."""
 
     first_key: int
-    """Key of the first record."""
+    """First record key."""
     per_block: int  # records per block
     block_bytes: int  # block size
     record_bytes: int
     """Bytes per record, including the checksum in the last 4."""
     salt: int
-    """Initial CRC value for all records, so that a record copied from another file is detected."""
+    """Initial CRC value for all records, so a record copied from another file is detected."""
 
     def position(self, key: int) -> int:
-        """Return the file offset of the block that has the record of a key."""
+        """Return the file offset for the block with the key record."""
         return (key - self.first_key) // self.per_block * self.block_bytes
 
     def offset(self, key: int) -> int:
-        """Return the offset of a key's record within its block."""
+        """Return the record offset for a key within the block."""
         return (key - self.first_key) % self.per_block * self.record_bytes
 
     def checksum(self, key: int, content: bytes) -> int:
-        """Return the checksum of a key and the row bytes."""
+        """Return the checksum over a key and the row bytes."""
         return zlib.crc32(content, zlib.crc32(key.to_bytes(8, "little", signed=True), self.salt))
 
 
@@ -58,14 +58,14 @@ def records_read(
     in_flight: int,
     ring: bool,
 ) -> Tensor:
-    """Read the rows of some keys from a file into memory.
+    """Read the rows for some keys from a file into memory.
 
     Args:
         file: open file descriptor.
         layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
-        parts: row memory, one tensor ``[height, ...]`` per part of a row. Modified in place.
-        slots: destination row in ``parts`` for each key, int64 [N].
+        parts: row memory, one tensor ``[height, ...]`` per row part. Modified in place.
+        slots: destination row in ``parts`` per key, int64 [N].
         in_flight: concurrent disk requests; 0: sequential reads by the caller.
         ring: use io_uring where available, instead of threads.
 
@@ -86,7 +86,7 @@ def records_read(
             continue
         record = block[geometry.offset(key) :][: geometry.record_bytes]
         content = record[:-4]
-        # The key is part of the checksum, so a record at a wrong position is detected.
+        # The key belongs to the checksum, so a record at a wrong position is detected.
         if geometry.checksum(key, content) != int.from_bytes(record[-4:], "little"):
             failures.append((position, DAMAGED))
             continue
@@ -106,14 +106,14 @@ def records_write(
     in_flight: int,
     ring: bool,
 ) -> Tensor:
-    """Write the rows of some keys from memory to a file. Other records in the same blocks are preserved.
+    """Write the rows for some keys from memory to a file. Other records in the same blocks are preserved.
 
     Args:
         file: open file descriptor.
         layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
-        parts: row memory, one tensor ``[height, ...]`` per part of a row.
-        slots: source row in ``parts`` for each key, int64 [N].
+        parts: row memory, one tensor ``[height, ...]`` per row part.
+        slots: source row in ``parts`` per key, int64 [N].
         in_flight: concurrent disk requests; 0: sequential writes by the caller.
         ring: use io_uring where available, instead of threads.
 
@@ -137,14 +137,14 @@ def records_write(
 
 
 def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the cache slots that a batch uses for the first time, and stamp them with the batch number.
+    """Return the cache slots used by a batch for the first time, and stamp them with the batch number.
 
-    A slot that already has the stamp was returned by an earlier call for the same batch. The result has no
-    duplicates, and is in order of first use.
+    A slot already stamped was returned by an earlier call for the same batch. The result has no
+    duplicates, and is in first use order.
 
     Args:
         slots: int64 [N]; -1: no slot.
-        stamps: number of the last batch that used each cache slot, int64. Modified in place.
+        stamps: last batch number per cache slot, int64. Modified in place.
         batch: batch number.
     """
     first_uses = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0 and stamps[slot] != batch))
@@ -157,13 +157,13 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
     """Select cache slots to evict with the generalized CLOCK policy.
 
     The hand circles over the slots. It skips pinned slots, decrements positive reference counts, and selects
-    slots with a count of 0.
+    slots with count 0.
 
     Args:
-        counts: reference count of each slot, uint8. Modified in place.
-        pins: pin count of each slot, int32. Slots with pins are not evicted.
+        counts: reference count per slot, uint8. Modified in place.
+        pins: pin count per slot, int32. Slots with pins are not evicted.
         hand: slot at which the hand stands.
-        num_victims: number of slots to evict.
+        num_victims: slot count to evict.
 
     Returns:
         Victims in hand order, fewer than ``num_victims`` if the other slots are pinned; and the new hand
@@ -197,17 +197,17 @@ implement([records_read, records_write, cache_used, cache_victims])
 
 
 def _transfer(file: int, layout: list[int], keys: Tensor, *_: Any) -> Tensor:
-    """Fake ``records_read`` and ``records_write``: a data-dependent number of failures."""
+    """Fake ``records_read`` and ``records_write``: a data-dependent failure count."""
     return keys.new_empty(torch.library.get_ctx().new_dynamic_size(), 2)
 
 
 def _used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Fake ``cache_used``: a data-dependent number of slots."""
+    """Fake ``cache_used``: a data-dependent slot count."""
     return slots.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
 def _victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
-    """Fake ``cache_victims``: a data-dependent number of slots; the hand does not move."""
+    """Fake ``cache_victims``: a data-dependent slot count; the hand does not move."""
     return counts.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64), hand
 
 
