@@ -19,7 +19,7 @@ _library = c_functions(
 
 
 def crc32(content: memoryview | bytes, before: int = 0) -> int:
-    """Return the CRC-32 for some bytes, equal to ``zlib.crc32(content, before)``.
+    """Return the CRC-32 of some bytes, equal to ``zlib.crc32(content, before)``.
 
     The compiled kernel hashes writable memory from 4 KiB up on several threads. zlib hashes the remaining
     input: ctypes cannot take a read-only buffer address.
@@ -37,7 +37,7 @@ def crc32(content: memoryview | bytes, before: int = 0) -> int:
 
 
 def crc32_of_file(descriptor: int, offset: int, length: int, before: int = 0) -> int | None:
-    """Return the CRC-32 for a byte range in an open file, or None if the file ends early.
+    """Return the CRC-32 of a byte range in an open file, or None if the file ends early.
 
     The call releases the GIL.
 

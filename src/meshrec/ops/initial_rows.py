@@ -88,7 +88,7 @@ def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, 
 
 
 def value_spacing(low: float, high: float) -> float:
-    """Return the distance between adjacent values, 2^24 in [low, high), rounded to fp32."""
+    """Return the distance between adjacent values of 2^24 in [low, high), rounded to fp32."""
     return torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
 
 

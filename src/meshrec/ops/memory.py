@@ -137,7 +137,7 @@ def keep_freed_memory() -> bool:
     By default, glibc returns multi-megabyte buffers to the system immediately, and every step waits for
     thousands of page faults to get them back. Blocks above 32 MiB are still returned. The compiled kernels
     also place large buffers next to each other, outside malloc's heap, so that the phases of a step reuse the
-    same memory (torch 2.11 or later), and retain up to 256 MiB. No effect with other C libraries, or
+    same memory (torch 2.11 or later), and retain up to 256 MiB of them. No effect with other C libraries, or
     if the user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
 
     Returns:

@@ -1,4 +1,4 @@
-"""Prefaulting: memory pages in growing tables are allocated ahead of the first write.
+"""Prefaulting: memory pages for growing tables are allocated ahead of the first write.
 
 [Note: pages ahead]
 

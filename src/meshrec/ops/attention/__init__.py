@@ -84,7 +84,7 @@ def jagged_attention(
         scale: factor for the dot products.
         mask: which keys a query attends to.
         bias: additive biases.
-        num_targets_B: target count at the end, per sample, int64 [B]; None: no targets.
+        num_targets_B: number of targets at the end of every sample, int64 [B]; None: no targets.
         query_offsets_B1: first query index per sample, followed by M; int64 [B + 1]. Queries
             belong to the last tokens in a sample: with cached history keys and values, only the new
             tokens need queries. None: all tokens have queries.

@@ -34,7 +34,7 @@ def jagged_attention(
     and time bias as in the public configurations.
 
     Args:
-        query_MHQ: queries for the last tokens per sample. Earlier tokens are only keys.
+        query_MHQ: queries of the last tokens in every sample. Earlier tokens are only keys.
         key_NHQ: keys for all tokens.
         value_NHV: values for all tokens.
         offsets_B1: first token index per sample, followed by N; int64.

@@ -97,7 +97,7 @@ def bias_gradients(
 
     BUCKETS selects the time bias, or the position bias if 0: Triton does not finish compiling a kernel for
     both. For the position bias, a block's part has two rows with 2 max_length - 1 zeros. A tile writes the
-    lower distance half to one row and the upper half to the other, so that no two tiles write the
+    lower half of the distances to one row and the upper half to the other, so that no two tiles write the
     same element.
 
     Args:

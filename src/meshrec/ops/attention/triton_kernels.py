@@ -349,7 +349,7 @@ def _query_blocks(
 
 @triton.jit
 def nth_block(n, first_range, second, num_before, third):
-    """Return the n-th block number to visit, in the concatenation of three ranges.
+    """Return the number of the n-th block to visit, in the concatenation of three ranges.
 
     Args:
         n: index.

@@ -21,7 +21,7 @@ GROUP = 128
 
 
 def distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs, ascending, and the index per ID among them: int64 [N].
+    """Return the distinct IDs, ascending, and the index of every ID among them: int64 [N].
 
     Time and memory are proportional to ``num_rows``: a bit per row in the kernel, an integer per row here.
 

@@ -128,7 +128,7 @@ class IdsToRoute(NamedTuple):
     check_ids: bool
     """Whether to raise for IDs outside the table and NaN weights. If not, such IDs are replaced by row 0."""
     names: Tensor
-    r"""UTF-8 bytes ``"table\tfeature\n"`` per use, uint8, for messages."""
+    r"""UTF-8 bytes of ``"table\tfeature\n"`` per use, uint8, for messages."""
 
 
 def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

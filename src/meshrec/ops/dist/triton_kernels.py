@@ -154,7 +154,7 @@ def write_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the IDs on every route to the message for the rank.
+    """Write the IDs on every route to the message for the route rank.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.

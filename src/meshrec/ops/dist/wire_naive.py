@@ -150,7 +150,7 @@ def wire_encode(
         keys: row key per row, int64, instead of ``first_keys``; or None.
         step: see ``seeds``.
     Returns:
-        The message, uint8, flat; and a report on int8 and int4 columns, int64 [2]: the count over (row,
+        The message, uint8, flat; and a report on int8 and int4 columns, int64 [2]: the number of (row,
             column) pairs with a non-finite value, and the index in ``values`` at which the first such pair
             starts (-1: none).
 
@@ -221,7 +221,7 @@ def noise_start(seed: int, step: int) -> int:
 
 
 class Noise(NamedTuple):
-    """Seeds for stochastic rounding for N rows in one column.
+    """Seeds for stochastic rounding of N rows in one column.
 
     Attributes:
         seed: column seed.
@@ -238,7 +238,7 @@ class Noise(NamedTuple):
     def bits(self, scale: Tensor, midpoint: Tensor, dim: int) -> Tensor:
         """Return 16 pseudo-random bits per value, int64 [N, dim].
 
-        Scale and midpoint belong to the seed: if no step is given, the bits change when the row changes.
+        Scale and midpoint are part of the seed: if no step is given, the bits change when the row changes.
 
         Args:
             scale: fp32 [N].

@@ -84,13 +84,13 @@ def unmix(keys_N: Tensor, seed: int) -> Tensor:
 
 
 def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs, and the index per ID in them.
+    """Return the distinct IDs, and the index of every ID in them.
 
     IDs [7, 3, 7] give distinct IDs [3, 7] and indices [1, 0, 1]. The result does not depend on the thread
     count.
 
     Returns:
-        Distinct IDs in ascending order, int64; and the index per ID among them, int64 [N].
+        Distinct IDs in ascending order, int64; and the index of every ID among them, int64 [N].
     """
     distinct, inverse = operators.index_unique(ids_N)
     return distinct, inverse

@@ -35,7 +35,7 @@ def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift:
         values_N: int32 or int64.
         marks_N: bool; None: all values.
         base: any value with digit 0.
-        shift: low bit count to drop.
+        shift: number of low bits to drop.
         size: digit count.
 
     Returns:

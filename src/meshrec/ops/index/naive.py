@@ -78,7 +78,7 @@ def index_order(ids_N: Tensor) -> Tensor:
 
 
 def index_unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs in ascending order, and the index per ID among them, int64 [N]."""
+    """Return the distinct IDs in ascending order, and the index of every ID among them, int64 [N]."""
     distinct, inverse = torch.unique(ids_N, return_inverse=True)
     return distinct, inverse
 

@@ -69,7 +69,7 @@ def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> N
     Args:
         parts: contiguous tensors with a row per slot.
         slots: int64 [N] per tensor; may repeat.
-        values: value per tensor, as element bits.
+        values: value per tensor, as the bits of one element.
     """
     for part, part_slots, value in zip(parts, slots, values, strict=True):
         # Fill bits through an integer view, so one call serves all dtypes.

@@ -32,7 +32,7 @@ PER_TABLE = 3
 
 
 def num_homes(num_rows: int) -> int:
-    """Return the count of equal key intervals over all keys: a bucket each, 72 % full."""
+    """Return the number of equal intervals that divide all keys: a bucket each, 72 % full."""
     return max(1, (25 * num_rows + 125) // 126)
 
 
@@ -93,7 +93,7 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: as ``nbit_forward``; then table numbers with a key index, three key index
+        arguments: as ``nbit_forward``; then the numbers of tables with a key index, three key index
             tensors per keyed table, two seeds (keys, initial rows) per keyed table, and two floats (minimum
             initial value, step between values) per keyed table.
 
@@ -171,7 +171,7 @@ def _look_up_by_table(
         bits: see ``nbit_forward``.
         lookups: the batch.
         options: further arguments to ``nbit_forward``.
-        indexed_tables: table numbers with an index.
+        indexed_tables: numbers of the tables with an index.
         find_rows: maps a table number and IDs to all rows in the table, and the row per ID among them.
     """
     out_size, out_dtype, check_ids, names = options

@@ -124,7 +124,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
 
 
 def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> None:
-    """Raise ValueError unless rows in every table read have the width for the features reading it.
+    """Raise ValueError unless rows in every table read have the width of the features reading it.
 
     Args:
         weights: rows per table.

@@ -86,7 +86,7 @@ def records_read(
             continue
         record = block[geometry.offset(key) :][: geometry.record_bytes]
         content = record[:-4]
-        # The key belongs to the checksum, so a record at a wrong position is detected.
+        # The key is part of the checksum, so a record at a wrong position is detected.
         if geometry.checksum(key, content) != int.from_bytes(record[-4:], "little"):
             failures.append((position, DAMAGED))
             continue

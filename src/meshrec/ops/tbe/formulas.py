@@ -206,7 +206,7 @@ def _lars(rows: Rows, h: Hyper) -> Tensor:
     return _decayed_weight(rows, h) - m
 
 
-# Much smaller than any accumulated square root, so it changes no other quotient.
+# Much smaller than any root of an accumulated square, so it changes no other quotient.
 _TINY = 1e-37
 
 

@@ -38,7 +38,7 @@ class LookupOptions(NamedTuple):
     check_ids: bool
     """Whether to check IDs and per-sample weights."""
     names: Tensor
-    """UTF-8 bytes ``"table\\tfeature\\n"`` per feature, uint8, for messages."""
+    """UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8, for messages."""
 
 
 class Updater(Protocol):

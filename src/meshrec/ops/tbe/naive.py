@@ -42,7 +42,7 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
         arguments: ``Lookups`` without dims; then ``out_size``, rows (2-D) or elements (flat) in the output;
-            ``out_dtype``; ``check_ids``; and ``names``, UTF-8 bytes ``"table\\tfeature\\n"`` per feature,
+            ``out_dtype``; ``check_ids``; and ``names``, UTF-8 bytes of ``"table\\tfeature\\n"`` per feature,
             uint8, for messages.
 
     Raises:

@@ -17,7 +17,7 @@ def report_clamped(total: Tensor, counts: Tensor, names: Tensor) -> None:
     Args:
         total: running count, modified in place.
         counts: replaced IDs per feature, int64 [F].
-        names: UTF-8 bytes ``"table\\tfeature\\n"`` per feature, uint8.
+        names: UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8.
     """
     num_clamped = int(counts.sum())
     if num_clamped and not int(total):
