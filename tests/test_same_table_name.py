@@ -106,7 +106,7 @@ def test_optimizer_and_wire_formats_of_sharders_name_a_table_by_its_path():
         "item.ids": FULL_PRECISION,
     }
     wires = model.sharded_modules["user"].built.options.wire, model.sharded_modules["item"].built.options.wire
-    assert [wire.of("ids") for wire in wires] == [int8.formats, FULL_PRECISION]
+    assert [wire.for_table("ids") for wire in wires] == [int8.formats, FULL_PRECISION]
 
 
 @pytest.mark.parametrize(

@@ -167,11 +167,11 @@ def test_codecs_choose_the_wire_formats_of_tables():
     generators = {"fused": sp.table_wise(rank=0), "dense": sp.row_wise(), "copies": sp.data_parallel()}
     made = module_to_core(sp.construct_module_sharding_plan(bags(), generators, None, 2, 2, "cpu"))
     wires = qcomms.precision_of(sharder.qcomm_codecs_registry, made, pooled=True).wires
-    assert str(wires.of("fused")) == "int8/bf16"
-    assert str(wires.of("dense")) == "fp16"
+    assert str(wires.for_table("fused")) == "int8/bf16"
+    assert str(wires.for_table("dense")) == "fp16"
     assert quantised("FP32", "FP32") is None
     full = qcomms.precision_of(None, made, pooled=False).wires
-    assert str(full.of("dense")) == "fp32"
+    assert str(full.for_table("dense")) == "fp32"
 
 
 @pytest.mark.parametrize("kind", ["FP32", "FP16", "BF16", "INT8"])
