@@ -187,7 +187,7 @@ class _Numbered:
         return self._table(name)["value"].combine_chunks()
 
     def counts(self, name: str) -> Ints:
-        """Return the counted row count by user or item."""
+        """Return how many counted rows every user or item has."""
         counts: Ints = self._table(name)["count"].to_numpy()
         return counts
 

@@ -249,7 +249,7 @@ class _TrainingSamples:
         history: maximum history length.
         windows: whether a sample is an item window: users' items are divided from the last item back, and
             the first window may be shorter. Otherwise a sample is an item with a predecessor.
-        num_pairs: item count with a predecessor per user.
+        num_pairs: items with a predecessor, per user.
         offsets: int64 [num_users + 1]. User u has the samples ``offsets[u]`` to ``offsets[u + 1]``,
             exclusive.
     """

@@ -39,7 +39,7 @@ class _Residuals(NamedTuple):
     residuals: Tensor
     """fp32 [K, D]."""
     seen: Tensor
-    """Last message number with the bag, int64 [K]."""
+    """Number of the last message with the bag, int64 [K]."""
 
 
 class _ColumnRows(NamedTuple):

@@ -68,7 +68,7 @@ class TableCollection(nn.Module, ABC):
         """Return the ModuleDict with one submodule per table, and the name of the attribute that holds it."""
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
-        """Return the config and the weight of each table, by parameter name."""
+        """Return the config and the weight for every table, by parameter name."""
         prefix, _ = self.table_holders()
         names = [f"{prefix}.{config.name}.weight" for config in self._configs]
         return dict(zip(names, zip(self._configs, self._weights(), strict=True), strict=True))
@@ -197,7 +197,7 @@ class TableCollection(nn.Module, ABC):
         self._lookup.serve(served)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
-        """Return the tensor that kernels read as the rows of each table.
+        """Return the tensor that kernels read as rows, for every table.
 
         Args:
             weights: Table weights.
@@ -347,7 +347,7 @@ class EmbeddingBagCollection(TableCollection):
         return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
     def _pool_variable(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
-        """Look up keys with variable strides, and expand each key to the batch by ``inverse_indices``."""
+        """Look up keys with variable strides, and expand every key to the batch by ``inverse_indices``."""
         lookup = self._lookup
         hashed = self._hashed_tables() if lookup.hashed else None
         lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)

@@ -14,7 +14,7 @@ from meshrec.ops.attention import Bias, Mask, jagged_attention
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of each sample are, and which of them are new (not in the KV cache)."""
+    """Where every sample's tokens are, and which of them are new (not in the KV cache)."""
 
     offsets_B1: Tensor
     """First token index per sample, followed by N; int64 [B + 1]."""
@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     New tokens are the last ones of their sample. None: all tokens are new.
     """
     order_N: Tensor | None = None
-    """For each token, its index in the concatenation of all cached and all new tokens; int64 [N].
+    """For every token, the index in the concatenation of all cached and all new tokens; int64 [N].
 
     None: the concatenation is in sample order already, as for a single sample.
     """

@@ -63,12 +63,12 @@ def sample_weights(features: KeyedJaggedTensor, *, is_weighted: bool) -> Tensor 
 
 
 def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[str]) -> list[int]:
-    """Return the position of each feature in the keys of the input.
+    """Return the position of every feature in the input keys.
 
     Args:
         keys: Input keys.
         features: Features to look up.
-        tables: Table that reads each feature, for errors.
+        tables: Table reading the feature, for errors.
 
     Raises:
         ValueError: A feature is missing from the keys.
@@ -95,7 +95,7 @@ def with_copied_keys(
 
     Args:
         features: Input.
-        positions: Position by lookup, for the key read.
+        positions: Key position by lookup.
         uses: Indices of the lookups to give a copy.
 
     Returns:

@@ -59,8 +59,8 @@ class ServedTable(nn.Module):
     The tensors are examples with the right dtypes, so that a program can be traced. The exported package
     contains the real ones.
 
-    It is not a ``TableModule``, because it does not hold a ``Table``: there are no rows to stream, load,
-    update or snapshot. torch.export needs row memory and index as plain tensors of free size that the kernel
+    It is not a ``TableModule``, because it does not hold a ``Table``: rows cannot be streamed, loaded,
+    updated or snapshot. torch.export needs row memory and index as plain tensors of free size that the kernel
     reads, while a hashed table's row memory moves as it grows, and its index is a C++ object. ``ServedRows``
     reads the package's rows from the ``Table``.
 
