@@ -214,7 +214,7 @@ def _rowwise_rmsprop_ar(
 
 @triton.jit
 def _pointers(fields, first, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return the table address per run (or state slot), read from ``fields``, as a typed pointer."""
+    """Return the table address (or state slot address) of every run, as a typed pointer from ``fields``."""
     return tl.multiple_of(tl.load(fields, first, 0).to(tl.pointer_type(TYPE)), [4 * ALIGN])
 
 
