@@ -471,6 +471,7 @@ def _fill_targets(
     held = encode(dict(target.state_dict()), entry, tensors)
     hashed = hashed_targets(target) if isinstance(target, nn.Module) else {}
 
+    # Called once the tensors are filled. load_state_dict runs the hooks and restores non-tensor values.
     def finish() -> None:
         if kind == _MODULE and (hashed or keeps_names):  # filled in place; called for load_state_dict hooks
             apart = {

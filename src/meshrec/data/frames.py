@@ -264,12 +264,16 @@ def read_parquets(
     columns: Sequence[str] | None = None,
     kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> list["pa.Table"]:
-    """Read Parquet files into memory, with the partition columns of their folders.
+    """Read Parquet files into memory. Add a column for every ``NAME=VALUE`` folder in a path.
 
     Args:
-        files: the files.
+        files: paths and URIs.
         columns: column names; names missing from a file are omitted. None: all.
-        kinds: known kinds of partition columns; see `partition_keys`.
+        kinds: known kinds of folder columns, by column name. A "text" column has strings even if all values
+            are integers.
+
+    Returns:
+        A table per file.
 
     Raises:
         DataError: a file cannot be read.

@@ -211,7 +211,15 @@ class _Numbered:
         return numbers
 
     def counted(self, part: int) -> tuple[pa.Table, Ints, Ints]:
-        """Return the counted rows in a part, their users and their items."""
+        """Return a part's rows whose user and item are both frequent.
+
+        Args:
+            part: part position.
+
+        Returns:
+            The n rows without their `USER` and `ITEM` columns, the user numbers [n], and the item
+            numbers [n].
+        """
         table = self.parts.parts[part].table()
         users, items = (self.numbers(name, part) for name in (USER, ITEM))
         table = table.drop_columns([USER, ITEM])
@@ -659,7 +667,13 @@ def _integer_type(bounds: tuple[int, int]) -> "np.dtype[Any]":
 
 
 def _common_type(arrays: Iterable[Any]) -> pa.DataType:
-    """Return the `one_number` type for all arrays together."""
+    """Return the type that `one_number` would give the concatenated arrays.
+
+    Integers and integral floats become integers. If any value has a fraction, all become floats.
+
+    Args:
+        arrays: an array per part, read one at a time.
+    """
     summaries = []
     for array in arrays:
         summary = array.slice(0, 0)

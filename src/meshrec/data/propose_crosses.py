@@ -157,13 +157,16 @@ def ranges_gain(values: Vector, labels: Vector) -> Gain:
 
 
 def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: Vector | None = None) -> Gain:
-    """Return the gain of a candidate column over base columns and a linear term.
+    """Return the log loss share that a candidate column saves in a logistic regression.
+
+    The base model has a weight per code of every base column, and a slope for ``line``. The candidate then
+    adds a weight per code. Half of the rows fit the weights. The other half measures the loss.
 
     Args:
-        base_columns: codes per row, by column.
-        candidate: codes per row.
+        base_columns: codes from 0 per row, int64 [n], by column.
+        candidate: codes from 0 per row, int64 [n].
         labels: 0 or 1 per row, [n].
-        line: linear term, [n], or None.
+        line: numeric feature of the base model, standardized, [n]. None: no such feature.
     """
     # Rows are in random order, so alternate rows are random halves.
     fits = np.arange(len(labels)) % 2 == 0

@@ -218,12 +218,14 @@ class HSTU(HistoryModel):
         return embedded
 
     def _token_times(self, lengths_B: Tensor, times: JaggedTensor | None, num_items: int) -> Tensor | None:
-        """Return all token times. The start has the time of the first item.
+        """Return the timestamp of every token, int64 [B + N].
+
+        A history is a start token followed by its items. The start token gets the first item's time.
 
         Args:
-            lengths_B: History lengths.
-            times: Item times; None: no time bias.
-            num_items: Items in all histories.
+            lengths_B: Items per history, without the start token.
+            times: Item timestamps in seconds. If None, there is no time bias, and the result is None.
+            num_items: N, the item count over all histories.
         """
         if times is None:
             return None

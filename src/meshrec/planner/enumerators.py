@@ -88,7 +88,14 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
 
 
 def _is_everywhere(layout: Layout, num_nodes: int) -> bool:
-    """Return whether a node layout satisfies ``all_ranks``."""
+    """Return whether a node layout is allowed under ``ParameterConstraints.all_ranks``.
+
+    A row-wise layout must have a row part on every node. Other layouts are always allowed.
+
+    Args:
+        layout: layout from `_node_layouts`.
+        num_nodes: node count.
+    """
     is_row_wise = len(layout.widths) == 1 and layout.row_parts > 1
     return not is_row_wise or layout.row_parts == num_nodes
 

@@ -30,7 +30,13 @@ class PhaseTime(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Predicted and measured phase seconds on the slowest rank, or of the whole ``step``."""
+    """Predicted and measured seconds for a phase or a step.
+
+    Attributes:
+        phase: name in `PHASES`, ``step``, or ``step, pipelined``. A step excludes the dense part.
+        predicted: seconds estimated by the planner.
+        measured: for a phase, the slowest rank's median. For a step, the median of the rank means.
+    """
 
     phase: str
     predicted: float

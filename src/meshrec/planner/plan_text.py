@@ -15,7 +15,15 @@ _PIPE_WIDTH = 160
 
 
 def render(report: PlanReport, *, console: Console | None = None) -> None:
-    """Print a report: step by phase, ranks, warnings, and gap."""
+    """Print a plan report to the terminal.
+
+    The report has the step time by phase, a line per rank, the warnings, and the optimality gap. The gap
+    bounds how much faster the best plan could be.
+
+    Args:
+        report: plan report.
+        console: target console; None: standard output.
+    """
     (console or _console()).print(_report(report))
 
 

@@ -164,7 +164,7 @@ def _thin_curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_curve(name: str) -> bool:
-    """Return whether the page draws an entry of the metrics lines."""
+    """Return whether the report page reads the entry ``name`` from a metrics line."""
     return name in _CURVES or name.startswith(PREFIX) or metric_of(name).is_curve
 
 

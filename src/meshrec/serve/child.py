@@ -34,13 +34,15 @@ Work = Callable[[socket.socket], None]
 
 
 class Child:
-    """Child process which receives objects and returns a result for each, in order, until the parent exits.
+    """Child process that answers requests one by one, until the parent exits.
 
-    A single-threaded process forks it on construction. Otherwise, call `start` before the first `ask`.
+    In a single-threaded process, the constructor forks the child. In other processes the caller must call
+    `start` before the first `ask`.
 
     Args:
-        work: module-level function, called in the child with the child's end of the connection. It raises
-            EOFError once the parent's end is closed.
+        work: module-level function, called in the child with the child's end of the socket. It loops:
+            `receive` a request, compute, `send` the answer. `receive` raises EOFError once the parent's
+            end is closed, which ends the loop.
     """
 
     def __init__(self, work: Work) -> None:

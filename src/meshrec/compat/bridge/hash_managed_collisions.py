@@ -176,7 +176,16 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return remapped
 
     def _train(self, ids: Tensor, feature: JaggedTensor) -> None:
-        """Assign rows to new IDs, and update the expiry hour of every ID in the batch."""
+        """Assign rows to new IDs, and renew the expiry hours of all IDs with a row.
+
+        If free rows run out, other IDs are evicted as the policy allows. Then the remaining new IDs stay
+        unassigned until a later batch.
+
+        Args:
+            ids: raw IDs, int64 [N]; may repeat.
+            feature: bags with these IDs. With ``per_feature_ttl``, the weights are the ID counts per
+                feature.
+        """
         distinct, inverse = unique(ids)
         until = torch.zeros_like(distinct)
         # An ID may occur in several features with different TTLs: the latest expiry counts.
@@ -198,7 +207,7 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         self._hash_zch_metadata[rows[has_row], 0] = until[has_row].int()
 
     def _until(self, ids: Tensor, feature: JaggedTensor) -> Tensor:
-        """Return the expiry hour per ID."""
+        """Return the expiry hour per ID, [N]; see ``_train`` for the arguments."""
         now = _now()
         if len(self._hours) == 1:
             return torch.full_like(ids, now + self._hours[0])

@@ -86,13 +86,14 @@ class UseBags(NamedTuple):
     def from_offsets(
         cls, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: Sequence[int]
     ) -> "UseBags":
-        """Compute the bags per use from the batch offsets.
+        """Find the bags read by every use. A use is a pair of a key and a table that reads it.
 
         Args:
-            offsets: first ID index per bag, followed by N.
-            segments: first bag index per key, or None.
-            num_keys: K.
-            keys: key per use.
+            offsets: first ID index per bag, followed by the ID count, [bags + 1].
+            segments: first bag index per key, followed by the bag count, int64 [K + 1]. None: all keys have
+                equally many bags.
+            num_keys: K, the key count.
+            keys: key per use, [U].
         """
         bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
         return cls([bounds[key] for key in keys], [bounds[key + 1] - bounds[key] for key in keys])

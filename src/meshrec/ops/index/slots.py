@@ -33,12 +33,14 @@ class Fills:
         self._values: list[int] = []
 
     def add(self, part: Tensor, slots: Tensor, value: int) -> None:
-        """Queue a fill. Fills for the same tensor slots must have equal values: their order is undefined.
+        """Queue a fill: set the rows ``slots`` in a tensor to a value.
+
+        Queued fills run in an undefined order. Two fills for the same row must have the same value.
 
         Args:
             part: contiguous tensor with a row per slot.
-            slots: int64 [N]; may repeat.
-            value: an integer, or for other dtypes the bits from ``bits_of``.
+            slots: rows to fill, int64 [N]; may repeat.
+            value: for integer tensors the value, otherwise its bits from ``bits_of``.
         """
         self._parts.append(part)
         self._slots.append(slots)
