@@ -11,7 +11,7 @@ from prometheus_client.mmap_dict import MmapedDict
 
 from meshrec.serve.metrics import SHARED, Metrics
 
-USE_ALL = "m = Metrics(); m.histories_encoded('a', type('K', (), {'hits': 1, 'misses': 0, 'num_bytes': 1}));"
+USE_ALL = "m = Metrics(); m.record_cache('a', type('K', (), {'hits': 1, 'misses': 0, 'num_bytes': 1}));"
 
 
 @pytest.fixture
