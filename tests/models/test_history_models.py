@@ -156,7 +156,7 @@ def test_hidden_items_are_predicted_from_the_items_around_them():
         chosen |= {*pairs}
     assert chosen == {(0, 0, 1), (0, 1, 2), (0, 2, 3), (0, 3, 7), (1, 0, 4), (1, 1, 5), (1, 2, 6)}
     whole = torch.arange(5.0)[:, None].expand(5, WIDTH)
-    rows = model._without_hidden(JaggedTensor(whole, lengths=torch.tensor([3, 2])), found).values()
+    rows = model._mask_history(JaggedTensor(whole, lengths=torch.tensor([3, 2])), found).values()
     hidden = {(sample, place) for sample, place, _ in pairs}
     for at, place in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]):
         assert torch.equal(rows[at], model.start if place in hidden else whole[at])
