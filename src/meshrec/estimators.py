@@ -114,7 +114,12 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return (str(folder / _DATA),)
 
     def _train(self, text: str, folder: Path) -> None:
-        """Train the recipe with Python source ``text`` and this estimator's options."""
+        """Train a recipe with this estimator's options. Sets ``recipe_`` and ``summary_``.
+
+        Args:
+            text: the recipe, as Python source.
+            folder: parent folder for the run folder.
+        """
         names: dict[str, Any] = {}
         # recipe_text or recipe_of_log generated this text.
         exec(compile(text, "recipe.py", "exec"), names)

@@ -16,7 +16,9 @@ _INDENT = 12
 
 
 def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> str:
-    """Return the help of a command and a recipe: the command's options explained, the recipe's by group.
+    """Return the help page for a command with a recipe.
+
+    The page explains the command's options, then lists the recipe's options with their values, by group.
 
     Args:
         command: The command with the recipe, such as ``meshrec train movielens``.

@@ -180,6 +180,7 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
         )
 
     def times() -> Iterator[list[Ints]]:
+        """Return a new iterator over the timestamps in blocks, a single series for `order_statistics`."""
         return ([log.times[first : first + BLOCK]] for first in range(0, len(log.times), BLOCK))
 
     ranks = [int(len(log.times) * share) for share in (1 - validation - test, 1 - test)]

@@ -373,6 +373,7 @@ def _dense(column: Column, noun: str) -> ColumnChoice:
 
 
 def _ids(column: Column) -> ColumnChoice:
+    """Choose ID features for a column: a vocabulary, keys if it is too large, or hashing for bytes."""
     name, distinct = column.name, column.distinct
     per_value = column.num_rows * (1 - column.missing) / max(distinct, 1)
     reason = f"{distinct:,} values, each in {per_value:,.{0 if per_value >= 10 else 1}f} rows"

@@ -170,6 +170,7 @@ class Routing:
 
     @property
     def _all_work(self) -> tuple[RankWork, ...]:
+        """``work`` for all ranks, followed by ``local``, [R + 1]."""
         return (*self.work, self.local)
 
     @cached_property

@@ -83,6 +83,7 @@ def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
     """
 
     def block_checksum(start: int) -> int | None:
+        """Return the CRC-32 of the block at byte ``start``; None if the file ends inside the block."""
         return crc32_of_file(descriptor, start, min(BLOCK, num_bytes - start))
 
     starts = range(0, num_bytes, BLOCK)

@@ -52,7 +52,7 @@ class ItemFrequency(nn.Module):
         return -share.log().float()
 
     def _update(self, ids_B: Tensor) -> None:
-        """Update the intervals of all items in the batch."""
+        """Update the mean interval between occurrences, for every item in the batch (IDs [B])."""
         self.num_samples += len(ids_B)
         # Unique items, because assignment by duplicate index is nondeterministic.
         items, counts = ids_B.unique(return_counts=True)

@@ -193,11 +193,11 @@ class TableLookup:
         updater: WholeTables | None,
         hashed: Mapping[int, HashedTable] | None = None,
     ) -> Tensor:
-        """Look up and pool a batch, given the arguments that ``lookups`` built.
+        """Look up and pool a batch.
 
         Args:
-            weights: Tensor with the rows of each table.
-            lookups: Kernel arguments.
+            weights: Row tensor per table.
+            lookups: Kernel arguments for the batch, built by the method ``lookups``.
             out_size: Batch size, or the number of output elements if flat.
             updater: Receives the gradients; None: autograd does.
             hashed: Hashed tables by table index.

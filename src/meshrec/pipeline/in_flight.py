@@ -243,7 +243,7 @@ class BatchInFlight:
 
         Args:
             is_ready: selects the modules whose rows are looked up now.
-            stays: see `LookupInFlight.send_embeddings`.
+            keep_result: see `LookupInFlight.send_embeddings`.
         """
         try:
             for lookup in self.lookups:

@@ -235,11 +235,11 @@ class Lookahead:
     def look_up(self, is_ready: Callable[[Collection], bool] | None = None) -> None:
         """Look up the next batch's rows, and start the lookups of the batch after it.
 
-        Call this method after the tables have been updated.
+        Call this method after the tables have been updated. If a fused table is updated again afterward, the
+        forward pass looks up the table's rows again.
 
         Args:
-            is_ready: selects the modules whose tables are up to date; None: all. If a fused table is updated
-                again afterward, its rows are looked up again when the forward pass needs them.
+            is_ready: selects the modules whose tables are up to date; None: all modules.
         """
         if self._waiting:
             self._waiting[0].send_embeddings(is_ready or (lambda _: True))

@@ -32,6 +32,7 @@ def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
 
 
 def _split_by_type(problem: Problem) -> list[Ints]:
+    """Return the candidate indices per table type, ascending."""
     candidates = np.arange(len(problem.type_C))
     return np.split(candidates, np.searchsorted(problem.type_C, np.arange(1, int(problem.type_C.max()) + 1)))
 

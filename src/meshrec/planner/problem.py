@@ -92,7 +92,7 @@ class Problem(NamedTuple):
         return self.num_ranks // self.node_size
 
     def pieces(self, candidate: int) -> slice:
-        """Slice a candidate's piece groups."""
+        """Return the index range for a candidate's piece groups, as a slice for arrays [P, ...]."""
         return slice(int(self.piece_start_C[candidate]), int(self.piece_start_C[candidate + 1]))
 
     def ranks_per_piece_C(self) -> Ints:

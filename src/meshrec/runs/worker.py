@@ -264,7 +264,7 @@ class _RankRun:
         return summary
 
     def _refit(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
-        """Refit on all rows, and add the result to the summary. Collective."""
+        """Fit again on training, validation and test rows, and add the result to the summary. Collective."""
         self._notify(Reported("fitting again on all rows, validation and test rows too"))
 
         def tell(share: float) -> None:

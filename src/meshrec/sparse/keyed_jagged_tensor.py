@@ -387,7 +387,10 @@ class KeyedJaggedTensor(Jagged):
         return self._inverse_indices
 
     def inverse_indices_or_none(self) -> InverseIndices | None:
-        """Return the inverse indices, or None if the tensor was built without them: bag i is sample i."""
+        """Return the inverse indices; None if the tensor was built without them.
+
+        Without inverse indices, bag i of every key belongs to sample i.
+        """
         return self._inverse_indices
 
     def index_per_key(self) -> dict[str, int]:

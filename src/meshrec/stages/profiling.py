@@ -261,6 +261,17 @@ def _add(gradients: Sequence[Tensor | None]) -> None:
 def _measure_whole(
     part: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
 ) -> UnitCost:
+    """Measure a part that runs once per batch instead of once per split, such as a table lookup.
+
+    Args:
+        part: the part.
+        taken: batch values by name.
+        sizes: sample count per split.
+        values: receives the first split of every result, by name.
+
+    Returns:
+        Batch seconds divided by the split count. The backward time is estimated as twice the forward time.
+    """
     with torch.no_grad():
         results, seconds = _timed(part.module, *(taken[name] for name in part.takes))
         for name, value in zip(part.gives, results, strict=True):

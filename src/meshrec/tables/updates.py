@@ -506,7 +506,14 @@ class TableUpdates:
     def _prepare_row_updates(
         self, group: _Group, peers: RowPeers, gradient: TableGradient, hypers: Sequence[Tensor]
     ) -> list[_RowUpdate]:
-        """Prepare updates for split rectangles separately, with statistics from all ranks."""
+        """Prepare an update per split rectangle, with row statistics over all ranks. Collective.
+
+        Args:
+            group: the group.
+            peers: ranks with other columns in the same rows.
+            gradient: gradient for this rank's tables.
+            hypers: hyperparameters per rectangle in ``group.split``.
+        """
         weights, rule = self._held.weights, group.rule
         values = [Hyper.from_tensor(hyper) for hyper in hypers]
         parts = self._row_gradients(gradient, group.split)

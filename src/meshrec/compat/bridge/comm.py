@@ -35,7 +35,12 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
 
 
 def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Return this process's node index."""
+    """Return the node index: the rank divided by ``get_local_size``, rounded down.
+
+    Args:
+        world_size: None: the process group's size.
+        rank: None: this process's rank.
+    """
     return (dist.get_rank() if rank is None else rank) // get_local_size(world_size)
 
 

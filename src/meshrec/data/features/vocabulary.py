@@ -75,6 +75,7 @@ class Vocabulary(IdFeature):
 
     @property
     def _first(self) -> int:
+        """Table row for the first vocabulary value."""
         return 1 + self.num_unseen
 
     def columns(self) -> tuple[str, ...]:

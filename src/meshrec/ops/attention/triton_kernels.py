@@ -245,14 +245,14 @@ def tile_bias_and_mask(
 def weights_and_score_grads(
     score, weight_grad, allowed, results, position, is_row, max_length, SOFTMAX: tl.constexpr
 ):
-    """Return the tile attention weights, and the score gradients.
+    """Return the attention weights and the score gradients for a tile, both [BLOCK, BLOCK].
 
     Args:
-        score: [BLOCK, BLOCK] queries by keys.
-        weight_grad: weight gradient, [BLOCK, BLOCK].
-        allowed: mask.
-        results: `AttentionResults`.
-        position: query element in [M, H] tensors.
+        score: scores, [BLOCK, BLOCK] queries by keys.
+        weight_grad: attention weight gradients, [BLOCK, BLOCK].
+        allowed: attention mask, [BLOCK, BLOCK].
+        results: `AttentionResults`; read for softmax only.
+        position: element offset per query in the [M, H] tensors, for this head, [BLOCK].
         is_row: mask for valid rows.
         max_length: divisor for SiLU weights.
         SOFTMAX: softmax instead of SiLU weights.

@@ -149,7 +149,8 @@ def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> lis
 
     Args:
         num_bags: bag count.
-        segments: the same as a tensor, int64 on the CPU; None: one block with equal bag counts per key.
+        segments: the values to check and return, int64 [R * K + 1] on the CPU; None: a single block (R = 1),
+            in which all keys have equally many bags.
         num_keys: K.
 
     Raises:

@@ -165,7 +165,12 @@ def new_path(folder: Path, name: str) -> Path:
 
 
 def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
-    """Return the bytes per row and part, for rows with ``width`` columns."""
+    """Return the size of a single row in bytes, for every row part.
+
+    Args:
+        parts: row parts.
+        width: column count.
+    """
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
 
