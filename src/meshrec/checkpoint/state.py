@@ -265,7 +265,16 @@ def _check_references(entry: str, kind: str, content: Any, held: Any) -> None:
 
 
 def _generators(manifest: Manifest, saved: Mapping[str, set[str]], rank: int) -> dict[str, Tensor]:
-    """Return memory for this rank's generator states; empty if the rank did not exist at the save."""
+    """Allocate tensors to load this rank's random generator states into.
+
+    Args:
+        manifest: checkpoint manifest, with shapes and dtypes.
+        saved: names of saved tensors, by checkpoint entry.
+        rank: this rank.
+
+    Returns:
+        Uninitialized tensors by generator name. Empty if the checkpoint has no states for this rank.
+    """
     prefix = f"{RANDOM}.{rank}."
     names = [name for name in saved.get(RANDOM, ()) if name.startswith(prefix)]
     return {name.removeprefix(prefix): _empty(manifest, name) for name in names}

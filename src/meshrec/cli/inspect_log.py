@@ -91,10 +91,13 @@ def recipe_of_log(
     model: NextItemModel,
     form: CsvFormat = DETECTED,
 ) -> "tuple[str, LogProposal, _RecipeParts]":
-    """Look at a log; return the recipe as Python source, with the figures of the log and the recipe's parts.
+    """Propose a training recipe for a log, without writing it.
 
     Args:
-        data, columns, out, label, model, form: as in `inspect_log`.
+        data, columns, out, label, model, form: see `inspect_log`.
+
+    Returns:
+        The recipe as Python source, log statistics, and recipe parts.
     """
     from meshrec.data.propose_log import propose_log
 

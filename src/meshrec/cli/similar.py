@@ -13,8 +13,9 @@ from meshrec.cli.run_options import RunOptions
 
 @dataclass(frozen=True, kw_only=True)
 class SimilarOptions(RunOptions):
-    """Write the items with the largest vector cosine to given items: a row per pair with item, rank, similar
-    and score.
+    """Write the most similar items for given items, by cosine between item vectors.
+
+    A row has the columns item, rank (from 1), similar (the similar item) and score (the cosine).
     """
 
     out: Path | None = None

@@ -100,11 +100,16 @@ def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
 
 
 def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Finding]:
-    """Check whether this host's ranks can read other ranks' memory.
+    """Check whether the ranks on this host can read one another's memory. Collective.
+
+    Otherwise their messages go through sockets.
 
     Args:
         ranks: all ranks.
-        by_host: ranks per host.
+        by_host: rank numbers on every host.
+
+    Yields:
+        A single finding.
     """
     # new_group is collective over all ranks, so every rank creates the groups for all hosts.
     for on_host in by_host:

@@ -234,8 +234,14 @@ def _parts(split: Split, data: Ratings) -> Parts:
 
 
 def is_last_share(users: Ints, share: int) -> Bools:
-    """Return whether a rating is in the last 1 / share (rounded down) of the user's ratings. Users are
-    sorted.
+    """Mark the last ``count // share`` ratings per user, where ``count`` is the user's rating count.
+
+    Args:
+        users: user per rating, [N]. Ratings are sorted by user, then by time.
+        share: divisor: 5 marks the last fifth.
+
+    Returns:
+        Mask, bool [N].
     """
     _, first, counts = np.unique(users, return_index=True, return_counts=True)
     stops = np.repeat(first + counts, counts)

@@ -66,7 +66,7 @@ class LocalRectangles(Tensor):
         return self._parts
 
     def local_offsets(self) -> list[tuple[int, ...]]:
-        """Return the offsets of every rectangle in the table: (row, column), or (row,)."""
+        """Return the first row and column per local rectangle: (row, column), or (row,) for a 1-D tensor."""
         return [rectangle.origin[: self.dim()] for rectangle in self._rectangles]
 
     def copy_from(self, source: Tensor) -> None:

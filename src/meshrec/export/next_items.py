@@ -145,10 +145,12 @@ class RankedItems(NamedTuple):
         return nn.functional.normalize(rows, dim=1) if self.normalise else rows
 
     def repeated(self, weights: dict[str, Tensor], values_N: Ints, lengths_B: Ints) -> RepeatedItems | None:
-        """Return history item scores from package weights, if ``repeats`` names any.
+        """Score the items in users' histories, which may be recommended again.
+
+        Returns None if the model has no module for repeated items (``repeats`` is None).
 
         Args:
-            weights: weights by name.
+            weights: package weights by name.
             values_N: item rows in all histories, int64.
             lengths_B: item count per history, int64.
         """

@@ -154,9 +154,14 @@ class MixtureOfLogits(Similarity):
         return torch.cat([nn.functional.normalize(parts, dim=2).flatten(1), gate(vectors)], dim=1)
 
     def _unpack(self, packed: Tensor, side: int) -> tuple[Tensor, Tensor]:
-        """Split packed vectors into components [T, components, V] and gate [T, Q X].
+        """Split vectors packed by `_pack` into components and gate.
 
-        ``side`` is 0 for queries, 1 for items.
+        Args:
+            packed: [T, components * V + Q X].
+            side: 0 for queries (Q components), 1 for items (X components).
+
+        Returns:
+            Components [T, components, V], and gate [T, Q X] with a value per component pair.
         """
         num_components, component = self._sizes[side], self._sizes[2]
         parts, gate = packed.tensor_split([num_components * component], dim=1)

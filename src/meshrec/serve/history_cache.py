@@ -49,9 +49,10 @@ class CachedPrefix(NamedTuple):
 
 
 class HistoryCache:
-    """LRU cache of token keys and values by history.
+    """LRU KV cache: attention keys and values for the tokens in user histories.
 
-    A history is an array [N, F] of item values: IDs, and times if the model uses times.
+    Lookup finds the longest cached prefix. A history is an array [N, F] of item values: IDs, and times if the
+    model uses times.
 
     Args:
         max_bytes: total size limit; larger histories are not cached.

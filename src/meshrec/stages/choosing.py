@@ -172,9 +172,10 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
     """
     if cut.is_best:
         return cut.seconds
-    # The slowest stage takes at least the mean over stages, and at least as long as the slowest unit.
 
     def slowest(seconds: Sequence[float]) -> float:
+        """Return a lower bound on the slowest stage's seconds, from the seconds per unit."""
+        # The slowest stage takes at least the mean over stages, and at least as long as the slowest unit.
         return max(sum(seconds) / num_stages, max(seconds))
 
     forward, backward = [c.forward for c in costs], [c.backward for c in costs]

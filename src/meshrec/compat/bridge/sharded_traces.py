@@ -36,7 +36,15 @@ class _Part(NamedTuple):
 
 
 class TableProgram:
-    """Recorder for lookups in a sharded table."""
+    """Records lookups in one sharded table as a torch.fx program.
+
+    Args:
+        built: parts of the sharded module with the table.
+        config: table config.
+
+    Raises:
+        ValueError: the table is split over several processes, or is trainable.
+    """
 
     def __init__(self, built: ModuleParts, config: Any) -> None:
         shards = built.shards[config.name]

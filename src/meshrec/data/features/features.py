@@ -380,10 +380,10 @@ class Features(Encoding):
         return FitState(table.num_rows, RowSample.of(sampled, rows), counts, fractional)
 
     def fitted(self, state: FitState, schema: pa.Schema) -> "Features":
-        """Return a copy fitted to a state.
+        """Return a copy fitted to training data: vocabularies, normalization and bucket limits are set.
 
         Args:
-            state: state of all training data.
+            state: statistics collected from all training data.
             schema: column types, including join columns.
 
         Raises:

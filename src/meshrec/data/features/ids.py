@@ -130,7 +130,7 @@ class IdFeature(ABC):
         return (self.source,) if self.weights is None else (self.source, self.weights)
 
     def feature(self) -> Feature:
-        """Return the ID table for the model."""
+        """Return the feature description from which models and the planner size the table."""
         need_fitted(self)
         return Feature(
             name=self.name,

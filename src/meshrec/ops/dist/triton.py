@@ -240,7 +240,7 @@ def _bags_of_routes(
 
 
 def gather_pooled(*arguments: Any) -> Tensor:
-    """Compute ``naive.gather_pooled`` with Triton kernels. A link is unused on GPUs."""
+    """Compute ``naive.gather_pooled`` with Triton kernels. Ignores arguments ``link`` and ``exchange``."""
     from meshrec.ops.dist import triton_kernels
 
     rows, _ = PooledRows.split(arguments)

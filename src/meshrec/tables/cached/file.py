@@ -183,12 +183,15 @@ def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
 
 
 def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tensor]:
-    """Allocate uninitialized memory for rows, one tensor per part.
+    """Allocate an uninitialized tensor per row part, to hold rows in memory.
 
     Args:
-        parts: row parts.
+        parts: row parts: weights and optimizer slots.
         num_rows: row count.
         width: column count.
+
+    Returns:
+        A tensor per part: [num_rows, width], or [num_rows] for parts with one value per row.
     """
     return [
         torch.empty((num_rows,) if part.per_row else (num_rows, width), dtype=part.dtype) for part in parts

@@ -73,7 +73,14 @@ class RowRegions(StoredRows):
         # ``first`` supplies initial values; None: the defaults in ``parts``.
 
     def unwritten(self, keys: Tensor) -> list[int]:
-        """Return the regions for these keys not yet in the file."""
+        """Return the regions that contain these rows and are not yet written to the file.
+
+        Args:
+            keys: row keys, int64 [N].
+
+        Returns:
+            Region indices, ascending, from the first region with rows of this table shard.
+        """
         regions = keys.div(self._region_rows, rounding_mode="floor").unique() - self._offset
         unwritten: list[int] = regions[~self._is_written[regions]].tolist()
         return unwritten

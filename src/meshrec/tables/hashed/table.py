@@ -103,7 +103,8 @@ class PinnedRows(Pin):
                 self.arriving.release()
 
     def __del__(self) -> None:
-        # For a batch dropped without an update. This may run in any thread, so it only queues.
+        # A batch dropped without an update still holds pending slots. Queue them for the table's next lookup:
+        # garbage collection may run in any thread, so the table itself must not change here.
         if not self.is_released:
             self.table.released.append(self.pending)
 

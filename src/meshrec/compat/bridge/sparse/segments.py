@@ -144,19 +144,21 @@ def received(
     stride_per_rank: list[int] | None,
     stagger: int,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, int | None]:
-    """Rearrange received tensors to key-major order.
+    """Rearrange the tensors received from all ranks, from rank-major to key-major order.
 
     Args:
-        num_keys: keys on this rank.
+        num_keys: key count on this rank.
         tensors: lengths, values, then strides if ``variable``, then weights if present. Rank-major.
         variable: whether keys have different batch sizes.
         num_workers: number of sending ranks.
         recat: permutation from (rank, key) to (key, rank) order; None: none needed.
         stride_per_rank: batch size per rank; None if ``variable``.
-        stagger: number of equal rank blocks that ``recat`` interleaves; 1: rank order.
+        stagger: number of equal rank blocks. ``recat`` takes the first rank in every block, then the second
+            ranks, and so on. 1: rank order.
 
     Returns:
-        Values, weights, lengths, strides per key and rank, and stride.
+        Values, weights or None, lengths, batch sizes [num_keys, num_workers] if ``variable`` (else None),
+        and total batch size unless ``variable`` (else None).
     """
     lengths, values = tensors[0], tensors[1]
     has_weights = len(tensors) > (3 if variable else 2)
