@@ -100,7 +100,7 @@ def by_predict(folder, file):
 def answers(predictor, paths_and_bodies):
     """Return what the server answers, by its ASGI application."""
     served = ServedModel("m", predictor, Limits(), Metrics(), None)
-    repository = SimpleNamespace(only=lambda: served, get=lambda *_: served)
+    repository = SimpleNamespace(get_only=lambda: served, get=lambda *_: served)
     connections = SimpleNamespace(reserve=lambda _: None, release=lambda _: None)
     reader = BodyReader()
     scoring = ScoringEndpoint(ScoringService(repository, Metrics(), connections), 1 << 24, reader)

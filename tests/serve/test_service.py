@@ -38,7 +38,7 @@ def service(scores=(0.25, 0.5), finished=None, refused=None):
     served = SimpleNamespace(
         name="clicks", signature=SimpleNamespace(outputs=SCORES), recommends=False, batcher=Batcher(scores)
     )
-    repository = SimpleNamespace(only=lambda: served, get=lambda name, version: served)
+    repository = SimpleNamespace(get_only=lambda: served, get=lambda name, version: served)
     finished = [] if finished is None else finished
     metrics = SimpleNamespace(record_request=lambda name, outcome, _: finished.append((name, outcome)))
     waiting = SimpleNamespace(reserve=lambda _: refused, release=lambda _: None)
