@@ -483,7 +483,7 @@ def test_recorded_requests_warm_up(packages, tmp_path):
 def test_a_full_server_refuses_by_the_headers_and_keeps_the_connection(packages, predictors):
     given = samples(2)
     with running({"clicks": packages[0]}, limits=Limits(max_queue=1)) as server:
-        client, batcher = Client(server.url), server.repository.only().batcher
+        client, batcher = Client(server.url), server.repository.get_only().batcher
         with batcher:
             status, _, said = client("GET", "/v2/health/ready")
             assert (status, said["reason"]) == (503, "the queue of model 'clicks' is full")

@@ -228,7 +228,7 @@ def test_a_new_worker_hears_nothing_of_what_its_predecessor_asked(packages, monk
     def start(self, index):
         self._workers[index] = workers._Worker(ended, Pipe(), time.monotonic() - 60)
 
-    monkeypatch.setattr(workers._Supervisor, "_start", start)
+    monkeypatch.setattr(workers._Supervisor, "_start_worker", start)
     with socket.socket() as bound:
         supervisor = workers._Supervisor({"clicks": packages[0]}, ServerOptions(), bound, 2)
         for index in range(2):
