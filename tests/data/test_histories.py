@@ -275,3 +275,9 @@ def test_orders_equal_those_of_lexsort():
             keys = [rng.integers(-high, high, num) for _ in range(3)]
             keys[1] //= high // 3 or 1
             assert _sorted_order(keys).tolist() == np.lexsort(keys).tolist()
+
+
+@pytest.mark.parametrize("gib", [0.0, -1.0, float("nan"), float("inf")])
+def test_memory_to_build_must_be_positive(gib):
+    with pytest.raises(ValueError, match=str(gib)):
+        Log(log=("log.parquet",), histories_gib=gib)

@@ -153,12 +153,18 @@ class Log(LogSource, DataSource):
     histories_gib: float = 1.0
     """Memory to build histories in a folder, in GiB, besides a few arrays per user and item."""
 
+    def __post_init__(self) -> None:
+        if not 0 < self.histories_gib < float("inf"):
+            raise ValueError(
+                f"histories_gib is {self.histories_gib}; it must be above 0. Take 1, or the free memory."
+            )
+
     @override
     def fit(self) -> "Features":
         from meshrec.data.histories import fit_histories
 
         if self.histories is None:
-            return LogSource.fit(self)
+            return super().fit()
         return fit_histories(
             self._files(), self.histories, self._faults(), users=not self.windows, memory=self._memory
         )
@@ -168,7 +174,7 @@ class Log(LogSource, DataSource):
         from meshrec.data.histories import open_histories
 
         if self.histories is None:
-            return LogSource.interactions(self, features, data)
+            return super().interactions(features, data)
         return open_histories(
             self._files(data, features),
             self.histories,
