@@ -24,8 +24,6 @@ from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.synthetic import drifting_clicks, synthetic_clicks
 from meshrec.data.synthetic_logs import SyntheticLog, synthetic_log
 
-FilePlaces = FileRows  # the earlier name, for one release
-
 __all__ = [
     "Batch",
     "DataError",

@@ -47,10 +47,6 @@ class ScoreRequest(NamedTuple):
     items: ItemOptions = ItemOptions()
 
 
-ScoresWanted = ScoreRequest
-"""Deprecated alias, for one release."""
-
-
 class ScoreResult(NamedTuple):
     """Scores of a request, and the model which computed them.
 

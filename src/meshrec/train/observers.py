@@ -71,10 +71,6 @@ class Reported(NamedTuple):
     text: str
 
 
-Said = Reported
-"""The old name of `Reported`, for one release."""
-
-
 class Advanced(NamedTuple):
     """Event: progress on a task outside training.
 
