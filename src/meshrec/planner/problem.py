@@ -1,8 +1,21 @@
 """Planning problem in solver form: candidates made of pieces, each with a load vector.
 
-A *type* is a set of identical tables. A *candidate* is a way to split a table of a type. It costs every rank
-something (`common`), and has pieces which go to distinct slots. A slot is a rank, or a whole node in which
-every rank takes the piece's load (rows split over the node).
+A *type* is a set of identical tables. A *candidate* is one way to split a table of a type, such as "4 column
+parts". It has *pieces*, which the solver assigns to distinct *slots*. A slot is a rank, or a whole node if
+the piece's rows are split over the node's ranks: then every rank of the node takes the piece's load. In
+addition, a candidate may cost every rank the same time and memory (`common_C`). Equal pieces of a candidate
+form a *piece group*, so that arrays stay small on large clusters.
+
+[Note: planner arrays]
+The suffix of an array's name gives its axes, a letter per axis: ``load_PK`` has shape [P, K].
+
+- T: tables. Y: table types. C: candidates. P: piece groups.
+- R: ranks of one shard group. F: phases of a training step, see `estimators.PHASES`.
+- K: merged phases. Phases whose loads are proportional on every rank are merged into one.
+- N: entries of a list, such as the rectangles of a plan or the pieces of a table. Letters in other names
+  are explained where they occur.
+
+``share_C`` is the fractional number of tables per candidate in a linear relaxation.
 """
 
 from enum import IntEnum
@@ -14,7 +27,7 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 
 class Scope(IntEnum):
-    """Slots to which the pieces of a candidate go."""
+    """Kind of slots that the pieces of a candidate occupy: ranks or nodes, and whether within one node."""
 
     RANKS = 0
     """Distinct ranks."""
@@ -27,7 +40,13 @@ class Scope(IntEnum):
 
 
 class Layout(NamedTuple):
-    """Split of a table. `row_parts` counts ranks per column part, or nodes for `Scope.NODES`."""
+    """Split of a table into column parts, each of which is split into row parts.
+
+    Attributes:
+        scope: kind of slots that the pieces occupy.
+        widths: columns per column part.
+        row_parts: row parts per column part; for `Scope.NODES`, nodes per column part.
+    """
 
     scope: Scope
     widths: tuple[int, ...]
@@ -35,87 +54,96 @@ class Layout(NamedTuple):
 
     @property
     def by_nodes(self) -> bool:
-        """Whether pieces go to whole nodes."""
+        """Whether every piece occupies a whole node, with rows split over the node's ranks."""
         return self.scope is Scope.NODES
 
 
 class Problem(NamedTuple):
-    """Planning problem: T tables, Y types, C candidates, P groups of equal pieces, K phases.
+    """Costs of all candidates, for T tables, Y types, C candidates, P piece groups, K merged phases.
 
-    Phases with proportional loads on every rank are merged, because their slowest rank is the same.
-    Candidates are sorted by type, pieces by candidate.
+    Phases with proportional loads on every rank are merged, because they have the same slowest rank.
+    Candidates are sorted by type, piece groups by candidate. See [Note: planner arrays].
     """
 
     num_ranks: int
+    """Ranks of the shard group to plan."""
     node_size: int
+    """Ranks per node."""
     memory_cap: float
+    """Maximum bytes per rank."""
     type_T: Ints
+    """Type index per table."""
     layouts_C: list[Layout]
     type_C: Ints
+    """Type index per candidate, ascending."""
     common_C: Floats
     """Seconds added by a candidate to every rank, summed over phases."""
     common_bytes_C: Floats
     """Bytes added by a candidate to every rank."""
     piece_start_C: Ints
-    """First piece group per candidate; C + 1 entries."""
+    """First piece group per candidate; C + 1 entries, so that candidate c has the groups [c] to [c + 1]."""
     candidate_P: Ints
+    """Candidate index per piece group, ascending."""
     count_P: Ints
-    """Equal pieces per group."""
+    """Number of equal pieces in the group."""
     load_PK: Floats
-    """Seconds on a rank holding a piece, or on each rank of the node."""
+    """Seconds per phase that a piece costs the rank holding it, or every rank of the node holding it."""
     fixed_PK: Floats
-    """Part of the load which does not scale with the piece.
+    """Part of ``load_PK`` that does not depend on the piece's size.
 
-    A piece `amount` times the even size costs fixed + amount * (load - fixed). Rows vary if there are several
-    row parts, otherwise columns.
+    In an uneven split, a piece has `amount` times the size of an even split, and costs
+    ``fixed + amount * (load - fixed)``. If there are several row parts, the number of rows is scaled,
+    otherwise the number of columns.
     """
     bytes_P: Floats
+    """Bytes that a piece takes on the rank holding it."""
     fixed_bytes_P: Floats
+    """Part of ``bytes_P`` that does not depend on the piece's size; see ``fixed_PK``."""
     width_P: Ints
-    """Columns per piece."""
+    """Columns per piece in an even split."""
     rows_P: Floats
-    """Rows per piece."""
+    """Rows per piece in an even split; fractional, because whole rows are assigned only at the end."""
     min_partition_Y: Ints
     """Minimum columns per column part."""
     merge_FK: Floats
-    """Merged phase [K] per original phase [F]."""
+    """1 where phase F is a part of merged phase K, else 0. ``load_RF @ merge_FK`` merges the phases."""
     ranks_Y: list[Bools | None]
-    """Ranks allowed per type; None: all."""
+    """Mask of the ranks that may hold pieces of a type's tables; None: all ranks."""
     sharded_C: Bools
-    """Whether a candidate has pieces."""
+    """Whether a candidate has pieces. Data-parallel candidates have none, and cost every rank the same."""
     row_stats_C: Bools
-    """Whether a candidate needs an all-reduce of row statistics."""
+    """Whether a candidate needs an all-reduce of row statistics, because its columns are split."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes on the shard axis."""
+        """Number of nodes in the shard group."""
         return self.num_ranks // self.node_size
 
     def pieces(self, candidate: int) -> slice:
-        """Return the index range for a candidate's piece groups, as a slice for arrays [P, ...]."""
+        """Return a candidate's piece groups as a slice into arrays [P, ...]."""
         return slice(int(self.piece_start_C[candidate]), int(self.piece_start_C[candidate + 1]))
 
     def ranks_per_piece_C(self) -> Ints:
-        """Count the ranks which take a piece's load."""
+        """Return the number of ranks that take the load of one piece: the node size, or 1."""
         nodes = np.array([layout.scope is Scope.NODES for layout in self.layouts_C], bool)
         return np.where(nodes, self.node_size, 1).astype(np.int64)
 
     def mean_load_CK(self) -> Floats:
-        """Return the mean seconds over ranks [C, K] per candidate."""
+        """Return the seconds [C, K] that all pieces of a candidate cost, averaged over all ranks."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self._sum_over_pieces(self.load_PK * weight_P[:, None])
 
     def mean_bytes_C(self) -> Floats:
-        """Return the mean bytes over ranks per candidate."""
+        """Return the bytes [C] that a candidate takes, averaged over all ranks, with the common bytes."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
 
     def can_fit_C(self) -> Bools:
-        """Return whether a candidate can fit into memory at all."""
+        """Return a mask of the candidates [C] that fit into memory if they are the only table."""
         return np.asarray(self.piece_bytes_C() + self.common_bytes_C <= self.memory_cap)
 
     def piece_bytes_C(self) -> Floats:
-        """Return a candidate's mean piece size. In an uneven split, at least one piece is as large."""
+        """Return the mean bytes per piece [C]. In an uneven split, at least one piece is as large."""
         count_C, total_CN = (
             np.zeros(len(self.layouts_C)),
             self._sum_over_pieces((self.bytes_P * self.count_P)[:, None]),
@@ -125,14 +153,16 @@ class Problem(NamedTuple):
         return mean_C
 
     def largest_load_CK(self) -> Floats:
-        """Return the seconds [C, K] for a candidate's largest piece."""
+        """Return the seconds [C, K] that the largest piece of a candidate costs."""
         largest = np.zeros((len(self.layouts_C), self.load_PK.shape[1]))
         np.maximum.at(largest, self.candidate_P, self.load_PK)
         return largest
 
     def least_load_PK(self) -> Floats:
-        """Return the seconds [P, K] of the smallest possible piece: no rows, or the minimum columns; unsplit
-        tables stay whole.
+        """Return the seconds [P, K] of the smallest piece that an uneven split can have.
+
+        A row part may have no rows, and a column part has at least the minimum columns. The piece of an
+        unsplit table is the whole table.
         """
         uncut_C = [not layout.by_nodes and layout.row_parts == 1 for layout in self.layouts_C]
         split_C = [len(layout.widths) > 1 for layout in self.layouts_C]

@@ -1,8 +1,10 @@
-"""Plan under construction: position of every piece, and load of every rank.
+"""Plan under construction: the ranks of every piece, and the load of every rank.
 
-The search minimizes a smooth substitute for the sum of slowest ranks: per phase the q-norm over ranks, scaled
-so that equal loads give the load itself. Unlike the maximum, it depends on every rank; it tends to the
-maximum as q grows.
+The step time is a sum over phases of the slowest rank's load. The search minimizes a smooth substitute: per
+phase, the q-norm of the loads over ranks, scaled so that equal loads give the load itself. Unlike the
+maximum, the norm improves if any rank gets faster. It tends to the maximum as q grows.
+
+For array names such as ``load_RK``, see [Note: planner arrays] in ``problem.py``.
 """
 
 from typing import NamedTuple
@@ -14,13 +16,13 @@ from meshrec.planner.types import Floats, Ints
 
 
 class Parts(NamedTuple):
-    """A table's pieces, with an entry per holding rank.
+    """Placement of one table: a candidate, and the ranks of the candidate's pieces.
 
     Attributes:
-        candidate: candidate index.
-        group_N: piece group per piece.
-        rank_N: rank per piece.
-        amount_N: size relative to the even split; see `Problem.fixed_PK`.
+        candidate: index of the candidate in the `Problem`.
+        group_N: piece group per entry. A piece that occupies a node has an entry for every rank of the node.
+        rank_N: rank per entry.
+        amount_N: size of the piece relative to an even split; see `Problem.fixed_PK`.
     """
 
     candidate: int
@@ -30,26 +32,27 @@ class Parts(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Best ranks for a candidate, and the resulting smooth objective."""
+    """Placement of a table on the best ranks, and the plan's smooth objective in seconds if it is added."""
 
     objective: float
     parts: Parts
 
 
 class State:
-    """Loads per rank and phase from the tables placed so far.
+    """Tables placed so far, and the resulting load and memory of every rank.
 
     Args:
         problem: planning problem.
-        target_K: rough estimate of the slowest rank's final load per phase.
+        target_K: rough estimate of the slowest rank's final load per phase, in seconds. It makes the smooth
+            objective weigh phases sensibly while most tables are not placed yet.
 
     Attributes:
-        parts_T: pieces per table; None until placed.
+        parts_T: placement per table; None until placed.
         load_RK: seconds per rank and phase, without common costs.
         bytes_R: bytes per rank, without common bytes.
-        common: seconds added on every rank.
-        common_bytes: bytes added on every rank.
-        work: touched array elements, a machine-independent measure of effort.
+        common: seconds that the placed tables cost every rank alike (`Problem.common_C`).
+        common_bytes: bytes that the placed tables take on every rank alike.
+        work: touched array elements, a measure of effort that does not depend on the machine.
     """
 
     def __init__(self, problem: Problem, target_K: Floats | None = None) -> None:
@@ -61,8 +64,11 @@ class State:
         self.common = 0.0
         self.common_bytes = 0.0
         self.work = 0
+        # q of the norm over ranks, until `set_exponent` changes it.
         self._exponent = 8
+        # Floor for the scale, so that a phase without load does not divide by zero.
         self._least_K = 1e-3 * problem.load_PK.max(axis=0, initial=0) + 1e-30
+        # Loads are scaled to about 1 before they are raised to the power q, which would overflow otherwise.
         self._scale_K = 1 / np.maximum(0.0 if target_K is None else target_K, self._least_K)
         # (load / scale) ** q, updated together with load_RK, so that a placement is priced without
         # recomputing all.
@@ -75,23 +81,30 @@ class State:
 
     @property
     def plan(self) -> list[Parts]:
-        """Placed pieces."""
+        """Placements of the tables placed so far, in table order."""
         return [parts for parts in self.parts_T if parts is not None]
 
     def set_exponent(self, exponent: int) -> None:
-        """Set q, a power of two, once loads are set. The current maximum of each phase is scaled to 1."""
+        """Set the exponent q of the norm, a power of two, after the caller has set `load_RK`.
+
+        The scale changes as well: the current maximum load of each phase becomes 1.
+        """
         self._exponent = exponent
         self._scale_K = 1 / np.maximum(self.load_RK.max(axis=0), self._least_K)
         self._power_RK = self._power(self.load_RK)
 
     def weights(self) -> Floats:
-        """Return the derivative of the smooth objective with respect to each phase's sum of powers."""
+        """Return the weight [K] of every phase when a placement is priced.
+
+        It is the derivative of the smooth objective with respect to the phase's sum over ranks of
+        ``(load * scale) ** q``.
+        """
         sum_K = self._power_RK.sum(axis=0)
         weight_K: Floats = self._norm(sum_K) / np.maximum(sum_K, 1e-9) / self._exponent
         return weight_K
 
     def add(self, table: int, parts: Parts) -> None:
-        """Place a table."""
+        """Place a table that is not placed yet, and add its loads and bytes to the ranks."""
         assert self.parts_T[table] is None
         self.parts_T[table] = parts
         self.common += float(self.problem.common_C[parts.candidate])
@@ -101,12 +114,12 @@ class State:
         self._power_RK[parts.rank_N] = self._power(self.load_RK[parts.rank_N])
 
     def loads(self, parts: Parts) -> Floats:
-        """Return the seconds [N, K] per piece."""
+        """Return the seconds [N, K] per phase that each entry of a placement costs its rank."""
         fixed_NK = self.problem.fixed_PK[parts.group_N]
         return fixed_NK + parts.amount_N[:, None] * (self.problem.load_PK[parts.group_N] - fixed_NK)
 
     def sizes(self, parts: Parts) -> Floats:
-        """Return the bytes [N] per piece."""
+        """Return the bytes [N] that each entry of a placement takes on its rank."""
         fixed_N = self.problem.fixed_bytes_P[parts.group_N]
         return fixed_N + parts.amount_N * (self.problem.bytes_P[parts.group_N] - fixed_N)
 
@@ -115,15 +128,17 @@ class State:
         return bool(self.bytes_R.max() + self.common_bytes <= self.problem.memory_cap)
 
     def cheapest_placement(self, table: int, candidate: int, weight_K: Floats) -> Placed | None:
-        """Return the best ranks for a candidate's even pieces, placing group after group.
+        """Find the ranks on which an even split of a table costs least, without changing this state.
+
+        Piece groups are placed one after another, each on the cheapest ranks that earlier groups have left.
 
         Args:
             table: table index.
-            candidate: candidate index.
-            weight_K: `weights` result.
+            candidate: candidate index, which determines the split.
+            weight_K: result of `weights`.
 
         Returns:
-            None if memory is insufficient.
+            The placement and the objective with it, or None if memory or slots do not suffice.
         """
         problem = self.problem
         scope = problem.layouts_C[candidate].scope
@@ -138,6 +153,7 @@ class State:
         taken: Ints | None = None
         only: slice | None = None
         for group in range(*problem.pieces(candidate).indices(len(problem.candidate_P))):
+            # The constant is the fixed cost of the numpy calls below, in array elements.
             self.work += 3000 + 3 * self.load_RK.size
             added_RK = self._power(self.load_RK + problem.load_PK[group]) - self._power_RK
             cost = added_RK @ weight_K
@@ -175,6 +191,12 @@ class State:
         return Placed(float(objective), Parts(candidate, group_N, rank_N, np.ones(len(rank_N))))
 
     def _best_node(self, cost_R: Floats, pieces: slice) -> slice | None:
+        """Return the ranks, as a slice, of the node where the pieces cost least; None if they fit on no node.
+
+        Args:
+            cost_R: cost of a piece per rank; infinite where it does not fit.
+            pieces: piece groups of the candidate, all on distinct ranks of this node.
+        """
         problem = self.problem
         needed = int(problem.count_P[pieces].sum())
         by_node = np.sort(cost_R.reshape(-1, problem.node_size), axis=1)
@@ -187,11 +209,13 @@ class State:
         return slice(node * problem.node_size, (node + 1) * problem.node_size)
 
     def _norm(self, sum_K: Floats) -> Floats:
+        """Return the q-norm in seconds [K], given the sum over ranks of the scaled loads to the power q."""
         mean_K = np.maximum(sum_K, 0.0) / self.problem.num_ranks
         norm_K: Floats = mean_K ** (1 / self._exponent) / self._scale_K
         return norm_K
 
     def _power(self, load_K: Floats) -> Floats:
+        """Return ``(load * scale) ** q`` by repeated squaring, which is faster than numpy's power."""
         value: Floats = load_K * self._scale_K
         for _ in range(self._exponent.bit_length() - 1):
             value = value * value

@@ -9,23 +9,29 @@ from meshrec.comms.wire import WireFormats
 from meshrec.planner.types import Bools, Floats, Ints, Table
 
 ID_BYTES, WIDE_ID_BYTES = 4, 8
+"""Bytes per ID on the wire, and for tables with 64-bit keys or too many rows for 32 bits."""
 _WIDE_ROWS = 1 << 31
 """Row count above which all IDs of a module are sent as 64-bit integers."""
 SAMPLE_WEIGHT_BYTES = 4
 STATISTIC_BYTES = 4
+"""Bytes per row statistic, an fp32 value such as the sum of squared gradients of row-wise Adagrad."""
 
 
 class TableArrays(NamedTuple):
-    """Table attributes as arrays, for T tables."""
+    """Attributes of T tables as arrays, so that the cost model prices many rectangles at once.
+
+    Fields without a docstring are the `Table` attributes with the same name. ``rows_T`` and ``columns_T`` are
+    ``num_embeddings`` and ``embedding_dim``.
+    """
 
     rows_T: Ints
     columns_T: Ints
     ids_T: Floats
-    """IDs per rank's batch."""
+    """Mean number of IDs in the batch of a rank."""
     bags_T: Floats
-    """Bags per rank's batch."""
+    """Mean number of bags in the batch of a rank."""
     outputs_T: Floats
-    """Output rows per rank's batch: a row per bag (pooled) or per ID."""
+    """Mean number of rows that a lookup returns for the batch of a rank: one per bag (pooled) or per ID."""
     pooled_T: Bools
     weight_bytes_T: Floats
     row_bytes_T: Floats
@@ -33,27 +39,33 @@ class TableArrays(NamedTuple):
     index_bytes_T: Floats
     trained_T: Bools
     id_bytes_T: Floats
-    """Bytes per ID on the wire, with per-sample weight."""
+    """Bytes per ID when sent between ranks, including the per-sample weight of weighted tables."""
     bare_id_bytes: int
-    """Bytes per ID on the wire, without weight."""
+    """Bytes per ID when sent between ranks, without per-sample weight. Equal for all tables of a module."""
     state_per_column_T: Floats
+    """Optimizer state values (fp32) per row and column."""
     state_per_row_T: Floats
+    """Optimizer state values (fp32) per row, independent of the number of columns."""
     wires_T: Ints
-    """Each table's wire format index in ``wires``."""
+    """Index in ``wires`` of the table's wire formats."""
     wires: list[WireFormats]
+    """Distinct wire formats used by the tables."""
     row_statistics_bytes_T: Floats
-    """Row statistics bytes per distinct row, summed over column shards before the update."""
+    """Bytes per distinct row that column shards all-reduce before the update, because the optimizer needs a
+    statistic of the whole row's gradient. 0 for optimizers without such a statistic.
+    """
     effective_rows_T: Floats
 
 
 def arrays_of(tables: Sequence[Table], batch_size: int) -> TableArrays:
-    """Convert tables to arrays, for a number of samples per rank."""
+    """Convert tables to arrays. `batch_size` is the number of samples per rank for tables that set none."""
     batch = np.array([table.batch_size or batch_size for table in tables], np.float64)
     ids = batch * [table.ids_per_sample for table in tables]
     bags = batch * [table.bags_per_sample for table in tables]
     rows = np.array([table.num_embeddings for table in tables], np.int64)
     hashed = any(table.index_bytes for table in tables)  # keys have 64 bits
     id_bytes = WIDE_ID_BYTES if hashed or (rows >= _WIDE_ROWS).any() else ID_BYTES
+    # Sorted, so that the order does not depend on set iteration.
     wires = sorted({table.wire for table in tables}, key=str)
     hot = np.array([table.effective_rows or table.num_embeddings for table in tables], np.float64)
     return TableArrays(

@@ -1,4 +1,8 @@
-"""Planner input: tables, machine, and constraints."""
+"""Planner input: tables, machine, and constraints.
+
+Arrays in this package are named by the index they have per axis, see [Note: planner arrays] in
+``problem.py``.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,35 +26,37 @@ Bools = npt.NDArray[np.bool_]
 STATE_BYTES = 4
 """Bytes per optimizer state value (fp32)."""
 DEFAULT_MIN_PARTITION = 32
+"""Minimum columns per column shard, unless `ParameterConstraints.min_partition` says otherwise."""
 # Column shards start at multiples of 4, the width of a 16-byte vector load.
 COLUMN_ALIGNMENT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Table as seen by the cost model.
+    """Sizes and lookup statistics of an embedding table, from which the cost model predicts time and memory.
 
     Attributes:
         name: unique name: the table's name in its module, or ``module_path.name`` if several modules use that
             name.
-        num_embeddings: rows.
-        embedding_dim: columns.
-        pooling_factors: mean IDs per bag, for each feature which looks up the table.
+        num_embeddings: number of rows.
+        embedding_dim: number of columns.
+        pooling_factors: mean IDs per bag, for each feature that looks up the table.
         num_poolings: bags per sample, for each feature; None: 1.
-        weight_bytes: bytes per weight; below 1 if several share a byte.
-        row_bytes: bytes per row in addition to weights, such as a scale; present in every column shard.
-        index_bytes: bytes per row in the index and policies of a hashed table; present in every column shard.
-            0: IDs are row numbers.
-        trained: whether the table has a backward pass; otherwise only forward phases cost time.
-        pooled: whether a bag gives an output row; otherwise each ID does.
+        weight_bytes: bytes per weight; below 1 if several quantized weights share a byte.
+        row_bytes: bytes stored per row in addition to the weights, such as a quantization scale. A table
+            split by columns stores them once in every column shard.
+        index_bytes: bytes per row for the hash index, admission and eviction of a hashed table, also stored
+            in every column shard. 0: the table is not hashed, and IDs are row numbers.
+        trained: whether the table has a backward pass and an update; otherwise only forward phases cost time.
+        pooled: whether the lookup returns a row per bag; otherwise it returns a row per ID.
         weighted: whether IDs have per-sample weights (4 bytes each).
-        optimizer: fused optimizer.
-        effective_rows: number of equally likely rows which would give as many distinct rows per batch as the
-            actual lookups; below num_embeddings if a few rows are hot. None: all rows.
-        batch_size: samples per rank, if it differs for the table's features.
-        module_path: path to the module with the table.
-        wire: wire formats for embeddings and gradients.
-        in_memory: fraction of the table's bytes in memory; the others are in a file.
+        optimizer: fused optimizer, which determines the state bytes per row.
+        effective_rows: measure of skew: the number of equally likely rows that would give as many distinct
+            rows per batch as the actual lookups. Below num_embeddings if a few rows are hot. None: no skew.
+        batch_size: samples per rank for the table's features; None: the batch size given to the planner.
+        module_path: path to the module with the table, as in ``model.named_modules()``.
+        wire: formats in which embeddings and gradients are sent between ranks.
+        in_memory: fraction of the table's bytes in memory; the remaining bytes are in a file.
     """
 
     name: str
@@ -90,23 +96,23 @@ class Table:
 
     @property
     def own_name(self) -> str:
-        """Name within the module."""
+        """Name of the table within its module, without the module path."""
         return self.name.rpartition(".")[2] if self.module_path else self.name
 
     @property
     def bags_per_sample(self) -> float:
-        """Bags per sample over all features."""
+        """Mean bags per sample, summed over the table's features."""
         return float(sum(self.num_poolings)) if self.num_poolings else float(len(self.pooling_factors))
 
     @property
     def ids_per_sample(self) -> float:
-        """IDs per sample over all features."""
+        """Mean IDs per sample, summed over the table's features."""
         poolings = self.num_poolings or (1.0,) * len(self.pooling_factors)
         return float(sum(f * n for f, n in zip(self.pooling_factors, poolings, strict=True)))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights, optimizer state and index."""
+        """Bytes of the unsplit table: weights, optimizer state and hash index."""
         per_column, per_row = self.optimizer.state_per_row
         values = self.embedding_dim * self.weight_bytes + self.row_bytes + self.index_bytes
         row = values + STATE_BYTES * (self.embedding_dim * per_column + per_row)
@@ -115,17 +121,20 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterConstraints:
-    """Constraints and assumptions for a table. None leaves a choice to the planner.
+    """User constraints on one table's placement, and assumptions about its lookups.
+
+    None leaves a choice to the planner.
 
     Attributes:
         sharding_types: allowed sharding types.
         min_partition: minimum columns per column shard (default 32).
         pooling_factors: see `Table` (default: 1 ID per bag).
         num_poolings: see `Table`.
-        batch_sizes: samples per rank per feature; the planner uses their mean.
-        ranks: ranks which may hold parts of the table.
+        batch_sizes: samples per rank, for each feature; the planner uses the mean.
+        ranks: ranks that may hold shards of the table.
         effective_rows: see `Table`.
-        all_ranks: split a row-wise table over every rank; otherwise the planner selects the number.
+        all_ranks: if the table is split by rows, split it over every rank; otherwise the planner selects how
+            many ranks to use.
     """
 
     sharding_types: Sequence[ShardingType | str] | None = None
@@ -150,7 +159,7 @@ class ParameterConstraints:
 
     @property
     def allowed_types(self) -> frozenset[ShardingType]:
-        """Allowed sharding types as a set."""
+        """Allowed sharding types as a set; all types if the user named none."""
         if self.sharding_types is None:
             return frozenset(ShardingType)
         return frozenset(ShardingType(kind) for kind in self.sharding_types)
@@ -158,24 +167,25 @@ class ParameterConstraints:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The machine: ranks, nodes, and the capabilities of a rank.
+    """The machine to plan for: number of ranks and nodes, and the speed and memory of a rank.
 
     Attributes:
-        world_size: rank count.
+        world_size: number of ranks.
         compute_device: ``cpu`` or ``cuda``; selects the default profile and the applicable memory cap.
         local_world_size: ranks per node (default: all; on cuda at most 8).
-        hbm_cap: bytes per rank on cuda (default: the profile's).
-        ddr_cap: bytes per rank on cpu (default: the profile's).
+        hbm_cap: memory bytes per rank on cuda (default: the profile's).
+        ddr_cap: memory bytes per rank on cpu (default: the profile's).
         hardware: `HardwareProfile` or profile name (default: ``h100`` on cuda, ``cpu`` on cpu).
         intra_host_bandwidth: bytes/s within a node (default: the profile's).
         inter_host_bandwidth: bytes/s between nodes (default: the profile's).
-        reserve: memory fraction kept free.
+        reserve: fraction of the memory that tables and buffers must leave free.
         dense_bytes: bytes per rank of the dense model: parameters, gradients, optimizer state, activations.
-        replicate: ``replicate`` axis sizes to select from; 1 means no replication.
-        sum_in_node: whether partial rows are summed within a node before crossing the network. The mesh then
-            has the axes ``node`` and ``local``.
-        across_nodes: sharder option, see ``EmbeddingBagCollectionSharder``: ``"sums"`` or ``"rows"``.
-        packed_ids: whether IDs between nodes are packed, as logged by a run with ``"rows"``.
+        replicate: sizes of the ``replicate`` axis among which the planner selects; 1 means no replication.
+        sum_in_node: whether the partial sums of a pooled row are added within a node before they cross the
+            network. The mesh then has the axes ``node`` and ``local``.
+        across_nodes: sharder option, see ``EmbeddingBagCollectionSharder``: ``"sums"`` sends pooled sums
+            between nodes, ``"rows"`` sends every distinct row once per node.
+        packed_ids: whether IDs sent between nodes are bit-packed, as the log of a run with ``"rows"`` states.
         disk: disk per node, for table files; see ``planner.disk.place_rows``.
     """
 
@@ -226,14 +236,14 @@ class Topology:
 
     @property
     def local_size(self) -> int:
-        """Ranks per node."""
+        """Ranks per node, with the default applied."""
         if self.local_world_size is not None:
             return self.local_world_size
         return min(8, self.world_size) if self.compute_device == "cuda" else self.world_size
 
     @property
     def profile(self) -> HardwareProfile:
-        """Hardware profile with this topology's caps and bandwidths."""
+        """Hardware profile, with the memory cap and bandwidths overridden where this topology sets them."""
         given = self.hardware or ("h100" if self.compute_device == "cuda" else "cpu")
         profile = get_profile(given) if isinstance(given, str) else given
         cap = self.hbm_cap if self.compute_device == "cuda" else self.ddr_cap
@@ -267,10 +277,10 @@ class Topology:
 
 
 class Placements(NamedTuple):
-    """Plan as arrays: N rectangles of T tables.
+    """Plan as arrays: N rectangles (row range x column range of a table on a rank) for T tables.
 
-    ``table_N`` is the table index. Rows and columns are half-open intervals. ``replicated_T`` marks
-    data-parallel tables, which have no rectangle.
+    ``table_N`` holds table indices. Rows and columns are half-open intervals, so ``row_end_N`` is the first
+    row after the rectangle. ``replicated_T`` marks data-parallel tables, which have no rectangle.
     """
 
     table_N: Ints
