@@ -1,8 +1,9 @@
-"""Candidates: every useful way to split each table under the user's constraints.
+"""Enumerate candidates: every useful way to split each table under the user's constraints.
 
-The only module which knows sharding types. A type is omitted if another type gives the same rectangles or is
-never worse. `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is only tried if the user allows it
-but not `COLUMN_WISE`.
+Sharding types are converted to `Layout` objects here and back in `evaluate.sharding_type`; the solver does
+not know them. A sharding type is omitted if another type gives the same rectangles or is never worse. For
+example, `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is only tried if the user allows it but
+not `COLUMN_WISE`.
 """
 
 from collections import Counter
@@ -25,11 +26,17 @@ from meshrec.planner.types import (
 )
 
 _MAX_COLUMN_PARTS = 16
+"""Maximum number of column parts per table, which limits the number of candidates."""
 _FREE = ParameterConstraints()
+"""Constraints of a table for which the user gave none."""
 
 
 def column_widths(columns: int, parts: int) -> tuple[int, ...]:
-    """Split `columns` into `parts` as evenly as multiples of 4 allow; the last part takes the remainder."""
+    """Return the width of every column part, as even as multiples of 4 allow.
+
+    The last part is narrower if `columns` is not a multiple of 4: ``column_widths(18, 2)`` is (12, 6). If
+    there are too few columns to give every part a multiple of 4, widths are not aligned.
+    """
     units = -(-columns // COLUMN_ALIGNMENT)
     if parts > units:
         return tuple(columns // parts + (part < columns % parts) for part in range(parts))
@@ -40,13 +47,16 @@ def column_widths(columns: int, parts: int) -> tuple[int, ...]:
 
 
 def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, node_size: int) -> list[Layout]:
-    """Return a table's useful layouts.
+    """Return the layouts in which a table may be split, without layouts that can never be the best.
 
     Args:
-        table: table.
-        constraints: the table's constraints.
+        table: table to split.
+        constraints: the user's constraints on this table.
         num_ranks: ranks in the shard group.
         node_size: ranks per node.
+
+    Returns:
+        The layouts; empty if the constraints allow none.
     """
     allowed = constraints.allowed_types
     num_nodes = num_ranks // node_size
@@ -104,12 +114,14 @@ _TWRW = ShardingType.TABLE_ROW_WISE
 
 
 def _column_splits(columns: int, min_partition: int) -> list[tuple[int, ...]]:
+    """Return the column widths for 2, 3, ... column parts, as long as no part is below `min_partition`."""
     most = min(columns // min_partition, _MAX_COLUMN_PARTS)
     splits = [column_widths(columns, parts) for parts in range(2, most + 1)]
     return [widths for widths in splits if min(widths) >= min_partition]
 
 
 def _row_parts(num_ranks: int, num_nodes: int, rows: int) -> list[int]:
+    """Return the numbers of ranks over which row-wise layouts with `Scope.RANKS` split the rows."""
     if num_nodes == 1 and num_ranks <= 16:
         parts = set(range(2, num_ranks + 1))
     else:
@@ -127,7 +139,17 @@ def _node_layouts(
     num_nodes: int,
     node_size: int,
 ) -> list[Layout]:
+    """Return the layouts with `Scope.NODES`, whose pieces are split by rows over all ranks of a node.
+
+    Args:
+        table: table to split.
+        allowed: allowed sharding types.
+        splits: column widths to try in grid shardings.
+        num_nodes: nodes in the shard group.
+        node_size: ranks per node.
+    """
     whole = (table.embedding_dim,)
+    # Node counts: powers of two, and all nodes. More would multiply the candidates of large clusters.
     powers = [1 << power for power in range(num_nodes.bit_length()) if 1 << power < num_nodes] + [num_nodes]
     counts = [count for count in powers if count * node_size <= table.num_embeddings]
     result = []
@@ -146,6 +168,16 @@ def _node_layouts(
 
 
 class _Pieces(NamedTuple):
+    """Piece groups [P] of all candidates, sorted by candidate.
+
+    Attributes:
+        candidate: candidate index.
+        num_equal: number of equal pieces in the group.
+        rows: rows per rank that holds a piece; fractional, because an even split is assumed.
+        columns: columns per piece.
+        in_node: whether a piece is split by rows over the ranks of a node.
+    """
+
     candidate: Ints
     num_equal: Ints
     rows: Floats
@@ -154,7 +186,11 @@ class _Pieces(NamedTuple):
 
 
 def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstraints]) -> Problem:
-    """Enumerate candidates for `model.tables`, and compute the cost per piece.
+    """Enumerate the candidates of all tables of a cost model, and compute the cost of every piece.
+
+    Args:
+        model: cost model with the tables and the machine.
+        constraints: constraints by table name.
 
     Raises:
         ValueError: a table's constraints leave no candidate.
@@ -170,6 +206,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     parts_C = np.array([layout.row_parts for layout in layouts_C])
     by_rows_P = pieces.in_node | (parts_C[pieces.candidate] > 1)
     by_columns_P = ~by_rows_P & np.array([len(layout.widths) > 1 for layout in layouts_C])[pieces.candidate]
+    # Loads are affine in the number of rows (or columns) of a piece. The value at 0 is the fixed part.
     least_rows = np.where(by_rows_P, 0, pieces.rows)
     least_columns = np.where(by_columns_P, 0, pieces.columns)
     fixed_PF = model.rectangle_loads(table_P, least_rows, least_columns, pieces.in_node)
@@ -214,12 +251,19 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
 
 
 _ROW_STATS = 4
+"""Index of the phase ``row_stats`` in `PHASES`."""
 
 
 def _candidates(
     model: CostModel, constraints: Mapping[str, ParameterConstraints], examples: Sequence[int]
 ) -> tuple[list[Layout], list[int]]:
-    """Return layouts and table types for all candidates."""
+    """Return the layout and the type index of every candidate, sorted by type.
+
+    Args:
+        model: cost model with the tables and the machine.
+        constraints: constraints by table name.
+        examples: index of an example table per type.
+    """
     layouts_C: list[Layout] = []
     type_C: list[int] = []
     for kind, index in enumerate(examples):
@@ -235,7 +279,11 @@ def _candidates(
 def _group(
     tables: Sequence[Table], constraints: Mapping[str, ParameterConstraints]
 ) -> tuple[Ints, list[int]]:
-    """Return the type per table, and an example table index per type."""
+    """Group identical tables with identical constraints into types.
+
+    Returns:
+        The type index per table, and the index of an example table per type.
+    """
     kinds: dict[str, int] = {}
     examples: list[int] = []
     type_T = np.empty(len(tables), np.int64)
@@ -255,6 +303,13 @@ def _anonymous(table: Table) -> tuple[object, ...]:
 
 
 def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pieces:
+    """Return the piece groups of all candidates: a group per distinct column width of a candidate.
+
+    Args:
+        model: cost model with the tables and the machine.
+        layouts_C: layout per candidate.
+        table_C: index of an example table per candidate.
+    """
     pieces: list[tuple[int, int, float, int, bool]] = []
     rows_C = model.arrays.rows_T[table_C]
     for index, layout in enumerate(layouts_C):
@@ -275,7 +330,14 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
 
 
 def _merge_phases(*loads_PF: Floats) -> Floats:
-    """Return a matrix [F, K] which merges phases with proportional loads, whose slowest rank is the same."""
+    """Return a 0/1 matrix [F, K] that merges phases F with proportional loads into phases K.
+
+    If the loads of two phases are proportional for all pieces, the same rank is the slowest in both, whatever
+    the plan. Phases without any load are dropped: their rows are 0.
+
+    Args:
+        loads_PF: arrays of seconds per piece group and phase.
+    """
     load_PF = np.concatenate(loads_PF)
     groups: list[list[int]] = []
     for phase in range(load_PF.shape[1]):
@@ -301,6 +363,7 @@ def _min_partition(constraints: ParameterConstraints) -> int:
 
 
 def _rank_mask(constraints: ParameterConstraints | None, num_ranks: int) -> Bools | None:
+    """Return a mask [R] of the ranks that may hold shards of a table; None if all ranks may."""
     if constraints is None or constraints.ranks is None:
         return None
     mask = np.zeros(num_ranks, bool)
@@ -312,6 +375,7 @@ def _rank_mask(constraints: ParameterConstraints | None, num_ranks: int) -> Bool
 
 
 def _no_candidate(table: Table, constraints: ParameterConstraints, model: CostModel) -> str:
+    """Return the error message for a table whose constraints leave no candidate."""
     kinds = sorted(kind.value for kind in constraints.allowed_types)
     partition = _min_partition(constraints)
     return (

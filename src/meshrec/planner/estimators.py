@@ -1,13 +1,19 @@
-"""Cost model: seconds per phase, and memory, of any rectangle on any rank.
+"""Cost model: predicts the seconds per phase, and the memory, that a rectangle of a table costs its rank.
 
-A training step is a chain of phases. Each phase is a collective or ends in one, which acts as a barrier. So a
-step takes the sum over phases of the slowest rank's time. Within a phase, a rank's load is the sum over its
-rectangles, plus the cost of data-parallel tables, which is equal on all ranks.
+A rectangle is a row range and column range of one table, held by one rank. A training step is a chain of
+phases (`PHASES`). Each phase is a collective or ends in one, so all ranks wait for the slowest. The step
+therefore takes the sum over phases of the slowest rank's time. Within a phase, the load of a rank is the sum
+over the rank's rectangles, plus the cost of data-parallel tables, which is equal on all ranks.
 
-The batch is spread evenly over ranks. So in an all-to-all of embeddings, every rank receives the mean of what
-ranks send; for IDs and gradients, every rank sends that mean. No receiver is slower than the slowest owner,
-and in full duplex the phase takes as long as that owner. If a rank cannot send and receive at once, the mean
-is added.
+Transfers are counted on the owner, the rank that holds the rectangle, because the batch is spread evenly: in
+an all-to-all of embeddings, owners send different amounts, and every rank receives the mean amount. For IDs
+and gradients, every rank sends the mean amount, and owners receive different amounts. So the slowest owner
+determines the duration if a rank sends and receives at once (full duplex). Otherwise the mean is added, see
+`CostModel.shared_loads`.
+
+Local names: ``a`` is `CostModel.arrays`, ``p`` is the hardware profile. ``share`` is the fraction of a
+table's rows in a rectangle. For array names such as ``load_RK``, see [Note: planner arrays] in
+``problem.py``.
 """
 
 from collections.abc import Sequence
@@ -37,22 +43,25 @@ NUM_PHASES = len(PHASES)
 _IDS, _LOOKUP, _OUTPUT, _GRADIENT, _ROW_STATS, _REPLICAS, _DATA_PARALLEL, _UPDATE = range(NUM_PHASES)
 
 LENGTH_BYTES = 4
+"""Bytes per bag length sent with the IDs."""
 VALUE_BYTES = FP32.value_bytes
-"""Bytes of an fp32 value. Results, gradient sums and exchanges between replicas are fp32. The latter have no
-shorter wire format, because replicas must apply bit-identical updates.
+"""Bytes of an fp32 value. Results, gradient sums and exchanges between replicas are fp32. Exchanges between
+replicas have no shorter wire format, because replicas must apply bit-identical updates.
 """
 _FORWARD_WIRE, _BACKWARD_WIRE = range(2)
+"""Index of the format for embeddings and of the format for gradients in `WireFormats`."""
 # Passes over row statistics: copy, sum, divide, sort.
 _STATISTICS_PASSES = 4
 
 
 class UsedCollectives(NamedTuple):
-    """Kinds of tables in a plan, which determine the collectives in a step.
+    """Collectives that a step runs, which follow from the kinds of tables in the plan.
 
     Attributes:
-        sharded: some table is sharded.
-        row_stats: some sharded table needs an all-reduce of row statistics, because its columns are split.
-        data_parallel: some table is replicated on every rank.
+        sharded: at least one table is sharded, so the step exchanges IDs, embeddings and gradients.
+        row_stats: at least one table is split by columns, and its optimizer needs a sum over whole rows. The
+            column shards all-reduce this row statistic before the update.
+        data_parallel: at least one table is replicated on every rank, so the step exchanges its gradients.
     """
 
     sharded: bool
@@ -61,13 +70,17 @@ class UsedCollectives(NamedTuple):
 
 
 class CostModel:
-    """Cost of rectangles, in seconds and bytes.
+    """Predicts what rectangles of the tables cost the ranks that hold them, in seconds and bytes.
+
+    A rectangle is a row range and column range of one table. Methods take N rectangles as arrays [N] of table
+    indices, row counts and column counts; the position within the table does not matter.
 
     Args:
         tables: tables to plan.
-        topology: machine. The `world_size` ranks form `replicas` groups; a single group is planned.
-        batch_size: samples per rank.
-        replicas: ``replicate`` axis size.
+        topology: the machine. Its `world_size` ranks form `replicas` shard groups, which all follow the same
+            plan.
+        batch_size: samples per rank, for tables that do not set their own.
+        replicas: size of the ``replicate`` axis: the number of groups that hold a copy of all tables.
     """
 
     def __init__(
@@ -94,12 +107,12 @@ class CostModel:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes per rank group."""
+        """Number of nodes in a shard group."""
         return self.num_ranks // self.node_size
 
     @property
     def rows_across(self) -> bool:
-        """Whether distinct rows cross the network instead of sums."""
+        """Whether nodes exchange distinct rows, which the receiving node pools, instead of pooled sums."""
         return self.topology.across_nodes == "rows" and self.num_nodes > 1
 
     def rectangle_loads(
@@ -109,14 +122,17 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Return the seconds [N, NUM_PHASES] which rectangles cost the ranks holding them.
+        """Return the seconds that every rectangle costs its rank in every phase.
 
         Args:
-            table_N: table indices.
-            rows_N: rows per rectangle.
-            columns_N: columns per rectangle.
+            table_N: table index per rectangle.
+            rows_N: number of rows per rectangle.
+            columns_N: number of columns per rectangle.
             in_node_N: whether every rank of the rectangle's node holds other rows of the same columns, so
                 that partial sums are reduced within the node.
+
+        Returns:
+            Seconds, float64 [N, NUM_PHASES], without latencies.
         """
         a, p = self.arrays, self.profile
         table = np.asarray(table_N)
@@ -131,6 +147,8 @@ class CostModel:
         per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
         loads[:, _IDS] += self._routes.once * ids * per_id
         fetched = self._fetched(table, ids, share)
+        # With ``across_nodes="rows"``, the owner reads and encodes every distinct row once per node.
+        # Otherwise it reads a row per ID, and encodes a row per bag.
         looked_up, encoded = (fetched, fetched) if self.rows_across else (ids, outputs)
         read = looked_up * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         elements = outputs * columns
@@ -178,13 +196,18 @@ class CostModel:
         rows_N: npt.NDArray[np.number],
         columns_N: npt.NDArray[np.number],
     ) -> Floats:
-        """Return the bytes [N] of rectangles on their ranks: weights, optimizer state, incoming IDs, and
-        outgoing embeddings and gradients.
+        """Return the bytes that every rectangle takes on the rank holding it.
+
+        They comprise weights, optimizer state, incoming IDs, and the buffers for outgoing embeddings and
+        incoming gradients.
 
         Args:
-            table_N: table indices.
-            rows_N: rows per rectangle.
-            columns_N: columns per rectangle.
+            table_N: table index per rectangle.
+            rows_N: number of rows per rectangle.
+            columns_N: number of columns per rectangle.
+
+        Returns:
+            Bytes, float64 [N].
         """
         a = self.arrays
         table = np.asarray(table_N)
@@ -207,13 +230,20 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Return the bytes [N] which a rectangle's outputs and gradients take on *every* rank.
+        """Return the bytes that the outputs and gradients of every rectangle take on *every* rank.
+
+        These are the receive buffers for embeddings, and the send buffers for gradients, of the rank's own
+        samples. They arise on all ranks, in addition to `rectangle_bytes` on the rank that holds the
+        rectangle.
 
         Args:
-            table_N: table indices.
-            rows_N: rows per rectangle.
-            columns_N: columns per rectangle.
+            table_N: table index per rectangle.
+            rows_N: number of rows per rectangle.
+            columns_N: number of columns per rectangle.
             in_node_N: see `rectangle_loads`.
+
+        Returns:
+            Bytes per rank, float64 [N].
         """
         a = self.arrays
         table = np.asarray(table_N)
@@ -231,16 +261,18 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> dict[str, Sent]:
-        """Return encoded bytes sent per step for rectangles: ``"ids"``, embeddings (``"output"``) and
-        gradients (``"gradient"``).
+        """Return the encoded bytes that a step sends for every rectangle, summed over all sending ranks.
 
-        Summed over all ranks which send a part. Message sizes are not included.
+        The small all-to-all that announces message sizes is not included.
 
         Args:
-            table_N: table indices.
-            rows_N: rows per rectangle.
-            columns_N: columns per rectangle.
+            table_N: table index per rectangle.
+            rows_N: number of rows per rectangle.
+            columns_N: number of columns per rectangle.
             in_node_N: see `rectangle_loads`.
+
+        Returns:
+            Bytes by exchange: ``"ids"``, embeddings (``"output"``), and gradients (``"gradient"``).
         """
         a = self.arrays
         table, columns = np.asarray(table_N), np.asarray(columns_N, np.float64)
@@ -259,7 +291,7 @@ class CostModel:
         return by_exchange
 
     def replicated_loads(self, table_N: npt.NDArray[np.integer]) -> Floats:
-        """Return the seconds [N, NUM_PHASES] which data-parallel tables cost every rank."""
+        """Return the seconds [N, NUM_PHASES] that data-parallel tables, given by index, cost every rank."""
         a, p = self.arrays, self.profile
         table = np.asarray(table_N)
         columns = a.columns_T[table].astype(np.float64)
@@ -281,7 +313,10 @@ class CostModel:
         return self._without_backward(table, loads)
 
     def replicated_bytes(self, table_N: npt.NDArray[np.integer]) -> Floats:
-        """Return the bytes [N] of data-parallel tables on every rank, including gradients."""
+        """Return the bytes [N] that data-parallel tables, given by index, take on every rank.
+
+        Includes optimizer state, outputs and gradients.
+        """
         a = self.arrays
         table = np.asarray(table_N)
         columns = a.columns_T[table].astype(np.float64)
@@ -292,8 +327,9 @@ class CostModel:
         return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
 
     def id_travel_seconds(self, table_N: npt.NDArray[np.integer], share_N: Floats) -> Floats:
-        """Return the seconds [N] for sending IDs to rectangles with `share_N` of a table's rows. Other work
-        can hide this time.
+        """Return the seconds [N] for sending IDs to rectangles that hold the fraction `share_N` of the rows.
+
+        A train pipeline can overlap this time with the previous batch, see `StepEstimate.pipelined_seconds`.
         """
         sent = self._sent_ids(np.asarray(table_N), share_N)
         intra, inter = self.profile.intra, self.profile.inter
@@ -302,18 +338,26 @@ class CostModel:
 
     @property
     def id_latency_seconds(self) -> float:
-        """Latency in seconds of the two all-to-alls, of sizes and of IDs."""
+        """Latency in seconds of the two ID all-to-alls: first the message sizes, then the IDs."""
         return 2 * self._routes.latency if self.num_ranks > 1 else 0.0
 
     def shared_loads(self, mean_loads: Floats) -> Floats:
-        """Return the seconds [NUM_PHASES] to add on every rank, given the mean rectangle loads over ranks."""
+        """Return the seconds [NUM_PHASES] to add on every rank because it cannot send and receive at once.
+
+        In an exchange, every rank transfers the mean amount in the direction that is not counted on owners,
+        see the module docstring. In full duplex both directions overlap, and nothing is added.
+
+        Args:
+            mean_loads: rectangle loads [NUM_PHASES], averaged over all ranks.
+        """
         if self.profile.full_duplex:
             return np.zeros(NUM_PHASES)
         return np.where(_IS_EXCHANGE, mean_loads, 0.0)
 
     def fixed_seconds(self, usage: UsedCollectives) -> Floats:
-        """Return the seconds [NUM_PHASES] equal for all placements with this usage: kernel launches, ID scans
-        and collective latencies.
+        """Return the seconds [NUM_PHASES] that every plan with these collectives takes.
+
+        They comprise kernel launches, the scan of a rank's IDs, and the latencies of collectives.
         """
         fixed = np.zeros(NUM_PHASES)
         a, p = self.arrays, self.profile
@@ -332,14 +376,25 @@ class CostModel:
         return fixed
 
     def _hops(self, table: npt.NDArray[np.integer], in_node_N: Bools) -> Hops:
-        """Return the path for rectangles' rows. Only pooled rows are summed, so only they take two hops."""
+        """Return whether rows of rectangles travel in two hops, and are summed within the node before.
+
+        Only pooled rows can be summed, so only they take two hops.
+        """
         two = self.arrays.pooled_T[table] & self.sum_in_node
         return Hops(two, two & in_node_N)
 
     def _sent_rows(
         self, outputs: Floats, fetched: Floats, columns: Floats, row: RowOnWire, hops: Hops
     ) -> Sent:
-        """Return the bytes of rectangles' rows in one direction."""
+        """Return the bytes [N] of encoded rows that rectangles send, or receive as gradients.
+
+        Args:
+            outputs: rows [N] after pooling.
+            fetched: distinct rows [N] per node, summed over nodes; used with ``across_nodes="rows"``.
+            columns: columns [N].
+            row: encoded size per row.
+            hops: path of the rows.
+        """
         if self.rows_across:  # inside a node, all is fp32
             inside = outputs * columns * VALUE_BYTES * (self.node_size - 1) / self.node_size
             return Sent(inside, fetched * row.wire_bytes * (self.num_nodes - 1) / self.num_nodes)
@@ -350,7 +405,7 @@ class CostModel:
         return Sent(inside, bytes_N * self._routes.other_nodes / np.where(hops.summed_N, self.node_size, 1))
 
     def _sent_ids(self, table: npt.NDArray[np.integer], share: Floats) -> Sent:
-        """Return the bytes of IDs sent to rectangles with `share` of a table's rows."""
+        """Return the bytes [N] of IDs and bag lengths sent to rectangles with `share` of a table's rows."""
         a = self.arrays
         ids = a.ids_T[table] * self.num_ranks * share
         message = ids * a.id_bytes_T[table] + a.bags_T[table] * self.num_ranks * LENGTH_BYTES
@@ -364,14 +419,18 @@ class CostModel:
         return Sent(inside, (self.num_nodes - 1) * distinct * id_bytes)
 
     def _fetched(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the distinct rows fetched by nodes with ``across_nodes="rows"``, summed over nodes."""
+        """Return the number of distinct rows [N] that nodes fetch from rectangles, summed over nodes.
+
+        `ids` [N] counts the lookups of all ranks. Used with ``across_nodes="rows"``.
+        """
         return self.num_nodes * self._distinct(table, ids / self.num_nodes, share)
 
     def _add_node_work(self, loads: Floats, ids: Floats, fetched: Floats, columns: Floats) -> None:
-        """Add the work of ranks which represent remote owners, with ``across_nodes="rows"``.
+        """Add to `loads` the work that only ``across_nodes="rows"`` needs.
 
-        Counted on the owner, as if all nodes had equal loads: duplicates are removed, bags are pooled from
-        fetched rows, and row gradients are summed a second time.
+        In every node, a representative stands for each owner in another node. It removes duplicate IDs, pools
+        bags from the fetched rows, and sums row gradients before they are sent. Nodes are assumed to have
+        equal loads, so this work is counted on the owner.
         """
         p = self.profile
         loads[:, _IDS] += self._routes.once * ids * p.route_id_seconds
@@ -381,6 +440,9 @@ class CostModel:
         loads[:, _UPDATE] += fetched * (p.update_id_seconds + columns * VALUE_BYTES / p.stream_bandwidth)
 
     def _embedding_seconds(self, sent: Sent, hops: Hops) -> Floats:
+        """Return the transfer seconds [N] for embeddings or gradients, by reduce-scatter where rows are
+        summed.
+        """
         intra = self.profile.intra
         speed = np.where(hops.summed_N, intra.reduce_scatter, intra.all_to_all)
         result: Floats = sent.inside_N / speed + sent.across_N / self.profile.inter.all_to_all
@@ -389,8 +451,17 @@ class CostModel:
     def _update_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats, replicas: int
     ) -> Floats:
-        """Return the seconds of updates: `ids` gradient rows are summed by row, then each distinct row over
-        all replicas is read and written.
+        """Return the seconds [N] for fused updates of rectangles.
+
+        The gradients of all lookups are summed by table row. Then weights and state of every distinct row,
+        over the lookups of all replicas, are read and written.
+
+        Args:
+            table: table index per rectangle.
+            ids: lookups per rectangle from one shard group.
+            columns: columns per rectangle.
+            share: fraction of the table's rows per rectangle.
+            replicas: number of groups whose gradients are applied together.
         """
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
@@ -403,6 +474,11 @@ class CostModel:
     def _replica_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats
     ) -> Floats:
+        """Return the seconds [N] to exchange gradients between replicas, sparse or dense, whichever is
+        faster.
+
+        `ids` and `columns` are the lookups and columns per rectangle, `share` is the fraction of table rows.
+        """
         rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
         outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
         peers, link = self.replicas - 1, self._routes.replicas
@@ -414,8 +490,14 @@ class CostModel:
     def _gather_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, elements: Floats, ranks: int, link: Link
     ) -> Floats:
-        """Return the seconds for `ranks` ranks to gather the IDs and output gradients of all others, packed
-        and unpacked once.
+        """Return the seconds [N] for an all-gather of IDs and output gradients, with packing and unpacking.
+
+        Args:
+            table: table index per rectangle.
+            ids: IDs per rank and rectangle.
+            elements: gradient values per rank and rectangle.
+            ranks: ranks in the all-gather.
+            link: link between these ranks.
         """
         sent = ids * self.arrays.id_bytes_T[table] + elements * VALUE_BYTES
         passes = 2 * (1 + ranks) * sent / self.profile.stream_bandwidth
@@ -423,19 +505,26 @@ class CostModel:
         return result
 
     def _distinct(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the expected distinct row count in `ids` draws from a share of a table's effective rows."""
+        """Return the expected number of distinct rows [N] that `ids` lookups touch in rectangles.
+
+        Lookups are modeled as uniform draws from the effective rows, see `Table.effective_rows`. `share` is
+        the fraction of a table's rows in the rectangle.
+        """
         rows = np.maximum(self.arrays.effective_rows_T[table] * share, 1e-9)
         distinct: Floats = rows * -np.expm1(-ids / rows)
         return distinct
 
     def _without_backward(self, table: npt.NDArray[np.integer], loads: Floats) -> Floats:
-        """Zero all but the forward phases of untrained tables."""
+        """Return the loads with 0 in backward and update phases of untrained tables."""
         is_forward = np.isin(np.arange(NUM_PHASES), _FORWARD)
         result: Floats = np.where(self.arrays.trained_T[table][:, None] | is_forward, loads, 0.0)
         return result
 
     def _row_on_wire(self, table: npt.NDArray[np.integer], columns: Floats, direction: int) -> RowOnWire:
-        """Return encoded sizes of rows with ``columns`` columns, in the tables' wire formats."""
+        """Return the encoded size of rows with ``columns`` values, in the wire formats of their tables.
+
+        `direction` is `_FORWARD_WIRE` for embeddings or `_BACKWARD_WIRE` for gradients.
+        """
         formats = [wire[direction] for wire in self.arrays.wires]
         index = self.arrays.wires_T[table]
         value_bytes = np.array([wire_format.value_bytes for wire_format in formats], np.float64)[index]
@@ -447,7 +536,7 @@ class CostModel:
         return RowOnWire(np.ceil(columns * value_bytes) + overhead, kernel_bytes, is_cast)
 
     def _row_buffers(self, table: npt.NDArray[np.integer], columns: Floats) -> Floats:
-        """Return the buffer bytes for a looked-up row and the gradient."""
+        """Return the bytes [N] of the send or receive buffers for one output row and its gradient."""
         num_bytes = np.zeros(len(table))
         for direction, counts in ((_FORWARD_WIRE, 1.0), (_BACKWARD_WIRE, self.arrays.trained_T[table])):
             row = self._row_on_wire(table, columns, direction)
@@ -455,13 +544,15 @@ class CostModel:
         return num_bytes
 
     def _row_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
+        """Return the stored bytes per row that do not depend on the number of columns."""
         state: Floats = STATE_BYTES * self.arrays.state_per_row_T[table]
         result: Floats = state + self.arrays.row_bytes_T[table] + self.arrays.index_bytes_T[table]
         return result
 
     def _index_seconds(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the seconds [N] of hash index lookups: keys are sorted, as for an update, and a cache line
-        of the index is read per distinct key.
+        """Return the seconds [N] for looking up IDs in the index of hashed tables; 0 for other tables.
+
+        Keys are sorted, as for an update. Then a cache line of the index is read per distinct key.
         """
         p = self.profile
         line = p.read_row_seconds + _LINE_BYTES / p.read_bandwidth
@@ -470,11 +561,15 @@ class CostModel:
         return result
 
     def _column_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
+        """Return the stored bytes per row and column: weight and optimizer state."""
         state: Floats = STATE_BYTES * self.arrays.state_per_column_T[table]
         result: Floats = self.arrays.weight_bytes_T[table] + state
         return result
 
 
 _LINE_BYTES = 64
+"""Bytes per CPU cache line."""
 _FORWARD = [_IDS, _LOOKUP, _OUTPUT]
+"""Phases that run for untrained tables, too."""
 _IS_EXCHANGE = np.isin(np.arange(NUM_PHASES), [_IDS, _OUTPUT, _GRADIENT])
+"""Mask [NUM_PHASES] of the all-to-all phases."""

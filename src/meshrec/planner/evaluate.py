@@ -1,4 +1,4 @@
-"""Time and memory for any plan under the cost model."""
+"""Predicted step time and memory of a plan, and conversion between plans and arrays of rectangles."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ from meshrec.planner.types import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEstimate:
-    """Plan cost.
+    """Predicted time and memory of one training step under a plan.
 
     Attributes:
-        seconds: training step time without the dense part: the sum of `phase_seconds_F`.
-        phase_seconds_F: latency plus the slowest rank's load, per phase of `PHASES`.
+        seconds: step time without the dense part of the model: the sum of `phase_seconds_F`.
+        phase_seconds_F: latency plus the slowest rank's load, for each phase in `PHASES`.
         load_RF: seconds per rank and phase, without latencies.
-        bytes_R: memory per rank: tables, optimizer state, buffers.
+        bytes_R: bytes per rank: tables, optimizer state, buffers.
         memory_cap: maximum bytes per rank.
-        sent_bytes: encoded bytes sent per step over all ranks: ``"ids"``, embeddings (``"output"``) and
-            gradients (``"gradient"``).
-        id_travel_seconds: part of the ID phase until the IDs have arrived. A train pipeline can hide it, but
-            not the phase's computation.
+        sent_bytes: encoded bytes sent per step, summed over all ranks: ``"ids"``, embeddings (``"output"``)
+            and gradients (``"gradient"``).
+        id_travel_seconds: part of the phase ``ids`` in which IDs are in transit. A train pipeline can hide
+            this part behind the previous batch, but not the phase's computation.
     """
 
     seconds: float
@@ -56,10 +56,10 @@ class StepEstimate:
     id_travel_seconds: float
 
     def pipelined_seconds(self, dense_seconds: float = 0.0) -> float:
-        """Return the step time, without the dense part, under a train pipeline.
+        """Return the step time, without the dense part, of a pipelined training loop.
 
-        The pipeline sends the next batch's IDs during lookups and updates of the current batch, and during
-        `dense_seconds` of the dense part.
+        The pipeline sends the next batch's IDs while the current batch is looked up and updated, and while
+        the dense part runs. `dense_seconds` is the duration of the dense part.
         """
         phases = self.phases
         computes = phases["lookup"] + phases["update"] + dense_seconds
@@ -67,12 +67,12 @@ class StepEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits into every rank's memory."""
+        """Whether the plan fits into the memory of every rank, up to rounding."""
         return bool(self.bytes_R.max() <= self.memory_cap * (1 + 1e-9))
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds per phase by name."""
+        """Seconds by phase name, as in `PHASES`."""
         return dict(zip(PHASES, map(float, self.phase_seconds_F), strict=True))
 
 
@@ -84,14 +84,14 @@ def evaluate(
     batch_size: int,
     replicas: int = 1,
 ) -> StepEstimate:
-    """Estimate a plan's cost.
+    """Predict the step time and memory of a plan, which may be written by hand.
 
     Args:
-        plan: plan, or module plans by path.
-        tables: tables.
-        topology: machine.
+        plan: plan of a model, or plans of its embedding modules by module path.
+        tables: all tables of the model.
+        topology: machine on which the plan would run.
         batch_size: samples per rank.
-        replicas: ``replicate`` axis size.
+        replicas: size of the ``replicate`` axis.
 
     Raises:
         ValueError: the plan lacks a table, or uses a rank outside the topology.
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimate:
-    """Estimate step time and memory of a plan, given as rectangles (rows x columns of a table on a rank).
+    """Predict the step time and memory of a plan given as rectangles (rows x columns of a table on a rank).
 
     Raises:
         ValueError: a rectangle is on a rank outside the topology.
@@ -133,7 +133,9 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     )
     phase_F = model.fixed_seconds(usage) + load_RF.max(axis=0)
     sent = model.sent_bytes(table_N, rows_N, columns_N, in_node_N)
-    # Rectangles with the same rows on a rank, or behind the same representative, receive IDs once.
+    # A rank that holds several column shards with the same rows receives their IDs once. With
+    # ``across_nodes="rows"``, IDs go to a representative in the sender's node: the rank with the owner's
+    # local rank, which receives the IDs for all owners behind it once.
     stands_N = rank_N % model.node_size if model.rows_across else rank_N
     inside_N, across_N = sent["ids"]
     sent["ids"] = Sent(inside_N / _sharing(placements, stands_N), across_N / _sharing(placements, rank_N))
@@ -155,7 +157,14 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
 
 
 def _sharing(placements: Placements, receiver_N: Ints) -> Ints:
-    """Count, per rectangle, the rectangles of the same receiver with the same rows and table."""
+    """Return, per rectangle, the number of rectangles with the same table, rows and receiver.
+
+    They share an ID message, so each accounts for an equal part of it.
+
+    Args:
+        placements: rectangles of the plan.
+        receiver_N: rank, or local rank, that receives the IDs of a rectangle.
+    """
     key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, receiver_N), axis=1)
     _, group_N, count_G = np.unique(key_N4, axis=0, return_inverse=True, return_counts=True)
     result: Ints = count_G[group_N.ravel()]
@@ -163,7 +172,10 @@ def _sharing(placements: Placements, receiver_N: Ints) -> Ints:
 
 
 def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
-    """Return, per rectangle, whether all ranks in the node hold rows of the same columns."""
+    """Return, per rectangle, whether all ranks in the node hold rows of the same table and columns.
+
+    Partial sums are then added within the node before they cross the network.
+    """
     if not model.sum_in_node or not len(placements.table_N):
         return np.zeros(len(placements.table_N), bool)
     node_N = placements.rank_N // model.node_size
@@ -179,12 +191,15 @@ def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
 
 
 def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[Table]) -> Placements:
-    """Convert solver pieces to rectangles. Rows and columns are split in proportion to piece sizes.
+    """Convert the solver's placement to rectangles with whole rows and columns.
+
+    The solver works with fractional piece sizes. Rows and columns are cut in proportion to these sizes, and
+    rounded.
 
     Args:
-        problem: planning problem.
-        parts_T: pieces per table.
-        tables: tables.
+        problem: planning problem, for the layouts of candidates.
+        parts_T: placement per table.
+        tables: tables, in the order of `parts_T`.
     """
     rectangles: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
@@ -193,6 +208,7 @@ def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Seq
         replicated.append(layout.scope is Scope.EVERYWHERE)
         length = layout.row_parts * (problem.node_size if layout.scope is Scope.NODES else 1)
         column = 0
+        # `length` consecutive entries are the row parts of one column part.
         for first in range(0, len(parts.rank_N), length):
             chunk = slice(first, first + length)
             group = int(parts.group_N[first])
@@ -211,7 +227,11 @@ def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Seq
 
 
 def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> ShardingType:
-    """Return a layout's sharding type; if several types fit, an allowed one."""
+    """Return the sharding type that describes a layout.
+
+    If several types fit, return one that the constraints allow: a table on a single rank may be called
+    table-wise or row-wise, for example.
+    """
     split_columns = len(layout.widths) > 1
     allowed = constraints.allowed_types if constraints else frozenset(ShardingType)
     if layout.scope is Scope.EVERYWHERE:
@@ -240,13 +260,16 @@ _OF_ONE_RECTANGLE.sort(key=lambda kind: kind is not ShardingType.TABLE_WISE)
 def to_plan(
     placements: Placements, tables: Sequence[Table], types_T: Sequence[ShardingType], device: str
 ) -> dict[str, EmbeddingModuleShardingPlan]:
-    """Convert rectangles to module plans by module path.
+    """Convert rectangles to a sharding plan.
 
     Args:
-        placements: rectangles.
-        tables: tables.
+        placements: rectangles of all tables.
+        tables: tables, by the indices in `placements`.
         types_T: sharding type per table.
-        device: ``cpu`` or ``cuda``.
+        device: device type of all shards, ``cpu`` or ``cuda``.
+
+    Returns:
+        Plan per embedding module, by module path.
     """
     shards: list[list[ShardMetadata]] = [[] for _ in tables]
     for table, row, row_end, column, column_end, rank in zip(*placements[:6], strict=True):
@@ -275,7 +298,7 @@ def to_plan(
 def from_plan(
     plan: ShardingPlan | Mapping[str, EmbeddingModuleShardingPlan], tables: Sequence[Table]
 ) -> Placements:
-    """Convert a plan to rectangles.
+    """Convert a sharding plan to rectangles, with table indices as in `tables`.
 
     Raises:
         ValueError: the plan lacks a table.
@@ -305,7 +328,11 @@ def _placements(columns: Ints, replicated: Sequence[bool]) -> Placements:
 
 
 def _row_cuts(rows: int, amount_N: Floats) -> Ints:
-    """Split rows in proportion to `amount_N`. With enough rows, no part is empty."""
+    """Split rows in proportion to `amount_N`. No part is empty if there are at least as many rows as parts.
+
+    Returns:
+        First row of every part, and the end: int64 [N + 1].
+    """
     ends = np.cumsum(amount_N)
     cuts = np.concatenate(([0], np.rint(rows * ends / ends[-1]))).astype(np.int64)
     if rows >= len(amount_N):
