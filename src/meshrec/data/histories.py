@@ -1,17 +1,22 @@
-"""Logs with any size as histories on disk, read by memory mapping.
+"""Interaction logs larger than memory: user histories are built on disk and read by memory mapping.
 
 [Note: histories on disk]
 
-Three stages, each kept in the folder and reused while its inputs are the same:
+The histories are built in three stages. Every stage writes a folder, and later runs reuse the folder as long
+as the stage's inputs have not changed:
 
-1. ``parts/``: the valid rows in each file as integers, next to the part's distinct values
-   (``log_parts.py``). New files add parts; parts for other files stay.
-2. ``numbers-*/``: a number for each user, in order of first appearance, and item counts, which vocabularies
-   are fitted on. Maps translate part codes.
-3. ``sorted-*/``: items, times and row numbers sorted by user and time, as numpy files. The sort divides the
-   rows by user ranges into buckets that fit in memory, and then sorts each bucket.
+1. ``parts/`` holds the valid log rows as Arrow files, called parts, each from consecutive rows in a log file
+   (see ``log_parts.py``). In a part, users and items are integers, or codes for the distinct values stored in
+   the part. A new log file adds parts and leaves existing parts unchanged.
+2. ``numbers-*/`` holds a number for every user and item in the log: 0, 1, 2, ... in order of first
+   appearance. It also holds the row count per user and item, which vocabularies are fitted on, and maps from
+   the values in a part to these numbers.
+3. ``sorted-*/`` holds item IDs, times and row numbers, sorted by user and time, as NumPy files. To sort with
+   bounded memory, rows are first divided into buckets, each for a range of users. Then every bucket is
+   sorted in memory.
 
-All results equal those of `meshrec.data.logs.counted_rows`, `fit_log` and `interactions`.
+The results equal those of the in-memory functions `meshrec.data.logs.counted_rows`, `fit_log` and
+`interactions`.
 """
 
 import fcntl
@@ -79,19 +84,23 @@ from meshrec.durable.scratch import scratch_folder
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST = 1 << 28
 _SORT_BYTES = 128
-"""Memory to sort a row: the record twice, its keys, and the results."""
+"""Memory bytes per row while a bucket is sorted: two copies of the record, the sort keys, and the results."""
+# A bucket is a file. With at least num_rows // _MAX_BUCKETS rows per bucket, there are fewer than
+# 2 * _MAX_BUCKETS buckets, so that a bucket number fits uint16.
 _MAX_BUCKETS = 1 << 15
 
 
 def fit_histories(log: LogFiles, folder: Path, faults: Faults, *, users: bool, memory: int) -> Features:
-    """Fit a log's vocabularies, as `fit_log` does on `counted_rows`.
+    """Fit the vocabularies for a log on disk; build missing stages (see [Note: histories on disk]).
+
+    The result equals that of `fit_log` for the rows from `counted_rows`.
 
     Args:
-        log: files and options.
-        folder: folder for the histories; created.
-        faults: handles rows without user, item or time.
-        users: whether users are a feature.
-        memory: memory bytes for building, besides a few arrays per user and item.
+        log: log files, and the options that decide which rows are valid.
+        folder: folder for the stages; created if missing.
+        faults: raises or skips when a row lacks a user, item or time.
+        users: whether users are a feature, too.
+        memory: bytes to use while building, in addition to a few arrays per user and item.
 
     Raises:
         DataError: a file cannot be read, a column is missing, a row lacks a value, or no row remains.
@@ -110,16 +119,22 @@ def open_histories(
     seed: int,
     memory: int,
 ) -> LoggedUsers:
-    """Return a log's sorted rows, as `interactions` does on `counted_rows`; build missing stages.
+    """Return the memory-mapped interactions in a log on disk; build missing stages.
+
+    See [Note: histories on disk]. The result equals that of `interactions` for the rows from `counted_rows`.
 
     Args:
-        log: files and options.
-        folder: folder for the histories; created.
-        faults: handles rows without user, item or time.
-        features: fitted features.
-        hashed: hashed key feature for a table without a fixed row count; None: IDs are rows.
-        seed: seed for shuffling ties.
-        memory: memory bytes for building, besides a few arrays per user and item.
+        log: log files, and the options that decide which rows are valid.
+        folder: folder for the stages; created if missing.
+        faults: raises or skips when a row lacks a user, item or time.
+        features: fitted features, from `fit_histories`.
+        hashed: feature that hashes items to keys, for a hashed item table. None: an item ID is the row in a
+            table with fixed size.
+        seed: seed that orders a user's simultaneous rows, if ``log.columns.ties`` is "shuffle".
+        memory: bytes to use while building, in addition to a few arrays per user and item.
+
+    Returns:
+        The interactions, and the user values by user number.
 
     Raises:
         DataError: as for `fit_histories`, or a column's kind differs from the fitted kind.
@@ -151,10 +166,14 @@ def open_histories(
 
 @contextmanager
 def _numbered(log: LogFiles, folder: Path, faults: Faults, memory: int) -> Iterator["_Numbered"]:
-    """Yield the user and item numbers. Other processes that build in the folder wait until the end."""
+    """Build the first two stages if needed, and yield the user and item numbers.
+
+    The folder is locked until the context ends; other processes that build in the same folder wait.
+    """
     parts_folder = folder / "parts"
     parts_folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("ab") as lock:
+        # Closing the file at the end of the context releases the lock.
         fcntl.flock(lock, fcntl.LOCK_EX)
         parts = encode_parts(log, parts_folder, faults, memory=memory)
         path = folder / f"numbers-{digest_of(_options(log))}"
@@ -164,61 +183,77 @@ def _numbered(log: LogFiles, folder: Path, faults: Faults, memory: int) -> Itera
 
 
 def _options(log: LogFiles) -> dict[str, Any]:
-    """Return the options that the results depend on, besides the file contents."""
+    """Return the options that the histories depend on, in addition to the file contents."""
     paths = [str(log.paths)] if isinstance(log.paths, str | Path) else [str(path) for path in log.paths]
     return {"version": VERSION, "paths": paths, "columns": asdict(log.columns)}
 
 
 class _Numbered:
-    """User and item numbers in a log, and the stage that computes them.
+    """Second stage in [Note: histories on disk]: a number for every user and item, and their row counts.
+
+    The other methods read the stage folder, so `build` must have run, now or in an earlier process.
 
     Args:
-        log: files and options.
-        parts: all parts.
-        path: stage folder.
+        log: log files and options.
+        parts: all log parts.
+        path: folder for this stage.
     """
 
     def __init__(self, log: LogFiles, parts: LogParts, path: Path) -> None:
         self.log, self.parts, self.path = log, parts, path
+        # Identifies the inputs of this stage: names of parts contain a digest over file content and options.
         self.key = digest_of([_options(log), parts.names])
 
     def values(self, name: str) -> Any:
-        """Return the distinct `USER` or `ITEM` values by number, mapped."""
+        """Return the distinct user or item values by number, as a memory-mapped Arrow array.
+
+        Value i belongs to the user or item with number i. ``name`` is `USER` or `ITEM`.
+        """
         return self._table(name)["value"].combine_chunks()
 
     def counts(self, name: str) -> Ints:
-        """Return how many counted rows every user or item has."""
+        """Return the row count per user or item, int64, by number. ``name`` is `USER` or `ITEM`.
+
+        Counts only rows whose user and item both reach the minimum counts.
+        """
         counts: Ints = self._table(name)["count"].to_numpy()
         return counts
 
     def numbers(self, name: str, part: int, folder: Path | None = None) -> Ints:
-        """Return the user or item for each row in a part, -1 for omitted ones.
+        """Return the user number or item number for every row in a part.
+
+        The number is -1 for a user or item that has no row left after infrequent users and items are
+        omitted.
 
         Args:
             name: `USER` or `ITEM`.
-            part: part position.
-            folder: map folder; None: the stage's folder.
+            part: index of the part.
+            folder: folder with the maps from values to numbers. None: the stage folder. While the stage is
+                being built, this is the temporary folder.
         """
         folder = self.path if folder is None else folder
         column = self.parts.parts[part].table()[name].chunk(0)
         if (folder / f"{name}.npy").exists():
+            # Integers in a small range: a single map for all parts, indexed by value - low.
             low, *_ = np.load(folder / f"{name}-low.npy")
             of_value = np.load(folder / f"{name}.npy", mmap_mode="r")
             numbers: Ints = of_value[column.to_numpy().astype(np.int64, copy=False) - low]
         else:
+            # Other values: a map per part, indexed by the part's dictionary code.
             of_code = np.load(folder / f"{name}-{part}.npy", mmap_mode="r")
             numbers = of_code[column.dictionary_encode().indices.to_numpy()]
         return numbers
 
     def counted(self, part: int) -> tuple[pa.Table, Ints, Ints]:
-        """Return a part's rows whose user and item are both frequent.
+        """Return the rows in a part whose user and item both reach the minimum counts.
 
         Args:
-            part: part position.
+            part: index of the part.
 
         Returns:
-            The n rows without their `USER` and `ITEM` columns, the user numbers [n], and the item
-            numbers [n].
+            - The n rows, without the columns `USER` and `ITEM`.
+            - The user number per row, [n].
+            - The item number per row, [n].
         """
         table = self.parts.parts[part].table()
         users, items = (self.numbers(name, part) for name in (USER, ITEM))
@@ -230,18 +265,21 @@ class _Numbered:
         return table.take(pa.array(rows)), users[rows], items[rows]
 
     def type_of(self, name: str) -> pa.DataType:
-        """Return a part column's type over all files, as `one_number` makes it."""
+        """Return the Arrow type that represents a column in all parts; see `_common_type`."""
         return _read_table(self.path / "types.arrow").schema.field(name).type
 
     def schema(self) -> pa.Schema:
-        """Return the types for columns read by features."""
+        """Return the Arrow types of the log columns that features read, under their names in the log."""
         columns = self.log.columns
         names = {columns.user: USER, columns.item: ITEM}
         names |= {name: FEATURE + name for name in columns.item_features}
         return pa.schema([(column, self.type_of(name)) for column, name in names.items()])
 
     def item_features(self, table: pa.Table) -> pa.Table:
-        """Return the item feature columns for rows in a part, with their types over all files."""
+        """Return the item feature columns of a part, cast to the types that represent all parts.
+
+        Columns have their names in the log, without the prefix `FEATURE`.
+        """
         columns = {
             name: _converted(table[FEATURE + name], self.type_of(FEATURE + name))
             for name in self.log.columns.item_features
@@ -252,7 +290,7 @@ class _Numbered:
         return _read_table(self.path / f"{name}.arrow")
 
     def _distinct(self, name: str) -> Iterator[Any]:
-        """Yield a column's values, part by part."""
+        """Yield the values of a column, part by part: a dictionary's distinct values, or the whole column."""
         for part in self.parts.parts:
             for chunk in part.table()[name].chunks:
                 yield chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk
@@ -260,7 +298,14 @@ class _Numbered:
     # -- building ----------------------------------------------------------------------------------------
 
     def build(self, folder: Path) -> dict[str, Any]:
-        """Number users and items in order of first appearance, and write all part maps."""
+        """Write the stage: number users and items in order of first appearance, and count their rows.
+
+        Args:
+            folder: temporary folder, renamed to the stage folder afterwards.
+
+        Returns:
+            Additional manifest fields: none.
+        """
         columns = self.log.columns
         num_parts = len(self.parts.parts)
         check_any_rows(self.log.name, num_parts)
@@ -270,6 +315,7 @@ class _Numbered:
 
         def unified(name: str) -> Any:
             kind = types.field(name).type
+            # An array indexed by integer avoids hashing. It is possible only for a small range.
             values = self._numbered_integers(name, kind, folder)
             return self._unified(name, kind, folder) if values is None else values
 
@@ -282,6 +328,8 @@ class _Numbered:
         for numbers in bounded_map(counted, range(num_parts), num_threads()):
             for name in counts:
                 counts[name] += np.bincount(numbers[name], minlength=len(counts[name]))
+        # Both masks use the same counts, so that the result does not depend on whether users or items come
+        # first.
         is_frequent = {
             USER: counts[USER] >= columns.min_user_count,
             ITEM: counts[ITEM] >= columns.min_item_count,
@@ -294,13 +342,22 @@ class _Numbered:
         return {}
 
     def _unified(self, name: str, kind: pa.DataType, folder: Path) -> Any:
-        """Return the distinct values from all parts in first-appearance order; write the part maps."""
+        """Return the distinct values from all parts, in order of first appearance.
+
+        Also writes a map per part, ``NAME-PART.npy``: the number for every dictionary code in the part.
+
+        Args:
+            name: `USER` or `ITEM`.
+            kind: type that represents the values of all parts.
+            folder: folder for the maps.
+        """
         values = pa.array([], kind)
-        pending: list[Any] = []
+        pending: list[Any] = []  # distinct values of parts from ``first`` on, not merged into ``values`` yet
         first = 0
         for part, distinct in enumerate(self._distinct(name)):
             pending.append(_converted(distinct.dictionary_encode().dictionary, kind))
-            # Hashing all values again for every part would take quadratic time.
+            # Every merge hashes all merged values again, which takes quadratic time in total for a merge per
+            # part. So merge only when there are at least as many pending values as merged ones.
             if sum(map(len, pending)) < len(values) and part + 1 < len(self.parts.parts):
                 continue
             encoded = pa.chunked_array([values, *pending]).dictionary_encode()
@@ -312,9 +369,18 @@ class _Numbered:
         return values
 
     def _numbered_integers(self, name: str, kind: pa.DataType, folder: Path) -> Any:
-        """Return the distinct values in first-appearance order, if they are integers in a small range.
+        """Number integers in a small range without hashing, in order of first appearance.
 
-        Writes an array with a number per integer. Returns None for other values.
+        Writes ``NAME.npy``, an array with the number for every integer from the smallest on, and the smallest
+        integer in ``NAME-low.npy``.
+
+        Args:
+            name: `USER` or `ITEM`.
+            kind: type of the result.
+            folder: folder for the arrays.
+
+        Returns:
+            The distinct integers by number. None if values are not integers, or span more than `MAX_RANGE`.
         """
         columns = [part.table()[name].chunk(0) for part in self.parts.parts]
         if not all(pa.types.is_integer(column.type) for column in columns):
@@ -340,7 +406,19 @@ class _Numbered:
     def _frequent(
         self, folder: Path, values: dict[str, Any], is_frequent: dict[str, Bools]
     ) -> tuple[dict[str, Any], dict[str, Ints]]:
-        """Number the users and items in rows whose user and item are frequent; rewrite the part maps."""
+        """Omit rows with an infrequent user or item, and number the remaining users and items again.
+
+        Rewrites the maps from values to numbers; omitted users and items get -1.
+
+        Args:
+            folder: folder with the maps.
+            values: distinct values by old number, for `USER` and `ITEM`.
+            is_frequent: whether a user or item reaches the minimum count, by old number.
+
+        Returns:
+            Distinct values and row counts by new number, for `USER` and `ITEM`.
+        """
+        # An omitted row may be the last one of a frequent user. That user gets no number either.
         renumbered = {name: np.full(len(mask), -1, np.int32) for name, mask in is_frequent.items()}
         order: dict[str, list[Ints]] = {name: [] for name in values}
         counts = {name: np.zeros(len(mask), np.int64) for name, mask in is_frequent.items()}
@@ -374,9 +452,10 @@ class _Numbered:
     # -- fitting -----------------------------------------------------------------------------------------
 
     def fit(self, *, users: bool) -> Features:
-        """Return the fitted vocabularies; ``users``: whether users are a feature."""
+        """Return the fitted vocabularies, with a user vocabulary only if ``users`` is true."""
         columns = self.log.columns
         features = log_features(columns, users=users)
+        # Users and items are already counted. Only item features need a pass over the parts.
         names = [ITEM, USER] if users else [ITEM]
         counts = {name: Counts(self.values(name), pa.array(self.counts(name))) for name in names}
         num_rows = int(self.counts(USER).sum())
@@ -404,41 +483,58 @@ class _Numbered:
 
 
 class _Bucket(NamedTuple):
-    """A user range, and the file with their rows."""
+    """Temporary file with all rows of the users numbered ``start`` to ``stop``, exclusive."""
 
     path: Path
+    """File with records in log order, see `_Sorter._record_type`."""
     start: int
     stop: int
 
 
 @dataclass
 class _Sorter:
-    """The stage that sorts rows by user, time, and row number or random ties."""
+    """Third stage in [Note: histories on disk]: sort rows by user, then by time.
+
+    A user's simultaneous rows keep their log order, or are shuffled, as ``log.columns.ties`` says.
+    """
 
     numbered: _Numbered
     item: Any
+    """Fitted item vocabulary."""
     hashed: Key | None
+    """Feature that hashes items to keys; None: item IDs are table rows."""
     seed: int
+    """Seed that shuffles simultaneous rows."""
     memory: int
+    """Bytes to use for sorting."""
 
     @functools.cached_property
     def ids(self) -> Ints:
-        """IDs by item."""
+        """Item ID in the item table, by item number."""
         return item_ids(self.item, self.numbered.values(ITEM), self.hashed)
 
     @functools.cached_property
     def is_known(self) -> Bools:
-        """Whether each item is in the vocabulary."""
+        """Whether an item is in the fitted vocabulary, by item number."""
         is_known: Bools = self.item.lookup_values(self.numbered.values(ITEM)) >= 0
         return is_known
 
     def build(self, folder: Path) -> dict[str, Any]:
-        """Write the arrays of `SortedRows`."""
+        """Write the arrays of `SortedRows`, and the item sample if the log has item features.
+
+        Args:
+            folder: temporary folder, renamed to the stage folder afterwards.
+
+        Returns:
+            Manifest fields: ``num_rows``, the sorted rows, and ``num_unknown``, the rows omitted because
+            their item is not in the vocabulary.
+        """
         parts, threads = self.numbered.parts, num_threads()
         counts_U = self.numbered.counts(USER)
         num_rows, num_users = int(counts_U.sum()), len(counts_U)
         max_rows = max(self.memory // (_SORT_BYTES * (threads + 1)), num_rows // _MAX_BUCKETS, 1)
-        # A user's rows are in one bucket, so that buckets sort independently.
+        # A bucket has all rows of its users, so that buckets are sorted independently. A user with more than
+        # max_rows rows makes a larger bucket.
         bucket_of_user = ((np.cumsum(counts_U) - counts_U) // max_rows).astype(np.uint16)
         edges = np.searchsorted(bucket_of_user, np.arange(int(bucket_of_user[-1]) + 2))
         with scratch_folder(".histories", folder.parent) as scratch:
@@ -446,6 +542,7 @@ class _Sorter:
                 _Bucket(scratch / str(number), int(start), int(stop))
                 for number, (start, stop) in enumerate(itertools.pairwise(edges))
             ]
+            # Sorting starts when all parts are divided: any part may have rows for any bucket.
             num_kept = self._divide(buckets, bucket_of_user, scratch)
             times = (parts.times[0] // 1_000_000, parts.times[1] // 1_000_000)
             offsets = np.zeros(num_users + 1, np.int64)
@@ -459,6 +556,7 @@ class _Sorter:
                     )
                 }
                 progress = Progress("sorting the histories", num_kept)
+                # Buckets are sorted in threads, and written in user order.
                 for bucket, rows in zip(buckets, bounded_map(self._sort, buckets, threads), strict=True):
                     offsets[bucket.start + 1 : bucket.stop + 1] = np.diff(rows.offsets)
                     for name, write in writers.items():
@@ -470,7 +568,10 @@ class _Sorter:
         return {"num_rows": num_kept, "num_unknown": num_rows - num_kept}
 
     def _item_sample(self) -> pa.Table:
-        """Return the first row for each item with rows: its ID, ascending, and item features."""
+        """Return the item features from the first log row with each item, sorted by item ID.
+
+        The item ID is in the column with the empty name. Items outside the vocabulary are omitted.
+        """
         is_seen = np.zeros(len(self.ids), np.bool_)
         tables = []
         for part in range(len(self.numbered.parts.parts)):
@@ -484,6 +585,8 @@ class _Sorter:
         return pa.concat_tables(tables).sort_by("")
 
     def _record_type(self) -> "np.dtype[np.void]":
+        """Return the structured dtype for a row in a bucket file, with integers as narrow as possible."""
+        # Hashed keys cover the whole range of int64; 1 << 62 selects that type.
         max_id = self.item.rows if self.hashed is None else 1 << 62
         fields = [
             ("user", _integer_type((0, len(self.numbered.counts(USER))))),
@@ -493,11 +596,20 @@ class _Sorter:
         ]
         if self.numbered.log.columns.ties == "shuffle":
             fields.append(("tie", _integer_type((0, self.numbered.parts.num_rows))))
-        # Aligned records have a multiple of eight bytes, if a field has eight.
+        # Aligned records take a multiple of 8 bytes, because the field "time" takes 8. `_taken` needs that.
         return np.dtype(fields, align=True)
 
     def _divide(self, buckets: list[_Bucket], bucket_of_user: Any, scratch: Path) -> int:
-        """Append the rows from all parts to their users' buckets, and return the row count."""
+        """Write the rows of all parts to the bucket files, in log order.
+
+        Args:
+            buckets: all buckets; their files do not exist yet.
+            bucket_of_user: bucket number per user, uint16 [U].
+            scratch: folder for temporary files.
+
+        Returns:
+            The number of rows written: those whose item is in the vocabulary.
+        """
         parts = range(len(self.numbered.parts.parts))
         progress = Progress("dividing the log by users", self.numbered.parts.num_rows)
         ties = self._ties(scratch)
@@ -513,6 +625,7 @@ class _Sorter:
             return records if self.is_known.all() else records[self.is_known[items]]
 
         def with_ties() -> Iterator[Any]:
+            # Results of bounded_map are in log order, so position i of ``ties`` is for the i-th written row.
             first = 0
             for records in bounded_map(records_of, parts, num_threads()):
                 if ties is not None:
@@ -522,12 +635,13 @@ class _Sorter:
 
         def divided(records: Any) -> tuple[Any, Ints]:
             of_record = bucket_of_user[records["user"]]
-            # Stable: rows with equal times keep their order.
+            # A stable sort: rows of a bucket stay in log order, which decides between equal times.
             records = _taken(records, np.argsort(of_record, kind="stable"))
             return records, np.cumsum(np.bincount(of_record, minlength=len(buckets)))
 
         for records, stops in bounded_map(divided, with_ties(), num_threads()):
             for bucket, start, stop in zip(buckets, [0, *stops[:-1]], stops, strict=True):
+                # Opened even without rows, so that every bucket has a file to sort.
                 with bucket.path.open("ab") as file:
                     records[start:stop].tofile(file)
             num_rows += len(records)
@@ -535,10 +649,14 @@ class _Sorter:
         return num_rows
 
     def _sort(self, bucket: _Bucket) -> SortedRows:
-        """Return a bucket's rows by user, time and tie, and the bucket's user offsets."""
+        """Return the rows in a bucket, sorted by user, time and tie.
+
+        ``offsets`` in the result start at 0 for the bucket's first user; times are in seconds.
+        """
         records = np.fromfile(bucket.path, self._record_type())
         keys = [records["tie"]] if "tie" in (self._record_type().names or ()) else []
-        # Most logs have whole seconds, which take fewer bits to sort.
+        # Times are in microseconds. Most logs have whole seconds: then the fraction is 0 and needs no sort,
+        # and seconds have fewer bits to sort.
         seconds, fraction = np.divmod(records["time"], 1_000_000)
         order = _sorted_order([*keys, fraction, seconds, records["user"]])
         records = _taken(records, order)
@@ -551,39 +669,46 @@ class _Sorter:
         )
 
     def _ties(self, scratch: Path) -> Any:
-        """Return the random row order within equal times, in a mapped file; None: they keep their order."""
+        """Return a random permutation that orders simultaneous rows, in a memory-mapped file.
+
+        Equals the permutation in `interactions`. None if simultaneous rows keep their log order.
+        """
         if self.numbered.log.columns.ties == "keep":
             return None
         num_rows = int(self.numbered.counts(ITEM)[self.is_known].sum())
         kind = _integer_type((0, self.numbered.parts.num_rows))
         ties = np.lib.format.open_memmap(scratch / "ties.npy", "w+", kind, (num_rows,))
         ties[:] = np.arange(num_rows)
-        # The generator is slow for subclasses of arrays, such as mapped files.
+        # NumPy shuffles subclasses of ndarray slowly, and a mapped file is such a subclass.
         np.random.default_rng(self.seed).shuffle(np.asarray(ties))
         return ties
 
 
 def _taken(records: Any, order: Ints) -> Any:
-    """Return records in an order. As integer rows they are copied faster than as structures."""
+    """Return the records at the positions ``order``.
+
+    Records are viewed as rows of int64, which NumPy copies faster than structures.
+    """
     words = records.view(np.int64).reshape(len(records), records.itemsize // 8)
     return words.take(order, axis=0).reshape(-1).view(records.dtype)
 
 
 def _sorted_order(keys: list[Ints]) -> Ints:
-    """Return the stable order by integer keys, as np.lexsort does: the last key is the primary one.
+    """Return the same order as ``np.lexsort(keys)`` for integer keys: stable, with the last key the primary.
 
-    A radix sort of digits that leave room for positions in 64 bits: np.sort is about ten times as fast as
-    np.argsort, because it is vectorized.
+    This is a radix sort. A pass packs a digit of the key and the row's position into an int64 (digit in the
+    upper bits, position in the lower bits), and sorts these integers with ``np.sort``. ``np.sort`` is
+    vectorized, and about ten times as fast as ``np.argsort``.
     """
     num_rows = len(keys[0])
     bits = max(num_rows - 1, 1).bit_length()
     width = 63 - bits
     positions = np.arange(num_rows)
-    order = None
+    order = None  # None: the rows are still in their original order
     for key in keys:
         values = key.astype(np.int64) - int(key.min(initial=0 if not num_rows else int(key[0])))
         if (values[1:] >= values[:-1]).all() and order is None:
-            continue  # usual for the times of a log
+            continue  # already sorted, as times in most logs are
         for shift in range(0, int(values.max(initial=0)).bit_length(), width):
             packed = values if order is None else values[order]
             packed = (packed >> shift & (1 << width) - 1) << bits
@@ -595,13 +720,19 @@ def _sorted_order(keys: list[Ints]) -> Ints:
 
 
 def _stage(path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts: LogParts) -> dict[str, Any]:
-    """Return the manifest of a stage's folder; build the folder unless it has the key.
+    """Build a stage folder unless it is up to date, and return the folder's manifest.
+
+    The caller holds the lock from `_numbered`.
 
     Args:
-        path: the folder. An older build in it is replaced, with the parts that only this build used.
-        key: digest over all inputs to the content.
-        build: writes files into a folder, and returns manifest fields.
-        parts: the parts that the content depends on.
+        path: stage folder. A build for other inputs is replaced; log parts that no stage uses any more are
+            deleted.
+        key: digest over all inputs of the stage. The folder is up to date if its manifest has this key.
+        build: writes the stage files into a temporary folder, and returns additional manifest fields.
+        parts: log parts that the stage was built from.
+
+    Raises:
+        DataError: the folder exists, but has no readable manifest, so MeshRec may not have created it.
     """
     old = _read_manifest(path)
     if old is not None and old["key"] == key and _is_intact(path, old):
@@ -613,6 +744,8 @@ def _stage(path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts:
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
         manifest = {"key": key, "files": sizes, "parts": [*parts.names], **fields}
         write_durably(folder / _MANIFEST, sealed(manifest))
+        # Only now: until here an error leaves the old build intact. The rename at the end of durable_folder
+        # needs an empty folder, or none.
         if old is not None:
             remove_named(path, [*old["files"], _MANIFEST])
             remove_empty(path)
@@ -624,21 +757,21 @@ def _stage(path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts:
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return a stage's manifest, or None if there is none, or if it is damaged."""
+    """Return the manifest of a stage folder; None if it is missing or damaged."""
     with suppress(OSError, DamageError):
         return unsealed(read_regular(path / _MANIFEST, _MAX_MANIFEST), _MANIFEST, required=True)
     return None
 
 
 def _is_intact(path: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether all files in a stage have the sizes they were written with."""
+    """Return whether all files of a stage exist with the sizes in the manifest."""
     with suppress(OSError):
         return all((path / name).stat().st_size == size for name, size in manifest["files"].items())
     return False
 
 
 def _read_table(path: Path) -> pa.Table:
-    """Return a mapped Arrow file."""
+    """Open an Arrow file as a memory-mapped table."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
@@ -654,25 +787,32 @@ def _read_sample(path: Path) -> ItemSample:
 
 @contextmanager
 def _npy_writer(path: Path, kind: "np.dtype[Any]", num_rows: int) -> Iterator[Callable[[Ints], None]]:
-    """Yield a function that appends to a numpy file of known length."""
+    """Create a NumPy file for a one-dimensional array, and yield a function that appends values to it.
+
+    Args:
+        path: the file.
+        kind: dtype in the file; appended values are cast to it.
+        num_rows: total number of values that will be appended.
+    """
     with path.open("wb") as file:
+        # The header has the shape, so the length must be known before the first value.
         header = {"descr": kind.str, "fortran_order": False, "shape": (num_rows,)}
         np.lib.format.write_array_header_1_0(file, header)
         yield lambda values: np.ascontiguousarray(values.astype(kind, copy=False)).tofile(file)
 
 
 def _integer_type(bounds: tuple[int, int]) -> "np.dtype[Any]":
-    """Return int32 if it holds the bounds, else int64."""
+    """Return int32 if it can represent both bounds, inclusive, otherwise int64."""
     return np.dtype(np.int32 if bounds[0] >= -(1 << 31) and bounds[1] < 1 << 31 else np.int64)
 
 
 def _common_type(arrays: Iterable[Any]) -> pa.DataType:
-    """Return the type that `one_number` would give the concatenated arrays.
+    """Return the Arrow type that `one_number` would give the concatenated arrays, without concatenating them.
 
-    Integers and integral floats become integers. If any value has a fraction, all become floats.
+    Integers and integral floats have an integer type. If any value has a fraction, the type is a float.
 
     Args:
-        arrays: an array per part, read one at a time.
+        arrays: the same column from every part.
     """
     summaries = []
     for array in arrays:
@@ -684,7 +824,8 @@ def _common_type(arrays: Iterable[Any]) -> pa.DataType:
                 array = array.filter(pc.equal(array, array))  # without NaN
                 fractions = array.filter(pc.not_equal(pc.floor(array), array))
                 summary = pa.concat_arrays([summary, fractions.slice(0, 1)])
-            # Types depend on the extremes, and on whether there is a fraction.
+            # These values give the same type as the whole array: its extremes decide the width, and a value
+            # with a fraction decides between integer and float.
             ends = pc.min_max(array)
             summary = pa.concat_arrays([summary, pa.array([ends["min"], ends["max"]], array.type)])
         summaries.append(pa.table({"": summary}))
@@ -693,7 +834,7 @@ def _common_type(arrays: Iterable[Any]) -> pa.DataType:
 
 
 def _converted(array: Any, kind: pa.DataType) -> Any:
-    """Return a part's array with the type over all files, see `_common_type`."""
+    """Cast an array from a part to ``kind``, the type from `_common_type` that represents all parts."""
     array = decoded(whole(array))
     if pa.types.is_floating(kind):
         return pc.add(array.cast(pa.float64()), 0.0)

@@ -1,4 +1,4 @@
-"""Reader for histories and targets, as positions in a log."""
+"""Reader for next-item samples: a target interaction in a log, and the user's items before it."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,28 +16,30 @@ from meshrec.data.samples import Ints, Ragged, Samples, Shape, gather_ranges, to
 
 
 class Targets(NamedTuple):
-    """Target interactions."""
+    """Target interactions of n samples."""
 
     users: Ints
-    """User numbers [n]."""
+    """User number per sample, int64 [n]."""
     indices: Ints
-    """Positions in the log [n]."""
+    """Index of the target in the arrays of `Interactions`, int64 [n]."""
 
 
 class HistoryReader(IndexedSamples, Reader):
-    """Reader for users' items before a target interaction, and the target.
+    """Reader for samples with a user's history and a target item; `next_items` describes the features.
 
-    Everything but the target's position is computed per batch, so that a log may exceed memory.
+    A sample is found by its target: the history is the items just before it in the log, which is sorted by
+    user and time. Features are read from the log batch by batch, so the log may be larger than memory.
 
     Args:
         log: interactions.
-        targets: returns the targets for the samples with the given numbers.
-        num_samples: sample count.
-        history: maximum history length.
-        has_window_targets: whether a sample's targets are the next items after every item of its history;
-            otherwise only the target.
-        has_seen: whether all earlier items of the user are read, too; None: samples have no such feature.
-        has_side_features: whether samples have user and item features.
+        targets: function that maps sample numbers [n] to the samples' targets.
+        num_samples: number of samples.
+        history: maximum history length, in items.
+        has_window_targets: True: a sample has a target for every history item, the item after it. False: a
+            sample has one target.
+        has_seen: whether ``seen`` has all earlier items of the user (True) or is empty (False). None: samples
+            have no such feature.
+        has_side_features: whether samples have the user feature, and features of the target item.
         seed: shuffle seed.
         shuffle: whether to shuffle.
     """
@@ -84,6 +86,7 @@ class HistoryReader(IndexedSamples, Reader):
         firsts = log.firsts[users]
         lengths = np.minimum(indices - firsts, self._history)
         starts = indices - lengths
+        # The targets of a window are the history shifted by one item, ending with the target itself.
         num_targets = lengths if self._has_window_targets else np.ones_like(lengths)
         target_starts = indices + 1 - num_targets
         ids = {
@@ -95,6 +98,7 @@ class HistoryReader(IndexedSamples, Reader):
             ids[SEEN] = gather_ranges(log.items, firsts, (indices - firsts) * self._has_seen)
         if self._has_side_features:
             ids |= _side_features(log, users, indices)
+        # A batch row is that of the sample's first target.
         no_dense, labels = np.zeros((len(samples), 0), np.float32), np.ones(len(samples), np.float32)
         rows = log.rows[target_starts].astype(np.int64, copy=False)
         return to_batch(
@@ -103,7 +107,16 @@ class HistoryReader(IndexedSamples, Reader):
 
 
 def _side_features(log: Interactions, users: Ints, indices: Ints) -> dict[str, Ragged]:
-    """Return user and item features for interactions at ``indices``."""
+    """Return the user feature, and the additional item features, of n interactions.
+
+    Args:
+        log: interactions.
+        users: user number per interaction, [n].
+        indices: index of the interaction in the log, [n].
+
+    Returns:
+        IDs by feature name. A user without an ID in the user table has none.
+    """
     ids = {}
     if log.user is not None and log.user_ids is not None:
         ids[log.user.name] = gather_ranges(log.user_ids, users, (log.user_ids[users] >= 0).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Readers of samples by number, shuffled globally."""
+"""Readers with random access to samples: any sample can be read by its number, so shuffling is global."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -18,31 +18,39 @@ from meshrec.data.samples import Floats, Ints, Samples, Shape, gather_ranges, to
 
 
 class Ranges(NamedTuple):
-    """IDs of a key. Sample i has ``values[starts[i] : starts[i] + lengths[i]]``.
+    """IDs of n samples for one key, as ranges of a shared array.
 
-    Ranges may overlap: a user's last k movies are a range within all of the user's movies.
+    Sample i has the IDs ``values[starts[i] : starts[i] + lengths[i]]``. Ranges may overlap. For example, the
+    histories of one user's samples are ranges within the movies the user rated.
     """
 
     values: Ints
+    """IDs, [N]."""
     starts: Ints
+    """Index of the first ID per sample, int64 [n]."""
     lengths: Ints
+    """Number of IDs per sample, int64 [n]."""
 
     def take(self, rows: Ints) -> "Ranges":
-        """Return the ranges of the samples at ``rows``."""
+        """Return the ranges of the samples with the indices ``rows``."""
         return Ranges(self.values, self.starts[rows], self.lengths[rows])
 
 
 class IndexedSamples(ABC):
-    """Mixin for readers that can return any samples by number: `Reader.batches`, shuffled globally.
+    """Mixin that implements `Reader.batches` for readers with random access to samples.
+
+    Samples are numbered from 0. An epoch shuffles all sample numbers, and a subclass returns the samples with
+    given numbers as a batch.
 
     Args:
         seed: shuffle seed.
-        shuffle: whether to shuffle.
+        shuffle: whether to shuffle; otherwise samples are in the order of their numbers.
     """
 
     def __init__(self, *, seed: int, shuffle: bool) -> None:
         check_seed(seed)
         self._seed, self._shuffle = seed, shuffle
+        # Both are set only in copies made by `balanced`. None: ranks take equal slices of a step.
         self._share: Callable[[Ints, int], list[Ints]] | None = None
         self._balanced_keys: Sequence[str] = ()
 
@@ -53,19 +61,19 @@ class IndexedSamples(ABC):
 
     @abstractmethod
     def lengths(self, key: str, samples: Ints) -> Ints:
-        """Return the number of IDs of a key for the samples with the given numbers."""
+        """Return how many IDs the samples with the given numbers have for a key, int64 [len(samples)]."""
 
     @abstractmethod
     def batch(self, samples: Ints) -> Batch:
-        """Return the samples with the given numbers."""
+        """Return the samples with the given numbers as a batch, in this order."""
 
     def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> Self:
-        """Return a reader for the same samples that balances steps among ranks by some keys' lengths.
+        """Return a reader with the same steps that divides the samples of a step among ranks by their length.
 
         Args:
-            keys: keys whose lengths are summed per sample.
-            share: maps the sample lengths in a step and the rank count to sample positions per rank,
-                as `meshrec.data.balance.balanced_shares`.
+            keys: keys whose lengths are added up per sample, such as the history.
+            share: function such as `meshrec.data.balance.balanced_shares`. It gets the length per sample in a
+                step and the number of ranks, and returns the indices into these samples per rank.
         """
         reader = copy.copy(self)
         reader._share, reader._balanced_keys = share, keys
@@ -93,6 +101,7 @@ class IndexedSamples(ABC):
         return self._batches(plan, position.epoch, rank, world_size)
 
     def _batches(self, plan: Iterator[Step], epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
+        # Every rank computes the same order and the same shares, so ranks need not communicate.
         order = self._order(epoch) if self._shuffle else None
         for step in plan:
             samples = np.arange(*step) if order is None else order[step.start : step.stop].astype(np.int64)
@@ -104,7 +113,7 @@ class IndexedSamples(ABC):
             yield self.batch(samples)
 
     def _order(self, epoch: int) -> "npt.NDArray[np.integer[Any]]":
-        """Return the shuffled sample numbers of an epoch."""
+        """Return all sample numbers in the shuffled order of an epoch, int32 or int64 [num_samples]."""
         # Logs may have billions of samples, and this array is the only one with an entry for each of them.
         kind: type[np.integer[Any]] = np.int32 if self.num_samples <= 1 << 31 else np.int64
         order: npt.NDArray[np.integer[Any]] = np.arange(self.num_samples, dtype=kind)
@@ -114,21 +123,21 @@ class IndexedSamples(ABC):
 
 
 class InMemoryReader(IndexedSamples, Reader):
-    """Reader of NumPy arrays.
+    """Reader for samples in NumPy arrays.
 
     Args:
-        dense: dense values [n, num_dense].
-        labels: labels [n], or [n, L] for L labels.
-        ids: ranges per key.
-        rows: source row numbers [n]; 0, 1, ... by default.
-        files: files the row numbers refer to; a single file "memory" by default.
+        dense: dense values, float32 [n, num_dense].
+        labels: labels, float32 [n], or [n, L] for L labels.
+        ids: IDs by key, with n ranges.
+        rows: row number per sample in the source, int64 [n]; 0, 1, ... by default.
+        files: files that the row numbers refer to, see `Reader.files`; one file "memory" by default.
         seed: shuffle seed.
         shuffle: whether to shuffle.
-        label_range: allowed labels. Binary cross-entropy takes [0, 1]. None: any value, including NaN for no
-            label.
+        label_range: smallest and largest allowed label. The default is for binary cross-entropy. None: any
+            value, including NaN for a sample without a label.
 
     Raises:
-        ValueError: no samples, array lengths differ, or a label is out of range.
+        ValueError: there are no samples, array lengths differ, or a label is out of range.
     """
 
     def __init__(
@@ -166,12 +175,12 @@ class InMemoryReader(IndexedSamples, Reader):
 
     @property
     def num_samples(self) -> int:
-        """Samples per epoch, over all ranks."""
+        """Number of samples, over all ranks."""
         return len(self._labels)
 
     @property
     def files(self) -> Sequence[RowsOfFile]:
-        """Files the row numbers refer to."""
+        """Files that ``Batch.rows`` refers to."""
         return self._files
 
     @override

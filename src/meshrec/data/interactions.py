@@ -13,30 +13,32 @@ from meshrec.data.samples import Ints
 # N interactions
 
 HISTORY, SEEN, TIMES = "history", "seen", "times"
-"""Sample feature names besides user and item."""
+"""Feature names in next-item samples: earlier items, items not to recommend again, and timestamps of the
+history; see `next_items`."""
 BLOCK = 1 << 18
 """Interactions per block: arrays of a few MB, which make the overhead per block negligible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interactions:
-    """Interactions sorted by user and time.
+    """Interaction log: N interactions of users with items, sorted by user, then by time.
 
-    ``items``, ``times`` and ``rows`` are int32 or int64, and may be memory-mapped files.
+    Users are numbered from 0. ``items``, ``times`` and ``rows`` are int32 or int64, and may be memory-mapped
+    files.
 
     Args:
         name: display name.
         offsets: int64 [num_users + 1]. User u has the interactions ``offsets[u]`` to ``offsets[u + 1]``,
             exclusive, possibly none.
-        items: item IDs [N] in their table.
-        times: timestamps [N] in seconds.
-        rows: row numbers [N] in the data.
-        num_rows: rows in the data.
-        item: item feature and table.
-        catalogue: all item IDs, ascending.
+        items: item ID in the item table, per interaction, [N].
+        times: timestamp per interaction, in seconds since 1970, [N].
+        rows: row number in the data, per interaction, [N].
+        num_rows: number of rows in the data, including rows without an interaction here.
+        item: item feature, which names and sizes the item table.
+        catalogue: all item IDs, ascending, int64 [items]. An index into this array is a catalog position.
         user: user feature; None: users are not a feature.
-        user_ids: ID per user in the table of ``user``; -1 for a user without an ID.
-        described: additional item features, with values per catalog item.
+        user_ids: ID in the user table, per user, [num_users]; -1 for a user without an ID.
+        described: additional item features by name, with the IDs of every catalog item.
     """
 
     name: str
@@ -58,21 +60,21 @@ class Interactions:
 
     @property
     def firsts(self) -> Ints:
-        """First interaction per user."""
+        """Index of the first interaction per user, int64 [num_users]."""
         return self.offsets[:-1]
 
     @property
     def stops(self) -> Ints:
-        """Interaction end per user."""
+        """Index after the last interaction per user, int64 [num_users]."""
         return self.offsets[1:]
 
     def users_of(self, interactions: Ints) -> Ints:
-        """Return the user number by interaction."""
+        """Return the user number for n interactions, given by their indices in the log, int64 [n]."""
         # Users without interactions share their offset with the next user, who is the last of equal offsets.
         return np.searchsorted(self.offsets, interactions, side="right") - 1
 
     def positions(self, items: Ints) -> Ints:
-        """Return items' catalog positions."""
+        """Return the catalog positions of item IDs, int64 [n]. All items must be in the catalog."""
         # Python integers: keys of hashed tables cover the whole range of int64.
         first, last = self.catalogue[[0, -1]].tolist()
         if last - first == len(self.catalogue) - 1:
@@ -82,12 +84,14 @@ class Interactions:
         return np.searchsorted(self.catalogue, items)
 
     def blocks(self, stops: Ints) -> "Iterator[Block]":
-        """Yield each user's interactions before ``stops`` [num_users], in order.
+        """Iterate over the log in blocks, because it may be larger than memory.
 
-        Logs may exceed memory, so reads of a whole log go block by block.
+        Args:
+            stops: index per user, int64 [num_users]. Blocks omit the user's interactions from this index on.
         """
         for start in range(0, len(self.items), BLOCK):
             indices = np.arange(start, min(start + BLOCK, len(self.items)))
+            # Users with interactions in this block, and how many: offsets cut off at the block's edges.
             first, last = self.users_of(indices[[0, -1]])
             lengths = np.diff(self.offsets[first : last + 2].clip(start, start + len(indices)))
             users = np.repeat(np.arange(first, last + 1), lengths)
@@ -96,30 +100,30 @@ class Interactions:
 
 
 class Block(NamedTuple):
-    """Part of a log: interactions in order, not necessarily contiguous."""
+    """Some interactions of a log, in log order, not necessarily contiguous; see `Interactions.blocks`."""
 
     log: Interactions
     indices: Ints
-    """Positions in the log, int64 [n]."""
+    """Index in the log per interaction, ascending, int64 [n]."""
     users: Ints
-    """User numbers [n]."""
+    """User number per interaction, int64 [n]."""
 
     @property
     def times(self) -> Ints:
-        """Timestamps [n] in seconds."""
+        """Timestamp per interaction, in seconds since 1970, [n]."""
         return self.log.times[self.indices]
 
     @property
     def catalog_positions(self) -> Ints:
-        """The items' catalog positions [n]."""
+        """Catalog position of the item per interaction, [n]; see `Interactions.positions`."""
         return self.log.positions(self.log.items[self.indices])
 
     @property
     def num_earlier(self) -> Ints:
-        """Earlier interaction count for the same user [n]."""
+        """Number of earlier interactions by the same user, per interaction, [n]."""
         return self.indices - self.log.firsts[self.users]
 
     @property
     def arrivals(self) -> Ints:
-        """Timestamps for the same user's first interaction [n]."""
+        """Timestamp of the same user's first interaction in the log, per interaction, [n]."""
         return self.log.times[self.log.firsts[self.users]]

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from meshrec.data.encoding import Encoding
 
 ITEM, USER = "item", "user"
-"""Feature names for item and user, whatever their columns are called."""
+"""Names of the item feature and the user feature, whatever the columns in the data are called."""
 Ties = Literal["keep", "shuffle"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogColumns:
-    """Column names of a log, and row filters."""
+    """Names of the columns in an interaction log, and filters for its rows."""
 
     user: str = "user"
     """User column."""
@@ -24,26 +24,28 @@ class LogColumns:
     time: str = "time"
     """Time column: a number, a timestamp, or text such as 2024-05-01 12:30:00."""
     time_unit: Literal["s", "ms", "us", "ns"] = "s"
-    """Numeric timestamps' unit, since 1970."""
+    """Unit of numbers in the time column, counted from 1970."""
     time_format: str | None = None
-    """strptime format for string timestamps, such as %d/%m/%Y; default ISO 8601."""
+    """strptime format for times as text, such as %d/%m/%Y; default ISO 8601."""
     action: str | None = None
-    """Interaction type column."""
+    """Column with the type of an interaction, such as view or purchase."""
     actions: tuple[str, ...] = ()
-    """Interaction types to use; default all."""
+    """Interaction types to use, such as purchase; default all."""
     rating: str | None = None
     """Rating column."""
     min_rating: float | None = None
-    """Minimum rating to use; default all."""
+    """Minimum rating of a row to use; default all."""
     item_features: tuple[str, ...] = ()
-    """Columns with additional item values, or lists of values. An item's first row counts."""
+    """Columns with further item features: values, or lists of values. An item has the values of its first
+    row.
+    """
     min_user_count: int = 1
     """Omit users with fewer rows, counted before items are omitted."""
     min_item_count: int = 1
     """Omit items with fewer rows, counted before users are omitted."""
     ties: Ties = "keep"
-    """Order of a user's simultaneous rows: data order, or shuffled. Shuffle data sorted by item, whose order
-    would leak the next item.
+    """Order of a user's rows with equal times: "keep" their order in the data, or "shuffle" them. Shuffle if
+    the data is sorted by item: otherwise a model learns the next item from that order.
     """
 
     def __post_init__(self) -> None:
@@ -60,15 +62,18 @@ class LogColumns:
             raise ValueError(f"columns of the log: {wrong}.")
 
     def kinds(self, features: "Encoding | None" = None) -> dict[str, str]:
-        """Return column kinds for CSV files: kinds of fitted features, and numbers."""
+        """Return the kinds of columns in CSV files, by name, for `read_csvs`.
+
+        Time and rating are numeric. ``features`` that are fitted add the kinds of their columns.
+        """
         fitted = {} if features is None else features.fitted_kinds()
         return {name: "numeric" for name in (self.time, self.rating) if name is not None} | dict(fitted)
 
     def required(self) -> list[str]:
-        """Return the columns in which every row has a value, without duplicates."""
+        """Return the columns in which a row needs a value: user, item and time, without duplicates."""
         return list(dict.fromkeys([self.user, self.item, self.time]))
 
     def names(self) -> list[str]:
-        """Return the columns to read, without duplicates."""
+        """Return all columns to read, without duplicates."""
         optional = [name for name in (self.action, self.rating) if name is not None]
         return list(dict.fromkeys([*self.required(), *optional, *self.item_features]))

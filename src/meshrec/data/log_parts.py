@@ -1,7 +1,9 @@
-"""Encoded log parts: the valid file rows as integers, in Arrow files next to their values.
+"""Log parts: the first stage in [Note: histories on disk] (``histories.py``).
 
-Each part is encoded on its own, and named after the file content and the options. Later builds reuse
-all parts from unchanged files; see [Note: histories on disk].
+A log file is divided into pieces, and every piece is encoded by one thread: a CSV file is a single piece, a
+Parquet file has a piece per run of row groups. The valid rows of a piece are written to Arrow files, called
+parts, together with a JSON record about the piece. File names contain a digest over the file content and the
+options, so later builds find and reuse the parts of unchanged files.
 """
 
 import hashlib
@@ -40,43 +42,53 @@ from meshrec.durable.digests import tree_hash_of
 from meshrec.durable.files import open_regular
 
 VERSION = 1
-"""In all names: files from other versions are not read."""
+"""File format version. All file names depend on it, so that files in another format are not read."""
 TIME, ROW = "time", "row"
-"""Columns of a part besides `USER` and `ITEM`: microseconds since 1970, and row number in the file."""
+"""Columns of a part, in addition to `USER` and `ITEM`: microseconds since 1970, and the row number in the
+log file."""
 FEATURE = "feature:"
 """Prefix of item feature columns in a part."""
 MAX_RANGE = 1 << 26
-"""Integers in a smaller range are numbered by an array with a number per value, without hashing."""
+"""Limit for the range of integers. In a smaller range, a part stores integers as they are, and they are
+numbered by an array lookup. Other values are dictionary-encoded, and numbered by hashing."""
 _BYTES_PER_ROW = 256
-"""Memory to read and encode a row: two strings, a time, the codes, and hash tables of distinct values."""
+"""Estimated memory to read and encode a row: two strings, a time, the codes, and hash tables of distinct
+values."""
 _MAX_ROWS, _MIN_ROWS = 1 << 22, 1 << 12
+"""Bounds for the rows per part, whatever the memory."""
 _MAX_RECORD = 1 << 20
+"""Maximum bytes of a piece's JSON record that are read."""
 _SECONDS_BETWEEN_LINES = 5.0
+"""Seconds between two log lines about progress."""
 _logger = logging.getLogger("meshrec")
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 
 class Part(NamedTuple):
-    """An Arrow file with encoded rows."""
+    """Arrow file with encoded rows from a log file."""
 
     path: Path
     first_row: int
-    """Log row number for row 0 in the source file."""
+    """Row number in the whole log of the first row in the log file. Add it to the column `ROW`."""
 
     def table(self) -> pa.Table:
-        """Return the mapped columns: `USER` and `ITEM`, integers or dictionaries, `TIME`, `ROW`, features."""
+        """Open the part as a memory-mapped table.
+
+        The columns `USER` and `ITEM` are integers or dictionaries. The others are `TIME`, `ROW`, and the item
+        features, whose names start with `FEATURE`.
+        """
         return pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
 
 
 class LogParts(NamedTuple):
-    """All log parts, in row order."""
+    """All parts of a log, in row order."""
 
     parts: tuple[Part, ...]
     num_rows: int
-    """Rows in the files, including omitted rows."""
+    """Rows in the log files, including rows that are not valid."""
     names: tuple[str, ...]
-    """Files of the parts, which identify the content."""
+    """Names of all part files and records. They contain digests, and so identify the content."""
     times: tuple[int, int]
     """Earliest and latest time, in microseconds."""
 
@@ -86,36 +98,45 @@ class LogFiles:
     """Log files, and the options that decide which rows are valid."""
 
     name: str
+    """Display name, for messages."""
     paths: Paths
+    """Files, folders or patterns; see `meshrec.data.locations.expand`."""
     columns: LogColumns
+    """Column names and row filters."""
     kinds: Mapping[str, str]
-    """Known kinds of columns in CSV files."""
+    """Known kinds of columns in CSV files; see `read_csvs`."""
     form: CsvFormat = DETECTED
+    """Known delimiter, decimal point and encoding of CSV files."""
 
 
 class _Piece(NamedTuple):
-    """File rows encoded by one thread."""
+    """Consecutive rows of a log file, encoded by one thread: a whole CSV file, or some Parquet row groups."""
 
     name: str
+    """Digest over the content of the file and the options; equal for all pieces of a file."""
     file: File
     keys: Keys
+    """Values of the partition columns."""
     first_row: int
+    """Row number in the whole log of the first row in the file (not in the piece)."""
     num_rows: int
+    """Rows in the piece."""
     groups: range
-    """Row groups in a Parquet file."""
+    """Row groups of a Parquet file; empty for a CSV file."""
     table: pa.Table | None
-    """Rows in a CSV file."""
+    """All rows of a CSV file; None for a Parquet file."""
     metadata: Any
+    """Footer of a Parquet file, parsed once for all pieces; None for a CSV file."""
 
 
 def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) -> LogParts:
-    """Encode a log's files without parts in a folder yet.
+    """Write the parts for all log files; reuse parts that are in the folder already.
 
     Args:
-        log: files and options.
+        log: log files, and the options that decide which rows are valid.
         folder: existing folder for the parts.
-        faults: handles rows without user, item or time.
-        memory: memory bytes for reading and encoding; a larger row group takes more.
+        faults: raises or skips when a row lacks a user, item or time.
+        memory: bytes to use for reading and encoding. A Parquet row group with more rows than fit takes more.
 
     Raises:
         DataError: a file cannot be read, a column is missing, or a row lacks a value.
@@ -132,6 +153,7 @@ def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) ->
     for piece, record in zip(pieces, bounded_map(encode, pieces, threads), strict=True):
         records.append(record)
         progress.add(piece.num_rows)
+    # Reused pieces report their rows too, because records hold the counts.
     _report(log, [*zip(pieces, records, strict=True)], num_rows, faults)
     if len({record["zoned"] for record in records} - {None}) > 1:
         raise DataError(f"{log.name}: column {log.columns.time!r}: write all times with a zone, or none.")
@@ -153,18 +175,30 @@ def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) ->
 
 
 def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], int]:
-    """Return the pieces from all files, and the total row count."""
+    """Divide all log files into pieces.
+
+    Args:
+        log: log files and options.
+        folder: folder with the parts, which also caches the digests of the files.
+        max_rows: maximum rows per piece of a Parquet file, unless a row group is larger.
+
+    Returns:
+        The pieces in row order, and the number of rows in all files.
+
+    Raises:
+        DataError: a file cannot be read, or a log column is in none of the files.
+    """
     files, text = expand_tables(log.paths)
     keys = partition_keys(files, log.kinds)
     digests = _Digests(folder)
     options = {"version": VERSION, "columns": asdict(log.columns)}
-    # Shuffling and counts do not change which rows are valid.
+    # Options that do not change which rows are valid: parts are reused if only these differ.
     for name in ("ties", "min_user_count", "min_item_count"):
         del options["columns"][name]  # type: ignore[attr-defined]
     tables: list[pa.Table | None] = [None] * len(files)
     if text:
         csvs = read_csvs(files, log.kinds, log.form)
-        # All files decide together about column types.
+        # read_csvs infers column types from all files together, so a new file may change the rows of others.
         options |= {"form": asdict(log.form), "types": [str(table.schema.types) for table in csvs]}
         tables = [*csvs]
     pieces: list[_Piece] = []
@@ -195,7 +229,18 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
 def _pieces_of_parquet(
     name: str, file: File, keys: Keys, first_row: int, max_rows: int
 ) -> tuple[list[_Piece], list[str]]:
-    """Divide a Parquet file into pieces with consecutive row groups; also return all column names."""
+    """Divide a Parquet file into pieces, each with consecutive row groups.
+
+    Args:
+        name: digest over the content of the file and the options.
+        file: the file.
+        keys: values of the partition columns.
+        first_row: row number in the whole log of the first row in the file.
+        max_rows: maximum rows per piece, unless a row group is larger.
+
+    Returns:
+        The pieces, and the names of all columns, including partition columns.
+    """
     try:
         with open_parquet_file(file) as opened:
             metadata, columns = opened.metadata, [*opened.schema_arrow.names, *keys]
@@ -213,7 +258,18 @@ def _pieces_of_parquet(
 
 
 def _encode_piece(log: LogFiles, piece: _Piece, folder: Path, max_rows: int) -> dict[str, Any]:
-    """Write a piece's parts, unless they exist, and return the record about them."""
+    """Write the parts of a piece, unless its record exists, and return the record.
+
+    A record has the fields ``parts`` (number of part files), ``missing`` (by column: the number of rows
+    without a value, and the first such row in the file), ``times`` (earliest and latest, in microseconds) and
+    ``zoned`` (whether string times have a time zone; None for other times).
+
+    Args:
+        log: log files and options.
+        piece: the piece.
+        folder: folder for the part files and the record.
+        max_rows: maximum rows per part.
+    """
     path = folder / _record_name(piece)
     try:
         return unsealed(read_regular(path, _MAX_RECORD), path.name, required=True)
@@ -236,12 +292,16 @@ def _encode_piece(log: LogFiles, piece: _Piece, folder: Path, max_rows: int) -> 
         ):
             writer.write_table(encoded)
         record["parts"] += 1
+    # Written last: a record proves that all parts of the piece are complete.
     write_durably(path, sealed(record))
     return record
 
 
 def _blocks(log: LogFiles, piece: _Piece, max_rows: int) -> Iterator[pa.Table]:
-    """Yield a piece's rows with all log columns; null where the file lacks a column."""
+    """Yield the rows of a piece, at most ``max_rows`` at a time, with all log columns.
+
+    A column missing from the file is null.
+    """
     names = log.columns.names()
     if piece.table is not None:
         tables = (piece.table.slice(start, max_rows) for start in range(0, piece.num_rows, max_rows))
@@ -267,23 +327,28 @@ def _with_columns(table: pa.Table, names: list[str]) -> pa.Table:
 def _encode_block(
     log: LogFiles, table: pa.Table, first_row: int, piece: _Piece, record: dict[str, Any]
 ) -> pa.Table | None:
-    """Return a block's valid rows, or None if there are none.
+    """Encode the valid rows in a block of rows as a part table; None if no row is valid.
 
     Args:
-        log: files and options.
+        log: log files and options.
         table: the block.
-        first_row: first row's number, in the file.
-        piece: the piece that has the block.
-        record: updated with missing values, the time range, and whether times have a zone.
+        first_row: row number of the block's first row, in the log file.
+        piece: the piece with the block.
+        record: record of the piece, updated in place; see `_encode_piece`.
+
+    Raises:
+        DataError: a time cannot be parsed, or times with and without a zone are mixed.
     """
     columns = log.columns
 
     def check(valid: Bools, good: Bools, column: str) -> None:
-        """Record rows without a value in a column.
+        """Count rows without a value in ``record``, and mark them as invalid.
+
+        They are reported later, for all pieces together.
 
         Args:
-            valid: valid row mask, modified.
-            good: mask for rows with a value.
+            valid: whether a row is valid so far; modified in place.
+            good: whether a row has a value in the column.
             column: column name.
         """
         bad = valid & ~good
@@ -297,6 +362,8 @@ def _encode_block(
         return None
     times = decoded(whole(rows[columns.time]))
     if is_text(times.type):
+        # The first time stands for the block: parsing fails later for a mixture within a block. A date such
+        # as 2024-05-01 ends like a zone, but has no colon.
         zoned = pc.match_substring_regex(times.slice(0, 1), r"(Z|[+-][0-9]{2}(:?[0-9]{2})?)\s*$")[0].as_py()
         zoned = zoned and pc.match_substring_regex(times.slice(0, 1), ":")[0].as_py()
         if record["zoned"] not in (None, zoned):
@@ -318,7 +385,7 @@ def _encode_block(
 
 
 def _compact(values: Any) -> Any:
-    """Return values as a dictionary, or integers in a small range as they are."""
+    """Return values as a dictionary array, or unchanged if they are integers in a range below `MAX_RANGE`."""
     if pa.types.is_integer(values.type):
         ends = pc.min_max(values)
         if ends["max"].as_py() - ends["min"].as_py() < MAX_RANGE and ends["max"].as_py() < 1 << 63:
@@ -329,7 +396,16 @@ def _compact(values: Any) -> Any:
 def _report(
     log: LogFiles, encoded: list[tuple[_Piece, dict[str, Any]]], num_rows: int, faults: Faults
 ) -> None:
-    """Report rows without user, item or time, as `counted_rows` does."""
+    """Report rows without user, item or time, with one message per column for the whole log.
+
+    Messages equal those of `counted_rows`.
+
+    Args:
+        log: log files and options.
+        encoded: all pieces with their records.
+        num_rows: rows in the log files.
+        faults: raises, or skips and counts the rows.
+    """
     for column in log.columns.required():
         missing = [
             (record["missing"][column][0], piece.first_row + record["missing"][column][1])
@@ -344,18 +420,27 @@ def _report(
 
 
 class _Digests:
-    """Source file digests, computed again only for files whose size, times or inode changed."""
+    """Content digests of log files, cached in ``sources.json``.
+
+    A digest is computed again only if the size, modification time, status change time or inode of the file
+    has changed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "sources.json"
         try:
+            # Entries of earlier builds, by real path: size, two times, inode, digest.
             self._known = unsealed(self._path.read_bytes(), self._path.name, required=True)
         except (OSError, DamageError):
             self._known = {}
+        # Entries of files in this build. `save` adds them to the earlier ones.
         self._found: dict[str, Any] = {}
 
     def of(self, file: File) -> str:
-        """Return a digest for a file's content, or for size and time for a file in a store."""
+        """Return a digest for a local file's content.
+
+        For a file in a store such as S3, the digest depends on URI, size and modification time instead.
+        """
         if is_address(file):
             filesystem, path = pa_fs.FileSystem.from_uri(str(file))
             info = filesystem.get_file_info(path)
@@ -371,7 +456,7 @@ class _Digests:
         return f"{status.st_size}-{known[-1]}"
 
     def save(self) -> None:
-        """Store the digests."""
+        """Write ``sources.json``, unless no digest has changed."""
         if any(self._known.get(path) != entry for path, entry in self._found.items()):
             write_durably(self._path, sealed({**self._known, **self._found}))
 
@@ -389,24 +474,30 @@ def _piece_name(piece: _Piece) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Return a short digest for a plain JSON value."""
+    """Return a digest with 32 hexadecimal digits for a value with only JSON types."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def num_threads() -> int:
-    """Return the number of threads to encode and sort with. More would need more memory."""
+    """Return the number of threads for encoding and sorting: the available CPUs, at most 4.
+
+    Memory is divided among threads, so more threads would work on smaller blocks.
+    """
     return min(len(os.sched_getaffinity(0)), 4)
 
 
 def bounded_map(
     function: Callable[[_Task], _Result], tasks: Iterable[_Task], threads: int
 ) -> Iterator[_Result]:
-    """Map with threads, in order. At most ``threads`` results wait for the caller, which bounds memory.
+    """Yield ``function(task)`` for every task, in order, computed in threads.
+
+    A new task is started only when the caller takes a result, so at most ``threads`` results are in memory
+    in addition to the caller's.
 
     Args:
-        function: called for every task.
-        tasks: consumed as results are taken.
-        threads: thread count.
+        function: called in a thread.
+        tasks: iterated in the caller's thread, as results are taken.
+        threads: maximum number of threads.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="histories") as pool:
         remaining = iter(tasks)
@@ -422,14 +513,19 @@ def bounded_map(
 
 
 class Progress:
-    """Logs a slow step's progress, with an estimate of the remaining time."""
+    """Progress of a slow step, logged every few seconds with an estimate of the remaining time.
+
+    Args:
+        step: description at the start of a log line, such as "reading the log".
+        num_rows: total rows of the step.
+    """
 
     def __init__(self, step: str, num_rows: int) -> None:
         self._step, self._num_rows, self._done = step, num_rows, 0
         self._start = self._last = time.monotonic()
 
     def add(self, num_rows: int) -> None:
-        """Count finished rows."""
+        """Add to the number of finished rows, and log it if the last log line is old enough."""
         self._done += num_rows
         now = time.monotonic()
         if now - self._last > _SECONDS_BETWEEN_LINES:

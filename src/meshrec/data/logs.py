@@ -1,4 +1,8 @@
-"""Interaction logs from tables with users, items and times."""
+"""Interaction logs from in-memory tables with a user, an item and a time per row.
+
+`counted_rows` filters the rows, `fit_log` fits vocabularies on them, and `interactions` sorts them by user
+and time. ``histories.py`` does the same for logs larger than memory.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,25 +29,29 @@ _logger = logging.getLogger("meshrec")
 
 
 class LogTable(NamedTuple):
-    """Log table, and the column names."""
+    """Table with the rows of an interaction log, and the names of its columns."""
 
     name: str
-    """Display name."""
+    """Display name, for messages."""
     table: pa.Table
     columns: LogColumns
     source: Any = None
-    """Files or table it was read from, which may have further columns."""
+    """Files or frame from which ``table`` was read. They may have further columns, which a message about a
+    missing column lists."""
 
 
 def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.Table:
-    """Return the rows with user, item and time that fulfil the conditions on actions and ratings.
-
-    The result has a column "row" with the row number in the log. String times with a format are parsed.
+    """Return the rows with user, item and time that pass the filters on actions and ratings.
 
     Args:
-        log: a log, or a row block from a log.
-        check: called with the valid row mask so far, which it modifies, with the mask of rows that have a
-            value, and with the column name.
+        log: a log, or a block of rows from a log.
+        check: called as ``check(valid, good, column)`` for every required column with missing values.
+            ``valid`` is the mask of rows that are valid so far, and ``good`` the mask of rows with a value in
+            the column. The function must clear ``valid`` where ``good`` is false, or raise an error.
+
+    Returns:
+        The valid rows with an additional column "row": the row number in ``log``. If there is a time format,
+        times as text are parsed to timestamps.
 
     Raises:
         DataError: a column is missing, or a string is not a time.
@@ -78,9 +86,17 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
 
 
 def counted_rows(log: LogTable, faults: Faults) -> LogTable:
-    """Return a log's valid rows: with user, item and time, and with sufficient counts.
+    """Return the rows of a log that training uses, filtered by values and by counts.
 
-    The result has a column "row" with the row number in the log.
+    A row needs a user, an item and a time, and must pass the filters on actions and ratings. Its user and its
+    item must both reach the minimum row counts in ``log.columns``.
+
+    Args:
+        log: the log.
+        faults: raises or skips when a row lacks a user, item or time.
+
+    Returns:
+        The log with only these rows, and an additional column "row": the row number in the original table.
 
     Raises:
         DataError: a column is missing, a row lacks a value, or no row remains.
@@ -88,11 +104,11 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
     name, columns = log.name, log.columns
 
     def check(valid: Bools, good: Bools, column: str) -> None:
-        """Report rows without a value in a column.
+        """Report rows without a value in a column to ``faults``, and mark them as invalid.
 
         Args:
-            valid: valid row mask, modified.
-            good: mask for rows with a value.
+            valid: whether a row is valid so far; modified in place.
+            good: whether a row has a value in the column.
             column: column name.
         """
         faults.check(valid, good, f"{name}: column {column!r} has no value in row {{row}}", file=name)
@@ -113,13 +129,13 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
 
 
 def check_any_rows(name: str, num_rows: int) -> None:
-    """Raise DataError if no log row is left."""
+    """Raise DataError if the filters left no row; ``name`` is the display name of the log."""
     if not num_rows:
         raise DataError(f"{name}: no row is left. Look at the conditions on actions, ratings and counts.")
 
 
 def log_features(columns: LogColumns, *, users: bool) -> Features:
-    """Return a log's unfitted vocabularies; ``users``: whether users are a feature."""
+    """Return unfitted vocabularies for the items, the item features and, if ``users`` is true, the users."""
     names = {ITEM: columns.item} | ({USER: columns.user} if users else {})
     names |= {name: name for name in columns.item_features}
     features = tuple(Vocabulary(name=name, column=column) for name, column in names.items())
@@ -127,31 +143,33 @@ def log_features(columns: LogColumns, *, users: bool) -> Features:
 
 
 def fit_log(log: LogTable, *, users: bool) -> Features:
-    """Fit a log's vocabularies on the valid rows; ``users``: whether users are a feature."""
+    """Fit the vocabularies from `log_features` on rows from `counted_rows`."""
     return log_features(log.columns, users=users).fit([log.table])
 
 
 class LoggedUsers(NamedTuple):
-    """Interactions in a log, and user values by number."""
+    """Interactions of a log, and the users in the data that their user numbers stand for."""
 
     log: Interactions
     values: Any
+    """Arrow array with the value of the user column, by user number."""
 
 
 def interactions(
     log: LogTable, features: Features, *, num_rows: int, hashed: Key | None = None, seed: int = 0
 ) -> LoggedUsers:
-    """Sort a log's valid rows, with user numbers and item IDs.
+    """Sort the rows of a log by user and time, number the users, and convert items to IDs.
 
     Rows with items outside the vocabulary are omitted, and counted in a warning. Their users remain, possibly
-    without interactions. A user outside the user vocabulary has no ID.
+    without interactions. A user outside the user vocabulary gets a number, but no ID.
 
     Args:
         log: rows from `counted_rows`.
-        features: fitted features.
-        num_rows: rows in the whole log.
-        hashed: hashed key feature for a table without a fixed row count; None: IDs are rows.
-        seed: seed for shuffling ties.
+        features: fitted features, from `fit_log`.
+        num_rows: number of rows in the original log.
+        hashed: feature that hashes items to keys, for a hashed item table. None: an item ID is the row in a
+            table with fixed size.
+        seed: seed that orders a user's simultaneous rows, if ``log.columns.ties`` is "shuffle".
 
     Raises:
         DataError: a column's kind differs from the fitted kind.
@@ -186,7 +204,10 @@ def interactions(
 
 
 class SortedRows(NamedTuple):
-    """Log rows sorted by user and time, as in `Interactions`; int32 or int64, possibly mapped files."""
+    """Arrays of `Interactions` with the same names: log rows sorted by user and time.
+
+    They are int32 or int64, and may be memory-mapped files.
+    """
 
     offsets: Ints
     items: Ints
@@ -195,10 +216,12 @@ class SortedRows(NamedTuple):
 
 
 class ItemSample(NamedTuple):
-    """A row for each item with interactions: item IDs, ascending, and the log rows."""
+    """First log row with every item, from which the item's features are taken."""
 
     ids: Ints
+    """Item ID per row, ascending."""
     table: pa.Table
+    """The rows, with the columns of the item features."""
 
 
 def logged_users(
@@ -211,16 +234,16 @@ def logged_users(
     hashed: Key | None,
     sample: ItemSample | None,
 ) -> LoggedUsers:
-    """Return sorted rows with a log's features and catalogue.
+    """Create the `Interactions` for sorted rows: add the features and the catalog.
 
     Args:
         name: display name.
         features: fitted features.
         arrays: sorted rows.
-        values: user values by number.
-        num_rows: rows in the whole log.
-        hashed: hashed key feature, or None: IDs are rows.
-        sample: item feature source; None: the log has none.
+        values: value of the user column, by user number.
+        num_rows: number of rows in the original log.
+        hashed: feature that hashes items to keys; None: an item ID is a table row.
+        sample: log rows from which item features are taken; None: there are no item features.
     """
     item = vocabulary_of(features, ITEM)
     catalogue = np.sort(item_ids(item, item.vocabulary, hashed))
@@ -247,12 +270,12 @@ def logged_users(
 
 
 def check_kinds(name: str, features: Features, schema: pa.Schema) -> None:
-    """Raise DataError unless a log's columns have the kinds in fitted features.
+    """Raise DataError if a log column has another kind than the fitted feature that reads it.
 
     Args:
-        name: log name, for the message.
+        name: display name of the log, for the message.
         features: fitted features.
-        schema: log schema.
+        schema: Arrow schema of the log.
     """
     for feature in features.ids:
         wrong = feature.kind_error({feature.source: kind_of(schema.field(feature.source).type)})
@@ -261,12 +284,12 @@ def check_kinds(name: str, features: Features, schema: pa.Schema) -> None:
 
 
 def warn_of_unknown(name: str, num_omitted: int, num_left: int) -> None:
-    """Log how many rows were left out, because their items are not in the vocabulary.
+    """Log a warning if rows were omitted because their items are not in the vocabulary.
 
     Args:
-        name: log name.
-        num_omitted: omitted row count.
-        num_left: remaining row count.
+        name: display name of the log.
+        num_omitted: number of omitted rows; 0: no warning.
+        num_left: number of remaining rows.
     """
     if num_omitted:
         advice = "" if num_left else ". No row is left: compare the columns"
@@ -277,18 +300,24 @@ def warn_of_unknown(name: str, num_omitted: int, num_left: int) -> None:
 def requests_of_histories(
     item: Vocabulary, *, history: int, times: bool, more: Sequence[Vocabulary] = ()
 ) -> tuple[Features, pa.Schema]:
-    """Return the features in a recommendation request, and the column types.
+    """Describe the columns of a recommendation request, which convert to the features of `next_items`.
+
+    A request has the history and, optionally, further items not to recommend.
 
     Args:
         item: item vocabulary.
         history: maximum history length; longer histories keep their last items.
-        times: whether the model reads item timestamps, in seconds.
-        more: additional log features in a request.
+        times: whether the model reads the timestamps of history items, in seconds.
+        more: further features in a request: the user, and features of the item.
+
+    Returns:
+        The features, and the Arrow type per request column.
     """
     kind = "list of text" if item.found == "text" else "list of integer"
     lists = replace(item, found=kind, sequence=True, table=ITEM, known_only=True)  # type: ignore[arg-type]
     request_features: list[IdFeature] = [replace(lists, name=HISTORY, column=HISTORY, max_length=history)]
     request_features += [Times(name=TIMES, history=HISTORY, max_length=history)] if times else []
+    # Items of the history count as seen, too, and a request may leave out the column.
     request_features.append(replace(lists, name=SEEN, column=SEEN, also=HISTORY))
     kinds = {f.name: pa.int64() if f.name == TIMES else item.vocabulary.type for f in request_features}
     schema = pa.schema([(name, pa.list_(of)) for name, of in kinds.items()])
@@ -302,25 +331,31 @@ def requests_of_histories(
 
 
 def vocabulary_of(features: Features, name: str) -> Vocabulary:
-    """Return a feature by name. All log features have vocabularies."""
+    """Return the feature with a name, which must be a `Vocabulary`, as all features of a log are."""
     feature = features[name]
     assert isinstance(feature, Vocabulary)
     return feature
 
 
 def item_ids(item: Vocabulary, values: Any, hashed: Key | None) -> Ints:
-    """Return item IDs in their table.
+    """Convert item values to IDs in the item table, int64 [n].
 
     Args:
         item: item vocabulary.
-        values: item values, an Arrow array [n].
-        hashed: hashed key feature, or None: IDs are rows.
+        values: values of the item column, an Arrow array [n].
+        hashed: feature that hashes items to keys; None: the ID is the row in the vocabulary.
     """
     return item.rows_of(values) if hashed is None else hashed.rows_of(values)
 
 
 def _catalog_values(feature: Vocabulary, sample: ItemSample, catalogue: Ints) -> tuple[Feature, Ranges]:
-    """Return an item feature with values for every catalogue item (IDs, ascending)."""
+    """Return an item feature for the dataset, and its IDs for every catalog item.
+
+    Args:
+        feature: fitted item feature.
+        sample: log rows from which the values are taken. An item without a row has no values.
+        catalogue: all item IDs, ascending.
+    """
     values = feature.values(sample.table)
     lengths, starts = (np.zeros(len(catalogue), np.int64) for _ in range(2))
     positions = np.searchsorted(catalogue, sample.ids)

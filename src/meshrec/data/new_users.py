@@ -1,4 +1,4 @@
-"""Item scores for users without a history, from popularity in the training data."""
+"""Item scores for users without a history, from item popularity in the training data."""
 
 from collections.abc import Iterator
 
@@ -9,49 +9,61 @@ from meshrec.data.interactions import Block, Interactions
 from meshrec.data.order_statistics import quantiles
 from meshrec.data.samples import Bools, Floats, Ints
 
-# I items, C counts: all, first and recent interactions, P counted interaction parts
+# I items. C = 3 counts per item: all interactions, first interactions of users, recent interactions.
+# P = 4 subsets of the interactions that popularity is counted on; see `fitted`.
 
 _FIRST = 10
-"""Number of first items per user, equal to the cut-off of the DCG."""
+"""Interactions per user that count as first ones. Equals the cut-off of DCG@10."""
 _LATE = 0.2
-"""Share of users in the second trial: those with the latest first interaction."""
+"""Share of users to predict in the second trial: the users with the latest first interaction."""
 _RECENT = 0.1
-"""Recent interaction share."""
+"""Share of interactions that count as recent."""
 _UNSEEN = 1e-3
-"""Pseudo-count per item: scores of items without interactions are finite."""
+"""Added to all counts, so that the logarithm is finite for an item without interactions."""
 _BLENDS = np.array([(a, b, 4 - a - b) for a in range(4, -1, -1) for b in range(4 - a, -1, -1)]) / 4
-"""Weights of the counts, in quarters. Plain popularity comes first and wins ties."""
+"""Candidate weights for the C counts, multiples of 1/4 with sum 1, [15, C]. The first candidate is plain
+popularity, which so wins ties."""
 
 
 def new_user_scores(log: Interactions, stops: Ints) -> Floats:
-    """Return the log of each catalog item's share among the items expected for a new user, [I].
+    """Score all catalog items for a user without a history, by a blend of three kinds of popularity.
 
-    The shares blend three counts: all interactions, each user's first items, and recent interactions. Two
-    trials choose the weights by DCG@10 on users' first items: one half of the users predicts the other half,
-    and what came earlier predicts the users who came last. Of the blends that lose to plain popularity in
-    neither trial, the one with the largest mean gain is taken.
+    An item's score is the logarithm of its share in a weighted sum of three counts: all interactions, the
+    first interactions of users, and recent interactions.
+
+    The weights are selected in two trials. In the first trial, counts over half of the users predict the
+    first items of the other half. In the second trial, counts over early interactions predict the first items
+    of the users who came last. A trial measures DCG@10. Among candidate weights with at least the DCG of
+    plain popularity in both trials, the function takes those with the largest mean gain.
 
     Args:
         log: interactions.
-        stops: training data end per user, [num_users]; at least one interaction remains.
+        stops: end of the training data per user, exclusive, [num_users]. Some interaction must be before it.
 
     Returns:
-        Scores, float32 [I].
+        Scores in catalog order, float32 [I].
     """
     firsts, num_items = log.firsts, len(log.catalogue)
     moment = np.quantile(log.times[firsts[stops > firsts]], 1 - _LATE)
 
     def fitted(block: Block) -> list[Bools]:
-        """Return the interactions that predict the others: those of either half, the early ones, and all."""
+        """Return P masks [n] of the interactions in a block that popularity is counted on.
+
+        They select users with even numbers, users with odd numbers, early interactions, and all interactions.
+        The first two are for the first trial, the third is for the second trial, the last for the result.
+        """
         is_even = block.users % 2 == 0
         return [is_even, ~is_even, block.times < moment, np.ones_like(is_even)]
 
     def times_of_parts() -> Iterator[list[Ints]]:
+        """Iterate over the timestamps in blocks, with a series per subset, for `quantiles`."""
         for block in log.blocks(stops):
             times = block.times
             yield [times[mask] for mask in fitted(block)]
 
+    # Interactions from these timestamps on are recent, per subset.
     recent = quantiles(times_of_parts, 1 - _RECENT)
+    # counts_PCI is what a prediction knows; taken_PI counts the items that it should rank first.
     counts_PCI = np.zeros((len(recent), _BLENDS.shape[1], num_items), np.int64)
     taken_PI = np.zeros((len(recent) - 1, num_items), np.int64)
     for block in log.blocks(stops):
@@ -66,11 +78,17 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
     shares_PCI = smoothed / smoothed.sum(2, keepdims=True)
 
     def dcgs(part: int) -> "npt.NDArray[np.float64]":
-        """Return the DCG for each blend, summed over the users to predict."""
+        """Return the DCG@10 per candidate of `_BLENDS`, summed over the users to predict, float64 [15].
+
+        Args:
+            part: index of the subset that popularity is counted on.
+        """
         best = np.argsort(-(_BLENDS @ shares_PCI[part]), axis=1, kind="stable")[:, :_FIRST]
         sums: npt.NDArray[np.float64] = taken_PI[part][best] @ (1 / np.log2(np.arange(2, 2 + best.shape[1])))
         return sums
 
+    # DCG relative to plain popularity, [2 trials, 15]; 1e-9 avoids 0 / 0. The first trial runs both ways:
+    # even users predict odd users, and the reverse.
     gains = np.stack([(dcg + 1e-9) / (dcg[0] + 1e-9) for dcg in (dcgs(0) + dcgs(1), dcgs(2))])
     mean_gains = np.where(gains.min(0) >= 1, gains.mean(0), 0)
     scores_I: Floats = np.log(_BLENDS[mean_gains.argmax()] @ shares_PCI[-1]).astype(np.float32)

@@ -1,11 +1,19 @@
-"""Logs as datasets for next-item prediction.
+"""Datasets for next-item prediction from interaction logs.
 
 [Note: who is tested on what]
 
-Every user has at most one validation item and one test item. ``leave_last_out``: the last two items for users
-with three or more, as in Kang, McAuley: "Self-attentive sequential recommendation" (2018). ``time``: two
-moments divide the log, and a user's first item after each is held out; later items are unused. Everything
-before an item may be in the item's history, including validation items. Training data has no held-out items.
+A split holds out at most two interactions per user: one to validate on, and one to test on. The model gets
+the user's earlier items as the history, and is evaluated by the rank of the held-out item.
+
+- ``leave_last_out``: for users with three or more interactions, the last one is for testing, and the one
+  before it for validation. Other users are only trained on. This is the split in Kang, McAuley:
+  "Self-attentive sequential recommendation" (2018).
+- ``time``: two timestamps divide the whole log into training, validation and test periods. A user's first
+  interaction in the validation period and the first one in the test period are held out. The user's other
+  interactions in these periods are never targets.
+
+The model trains on interactions before the held-out ones. A history may have all earlier items of the user:
+the history of a test item includes the validation item.
 """
 
 from collections.abc import Iterator
@@ -30,11 +38,17 @@ HeldOut = Literal["leave_last_out", "time", "nothing"]
 
 
 class _Split(NamedTuple):
-    """Training data end per user, and held-out interactions, as positions in the log."""
+    """Split of a log into training, validation and test data.
+
+    Values are indices into the arrays of `Interactions`, which are sorted by user.
+    """
 
     train_stops: Ints
+    """End of the training data per user, exclusive, int64 [num_users]; starts are ``Interactions.firsts``."""
     validation: Ints
+    """Held-out interactions for validation, at most one per user."""
     test: Ints
+    """Held-out interactions for testing, at most one per user."""
 
 
 def next_items(
@@ -48,27 +62,42 @@ def next_items(
     exclude_seen: bool = True,
     seed: int = 0,
 ) -> Dataset:
-    """Create a next-item dataset from a log; see [Note: who is tested on what]. All labels are 1.
+    """Create a dataset for next-item prediction from a log; see [Note: who is tested on what].
 
-    A sample has ``history``, earlier items, oldest first; ``times``, their timestamps in seconds; and the
-    target. In validation and test data the target is a single item, and ``seen``, with ``exclude_seen``,
-    holds all the user's earlier items. There are two kinds of training samples, with empty ``seen``:
+    A sample has these features:
 
-    - windows over a user's items: the target holds the next item after every item in ``history``;
-    - otherwise a sample per item with a predecessor, with user and item features.
+    - ``history``: the user's items before the target, oldest first, at most ``history`` of them;
+    - ``times``: the timestamps of the history items, in seconds;
+    - the item feature of the log: the target, which the model learns to predict;
+    - ``seen``, with ``exclude_seen``: all earlier items of the user, which must not be recommended again. It
+      is empty in training.
+
+    A validation or test sample has one target item. Training samples have one of two forms:
+
+    - ``windows=True``: a sample is a window of a user's consecutive items. It has a target for every item in
+      ``history``: the item after it. Models that predict at all positions train on windows.
+    - ``windows=False``: a sample has one target item, and all items of a user but the first are targets.
+      All samples, also for validation and test, then have the user feature and the additional features of
+      the target item, too.
+
+    All labels are 1.
 
     Args:
         log: interactions.
-        history: maximum history length.
-        windows: whether training samples are windows.
-        held_out: which items are held out.
-        validation: with ``time``, interaction share for validation.
-        test: with ``time``, interaction share for testing.
-        exclude_seen: whether a user's earlier items are excluded from ranking.
-        seed: shuffle seed.
+        history: maximum history length, in items.
+        windows: form of the training samples, see above.
+        held_out: how validation and test items are selected; "nothing": all data is for training.
+        validation: for ``held_out="time"``: share of all interactions in the validation period.
+        test: for ``held_out="time"``: share of all interactions in the test period.
+        exclude_seen: whether a user's earlier items are excluded when items are ranked.
+        seed: seed for shuffling training samples.
+
+    Returns:
+        The dataset. Its catalog has all items in the log, with their features.
 
     Raises:
-        DataError: a part would be empty.
+        DataError: there is no training sample, or no validation or test item.
+        ValueError: ``history`` is below 1, or the shares are out of range.
     """
     check_history(history)
     if held_out == "nothing":
@@ -125,14 +154,20 @@ def next_items(
 def latest(
     log: Interactions, users: Ints, *, history: int, windows: bool = True, user_ids: Ints | None = None
 ) -> InMemoryReader:
-    """Return a reader for users' last items, without targets.
+    """Return a reader with a sample per user, to recommend the items after the user's last interaction.
+
+    Samples have the features of `next_items`, but the target and the features of the target item are empty.
+    The history has the user's last items.
 
     Args:
         log: interactions.
-        users: user numbers in the log; -1: a user without history.
-        history: maximum history length.
-        windows: whether user features are omitted, see `next_items`.
-        user_ids: ID per user in the user table; -1: none.
+        users: user numbers in the log, [n]; -1 for a user without history.
+        history: maximum history length, in items.
+        windows: whether the model was trained with ``windows=True``, which omits user and item features.
+        user_ids: ID per sample in the user table, [n]; -1 for a user without an ID.
+
+    Returns:
+        A reader with n samples, in the order of ``users``.
     """
     has_history = users >= 0
     firsts = np.where(has_history, log.firsts[users], 0)
@@ -155,12 +190,13 @@ def latest(
 
 
 def check_history(history: int) -> None:
-    """Raise ValueError for an empty maximum history."""
+    """Raise ValueError if the maximum history length is below 1."""
     if history < 1:
         raise ValueError(f"history must be >= 1, got {history}.")
 
 
 def _left_out(log: Interactions) -> _Split:
+    """Hold out the last two interactions of every user with three or more."""
     firsts, stops = log.firsts, log.stops
     # Two held-out items must leave at least one for training.
     has_held_out = stops - firsts >= 3
@@ -173,26 +209,37 @@ def _left_out(log: Interactions) -> _Split:
 
 
 def _by_time(log: Interactions, validation: float, test: float) -> _Split:
-    """Hold out every user's first item after two moments."""
+    """Hold out a user's first interaction in the validation period, and the first one in the test period.
+
+    Args:
+        log: interactions.
+        validation: share of all interactions in the validation period.
+        test: share of all interactions in the test period, at the end of the log.
+    """
     if min(validation, test) <= 0 or validation + test >= 1:
         raise ValueError(
             f"the shares of validation {validation} and test {test} must lie above 0, together below 1."
         )
 
     def times() -> Iterator[list[Ints]]:
-        """Return a new iterator over the timestamps in blocks, a single series for `order_statistics`."""
+        """Iterate over the log's timestamps in blocks, as the only series for `order_statistics`."""
         return ([log.times[first : first + BLOCK]] for first in range(0, len(log.times), BLOCK))
 
     ranks = [int(len(log.times) * share) for share in (1 - validation - test, 1 - test)]
+    # The validation period is [start, end), and the test period starts at ``end``.
     ((start, end),) = order_statistics(times, [ranks])
     first_validation, first_test = (log.firsts + _num_before(log, moment) for moment in (start, end))
 
     def existing(indices: Ints) -> Ints:
-        """Return those of the interactions, one per user, that are the user's."""
+        """Remove indices of users without an interaction in the period; these indices are another user's.
+
+        Args:
+            indices: index per user, [num_users].
+        """
         return indices[indices < log.stops]
 
     held_out = existing(first_validation), existing(first_test)
-    # An item after both moments is a test item.
+    # If the first interaction after ``start`` is after ``end`` too, it is a test item only.
     held_out = held_out[0][log.times[held_out[0]] < end], held_out[1]
     for name, part in zip(("validation", "test"), held_out, strict=True):
         if not len(part):
@@ -201,7 +248,7 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
 
 
 def _num_before(log: Interactions, moment: int) -> Ints:
-    """Return the interaction count before a moment per user."""
+    """Return the number of interactions before a timestamp, in seconds, per user: int64 [num_users]."""
     num_before = np.zeros(log.num_users, np.int64)
     for block in log.blocks(log.stops):
         first, last = block.users[[0, -1]]
@@ -211,15 +258,16 @@ def _num_before(log: Interactions, moment: int) -> Ints:
 
 
 def _features(log: Interactions, samples: "_TrainingSamples", *, exclude_seen: bool) -> list[Feature]:
+    """Describe the features that all samples have: history, target item, timestamps and seen items."""
     average, history = samples.average_length, samples.history
 
     def item_feature(name: str, length: float, *, sequence: bool = False) -> Feature:
-        """Describe a feature that reads the item table.
+        """Describe a feature that has item IDs and reads the item table.
 
         Args:
             name: feature name.
-            length: mean IDs per sample.
-            sequence: whether the IDs are ordered; then a sample has at most ``history`` IDs.
+            length: mean number of IDs per sample.
+            sequence: whether the IDs are in order of time; then a sample has at most ``history`` IDs.
         """
         return Feature(
             name=name,
@@ -242,16 +290,19 @@ def _features(log: Interactions, samples: "_TrainingSamples", *, exclude_seen: b
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainingSamples:
-    """Training sample numbers; see `next_items`.
+    """Training samples of all users, numbered user by user; see `next_items` for the two forms.
+
+    No array here has an entry per sample. `targets` converts sample numbers to interactions when a batch is
+    read.
 
     Args:
         log: interactions.
-        stops: training data end per user.
-        history: maximum history length.
-        windows: whether a sample is an item window: users' items are divided from the last item back, and
-            the first window may be shorter. Otherwise a sample is an item with a predecessor.
-        num_pairs: items with a predecessor, per user.
-        offsets: int64 [num_users + 1]. User u has the samples ``offsets[u]`` to ``offsets[u + 1]``,
+        stops: end of the training data per user, exclusive, [num_users]; see `_Split`.
+        history: maximum history length, in items.
+        windows: whether samples are windows. Windows are cut from the user's last item backward, so a user's
+            last sample number has the oldest items, and may be shorter.
+        num_pairs: training items with an earlier item, per user, [num_users]: the possible targets.
+        offsets: int64 [num_users + 1]. User u has the sample numbers ``offsets[u]`` to ``offsets[u + 1]``,
             exclusive.
     """
 
@@ -264,14 +315,15 @@ class _TrainingSamples:
 
     @staticmethod
     def of(log: Interactions, stops: Ints, history: int, *, windows: bool) -> "_TrainingSamples":
-        """Count the samples.
+        """Count the samples per user.
 
         Args:
-            log: the interactions.
-            stops: training data end per user.
-            history: maximum items in a history.
-            windows: whether a sample is an item window.
+            log: interactions.
+            stops: end of the training data per user, exclusive, [num_users].
+            history: maximum history length, in items.
+            windows: whether samples are windows.
         """
+        # The first item of a user has no history.
         num_pairs = np.maximum(stops - log.firsts - 1, 0)
         num_samples = -(-num_pairs // history) if windows else num_pairs
         offsets = np.concatenate([[0], np.cumsum(num_samples)])
@@ -281,21 +333,25 @@ class _TrainingSamples:
 
     @property
     def num_samples(self) -> int:
-        """Sample count."""
+        """Number of training samples of all users."""
         return int(self.offsets[-1])
 
     @property
     def average_length(self) -> float:
-        """Mean history length."""
+        """Mean history length over all training samples, in items."""
         if self.windows:
+            # A window has as many history items as targets, and a target is in one window.
             return int(self.num_pairs.sum()) / self.num_samples
-        # The first histories grow by an item at a time.
+        # A user's samples have 1, 2, ... history items, up to the maximum.
         growing = np.minimum(self.num_pairs, self.history)
         total = growing * (growing + 1) // 2 + (self.num_pairs - growing) * self.history
         return int(total.sum()) / self.num_samples
 
     def targets(self, numbers: Ints) -> Targets:
-        """Return the samples' last targets."""
+        """Return the user and the target interaction for samples with the given numbers.
+
+        For a window, this is the last target; `HistoryReader` adds the earlier ones.
+        """
         users = np.searchsorted(self.offsets, numbers, side="right") - 1
         numbers = numbers - self.offsets[users]
         if self.windows:
@@ -304,7 +360,7 @@ class _TrainingSamples:
 
 
 def _catalogue(log: Interactions) -> KeyedJaggedTensor:
-    """Return a sample per item, with features."""
+    """Return the catalog: a sample per item in the order of ``log.catalogue``, with its item features."""
     num = len(log.catalogue)
     ranges = {log.item.name: Ranges(log.catalogue, np.arange(num), np.ones(num, np.int64))}
     ranges |= {name: values for name, (_, values) in log.described.items()}
@@ -318,7 +374,12 @@ def _catalogue(log: Interactions) -> KeyedJaggedTensor:
 
 
 def _item_counts(log: Interactions, train_stops: Ints) -> Tensor:
-    """Return training target counts per catalog item."""
+    """Return how many training targets are this item, per catalog item: int64 [items].
+
+    Args:
+        log: interactions.
+        train_stops: end of the training data per user, exclusive, [num_users].
+    """
     counts = np.zeros(len(log.catalogue), np.int64)
     for block in log.blocks(train_stops):
         # A user's first item has no history and is not a target.

@@ -1,4 +1,4 @@
-"""Order statistics and quantiles of integers that are read in blocks."""
+"""Exact order statistics and quantiles of integer arrays larger than memory, which are read in blocks."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,26 +6,40 @@ import numpy as np
 
 from meshrec.data.samples import Ints
 
-# S integer series, each with separate quantiles or ranks
+# S series of integers. A series is a long array; quantiles or ranks are computed for every series.
 
 _BINS_LOG2 = 16
-"""Bits per pass. Each pass divides the interval of a result by 2**16: two passes find a time in seconds."""
+"""Binary logarithm of the histogram bins. A pass over the data narrows the interval with the result to one
+bin, 1/65,536 of its size, so two passes suffice for values within 2**32, such as times in seconds."""
 Blocks = Callable[[], Iterable[Sequence[Ints]]]
-"""Returns the blocks for S series. A block has a part from each series, possibly an empty one."""
+"""Function that starts a new pass over S series, and returns an iterable over blocks. A block is a list of S
+arrays: the next values of every series, possibly none. Concatenated over all blocks, they are the series."""
 
 
 def order_statistics(blocks: Blocks, ranks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return ``np.sort(series)[rank]`` for each rank in each series, by counting in several passes.
+    """Return ``np.sort(series)[rank]`` for every requested rank, without sorting or loading a whole series.
+
+    Counts the values in histogram bins. The bin that contains the rank is divided into smaller bins in the
+    next pass over the data, until a bin has a single integer.
+
+    Example: for the series ``[30, 10, 20]`` and ``[5, 4]``, the ranks ``[[0, 2], [1]]`` give
+    ``[[10, 30], [5]]``.
 
     Args:
-        blocks: the S series.
-        ranks: positions in the sorted series, each below the series' length; [S][...].
+        blocks: starts a pass over the S series.
+        ranks: a list of ranks per series. A rank is an index into the sorted series, from 0.
+
+    Returns:
+        A list of values per series, in the order of ``ranks``.
     """
     low, high = _range(blocks)
+    # A bin has 1 << shift integers.
     shift = max((high - low).bit_length() - _BINS_LOG2, 0)
-    # Interval start and rank within the interval [start, start + (1 << shift + 16)) per result.
+    # Per result: the start of an interval with all bins that contains the value, and the rank of the value
+    # among the values from this start on.
     searches = [[(low, rank) for rank in of_series] for of_series in ranks]
     while True:
+        # Results in the same interval share a histogram.
         counts = {
             (number, start): np.zeros(1 << _BINS_LOG2, np.int64)
             for number, of_series in enumerate(searches)
@@ -48,14 +62,18 @@ def order_statistics(blocks: Blocks, ranks: Sequence[Sequence[int]]) -> list[lis
 
 
 def quantiles(blocks: Blocks, share: float) -> list[float]:
-    """Return ``np.quantile(series, share)`` for each series; 0 for a series without integers.
+    """Return ``np.quantile(series, share)`` for every series, without loading a whole series.
 
     Args:
-        blocks: the S series.
-        share: the quantile, in [0, 1].
+        blocks: starts a pass over the S series.
+        share: the quantile to compute, in [0, 1], the same for all series.
+
+    Returns:
+        A value per series; 0 for an empty series.
     """
     sizes = np.sum([[len(part) for part in block] for block in blocks()], axis=0)
-    # As in NumPy: linear interpolation between the two neighbors of a position in the sorted series.
+    # As in NumPy, a quantile is at a fractional position in the sorted series: interpolate linearly between
+    # the values at the two integer positions around it.
     positions = np.maximum(sizes - 1, 0) * share
     lower = positions.astype(np.int64)
     ranks = [[rank, min(rank + 1, size - 1)] if size else [] for rank, size in zip(lower, sizes, strict=True)]
@@ -66,7 +84,7 @@ def quantiles(blocks: Blocks, share: float) -> list[float]:
 
 
 def _range(blocks: Blocks) -> tuple[int, int]:
-    """Return the smallest and largest integer in all series."""
+    """Return the smallest and the largest integer over all series, in one pass."""
     low, high = np.iinfo(np.int64).max, np.iinfo(np.int64).min
     for block in blocks():
         for part in block:

@@ -1,4 +1,4 @@
-"""Samples before batching, as NumPy arrays.
+"""Samples as NumPy arrays, before they become a `Batch` of tensors.
 
 Shape legend: n samples, K keys, N IDs.
 """
@@ -19,27 +19,34 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Ragged(NamedTuple):
-    """IDs for a key, with optional weights. Sample i has ``values[offsets[i] : offsets[i + 1]]``."""
+    """IDs of n samples for one key, with optional weights.
+
+    Sample i has the IDs ``values[offsets[i] : offsets[i + 1]]``.
+    """
 
     values: Ints
+    """IDs, int64 [N]. IDs before ``offsets[0]`` and after ``offsets[-1]`` belong to no sample; see `part`."""
     offsets: Ints
+    """Start per sample, and the end of the last sample, int64 [n + 1]."""
     weights: Floats | None = None
+    """Weight per ID, float32 [N]; None: no weights."""
 
     def part(self, first: int, last: int) -> "Ragged":
-        """Return samples ``[first, last)`` as views. Offsets do not start at 0."""
+        """Return the samples ``first`` to ``last``, exclusive, as views: offsets need not start at 0."""
         return Ragged(self.values, self.offsets[first : last + 1], self.weights)
 
     def take(self, order: Ints) -> "Ragged":
-        """Return the samples at ``order``."""
+        """Return copies of the samples at the indices ``order``, in this order; indices may repeat."""
         starts = self.offsets[order]
         lengths = self.offsets[order + 1] - starts
+        # One ID per sample is the most common case, and needs no ranges.
         if _common_length(lengths) == 1:
             weights = None if self.weights is None else self.weights[starts]
             return Ragged(self.values[starts], np.arange(len(order) + 1, dtype=np.int64), weights)
         return self.ranges(starts, lengths)
 
     def ranges(self, starts: Ints, lengths: Ints) -> "Ragged":
-        """Return a sample per range of values."""
+        """Return n samples, where sample i has the IDs ``values[starts[i] : starts[i] + lengths[i]]``."""
         return gather_ranges(self.values, starts, lengths, self.weights)
 
     def weighted(self) -> "Ragged":
@@ -52,13 +59,17 @@ class Ragged(NamedTuple):
 class Samples(NamedTuple):
     """Samples from a source.
 
+    Damaged rows stay in place as invalid samples until `to_batch`, so that positions of later samples do not
+    shift.
+
     Attributes:
-        dense: dense values [n, num_dense].
-        labels: labels [n], or [n, L] for L labels.
-        ids: IDs per key.
-        kept: whether a sample is valid; None: all are. Other fields of an invalid sample are meaningless.
-        rows: row numbers over all files; None if known only to the reader.
-        weights: sample weights; None: all 1.
+        dense: dense values, float32 [n, num_dense].
+        labels: labels, float32 [n], or [n, L] for L labels.
+        ids: IDs per key, in the order of the keys.
+        kept: whether a sample is valid, bool [n]; None: all samples are valid. All other fields of an invalid
+            sample are meaningless.
+        rows: row numbers, counted over all files, int64 [n]. None: the reader adds them later.
+        weights: loss weight per sample, float32 [n]; None: all 1.
     """
 
     dense: Floats
@@ -69,11 +80,11 @@ class Samples(NamedTuple):
     weights: Floats | None = None
 
     def take(self, order: Ints) -> "Samples":
-        """Return the samples at ``order``."""
+        """Return copies of the samples at the indices ``order``, in this order; indices may repeat."""
         return self._indexed(order, tuple(ragged.take(order) for ragged in self.ids))
 
     def part(self, first: int, last: int) -> "Samples":
-        """Return samples ``[first, last)`` as views."""
+        """Return the samples ``first`` to ``last``, exclusive, as views."""
         return self._indexed(slice(first, last), tuple(ragged.part(first, last) for ragged in self.ids))
 
     def _indexed(self, index: Ints | slice, ids: tuple[Ragged, ...]) -> "Samples":
@@ -82,20 +93,25 @@ class Samples(NamedTuple):
         return Samples(self.dense[index], self.labels[index], ids, kept, rows, weights)
 
     def valid(self) -> "Samples":
-        """Return only valid samples."""
+        """Return only the valid samples, with ``kept`` None."""
         if self.kept is None or self.kept.all():
             return self._replace(kept=None)
         return self.take(np.flatnonzero(self.kept))._replace(kept=None)
 
 
 def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
-    """Concatenate ``values[starts[i] : starts[i] + lengths[i]]`` for all i.
+    """Copy n ranges of an array: sample i of the result has ``values[starts[i] : starts[i] + lengths[i]]``.
+
+    Ranges may overlap, and may be empty.
 
     Args:
-        values: int32 or int64 [N].
-        starts: first value per range, [n].
-        lengths: values per range, [n].
-        weights: weight per value, [N], or None.
+        values: int32 or int64 [N], possibly a memory-mapped file.
+        starts: index of the first value per range, int64 [n].
+        lengths: number of values per range, int64 [n].
+        weights: weight per value, float32 [N], or None.
+
+    Returns:
+        The n samples. ``values`` are int64, and ``offsets`` start at 0.
     """
     offsets = np.zeros(len(starts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -111,13 +127,20 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | N
 
 
 def group_by_query(samples: Samples, query: int) -> Samples:
-    """Reorder samples so that queries are contiguous, in order of their first samples."""
+    """Reorder samples so that samples with the same query are contiguous.
+
+    Queries are in the order of their first samples; samples of a query keep their order.
+
+    Args:
+        samples: samples with several labels.
+        query: label column with the query; equal values are the same query.
+    """
     _, first, of_query = np.unique(samples.labels[:, query], return_index=True, return_inverse=True)
     return samples.take(np.argsort(first[of_query], kind="stable"))
 
 
 def concatenated(pieces: Sequence[Samples]) -> Samples:
-    """Concatenate at least one piece."""
+    """Concatenate one or more pieces of samples with the same keys. A single piece is returned unchanged."""
     if len(pieces) == 1:
         return pieces[0]
     ids = []
@@ -140,19 +163,22 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
 
 
 def _concatenated_or_none(pieces: Sequence[Samples], field: str) -> Any:
-    """Concatenate a field of all pieces; None unless every piece has it."""
+    """Concatenate an optional array field of all pieces; None unless all pieces have the field."""
     arrays = [getattr(piece, field) for piece in pieces]
     return None if any(array is None for array in arrays) else np.concatenate(arrays)
 
 
 def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
-    """Yield all samples after the first ``skip`` in windows of ``size``. The last window may be smaller.
+    """Regroup samples from pieces with any sizes into windows with ``size`` samples.
+
+    Example: pieces with 3, 1 and 4 samples, skip 1 and size 4 give windows with 4 and 3 samples.
 
     Args:
-        pieces: samples in pieces with any size.
-        skip: samples to skip.
-        size: samples per window.
+        pieces: consecutive samples.
+        skip: number of samples to skip at the start.
+        size: samples per window; the last window may be smaller.
     """
+    # Samples that do not fill a window yet, ``num`` in total.
     pending: list[Samples] = []
     num = 0
     for piece in pieces:
@@ -175,22 +201,25 @@ def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Sam
 
 
 class Shape(NamedTuple):
-    """Sample shape.
-
-    ``num_labels`` is 1 for labels [n], and L for labels [n, L]. ``has_weights`` refers to samples,
-    ``has_id_weights`` to IDs. ``query`` is the label column that groups samples; 0: none.
-    """
+    """Which arrays `Samples` have, and their widths."""
 
     num_dense: int
+    """Dense values per sample."""
     num_keys: int
+    """Number of keys: features with IDs."""
     num_labels: int = 1
+    """1 for labels with shape [n], L for labels with shape [n, L]."""
     has_weights: bool = False
+    """Whether samples have loss weights."""
     has_id_weights: bool = False
+    """Whether IDs have weights."""
     query: int = 0
+    """Label column with the query that groups samples for ranking. 0: none, because a query label is never
+    the first label."""
 
 
 def void_samples(num: int, shape: Shape) -> Samples:
-    """Return ``num`` invalid samples."""
+    """Return ``num`` invalid samples without IDs, as placeholders for rows that are skipped or damaged."""
     none = np.zeros(0, np.float32) if shape.has_id_weights else None
     ids = Ragged(np.zeros(0, np.int64), np.zeros(num + 1, np.int64), none)
     return Samples(
@@ -203,18 +232,19 @@ def void_samples(num: int, shape: Shape) -> Samples:
 
 
 def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Batch:
-    """Concatenate the valid samples from all pieces, in order, into a batch.
+    """Concatenate the valid samples of all pieces into a batch of CPU tensors.
 
     Args:
-        keys: ID keys.
-        shape: sample shape.
-        pieces: samples.
+        keys: keys of ``Batch.sparse``, in the order of ``Samples.ids``.
+        shape: sample shape, needed for an empty batch.
+        pieces: samples, in order; no piece gives an empty batch.
     """
     pieces = [piece.valid() for piece in pieces] or [
         void_samples(0, shape)._replace(rows=np.zeros(0, np.int64))
     ]
     num = sum(len(piece.labels) for piece in pieces)
-    # Filled in place, because batches are on the critical path of every step.
+    # KeyedJaggedTensor stores values key by key. Lengths are written in place, without an array per key and
+    # piece, because every training step waits for its batch.
     lengths = np.empty((len(keys), num), dtype=np.int64)
     values, weights, per_key = [], [], []
     for key in range(len(keys)):
@@ -251,7 +281,7 @@ def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Ba
 
 
 def _common_length(lengths: Ints) -> int | None:
-    """Return the common length, or None if lengths differ."""
+    """Return the length that all entries equal; None if lengths differ, or there are none."""
     if len(lengths) == 0:
         return None
     width = int(lengths[0])
