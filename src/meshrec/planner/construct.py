@@ -1,4 +1,8 @@
-"""Initial plans: round the relaxation's candidates, then place the largest pieces first."""
+"""Initial plans: round the fractional candidates of the relaxation, then place the largest pieces first.
+
+"Relaxation" is the linear program in ``relaxation.py``, which gives a fractional number of tables per
+candidate. Memory-balanced plans do not need it, and serve where memory is tight.
+"""
 
 import time
 
@@ -11,19 +15,23 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 _NO_CAP = 1e30
 _PARTS, _THRIFTY = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
-"""Maximum piece sizes for memory-balanced plans, as fractions of the cap, and the allowed factor over a
+"""Piece sizes to try for memory-balanced plans, as fractions of the memory cap, and the allowed factor over a
 table's minimum memory. Small pieces fill ranks evenly; large pieces need less memory in total.
 """
 _BALANCE_WORK, _BALANCE_HOT = 2_000_000, 0.03
+"""Work of the first annealing attempt that balances memory, and its initial temperature."""
 _FITTING_SECONDS = 1.0
 _NEAR, _ATTEMPTS = 1.5, 3
-"""Maximum multiple of the cap at which moving pieces still helps, and the number of attempts (each twice as
-long).
+"""Annealing is tried if a plan takes at most this multiple of the memory cap, up to this number of times.
+Every attempt does twice the work of the attempt before.
 """
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
-    """Return the allowed candidates per type, or all candidates of a type if none is allowed."""
+    """Return the indices of the allowed candidates, per table type.
+
+    A type without an allowed candidate gets all its candidates, so that every table can be placed.
+    """
     by_type = []
     for candidates in _split_by_type(problem):
         allowed = candidates[allowed_C[candidates]]
@@ -42,6 +50,13 @@ def round_choice(problem: Problem, share_C: Floats) -> Ints:
 
     The relaxation gives a fractional number of tables per candidate. Round down, then increment the largest
     fractions until every table has a candidate.
+
+    Args:
+        problem: planning problem.
+        share_C: number of tables per candidate in the relaxation.
+
+    Returns:
+        Candidate index per table, int64 [T].
     """
     choice_T = np.zeros(len(problem.type_T), np.int64)
     for kind, candidates in enumerate(_split_by_type(problem)):
@@ -58,23 +73,23 @@ def round_choice(problem: Problem, share_C: Floats) -> Ints:
 
 
 def table_order(problem: Problem, choice_T: Ints) -> Ints:
-    """Return tables by their largest piece, descending."""
+    """Return table indices [T], sorted by the largest piece's load in the selected candidate, descending."""
     size_C = problem.largest_load_CK().sum(axis=1)
     return np.argsort(-size_C[choice_T], kind="stable")
 
 
 def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> State | None:
-    """Place every table as the relaxation suggests, largest first.
+    """Place every table with the candidate that the rounded relaxation suggests, largest pieces first.
 
-    A table which does not fit that way is placed with another candidate.
+    If a table does not fit into memory with this candidate, place it with the cheapest other candidate.
 
     Args:
         problem: planning problem.
-        share_C: tables per candidate in the relaxation, fractional.
-        candidates_Y: candidates per type.
+        share_C: number of tables per candidate in the relaxation, fractional.
+        candidates_Y: candidate indices to use per type.
 
     Returns:
-        The plan; None if memory does not suffice.
+        The complete plan, or None if memory does not suffice.
     """
     choice_T = round_choice(problem, share_C)
     state = State(problem, share_C @ problem.mean_load_CK())
@@ -86,15 +101,15 @@ def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> St
 
 
 def assign_table(state: State, table: int, candidates: Ints) -> bool:
-    """Place a table with the cheapest candidate on the cheapest ranks.
+    """Place a table on the cheapest ranks, with the cheapest of several candidates.
 
     Args:
-        state: plan under construction; changed in place.
+        state: plan under construction. The table is added in place, unless no candidate fits.
         table: table index.
         candidates: candidate indices to try.
 
     Returns:
-        Whether a candidate fits.
+        Whether the table was placed.
     """
     weight_K = state.weights()
     attempts = [state.cheapest_placement(table, int(candidate), weight_K) for candidate in candidates]
@@ -107,13 +122,15 @@ def assign_table(state: State, table: int, candidates: Ints) -> bool:
 def fitting_plan(
     problem: Problem, allowed_C: Bools | None = None, seconds: float = _FITTING_SECONDS
 ) -> State | None:
-    """Return a memory-balanced plan which fits, regardless of speed; None if none is known. See
-    `most_even_plan`.
+    """Search for a plan that fits into memory, regardless of its speed.
 
     Args:
         problem: planning problem.
-        allowed_C: allowed candidates; None: all.
-        seconds: annealing time limit.
+        allowed_C: mask of the allowed candidates; None: all.
+        seconds: time limit for annealing.
+
+    Returns:
+        A plan whose loads are bytes instead of seconds, see `most_even_plan`, or None if none was found.
     """
     state = most_even_plan(problem, allowed_C, seconds)
     return state if state.seconds <= problem.memory_cap else None
@@ -122,16 +139,22 @@ def fitting_plan(
 def most_even_plan(
     problem: Problem, allowed_C: Bools | None = None, seconds: float = _FITTING_SECONDS
 ) -> State:
-    """Return the first plan which fits, or else the one with the smallest maximum memory per rank.
+    """Search for a plan that minimizes the bytes of the fullest rank, and stop at the first plan that fits.
 
-    Loads of the returned state are bytes. If no constructed plan fits, they are annealed.
+    Plans are constructed from candidates with pieces of several sizes. If none of these plans fits, they are
+    annealed.
 
     Args:
         problem: planning problem.
-        allowed_C: allowed candidates; None: all.
-        seconds: annealing time limit.
+        allowed_C: mask of the allowed candidates; None: all.
+        seconds: time limit for annealing.
+
+    Returns:
+        The first plan that fits, or the plan with the smallest maximum. Its loads are bytes instead of
+        seconds: `State.seconds` is the bytes of the fullest rank.
     """
     deadline = time.perf_counter() + seconds
+    # The same problem with bytes in place of seconds, as the only phase, so that the search minimizes memory.
     in_bytes = problem._replace(
         memory_cap=_NO_CAP,
         common_C=problem.common_bytes_C,
@@ -157,9 +180,13 @@ def most_even_plan(
 
 
 def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
-    """Mask candidates with small pieces and close to minimum memory for their type.
+    """Return a mask [C] of the candidates with small pieces and nearly the minimum memory of their type.
 
-    Small pieces have at most ``part`` of the cap. A type without such candidates uses the smallest candidate.
+    Args:
+        problem: planning problem.
+        fits_C: mask of the candidates that fit into memory at all.
+        part: maximum bytes per piece as a fraction of the memory cap. For a type without such candidates, the
+            smallest piece of the type is the maximum.
     """
     piece_C, mean_C = problem.piece_bytes_C(), problem.mean_bytes_C()
     num_types = int(problem.type_C[-1]) + 1
@@ -171,6 +198,7 @@ def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
 
 
 def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
+    """Place all tables so that bytes are even over ranks, largest pieces first; the plan may exceed `cap`."""
     state = State(in_bytes, np.array([float(cap)]))
     size_C = in_bytes.largest_load_CK()[:, 0]
     for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in in_bytes.type_T], kind="stable"):
@@ -179,7 +207,10 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
 
 
 def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: float) -> State:
-    """Anneal a plan slightly above the cap, to spread memory more evenly."""
+    """Anneal a plan that needs slightly more memory than `cap`, to spread bytes more evenly over ranks.
+
+    Returns the plan unchanged if it fits, if it is too far above the cap, or after the deadline.
+    """
     for seed in range(_ATTEMPTS):
         seconds = deadline - time.perf_counter()
         if not cap < state.seconds < _NEAR * cap or seconds <= 0 or not Annealer.supports(state.problem):

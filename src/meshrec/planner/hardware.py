@@ -1,4 +1,4 @@
-"""Hardware profiles: figures which convert bytes and rows to seconds."""
+"""Hardware profiles: speeds with which the cost model converts bytes and rows to seconds."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from meshrec.plan.text import read_json
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A mesh axis as seen by a rank.
+    """Latency and bandwidth of the connection between ranks, within a node or between nodes.
 
     Attributes:
         latency: seconds before the first byte of any collective.
@@ -35,12 +35,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """A node's disk, for table files.
+    """A node's disk, for tables that are kept in files because they exceed the memory.
 
     Attributes:
-        num_bytes: space for files.
-        reads: random record reads per second; None: from the hardware profile.
-        writes: random record writes per second; None: from the hardware profile.
+        num_bytes: bytes available for files.
+        reads: random record reads per second; None: use the hardware profile's rate.
+        writes: random record writes per second; None: use the hardware profile's rate.
     """
 
     num_bytes: int
@@ -56,21 +56,24 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """Per-rank speeds and sizes. ``meshrec calibrate`` measures a profile; `BUILTIN_PROFILES` has others.
+    """Speed and memory of one rank, and of the links between ranks.
+
+    ``meshrec calibrate`` measures a profile of the current machine; `BUILTIN_PROFILES` has profiles of common
+    machines. Costs are in seconds, bandwidths in bytes/s.
 
     Attributes:
-        name: profile name.
+        name: profile name, shown in reports.
         device: ``cpu`` or ``cuda``.
-        read_row_seconds: fixed cost per random row read: the ID, and the wasted part of a memory access.
+        read_row_seconds: fixed cost per random row read, for the ID and the unused part of a memory access.
         read_bandwidth: bytes/s in random row reads.
-        update_row_seconds: fixed cost per updated distinct row.
+        update_row_seconds: fixed cost per distinct row in an update.
         update_bandwidth: bytes/s in updates, counting both read and write.
-        update_id_seconds: cost per ID of sorting and summing gradients, without the bytes.
+        update_id_seconds: cost per ID of sorting and summing gradients, without reading the gradients.
         route_id_seconds: cost per ID of writing it to a message and reading it at the receiver.
         split_id_seconds: additional cost per ID if the table's rows are on several ranks.
-        scan_id_seconds: cost per ID of checking and measuring a rank's batch, for any plan.
-        scan_bag_seconds: cost per bag, likewise.
-        statistics_seconds: fixed cost of a column shard's row statistics.
+        scan_id_seconds: cost per ID of checking and counting a rank's batch, which every plan pays.
+        scan_bag_seconds: cost per bag of the same scan.
+        statistics_seconds: fixed cost per column shard for the exchange of row statistics.
         stream_bandwidth: bytes/s in sequential reads or writes.
         kernel_seconds: fixed cost of a lookup or update, or of routing on a single rank.
         intra: link within a node (axis ``local``).
@@ -79,9 +82,10 @@ class HardwareProfile:
         sorts_once: whether updates of a column-split table reuse the IDs sorted for row statistics, as the
             CPU kernels do. Otherwise row gradients are summed to memory and read again.
         memory: bytes per rank for tables, buffers and the dense model.
-        disk_reads: table file records which a node's disk reads per second; 0: not measured.
-        disk_writes: records which it writes per second.
-        sources: source per figure.
+        disk_reads: random records in table files that a node's disk reads per second; 0: not measured.
+        disk_writes: random records that the disk writes per second; 0: not measured.
+        sources: where the value of a field comes from, by field name: a data sheet, a measurement, or an
+            assumption.
     """
 
     name: str
@@ -124,7 +128,7 @@ class HardwareProfile:
         )
 
     def named(self, name: str) -> "HardwareProfile":
-        """Return a copy with another name."""
+        """Return a copy with the given name."""
         return replace(self, name=name)
 
     def to_json(self) -> dict[str, Any]:
@@ -176,6 +180,7 @@ class HardwareProfile:
 
 
 def _with_bandwidth(link: Link, bandwidth: float | None) -> Link:
+    """Return a copy with this bandwidth in all collectives, or the link itself if `bandwidth` is None."""
     if bandwidth is None:
         return link
     return replace(link, all_to_all=bandwidth, reduce_scatter=bandwidth, all_reduce=bandwidth)
@@ -192,7 +197,19 @@ def _gpu(
     nic: float,
     nic_source: str,
 ) -> HardwareProfile:
-    """Build a GPU node profile from the data sheet: peak rates times typical efficiency."""
+    """Build a GPU profile from data sheet figures: peak rates times a typical efficiency.
+
+    Args:
+        name: profile name.
+        memory_gib: memory per GPU.
+        hbm: peak memory bandwidth in bytes/s.
+        hbm_source: data sheet with memory and bandwidth.
+        nvlink: peak NVLink bandwidth per GPU and direction in bytes/s.
+        nvlink_source: data sheet with this bandwidth.
+        nic: peak network bandwidth per GPU and direction in bytes/s.
+        nic_source: data sheet with this bandwidth.
+    """
+    # Efficiencies are assumed, not measured; `sources` tells the user.
     rows, stream, links = 0.65 * hbm, 0.85 * hbm, 0.8
     assumption = "assumed for all GPUs; run `meshrec calibrate` for your own"
     return HardwareProfile(
@@ -298,7 +315,10 @@ _CPU = HardwareProfile(
 BUILTIN_PROFILES: Mapping[str, HardwareProfile] = MappingProxyType(
     {profile.name: profile for profile in (_CPU, _A100, _H100, _H200)}
 )
-"""Profiles by name: ``cpu``, ``a100``, ``h100``, ``h200`` (nodes of up to 8 GPUs). See `sources` of each."""
+"""Profiles by name: ``cpu``, ``a100``, ``h100``, ``h200`` (nodes of up to 8 GPUs).
+
+`HardwareProfile.sources` tells where the values come from.
+"""
 
 
 def get_profile(name: str) -> HardwareProfile:

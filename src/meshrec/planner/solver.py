@@ -1,12 +1,16 @@
-"""Solver: quickly find a first plan, then improve bound and plans until the effort is spent.
+"""Solver: find a first plan quickly, then alternate between better plans and a better lower bound.
 
-Half of the work goes to plans, half to the bound. Effort is counted in work, so the result depends only on
-input and effort, unless the time limit ends the search.
+Half of the work goes to plans, half to the bound. Work is counted in array elements (see `Effort`), so the
+result depends only on input and effort, unless the time limit ends the search.
 
-Plans are annealed from several starts with several settings, and it is unknown beforehand which of them suit
-an input. All get a short attempt, the best few a longer attempt, the better half of these twice as long, and
-so on (successive halving: Karnin, Koren & Somekh, Almost Optimal Exploration in Multi-Armed Bandits, 2013).
-The next round starts with longer attempts, and with the best plan and the bound's boxes as additional starts.
+Plans are improved by simulated annealing, from several initial plans ("starts") with several annealing
+settings. It is unknown beforehand which combination suits an input. So all get a short attempt, the best few
+a longer attempt, the better half of these one twice as long, and so on (successive halving: Karnin, Koren &
+Somekh, Almost Optimal Exploration in Multi-Armed Bandits, 2013). The next round starts with longer attempts,
+and adds the best plan and the relaxed plans of the bound (`relaxation.Box`) as starts.
+
+A plan without column splits or data-parallel tables saves the latency of some collectives. The problem is
+therefore solved for several sets of collectives (`CollectiveSet`), each with its own candidates and bound.
 """
 
 import time
@@ -31,27 +35,36 @@ from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
 _FINALISTS, _ROUND = 4, 1 / 64
-"""Attempts which continue after the first short ones, and their initial fraction of the plan work, doubled
-every round.
+"""Number of attempts that continue after the first short attempts, and the fraction of the plan work that
+each gets at first. The fraction doubles every round.
 """
 _FIRST_WORK = 0.25
 """Fraction of the plan work after which no more first attempts start."""
 _WORK_PER_TABLE = 2e4
 """Work per table of the shortest attempts: about the cost of setting up an attempt."""
 _SQUEEZES = (1.1, 1.4, np.inf)
-"""Limits on the largest pieces of starting plans, as multiples of a relaxation's T.
+"""Limits on the largest pieces of starting plans, as multiples of T, the slowest rank's time per phase.
 
-Larger pieces leave the other ranks idle. The final T is unknown.
+Ranks would wait for a piece that takes longer than T. The relaxation gives only a lower estimate of the final
+T, so several multiples are tried.
 """
 _RETRIED_STARTS = 2
-"""Starts retried with other collective sets: the best starts for a set are nearly the best for any."""
+"""Number of starts that are tried with other collective sets, too. The starts that are best for one set are
+nearly the best for any.
+"""
 _FITTING_SECONDS = 5.0
-"""Time for a first plan which fits. May exceed the time limit, because the search would fail without a plan.
+"""Time limit in the search for a first plan that fits into memory. It may exceed the user's time limit,
+because the search would fail without a plan.
 """
 
 
 class CollectiveSet(NamedTuple):
-    """Collective set: the candidates which need no others, and the latencies of these collectives."""
+    """Set of collectives that a plan may use.
+
+    Attributes:
+        allowed_C: mask of the candidates that need no other collectives.
+        fixed_seconds: seconds that these collectives and kernel launches take in every plan.
+    """
 
     allowed_C: Bools
     fixed_seconds: float
@@ -61,10 +74,10 @@ class Solution(NamedTuple):
     """Best plan and lower bound.
 
     Attributes:
-        parts_T: parts per table; empty without a plan.
+        parts_T: placement per table; empty if no plan was found.
         seconds: the plan's step time, with latencies.
-        lower_bound: step time which no plan can beat, with latencies.
-        work: work spent on plans and bound; see `Effort`.
+        lower_bound: step time that no plan can beat, with latencies.
+        work: work spent on plans and bound, in array elements; see `Effort`.
     """
 
     parts_T: list[Parts]
@@ -76,15 +89,18 @@ class Solution(NamedTuple):
 def solve(
     problem: Problem, collective_sets: Sequence[CollectiveSet], effort: Effort, *, cutoff: float = np.inf
 ) -> Solution:
-    """Return the best plan over the collective sets.
-
-    If no plan fits into memory, the solution has no parts; if that is proven, the bound is infinite.
+    """Search for the fastest plan over all collective sets, and bound the step time from below.
 
     Args:
         problem: planning problem.
-        collective_sets: collective sets to try.
-        effort: search limits.
-        cutoff: a known plan's seconds: the search ends when no faster plan can exist.
+        collective_sets: sets of collectives to try.
+        effort: limits of the search.
+        cutoff: step time in seconds of a plan that is already known. The search ends when it is proven that
+            no plan is faster.
+
+    Returns:
+        The best plan and the bound. If no plan was found that fits into memory, the solution has no parts. If
+        it is proven that none exists, the bound is infinite.
     """
     search = _HalvingSearch(problem, collective_sets, effort, cutoff, time.perf_counter() + effort.time_limit)
     while search.step():
@@ -93,20 +109,27 @@ def solve(
 
 
 class _Candidate:
-    """A collective set, with plan search and bound.
+    """Plan search and lower bound for one collective set.
 
-    The bound is computed on first use. Until then, `floor` applies: seconds which no plan of any set can
-    beat.
+    The bound is computed on first use, because it is expensive. Until then, `floor` serves as the bound:
+    seconds that no plan of any collective set can beat.
+
+    Args:
+        problem: planning problem.
+        collectives: collectives that the plans may use.
+        deadline: ``time.perf_counter`` time at which the search ends.
+        floor: lower bound without latencies, until the bound is computed.
     """
 
     def __init__(self, problem: Problem, collectives: CollectiveSet, deadline: float, floor: float) -> None:
         self.fixed_seconds = collectives.fixed_seconds
         self.allowed_C = collectives.allowed_C & problem.can_fit_C()
         self.search = Search(problem, self.allowed_C, deadline)
-        # Work of the root box, which does not count as bound work.
+        # Work of the root box, which does not count as bound work: starts need it, too.
         self.first_work = 0
         self._problem, self._floor = problem, floor
         self._bound: LowerBound | None = None
+        # Seconds of the longest bound step so far, to predict whether another one ends before the deadline.
         self._deadline, self._longest = deadline, 0.0
         # Rounded shares of the boxes from which plans were started, so that no start is repeated.
         self._tried: set[bytes] = set()
@@ -115,17 +138,17 @@ class _Candidate:
 
     @property
     def seconds(self) -> float:
-        """Best plan's seconds, with latencies."""
+        """Step time of the best plan so far, with latencies; infinite before the first plan."""
         return self.search.seconds + self.fixed_seconds
 
     @property
     def value(self) -> float:
-        """Lower bound, with latencies."""
+        """Lower bound on the step time of plans with this collective set, with latencies."""
         return (self._floor if self._bound is None else self._bound.value) + self.fixed_seconds
 
     @property
     def bound(self) -> LowerBound:
-        """Lower bound search, without latencies."""
+        """Lower bound search, created and solved for the root box on first access. Excludes latencies."""
         if self._bound is None:
             self._bound = LowerBound(self._problem, self.allowed_C, self._deadline)
             self.first_work = self._bound.work
@@ -133,17 +156,24 @@ class _Candidate:
 
     @property
     def bound_work(self) -> int:
-        """Work on the bound after the root box."""
+        """Work spent on the bound since the root box was solved."""
         return 0 if self._bound is None else self._bound.work - self.first_work
 
     @property
     def has_time(self) -> bool:
-        """Whether a step as long as the longest bound step so far would end before the deadline."""
+        """Whether another bound step would end before the deadline, if it takes as long as the longest so
+        far.
+        """
         return time.perf_counter() + self._longest <= self._deadline
 
     def start(self, factor: float) -> Start | None:
-        """Construct a plan from the relaxation, with pieces of at most `factor` times the relaxation's T, or
-        None.
+        """Construct an initial plan by rounding the relaxation.
+
+        Pieces take at most `factor` times T, the relaxation's time of the slowest rank, in every phase. If
+        the plan does not fit into memory, try again with smaller pieces, then with a memory-balanced plan.
+
+        Returns:
+            The start, or None if no plan was constructed or annealing is not available.
         """
         for leaves_room in (False, True):
             box = self.bound.squeezed(factor, leaves_room=leaves_room)
@@ -153,11 +183,15 @@ class _Candidate:
         return None if self.search.parts_T else self.search.add_fitting(0.0)
 
     def start_from_memory(self) -> Start | None:
-        """Construct a memory-balanced plan, with a longer search."""
+        """Construct an initial plan that balances memory regardless of speed, with a longer search."""
         return self.search.add_fitting(_FITTING_SECONDS)
 
     def new_attempts(self, settings: AnnealingSettings) -> "list[_Attempt]":
-        """Return new starts: the bound's best box, if the splits are new, and the best plan."""
+        """Return attempts from new starts, with infinite seconds until they run.
+
+        One start is the relaxed plan of the bound's best box, unless it was tried before. The other is the
+        best plan so far.
+        """
         box = None if self._bound is None else self._bound.best_box
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
         start = None
@@ -169,7 +203,11 @@ class _Candidate:
         return attempts if best is None else [*attempts, _Attempt(self, best, SETTLED, np.inf)]
 
     def improve(self, best_seconds: float) -> None:
-        """Take a step of the bound, given the seconds of the best plan (with latencies)."""
+        """Raise the lower bound by one branching step.
+
+        Args:
+            best_seconds: step time of the best plan so far, with latencies. Boxes above it are dropped.
+        """
         started = time.perf_counter()
         is_begun = self._bound is not None
         bound = self.bound
@@ -179,25 +217,29 @@ class _Candidate:
 
 @dataclass(eq=False)
 class _Attempt:
-    """Start with settings, and the seconds (with latencies) of the last run."""
+    """Annealing of one start with fixed settings. It may run several times, with more work each time."""
 
     candidate: _Candidate
     start: Start
     settings: AnnealingSettings
     factor: float
-    """Factor of the largest pieces; see `_SQUEEZES`."""
+    """Limit on the pieces of the start; see `_SQUEEZES`."""
     seconds: float = np.inf
+    """Step time after the last run, with latencies; infinite before the first run."""
 
     def run(self, work: float) -> None:
-        """Anneal once more."""
+        """Anneal the start again, with another seed, and record the step time in `seconds`."""
         self.seconds = (
             self.candidate.search.attempt(self.start, self.settings, work) + self.candidate.fixed_seconds
         )
 
 
 class _HalvingSearch:
-    """All collective sets together: raise the lowest bound next, and run attempts for sets which can beat the
-    best plan.
+    """Search over all collective sets, as successive halving of attempts.
+
+    The work alternates between the lower bound and the attempts. The bound of the whole problem is the lowest
+    bound over the sets, so this one is raised next. Attempts run only for sets that can still beat the best
+    plan.
     """
 
     def __init__(
@@ -212,12 +254,14 @@ class _HalvingSearch:
             collective_sets, key=lambda collectives: -np.count_nonzero(collectives.allowed_C)
         )
         self._candidates = [_Candidate(problem, widest, deadline, 0.0)]
+        # If the widest set allows every candidate, its bound holds for the plans of all sets.
         has_all = all((widest.allowed_C | ~collectives.allowed_C).all() for collectives in remaining)
         floor = self._candidates[0].bound.value if has_all else 0.0
         self._candidates += [_Candidate(problem, collectives, deadline, floor) for collectives in remaining]
         self._effort, self._cutoff, self._deadline = effort, cutoff, deadline
         self._plan_work = min(effort.max_work, WORK_PER_SECOND * effort.time_limit) / 2
         self._least_work = _WORK_PER_TABLE * len(problem.type_T)
+        # Generator that runs one attempt per next(), so that `step` can interleave bound steps.
         self._attempts = self._rounds()
         # False while the generator waits for new starts. A bound step sets it again.
         self._has_attempts = True
@@ -227,12 +271,12 @@ class _HalvingSearch:
 
     @property
     def best_seconds(self) -> float:
-        """Best plan's seconds, with latencies."""
+        """Step time of the best plan so far, with latencies, or the cutoff if that is lower."""
         return min(self._cutoff, *(candidate.seconds for candidate in self._candidates))
 
     @property
     def value(self) -> float:
-        """Seconds which no plan can beat."""
+        """Lower bound on the step time of all plans, with latencies."""
         return min(candidate.value for candidate in self._candidates)
 
     @property
@@ -253,7 +297,7 @@ class _HalvingSearch:
         return self.best_seconds - self.value <= self._effort.gap * self.best_seconds
 
     def step(self) -> bool:
-        """Do a piece of work. Return False when finished or out of time."""
+        """Run one bound step or one attempt. Return False if the search is finished or out of time."""
         if self.best_seconds < np.inf and (self._is_proven or self._is_spent):
             return False
         candidate = min(self._candidates, key=lambda candidate: candidate.value)
@@ -269,8 +313,10 @@ class _HalvingSearch:
         return False
 
     def _rounds(self) -> Iterator[bool]:
-        """Run attempts in successive halving order; yield True after each, and False while there is nothing
-        to attempt.
+        """Run attempts in successive halving order.
+
+        Yields:
+            True after every attempt. False if no attempt can beat the best plan until the bound is raised.
         """
         attempts = yield from self._first_attempts()
         self._first_work = float(self._search_work)
@@ -287,7 +333,15 @@ class _HalvingSearch:
             work *= 2
 
     def _halving(self, attempts: list[_Attempt], work: float) -> Iterator[bool]:
-        """Run all attempts, then the better half twice as long, and so on, until one is left."""
+        """Run all attempts, then the better half with twice the work, and so on, until one is left.
+
+        Args:
+            attempts: attempts to run.
+            work: work per attempt in the first pass.
+
+        Yields:
+            True after every attempt.
+        """
         while True:
             for attempt in attempts:
                 if attempt.candidate.value < self.best_seconds:
@@ -298,10 +352,17 @@ class _HalvingSearch:
             attempts, work = _best(attempts, (len(attempts) + 1) // 2), 2 * work
 
     def _first_attempts(self) -> Generator[bool, None, list[_Attempt]]:
-        """Run a short attempt from every start with all settings for the set with the lowest bound, then
-        retry the best starts with other sets.
+        """Run short attempts, to find the starts and settings that suit the input.
 
-        Sets which cannot beat the best plan are skipped.
+        The collective set with the lowest bound gets an attempt from every start with every annealing
+        setting. Other sets get only the best combinations so far. Sets that cannot beat the best plan are
+        skipped.
+
+        Yields:
+            True after every attempt.
+
+        Returns:
+            All attempts. Those from a memory-balanced plan, needed if no plan fits into memory yet, did not run.
         """
         attempts: list[_Attempt] = []
         kinds: list[tuple[float, Sequence[AnnealingSettings]]] = [
@@ -334,7 +395,7 @@ class _HalvingSearch:
         return attempts
 
     def solution(self) -> Solution:
-        """Return the best plan and the bound."""
+        """Return the best plan and the lower bound so far."""
         best = min(self._candidates, key=lambda candidate: candidate.seconds)
         bound = min(self.value, best.seconds)
         return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work)

@@ -1,4 +1,4 @@
-"""Path for IDs and rows between ranks, for the cost model."""
+"""Bytes and links of the exchanges between ranks, for the cost model."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,14 @@ from meshrec.planner.types import Bools, Floats, Topology
 
 
 class RowOnWire(NamedTuple):
-    """Encoded sizes for N embedding or gradient rows.
+    """Size of an embedding or gradient row when sent between ranks, for N rectangles.
 
     Attributes:
-        wire_bytes: encoded row bytes.
-        kernel_bytes: bytes per value as written by kernels.
-        is_cast: whether kernels write the wire format directly, without a separate encoding.
+        wire_bytes: bytes per encoded row.
+        kernel_bytes: bytes per value that the lookup kernel writes, before a separate encoding if there is
+        one.
+        is_cast: whether encoding is only a cast, which the lookup kernel does itself. Other formats, such as
+            int8 with a scale per row, need a separate pass.
     """
 
     wire_bytes: Floats
@@ -25,11 +27,13 @@ class RowOnWire(NamedTuple):
 
 
 class Hops(NamedTuple):
-    """Row path from N rectangles to the requesting ranks.
+    """Path of embedding rows from N rectangles to the ranks that requested them.
 
     Attributes:
-        two_N: whether rows take two hops: within a node, then between nodes.
-        summed_N: whether all ranks of the node hold parts of the rows, so that only sums take the second hop.
+        two_N: whether rows take two hops, first within the owner's node and then between nodes, instead of
+        one.
+        summed_N: whether all ranks of the owner's node hold rows of the same columns. Then their partial sums
+            are added in the first hop, and only the total takes the second hop.
     """
 
     two_N: Bools
@@ -37,25 +41,26 @@ class Hops(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Bytes sent per rectangle [N], within and between nodes."""
+    """Bytes sent per rectangle [N]: within nodes (`inside_N`) and between nodes (`across_N`)."""
 
     inside_N: Floats
     across_N: Floats
 
 
 class GroupRoutes(NamedTuple):
-    """Links between the ranks of a group, and the fractions of a batch which use them.
+    """Links between the ranks of a shard group, and the fractions of the traffic that use them.
 
     Attributes:
-        outer: slowest link within the group.
-        replicas: slowest link between ranks with the same rectangles.
-        all_ranks: slowest link between any two ranks.
-        same_node: fraction of a rank's rows held by other ranks in the node.
-        other_nodes: fraction of a rank's rows held by other nodes.
+        outer: slowest link within the shard group.
+        replicas: slowest link between ranks with the same rectangles in different shard groups.
+        all_ranks: slowest link between any two ranks of the machine.
+        same_node: fraction of the traffic that goes to other ranks in the same node, in (0, 1).
+        other_nodes: fraction of the traffic that goes to other nodes.
         wire: seconds per byte in an all-to-all, over both kinds of links.
         latency: seconds until an embedding exchange starts, over all hops.
-        once: factor of work other than transfers; in half duplex, `shared_loads` adds the mean of a phase
-            again.
+        once: factor on work in exchange phases other than transfers: 1, or 0.5 in half duplex. In half
+            duplex, `CostModel.shared_loads` adds the mean of the whole phase again, so without the factor,
+            this work would count twice.
     """
 
     outer: Link
@@ -69,13 +74,14 @@ class GroupRoutes(NamedTuple):
 
 
 def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across: bool) -> GroupRoutes:
-    """Return a rank group's links.
+    """Return the links of a shard group.
 
     Args:
-        topology: machine.
-        num_ranks: ranks in the group.
+        topology: the machine.
+        num_ranks: ranks in the shard group.
         node_size: ranks per node.
-        rows_across: whether distinct rows cross the network instead of sums.
+        rows_across: whether nodes exchange distinct rows instead of pooled sums, which adds an exchange
+            within the node.
     """
     profile = topology.profile
     multi_node = topology.world_size > topology.local_size
@@ -95,14 +101,15 @@ def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across
 
 
 def packed_id_bytes(num_rows_N: npt.ArrayLike, num_ids_N: npt.ArrayLike) -> Floats:
-    """Return the expected bytes per packed ID in N runs, see ``ops/dist/ids_naive.py``; 0 without IDs.
+    """Return the expected bytes per bit-packed ID, for N sorted lists of IDs; 0 for an empty list.
 
-    Gaps between random IDs are geometrically distributed, and the largest in a group determines the bits of
-    all.
+    IDs are sent as gaps between successive IDs, in groups: see ``ops/dist/ids_naive.py``. All gaps in a group
+    take as many bits as the largest. The gaps between random IDs are geometrically distributed, which gives
+    the expected maximum.
 
     Args:
-        num_rows_N: rows from which the IDs of each run are drawn.
-        num_ids_N: distinct IDs of each run, evenly spread over these rows.
+        num_rows_N: number of table rows from which the IDs of a list are drawn.
+        num_ids_N: number of distinct IDs in the list, evenly spread over these rows.
     """
     rows, ids = np.asarray(num_rows_N, np.float64), np.asarray(num_ids_N, np.float64)
     group = np.clip(ids, 1.0, GROUP)
@@ -110,6 +117,7 @@ def packed_id_bytes(num_rows_N: npt.ArrayLike, num_ids_N: npt.ArrayLike) -> Floa
     with np.errstate(divide="ignore"):  # all rows, or none
         largest = (np.log(group) + np.euler_gamma) / -np.log1p(-used)
     bits = np.maximum(np.log2(np.maximum(largest, 0.5)) + 0.5, 0.0)
+    # If every row is requested, all gaps are equal, and take no bits.
     bits = np.where(used < 1.0, bits, 0.0)
     result: Floats = np.where(ids > 0.0, bits / 8 + 1.0 / group, 0.0)
     return result
