@@ -1,4 +1,4 @@
-"""Alternative table placements, and how they change the step time."""
+"""For a finished plan: how the step time would change if one table were sharded differently."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,18 +14,18 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.state import State
 from meshrec.planner.types import Bools, Floats, ParameterConstraints, Placements
 
-# Of the norm over ranks: high, so that the slowest rank dominates.
+# Exponent of the norm over ranks, see state.py: high, so that the slowest rank dominates.
 _EXPONENT = 32
 
 
 class Alternative(NamedTuple):
-    """Another table placement, with everything else unchanged.
+    """Another placement of one table, while all other tables stay where they are.
 
     Attributes:
-        sharding_type: sharding type.
-        num_parts: rectangle count.
-        change: step time change in seconds. Includes the latency of collectives which only this table
-            would need, as the first split or the first data-parallel table.
+        sharding_type: sharding type, such as ``"row_wise"``.
+        num_parts: number of rectangles into which the table is split.
+        change: change of the step time in seconds; negative if the step gets faster. Includes the latency of
+            collectives that only this table would need, as the first split or the first data-parallel table.
     """
 
     sharding_type: str
@@ -34,7 +34,15 @@ class Alternative(NamedTuple):
 
 
 def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[str, list[Alternative]]:
-    """Return the best placement per sharding type for the `most_tables` largest tables."""
+    """Return the best placement of a table for every sharding type, fastest first, by table name.
+
+    Args:
+        plan: plan with its inputs.
+        most_tables: number of tables to consider, largest first.
+
+    Raises:
+        ValueError: the plan has no inputs.
+    """
     inputs = plan.required_inputs()
     model = CostModel(inputs.tables, inputs.topology, batch_size=inputs.batch_size, replicas=plan.replicas)
     problem = build_problem(model, inputs.constraints)
@@ -42,6 +50,7 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
     estimate = evaluate_placements(placements, model)
     state = State(problem, np.ones(problem.load_PK.shape[1]))
     load_RK = estimate.load_RF @ problem.merge_FK
+    # Phases that no piece uses are not in the problem, but data-parallel tables may cost time there.
     unmerged = estimate.load_RF[:, ~problem.merge_FK.any(axis=1)].max(axis=0).sum()
     order = sorted(range(len(inputs.tables)), key=lambda index: -inputs.tables[index].num_bytes)[:most_tables]
     by_table = {}
@@ -70,14 +79,21 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
 
 
 class _Latency:
-    """Latency of collectives, which the first table of a kind adds to the step."""
+    """Latency of the collectives in a step, given the other tables of the plan.
+
+    A collective runs if at least one table needs it, so the first such table adds the latency to the step.
+
+    Args:
+        model: cost model.
+        replicated_T: whether a table is data-parallel, for all other tables.
+    """
 
     def __init__(self, model: CostModel, replicated_T: Bools) -> None:
         self._model = model
         self._sharded, self._replicated = bool((~replicated_T).any()), bool(replicated_T.any())
 
     def seconds(self, replicated: bool) -> float:
-        """Return the latency with an additional data-parallel or split table."""
+        """Return the latency in seconds with an additional table, which is data-parallel if `replicated`."""
         usage = UsedCollectives(self._sharded or not replicated, False, self._replicated or replicated)
         return float(self._model.fixed_seconds(usage).sum())
 
@@ -92,6 +108,17 @@ def _best_per_type(
     before: float,
     latency: "_Latency",
 ) -> dict[str, Alternative]:
+    """Return the fastest even split of a table for every sharding type, by sharding type.
+
+    Args:
+        state: plan without this table.
+        problem: planning problem.
+        model: cost model.
+        index: table index.
+        constraints: constraints by table name.
+        before: step time in seconds with the table's present placement, in the phases that pieces use.
+        latency: latency of the collectives that other tables need.
+    """
     weight_K = state.weights()
     best: dict[str, Alternative] = {}
     table = model.tables[index]
@@ -111,7 +138,7 @@ def _best_per_type(
 
 
 def _only(placements: Placements, index: int) -> Placements:
-    """Return a single table's rectangles."""
+    """Return the placements of one table, with the indices of all tables unchanged."""
     mine_N = placements.table_N == index
     replicated_T = np.zeros_like(placements.replicated_T)
     replicated_T[index] = placements.replicated_T[index]

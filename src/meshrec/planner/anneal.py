@@ -14,11 +14,11 @@ LEAST_AMOUNT = 1e-3
 
 
 class Annealer:
-    """Anneals a problem's plans.
+    """Improves plans of one problem by simulated annealing, in the compiled loop ``ops.planning.anneal``.
 
     Args:
         problem: planning problem.
-        admitted_Y: candidates allowed per type.
+        admitted_Y: indices of the allowed candidates, per table type.
     """
 
     def __init__(self, problem: Problem, admitted_Y: Sequence[Ints]) -> None:
@@ -27,7 +27,7 @@ class Annealer:
 
     @staticmethod
     def supports(problem: Problem) -> bool:
-        """Return whether the compiled kernels support a problem."""
+        """Return whether the compiled loop is available, and supports the problem's number of phases."""
         return can_anneal and problem.load_PK.shape[1] <= MAX_PHASES
 
     def improve(
@@ -41,19 +41,19 @@ class Annealer:
         placement_share: float = 1.0,
         exponent: int = 4,
     ) -> tuple[list[Parts], int]:
-        """Anneal a plan; see ``ops.planner.anneal``.
+        """Anneal a plan; see ``ops.planning.anneal``.
 
         Args:
-            parts_T: plan to start from.
-            max_work: compiled loop's work limit.
+            parts_T: placement per table in the plan to start from.
+            max_work: work limit, as counted by the compiled loop.
             seconds: time limit.
-            hot: initial temperature, in mean loads of a rank.
+            hot: initial temperature, as a fraction of a rank's mean load.
             seed: random seed.
-            placement_share: maximum fraction of moves which re-place a whole table.
-            exponent: initial exponent, for the norm over ranks.
+            placement_share: maximum fraction of the work for moves that place a whole table again.
+            exponent: initial exponent q of the norm over ranks, see ``state.py``.
 
         Returns:
-            A plan at least as fast, and the work spent.
+            Placement per table in a plan that is at least as fast, and the work spent.
         """
         annealed: Annealed = anneal(
             self._arrays,
@@ -72,6 +72,7 @@ class Annealer:
 
 
 def _assignment(parts_T: Sequence[Parts]) -> Assignment:
+    """Convert placements per table to flat arrays for the compiled loop."""
     lengths = [len(parts.rank_N) for parts in parts_T]
     return Assignment(
         np.array([parts.candidate for parts in parts_T], np.int64),
@@ -83,6 +84,7 @@ def _assignment(parts_T: Sequence[Parts]) -> Assignment:
 
 
 def _parts(assignment: Assignment) -> list[Parts]:
+    """Convert the compiled loop's flat arrays back to placements per table."""
     parts = []
     for table, candidate in enumerate(assignment.candidate_T):
         mine = slice(int(assignment.start_T[table]), int(assignment.start_T[table + 1]))
@@ -95,6 +97,7 @@ def _parts(assignment: Assignment) -> list[Parts]:
 
 
 def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
+    """Convert a problem and the allowed candidates per type to the arrays that the compiled loop reads."""
     layouts = problem.layouts_C
     by_rows_C = [layout.row_parts > 1 or layout.scope is Scope.NODES for layout in layouts]
     uneven_C = np.array(

@@ -1,11 +1,12 @@
-"""Proven lower bound on any plan's step time.
+"""Proven lower bound on the step time of every plan, by branch and bound.
 
 Let T_k be the slowest rank's load in phase k. For every plan, (1) T_k is at least the mean load; (2) T_k is
 at least the largest piece of every selected candidate; (3) a rank with a heavy table has little room for
-others. (1) is linear. (2) and (3) become linear once T is known to lie in a small box lower <= T <= upper. So
-branch and bound splits boxes, lowest bound first, and drops boxes without plans better than the best known
-plan. Splitting a table unevenly keeps the mean load and increases the largest piece, so the bound also holds
-for uneven plans.
+others. (1) is linear. (2) and (3) become linear once T is known to lie in a small box, lower <= T <= upper: a
+range of T_k for every phase. So branch and bound starts from a root box that contains every plan, and always
+splits the box with the lowest bound. It drops boxes in which no plan is better than the best known plan.
+Splitting a table unevenly keeps the mean load and increases the largest piece, so the bound also holds for
+uneven plans.
 """
 
 import heapq
@@ -20,23 +21,33 @@ from meshrec.planner.relaxation import Box, Relaxation
 from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
+"""Minimum distance of a requested split from T. If all are closer, the widest side of the box is split."""
 _LEAST_WIDTH = 1e-4
-"""Minimum box width worth splitting, relative to the first bound."""
+"""Minimum width of a box that is still split. T is relative to `LowerBound.scale`, so this is a fraction."""
 _ROOT_ROUNDS, _ROUNDS = 3, 8
-"""Maximum cut rounds for the root box, from which plans start, and for boxes which must prove a bound."""
+"""Maximum rounds of cutting planes for the root box, from which plans start, and for boxes that must prove a
+bound.
+"""
 _PIECES_IN_MEMORY = 4
-"""Minimum piece count which must fit on a rank. Larger pieces leave gaps which others cannot fill."""
+"""Minimum number of pieces that must fit on a rank together. Larger pieces leave gaps that others cannot
+fill.
+"""
 _LEAST_LOAD = 1e-4
-"""Fraction of a step below which a load is ignored."""
+"""Load below which a phase does not limit the piece size, as a fraction of `LowerBound.scale`."""
 
 
 class LowerBound:
-    """Best-first search over boxes. Loads in boxes are relative to `scale` seconds.
+    """Best-first branch and bound over boxes, see the module docstring.
+
+    The constructor solves the root box. Every `branch` may raise the bound.
 
     Args:
         problem: planning problem.
-        allowed_C: candidates which plans may use.
-        deadline: ``time.perf_counter`` time after which no work starts; work in progress ends soon after.
+        allowed_C: mask of the candidates that plans may use.
+        deadline: ``time.perf_counter`` time after which no cutting planes are added.
+
+    Attributes:
+        scale: unit of all loads in boxes, in seconds, chosen so that a step takes about 1.
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, deadline: float = INFINITY) -> None:
@@ -57,16 +68,16 @@ class LowerBound:
 
     @property
     def value(self) -> float:
-        """Current lower bound in seconds.
+        """Current lower bound on the step time, in seconds without latencies.
 
-        Infinite if no plan exists, or none is faster than the best known plan.
+        Infinite if no plan exists, or if it is proven that none is faster than the best known plan.
         """
         least = min(self._heap[0][0] if self._heap else INFINITY, self._closed)
         return least * self.scale if least < INFINITY else np.inf
 
     @property
     def best_box(self) -> Box | None:
-        """Open box with the lowest bound."""
+        """Open box with the lowest bound, or None. Open boxes may still contain better plans."""
         return self._heap[0][2] if self._heap else None
 
     @property
@@ -75,11 +86,15 @@ class LowerBound:
         return self._relaxation.work
 
     def squeezed(self, factor: float, *, leaves_room: bool = False) -> Box | None:
-        """Return a box from which to construct a plan, or None.
+        """Solve the relaxation with small pieces only, as a starting point to construct a plan.
 
-        The box excludes pieces larger than `factor` times the root box's T in any phase. With `leaves_room`,
-        it also excludes pieces which leave too little memory for others. Tables with only larger candidates
-        use their smallest.
+        Args:
+            factor: maximum load of a piece in any phase, as a multiple of T in the root box. A table with
+                only larger candidates uses the candidate with the smallest excess.
+            leaves_room: whether to exclude pieces that leave too little memory for others on a rank, too.
+
+        Returns:
+            The optimum with the admitted candidates, or None if the relaxation has no solution.
         """
         root = self._root
         if root is None or (factor == np.inf and not leaves_room):
@@ -97,10 +112,13 @@ class LowerBound:
         return None if box is None or box.bound < 0 else box._replace(admitted_C=fits_C)
 
     def branch(self, cutoff: float) -> bool:
-        """Split the best open box, keeping parts which may have plans faster than `cutoff` seconds.
+        """Split the open box with the lowest bound into two, and solve both.
+
+        Args:
+            cutoff: step time in seconds of the best known plan. A half without faster plans is dropped.
 
         Returns:
-            False if that would not raise the bound, or no box can be split.
+            False if splitting cannot raise the bound, because no box is open or the lowest is too small.
         """
         most = cutoff / self.scale
         while self._heap and self._heap[0][0] < self._closed:
@@ -120,6 +138,16 @@ class LowerBound:
     def _open(
         self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools, *, cutoff: float, rounds: int
     ) -> None:
+        """Solve the relaxation in a box, and add the box to the heap if it may contain plans within `cutoff`.
+
+        Args:
+            bound: bound of the enclosing box, which also holds here.
+            lower_K: lower limits on T.
+            upper_K: upper limits on T.
+            admitted_C: mask of the allowed candidates.
+            cutoff: maximum step time, in units of `scale`.
+            rounds: maximum rounds of cutting planes.
+        """
         # A phase can use at most the cutoff minus the lower limits of all other phases.
         upper_K = np.minimum(upper_K, cutoff - lower_K.sum() + lower_K)
         box = None
@@ -131,7 +159,9 @@ class LowerBound:
 
 
 class _Cut(NamedTuple):
-    """Exhaustive alternative: T of `phase` is at most ``at_most``, or at least ``at_least``."""
+    """Split of a box into two: T of `phase` is at most ``at_most`` in one half, at least ``at_least`` in the
+    other.
+    """
 
     phase: int
     at_most: float
@@ -139,7 +169,10 @@ class _Cut(NamedTuple):
 
 
 def _cut(box: Box) -> _Cut | None:
-    """Return the cut requested by the relaxation, or else the midpoint of the widest side."""
+    """Return where to split a box: as the relaxation requests, or else in the middle of the widest side.
+
+    None if the box is too small to split.
+    """
     width_K = box.upper_K - box.lower_K
     distance_K = np.abs(box.cut_at_K - box.slowest_K)
     phase = int(distance_K.argmax())
@@ -149,4 +182,5 @@ def _cut(box: Box) -> _Cut | None:
         value = float(box.lower_K[phase] + width_K[phase] / 2)
         if width_K[phase] < _LEAST_WIDTH:
             return None
+    # A piece as large as `value` is then excluded from the lower half, despite rounding.
     return _Cut(phase, value * (1 - 1e-7), value)

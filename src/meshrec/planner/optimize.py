@@ -1,4 +1,4 @@
-"""Search for a plan: solve and evaluate every replica group size and every set of collectives."""
+"""Search for the best plan over all sizes of the ``replicate`` axis and all sets of collectives."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,10 +16,19 @@ from meshrec.planner.types import ParameterConstraints, Placements, Table, Topol
 
 DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
 _MOST_RETRIES = 4
+"""Maximum number of searches with a lower memory cap, if rounding to whole rows exceeds the actual cap."""
 
 
 class Optimized(NamedTuple):
-    """Best placement, cost, and the proven bound in seconds."""
+    """Best plan and proven lower bound.
+
+    Attributes:
+        placements: rectangles of the plan.
+        types_T: sharding type per table.
+        estimate: predicted time and memory.
+        lower_bound: step time in seconds that no plan of any allowed replica count can beat.
+        replicas: size of the ``replicate`` axis in this plan.
+    """
 
     placements: Placements
     types_T: list[ShardingType]
@@ -29,7 +38,7 @@ class Optimized(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Proven distance from the best plan, as a fraction of the plan's time."""
+        """Upper bound on the time that a better plan could save, as a fraction of this plan's step time."""
         return max(0.0, 1 - self.lower_bound / self.estimate.seconds) if self.estimate.seconds else 0.0
 
 
@@ -41,20 +50,20 @@ def optimize(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> Optimized | None:
-    """Search for the best plan.
+    """Search for the plan with the shortest predicted step time.
 
     The lower bound holds for all plans of the enumerated kinds: any sharding type, any number of column
     parts, even or uneven splits, under the constraints.
 
     Args:
-        tables: tables.
-        topology: machine.
+        tables: tables to plan.
+        topology: machine to plan for.
         batch_size: samples per rank.
         constraints: constraints by table name.
-        effort: search limits.
+        effort: limits of the search, for every size of the ``replicate`` axis.
 
     Returns:
-        The best plan; None if none is known which fits into memory.
+        The best plan, or None if no plan was found that fits into memory.
 
     Raises:
         ValueError: no tables, or constraints which leave a table without a candidate.
@@ -86,6 +95,17 @@ def _solve(
     effort: Effort,
     cutoff: float,
 ) -> Solution:
+    """Search for a plan that also fits into memory after rounding to whole rows and columns.
+
+    Args:
+        problem: planning problem.
+        model: cost model from which the problem was built.
+        effort: limits of the search.
+        cutoff: step time in seconds of a plan that is already known.
+
+    Returns:
+        The solution; without parts if no plan fits. The lower bound holds for the actual memory cap.
+    """
     collective_sets = _collective_sets(problem, model)
     solution = solve(problem, collective_sets, effort, cutoff=cutoff)
     bound, cap = solution.lower_bound, problem.memory_cap
@@ -102,15 +122,16 @@ def _solve(
 
 
 def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> float:
+    """Return the bytes by which the fullest rank exceeds the memory cap after rounding; 0 if it fits."""
     estimate = evaluate_placements(whole_row_placements(problem, solution.parts_T, model.tables), model)
     return 0.0 if estimate.fits else float(estimate.bytes_R.max() - estimate.memory_cap)
 
 
 def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
-    """Return sets of collectives, from all to few, because fewer collectives save latency.
+    """Return the sets of collectives to try, from all collectives to few.
 
-    A plan belongs to every set which allows the plan's candidates, so the lowest bound over the sets holds
-    for all plans.
+    Plans that do without a collective save its latency, but can use fewer candidates. A plan belongs to every
+    set that allows the plan's candidates, so the lowest bound over the sets holds for all plans.
     """
     num_types = len(np.unique(problem.type_C))
     sets: dict[bytes, CollectiveSet] = {}
@@ -146,6 +167,7 @@ def _evaluated(
     constraints: Mapping[str, ParameterConstraints],
     solution: Solution,
 ) -> Optimized:
+    """Convert a solution to rectangles with whole rows and columns, and predict the cost of the result."""
     placements = whole_row_placements(problem, solution.parts_T, model.tables)
     types = [
         sharding_type(problem.layouts_C[parts.candidate], constraints.get(table.name))

@@ -1,4 +1,4 @@
-"""Search for better plans: start from relaxations, then anneal."""
+"""Search for better plans by simulated annealing from several initial plans ("starts")."""
 
 import time
 from typing import NamedTuple
@@ -19,9 +19,13 @@ WORK_PER_SECOND = 1e8
 
 
 class Effort(NamedTuple):
-    """Search limits: wall clock seconds, work, and sufficient gap (a fraction).
+    """Limits of a search, which ends at the first that is reached.
 
-    Work counts touched array elements, with a surcharge per operation: about 10 ns each.
+    Attributes:
+        time_limit: seconds of wall clock time.
+        max_work: work in touched array elements, with a surcharge per operation. An element takes about 10
+            ns. Unlike seconds, work does not depend on the machine, so equal inputs give equal plans.
+        gap: sufficient distance between the best plan and the lower bound, as a fraction of the step time.
     """
 
     time_limit: float
@@ -30,13 +34,13 @@ class Effort(NamedTuple):
 
 
 class AnnealingSettings(NamedTuple):
-    """Annealing settings. The best ones depend on the pieces per rank, and only attempts can tell.
+    """Settings of a simulated annealing run. Which are best depends on the input, so several are tried.
 
     Attributes:
-        hot: initial temperature, in mean loads of a rank.
-        placement_share: maximum fraction of work which re-places whole tables; other moves shift or swap
-            pieces.
-        exponent: initial exponent, for the norm over ranks.
+        hot: initial temperature, as a fraction of a rank's mean load.
+        placement_share: maximum fraction of the work for moves that place a whole table again; other moves
+            shift one piece or swap two.
+        exponent: initial exponent q of the norm over ranks, see ``state.py``.
     """
 
     hot: float
@@ -51,32 +55,37 @@ ANNEALING_SETTINGS = (
 )
 """Settings to try, tuned on the planner benchmark.
 
-Few large pieces need new splits and high temperature; many small pieces need patience. If every rank is full
-with one or two pieces, only the slowest rank counts from the start.
+Plans with few large pieces need new splits and a high temperature. Plans with many small pieces need a slower
+descent. If every rank holds only one or two pieces, a high exponent makes only the slowest rank count.
 
-Neither of the first two suffices alone, for `SETTLED` too. With a work limit of 1e8, the gap of the task
-medium on 32 ranks is 7.0 % with all settings and 9.5 % with the first, and that of dlrm_dcnv2 on 64 ranks
-12.3 % with all settings and 13.7 % with the second.
+Neither of the first two settings suffices alone. With a work limit of 1e8, the gap for the task "medium" on
+32 ranks is 7.0 % with all settings and 9.5 % with the first. For "dlrm_dcnv2" on 64 ranks, it is 12.3 % with
+all settings and 13.7 % with the second.
 """
 
 SETTLED = AnnealingSettings(0.001, 1.0, 32)
-"""Settings for an already good plan."""
+"""Settings for a plan that is already good: a low temperature, which does not destroy it."""
 
 
 class Start(NamedTuple):
-    """Plan to anneal, and an annealer with the candidates."""
+    """Initial plan to anneal, and the annealer for the candidates that it may use."""
 
     parts_T: list[Parts]
     annealer: Annealer
 
 
 class Search:
-    """Best plan so far, and the means to improve it.
+    """Constructs and anneals plans for one set of allowed candidates, and keeps the best.
+
+    Args:
+        problem: planning problem.
+        allowed_C: mask of the candidates that plans may use.
+        deadline: ``time.perf_counter`` time at which annealing ends.
 
     Attributes:
-        seconds: best plan's step time; infinite before the first.
-        parts_T: best plan; empty before the first.
-        work: work so far.
+        seconds: step time of the best plan, without latencies; infinite before the first plan.
+        parts_T: placement per table in the best plan; empty before the first plan.
+        work: work so far, see `Effort`.
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, deadline: float) -> None:
@@ -90,38 +99,51 @@ class Search:
         self._seed = 0
 
     def add_start(self, box: Box, admitted_C: Bools) -> Start | None:
-        """Construct a plan from a box's relaxation, to be annealed with the candidates `admitted_C`.
+        """Construct a plan by rounding the relaxation of a box, and keep it if it is the best.
 
-        Returns None if it does not fit into memory, or without annealer.
+        Args:
+            box: relaxation optimum.
+            admitted_C: mask of the candidates that the plan and its annealing may use.
+
+        Returns:
+            The plan as a start, or None if it does not fit into memory or annealing is not available.
         """
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         state = construct(self.problem, box.share_C, candidates_Y)
         return None if state is None else self._started(state, admitted_C)
 
     def add_fitting(self, seconds: float) -> Start | None:
-        """Construct a memory-balanced plan, annealed for up to `seconds` until it fits."""
+        """Construct a memory-balanced plan, anneal it for up to `seconds` until it fits, and keep it if best.
+
+        Returns:
+            The plan as a start, or None if no plan fits or annealing is not available.
+        """
         by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
         return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
 
     def best_start(self) -> Start | None:
-        """Return the best plan as a start, to be annealed with all candidates."""
+        """Return the best plan as a start with all allowed candidates; None without plan or annealer."""
         if not self.parts_T or not Annealer.supports(self.problem):
             return None
         return Start(self.parts_T, Annealer(self.problem, candidates_by_type(self.problem, self._allowed_C)))
 
     def _started(self, state: State, admitted_C: Bools) -> Start | None:
+        """Keep a plan if it is the best, and return it as a start; None if annealing is not available."""
         self._keep(state)
         if not Annealer.supports(self.problem):
             return None
         return Start(state.plan, Annealer(self.problem, candidates_by_type(self.problem, admitted_C)))
 
     def attempt(self, start: Start, settings: AnnealingSettings, max_work: float) -> float:
-        """Anneal a start, keep the plan if it is the best, and return the seconds.
+        """Anneal a start, and keep the resulting plan if it is the best so far.
 
         Args:
             start: plan to anneal.
             settings: annealing settings.
-            max_work: work limit.
+            max_work: work limit, see `Effort`.
+
+        Returns:
+            Step time of the resulting plan in seconds, without latencies.
         """
         self._seed += 1
         seconds = max(0.0, self._deadline - time.perf_counter())
@@ -146,6 +168,7 @@ class Search:
         return state
 
     def _keep(self, state: State) -> None:
+        """Add the state's work to the total, and store the plan if it fits and is faster than the best."""
         self.work += state.work
         # Counted once, even if the state is kept again.
         state.work = 0

@@ -362,7 +362,7 @@ class _HalvingSearch:
             True after every attempt.
 
         Returns:
-            All attempts. Those from a memory-balanced plan, needed if no plan fits into memory yet, did not run.
+            All attempts. If no plan was found, they include a memory-balanced start that did not run yet.
         """
         attempts: list[_Attempt] = []
         kinds: list[tuple[float, Sequence[AnnealingSettings]]] = [
