@@ -1,4 +1,7 @@
-"""Counters for IDs waiting for admission to a table, on one rank: exact, or in a count-min sketch."""
+"""Counters for IDs that wait for admission to a table, on a single rank: exact, or in a count-min sketch.
+
+A waiting ID was seen in training but has no row yet, because the admission policy wants more occurrences.
+"""
 
 from collections.abc import Iterator
 
@@ -22,29 +25,30 @@ from meshrec.tables.table import Span
 
 # Shape legend: N IDs, C cells per ID.
 
-_CELLS = 4  # cells per ID
-_WORD = 8  # cells per int64 word, the unit of checkpoints
-_MOST = 255  # greatest cell count
+_CELLS = 4  # sketch cells per ID: a cell is a counter that several IDs share
+_WORD = 8  # cells per int64 word; checkpoints store sketches as words
+_MOST = 255  # greatest count in a cell, which is a byte
 
 
 class AdmissionCounts:
-    """Occurrences of a rectangle's IDs without a row yet.
+    """Counts how often IDs without a row have occurred, and applies the admission policy. For a rectangle.
 
-    This base class counts nothing. It serves policies admitting IDs at once or with a probability.
+    This base class counts nothing. It serves policies without counts: admission at the first occurrence, and
+    ``Probability``.
 
     Args:
-        admission: policy; None: all IDs are admitted.
-        seed: table seed.
+        admission: admission policy; None: all IDs are admitted.
+        seed: seed of the table (``Hashed.seed``).
     """
 
     def __init__(self, admission: Probability | None, seed: int) -> None:
         self._admission, self._seed = admission, seed
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
-        """Return which new IDs to admit, bool [N]. None: all.
+        """Return whether to admit each of an update's new IDs, bool [N]. None: all. Changes no count.
 
         Args:
-            keys: ID keys, ascending, int64 [N].
+            keys: keys of the new IDs, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             step: update number.
         """
@@ -53,16 +57,18 @@ class AdmissionCounts:
         return self._admission.admits(keys, counts, step, self._seed)
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add an update's occurrences, and forget admitted IDs.
+        """Add the occurrences in an update to the counts, and drop the counts of admitted IDs.
 
         Args:
-            keys: ID keys, ascending, int64 [N].
+            keys: keys of the update's new IDs, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
-            admitted: which IDs are admitted, bool [N].
+            admitted: whether each ID is admitted, bool [N].
         """
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield waiting IDs' keys, ascending, and their counts: both int64 [N].
+        """Yield pairs (keys, counts) for a checkpoint, both int64 [N], keys ascending.
+
+        Exact counts have one pair per waiting ID. A sketch packs cells; see ``CountMinSketch.stream``.
 
         Args:
             keys: key interval; None: all keys.
@@ -70,39 +76,53 @@ class AdmissionCounts:
         yield from ()
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Add counts from ``stream``, perhaps on another rank or under another policy."""
+        """Load a pair from ``stream``, which another rank may have written.
+
+        Args:
+            keys: int64 [N].
+            counts: int64 [N].
+        """
 
     def early(self) -> float:
-        """Estimate the fraction of new IDs admitted too early. 0 for exact counts."""
+        """Estimate the fraction of new IDs that are admitted too early. 0 unless counts are approximate."""
         return 0.0
 
 
 class ExactCounts(AdmissionCounts):
-    """Exact counts for waiting IDs, for ``MinCount``."""
+    """Exact counts per waiting ID, for the policy ``MinCount``.
+
+    Args:
+        k: occurrences at which an ID is admitted.
+        seed: seed of the hash index from keys to counters.
+        name: table name in messages.
+    """
 
     def __init__(self, k: int, seed: int, name: str) -> None:
         self._k = k
+        # The hash index stores slots in 32 bits. Both memories grow with the number of waiting IDs.
         most = (1 << 32) - 1
         self._slots = HashIndex(most, seed=seed, name=f"the waiting IDs of {name}")
         self._memory = GrowingRows([torch.zeros(1, dtype=torch.int64)], max_rows=most, name=name)
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return which IDs reach ``k`` occurrences with this update, bool [N].
+        """Return whether each ID reaches ``k`` occurrences with this update, bool [N].
 
         Args:
-            keys: ID keys, ascending, int64 [N].
+            keys: keys of the new IDs, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
-            step: update number.
+            step: unused.
         """
         return self._so_far(keys) + counts >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add waiting IDs' occurrences. An admitted ID restarts from 0 if it is evicted later.
+        """Add the occurrences in an update to the waiting IDs' counts, and remove the admitted IDs' counters.
+
+        So an admitted ID that is evicted later starts again from 0.
 
         Args:
-            keys: ID keys, ascending, int64 [N].
+            keys: keys of the update's new IDs, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
-            admitted: which IDs are admitted, bool [N].
+            admitted: whether each ID is admitted, bool [N].
         """
         is_counted = self._slots.find(keys) >= 0
         if bool((is_finished := is_counted & admitted).any()):
@@ -125,27 +145,37 @@ class ExactCounts(AdmissionCounts):
         return self._memory.tensors[0]
 
     def _so_far(self, keys: Tensor) -> Tensor:
-        """Return the present count per ID, int64 [N]."""
+        """Return the present count per ID, int64 [N]; 0 for IDs without a counter."""
         slots = self._slots.find(keys)
         counts = torch.zeros_like(keys)
         counts[slots >= 0] = self._counts[slots[slots >= 0]]
         return counts
 
     def _add(self, keys: Tensor, counts: Tensor) -> None:
-        """Add occurrences. Unknown IDs get a counter."""
+        """Add occurrences to the counts. IDs without a counter get one."""
         slots = self._slots.find(keys)
         new = slots < 0
         if bool(new.any()):
             slots[new] = self._slots.insert(keys[new])
             self._memory.grow(int(slots.max()) + 1)
+            # A slot may be reused from an ID admitted earlier.
             self._counts[slots[new]] = 0
         self._counts[slots] += counts
 
 
 class CountMinSketch(AdmissionCounts):
-    """Count-min sketch, for ``MinCountSketch``: one-byte cells, up to four per ID.
+    """Count-min sketch, for the policy ``MinCountSketch``: the count of an ID is the minimum of its cells.
 
-    Every key bucket (a plan "row") has ``num_cells`` cells, counting only IDs in the bucket.
+    A cell is a one-byte counter. An ID has four cells (or fewer, if two of them coincide), which it shares
+    with other IDs. The keys are divided into ``max_rows`` buckets; see [Note: the keys of hashed tables].
+    Every bucket has separate cells, so the counts do not depend on how a plan cuts the table.
+
+    Args:
+        k: estimated occurrences at which an ID is admitted.
+        seed: seed of the hash from keys to cells.
+        rows: first and end bucket on this rank.
+        max_rows: number of buckets in the whole table.
+        num_cells: cells per bucket, a multiple of 8.
     """
 
     def __init__(self, k: int, seed: int, *, rows: Span, max_rows: int, num_cells: int) -> None:
@@ -154,29 +184,36 @@ class CountMinSketch(AdmissionCounts):
         self._cells = torch.zeros((rows[1] - rows[0]) * num_cells, dtype=torch.uint8)
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return which IDs reach ``k`` with this update in all their cells, bool [N].
+        """Return whether all cells of each ID reach ``k`` with this update, bool [N].
 
         Args:
-            keys: ID keys, ascending, int64 [N].
+            keys: keys of the new IDs, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
-            step: update number.
+            step: unused.
         """
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
         return (self._cells[cells_NC].long() + new_NC).amin(1) >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add an update's occurrences. A cell stops at 255.
+        """Add the occurrences in an update to the IDs' cells. A cell stops at 255.
 
         Args:
-            keys: ID keys, ascending, int64 [N].
+            keys: keys of the update's new IDs, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
-            admitted: unused: a sketch cannot remove an ID.
+            admitted: unused, because other IDs share the cells of an admitted ID.
         """
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
         self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MOST).byte()
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield nonzero words (eight cells). Word i in a bucket has the bucket's i-th key."""
+        """Yield the nonzero words (eight cells as an int64) as counts, with a key that tells the position.
+
+        Word i in a bucket gets the i-th key in the bucket's key interval. So resharding by key moves the
+        words with their buckets.
+
+        Args:
+            keys: key interval; None: all keys.
+        """
         words = self._cells.view(torch.int64)
         used = words.nonzero()[:, 0]
         per_row = self._num_cells // _WORD
@@ -185,29 +222,48 @@ class CountMinSketch(AdmissionCounts):
         yield all_keys[inside], words[used[inside]]
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Copy words from ``stream`` to the cells. Words present only in a larger sketch are left out."""
+        """Copy words from ``stream`` to the cells. Words beyond the end of a bucket are ignored.
+
+        Args:
+            keys: keys that tell the positions, int64 [N].
+            counts: words, int64 [N].
+        """
         buckets = bucket_of(keys, self._max_rows)
         within = keys - first_keys(buckets, self._max_rows)
+        # The sketch that wrote the words may have had more cells per bucket.
         fits = (within >= 0) & (within < self._num_cells // _WORD)
         words = self._cells.view(torch.int64)
         words[((buckets - self._first) * (self._num_cells // _WORD) + within)[fits]] = counts[fits]
 
     def early(self) -> float:
-        """Return the probability for all cells of a new ID to be at ``k - 1`` or more already."""
+        """Estimate the probability that a new ID is admitted at its first occurrence.
+
+        This happens if all its cells are at ``k - 1`` or more already. Averaged over the buckets.
+        """
         if self._cells.numel() == 0:
             return 0.0
         full = (self._cells >= self._k - 1).view(-1, self._num_cells).double().mean(1)
         return float((full ** min(_CELLS, self._num_cells)).mean())
 
     def _cells_and_counts(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cells per ID, [N, C], and the occurrences added per cell by the update."""
+        """Return the cells of each ID, and what the update adds to each of these cells.
+
+        Args:
+            keys: ID keys, int64 [N].
+            counts: occurrences per ID in the update, int64 [N].
+
+        Returns:
+            Cell indices, int64 [N, C]. Occurrences that the update adds to these cells, from all IDs sharing
+                them, int64 [N, C].
+        """
+        # Four cells from the four 16-bit groups in the key's hash.
         bits = mix(keys, self._seed)
         first_cells = (bucket_of(keys, self._max_rows) - self._first) * self._num_cells
         offsets = [((bits >> (16 * c)) & 0xFFFF) % self._num_cells for c in range(_CELLS)]
         cells_NC = first_cells[:, None] + torch.stack(offsets, 1)
         distinct, inverse = torch.unique(cells_NC, return_inverse=True)
         sums = torch.zeros_like(distinct)
-        # An ID that hashes to a cell twice counts once there.
+        # If two hashes of an ID give the same cell, the ID counts there only once.
         first_NC = torch.ones_like(cells_NC, dtype=torch.bool)
         for c in range(1, _CELLS):
             first_NC[:, c] = (cells_NC[:, :c] != cells_NC[:, c : c + 1]).all(1)
@@ -216,12 +272,12 @@ class CountMinSketch(AdmissionCounts):
 
 
 def admission_counts_for(keys: Hashed, max_rows: int, span: Span, name: str) -> AdmissionCounts:
-    """Create the counters for an admission policy, for the keys in ``span``.
+    """Create the counters that a table's admission policy needs, for a rectangle.
 
     Args:
-        keys: table policies.
-        max_rows: whole-table row limit.
-        span: key interval.
+        keys: table option with the admission policy and the seed.
+        max_rows: row limit of the whole table.
+        span: key interval of the rectangle.
         name: table name in messages.
     """
     admit: Admission | None = keys.admit
@@ -229,6 +285,7 @@ def admission_counts_for(keys: Hashed, max_rows: int, span: Span, name: str) -> 
         return ExactCounts(admit.k, keys.seed, name)
     if isinstance(admit, MinCountSketch):
         rows = _rows_of(span, max_rows)
+        # Whole words, so that the cells can be viewed as int64.
         num_cells = admit.bytes // max_rows // _WORD * _WORD
         return CountMinSketch(admit.k, keys.seed, rows=rows, max_rows=max_rows, num_cells=num_cells)
     assert admit is None or isinstance(admit, Probability)
@@ -236,7 +293,7 @@ def admission_counts_for(keys: Hashed, max_rows: int, span: Span, name: str) -> 
 
 
 def in_span(keys: Tensor, span: Span | None) -> Tensor:
-    """Return which keys lie in an interval, bool [N]. Without an interval, all do."""
+    """Return whether each key lies in an interval, bool [N]. Without an interval, all do."""
     inside = torch.ones_like(keys, dtype=torch.bool)
     if span is not None:
         inside &= keys >= span[0]
@@ -246,13 +303,21 @@ def in_span(keys: Tensor, span: Span | None) -> Tensor:
 
 
 def _rows_of(span: Span, max_rows: int) -> Span:
-    """Return the key buckets (plan rows) overlapping a key interval."""
+    """Return the first and end key bucket that overlap a key interval, given the number of all buckets."""
+    # Bucket b starts at key b * 2^64 / max_rows - 2^63, rounded up. Python integers do not overflow.
     first, end = ((key - FIRST_KEY) * max_rows for key in span)
     return first >> 64, -(-end >> 64)
 
 
 def waiting_counts(waiting: AdmissionCounts) -> dict[str, Tensor]:
-    """Return waiting ID counts as in a state dict: ascending keys, and counts."""
+    """Return the counts for waiting IDs under their state dict names, empty if the policy has no counts.
+
+    Args:
+        waiting: counters on this rank.
+
+    Returns:
+        ``waiting_ids``: keys, ascending, int64 [N]. ``waiting``: counts (packed for a sketch), int64 [N].
+    """
     blocks = list(waiting.stream())
     empty = torch.empty(0, dtype=torch.int64)
     keys, counts = blocks[0] if blocks else (empty, empty)

@@ -1,13 +1,17 @@
-"""Admission and eviction at an update: all ranks select new IDs and victims before anything changes.
+"""Admission and eviction at an update: all ranks select new IDs and victims before any table changes.
+
+An update applies the gradients of a batch to the tables. At an update, the admission policy selects the IDs
+without a row that get one, and the eviction policy selects the rows (victims) that make room.
 
 [Note: one threshold for all ranks]
 
-Every rank counts local rows by key interval, and rows to add in the update (a small sum over ranks for
-all tables). If a table would be too full, the ranks find the last victim's score digit by digit, from
-summed histograms. Among equal scores the smallest keys are evicted, found the same way (``eviction.py``).
-Rows changed by the update itself are not evicted. Only rectangles starting at column 0 count, so a row
-counts once; the other rectangles apply the same threshold to the same scores. A full table evicts 1/64 of all
-rows at once, so not every step evicts.
+Every rank counts its rows, and the rows to add in the update, by key interval. A small sum over the ranks
+gives the totals for all tables. If a table would be too full, the ranks find the last victim's score digit by
+digit, from histograms summed over the ranks. Among equal scores the smallest keys are evicted; the last
+victim's key is found the same way (``eviction.py``). So all ranks apply the same threshold, a (score, key).
+Rows changed by the update itself are not evicted. A row split by columns lies in several rectangles, and
+counts only in the rectangle with column 0; the other rectangles apply the same threshold to the same scores.
+A full table evicts 1/64 of its row limit at once, so not every update evicts.
 """
 
 import itertools
@@ -27,17 +31,19 @@ from meshrec.tables.table import Span
 # Shape legend: N rows, U distinct IDs in an update.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_SLACK = 64  # a full table evicts 1 / 64 of the rows at once
+# A full table evicts the excess and 1/64 of max_rows more, so that the next updates need not evict.
+_SLACK = 64
 
 
 def set_event_time(model: nn.Module, seconds: int) -> None:
-    """Set the present batch's event time for a model's tables. ``TTL(seconds=...)`` needs it.
+    """Tell the tables in a model at what time the events in the present batch happened.
 
-    Ranks may set different times: the latest one counts.
+    The eviction policy ``TTL(seconds=...)`` compares this time with each row's last event time. If the ranks
+    set different times, the latest counts. A time before one set earlier has no effect.
 
     Args:
         model: a model with fused or sharded tables.
-        seconds: the batch's latest event time, such as a Unix time.
+        seconds: latest event time in the batch in seconds, such as a Unix time.
     """
     for module in model.modules():
         members = getattr(module, "admission_evictions", None) or getattr(
@@ -48,49 +54,57 @@ def set_event_time(model: nn.Module, seconds: int) -> None:
 
 
 class RowChanges(NamedTuple):
-    """A rectangle's IDs to admit and rows to evict at an update. U IDs in the update have no row yet."""
+    """IDs to admit to a table rectangle, and rows to evict from it, at an update.
+
+    The update has U distinct IDs without a live row: the new IDs. Their slots are pending.
+    """
 
     slots: Tensor
-    """Slots for all IDs in the update; may repeat."""
+    """Slots of all IDs in the update, int64; may repeat."""
     new: Tensor
-    """Slots for IDs without a row, in ascending key order, int64 [U]."""
+    """Slots of the new IDs, in ascending key order, int64 [U]."""
     keys: Tensor
-    """Keys for IDs in ``new``, int64 [U]."""
+    """Keys of the new IDs, int64 [U]."""
     counts: Tensor
-    """Occurrences in the update for IDs in ``new``, int64 [U]."""
+    """Occurrences of every new ID in the update, int64 [U]."""
     admitted: Tensor | None
-    """Which IDs in ``new`` are admitted, bool [U]; None: all are."""
+    """Whether each new ID is admitted, bool [U]. None: all are."""
     victims: Tensor
-    """Slots to evict."""
-    clock: Clock  # update time
+    """Slots of the rows to evict, int64."""
+    clock: Clock
+    """Time of the update."""
     pins: Sequence[object]
-    """Pins on ``slots``."""
+    """The updating batches' pins on ``slots``."""
 
     num_admitted: int
-    """Admitted ID count."""
+    """Number of admitted IDs."""
 
     def of_admitted(self, of_new: Tensor) -> Tensor:
-        """Select the values for admitted IDs, given a value per ID in ``new``."""
+        """Return the values of the admitted IDs, given one value per new ID."""
         return of_new if self.num_admitted == len(of_new) else of_new[self.admitted]
 
 
 class TableChanges(NamedTuple):
-    """IDs to admit and rows to evict in all tables on a rank, at one update."""
+    """IDs to admit and rows to evict at an update, for all tables on a rank."""
 
     due: dict[int, RowChanges]
     """Changes by rectangle number."""
     live: dict[int, list[int]]
-    """Row counts after the update, by table and key interval."""
+    """By table number: the number of live rows after the update, per key interval and over all ranks."""
 
 
 class AdmissionEviction:
-    """Admits and evicts IDs in the hashed tables looked up together on a rank.
+    """Admits IDs to hashed tables and evicts rows from them, at the same update on all ranks.
+
+    An update calls ``prepare``, which selects and may raise an error, then ``apply``; it then changes the
+    rows and calls ``finish``. A single object serves all hashed tables that are looked up together.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
         storages: storages of all hashed tables by table number, including tables without rows on this rank.
-        intervals: by table number, key intervals not cut by any rectangle on any rank.
-        ranks: ranks sharing the tables; None: this process has the whole tables.
+        intervals: by table number, the key intervals in which rows are counted. No rectangle on any rank
+            covers an interval only partly.
+        ranks: the ranks among which the tables are split. None: this process has the whole tables.
     """
 
     def __init__(
@@ -103,28 +117,34 @@ class AdmissionEviction:
         self.tables, self.storages, self.intervals = dict(tables), dict(storages), dict(intervals)
         self._ranks: RankGroup = ranks or SingleRank()
         self.live = {table: [0] * len(spans) for table, spans in intervals.items()}
-        """Rows by table and key interval, over all ranks. Every update replaces it."""
+        """By table number: the number of live rows per key interval, over all ranks. Replaced by ``apply``
+        and ``recount``."""
         self.seconds = 0
-        """Latest event time set on this rank."""
+        """Latest event time on this rank, in seconds. Set by ``set_event_time``; other ranks may differ."""
         self._evictions = Evictions(self.tables, self.storages, self._ranks)
 
     def recount(self) -> None:
-        """Count the rows on all ranks again. Collective."""
+        """Count the rows on all ranks again, after rows were loaded or moved. Collective."""
         self.live = self._future_rows({})
         self._evictions.forget()
 
     def prepare(self, pins: Sequence[object], steps: Mapping[int, int]) -> TableChanges:
-        """Select the IDs to admit and the rows to evict at an update. Changes nothing. Collective.
+        """Select the IDs to admit and the rows to evict at an update. Changes no table. Collective.
 
         Args:
-            pins: pins on rows changed by the update.
-            steps: update number by trained table.
+            pins: pins on the rows that the update changes, from the batches' lookups.
+            steps: update number by table number, for the tables that this update trains.
+
+        Returns:
+            The changes, to be passed to ``apply`` and ``finish``.
 
         Raises:
             ValueError: a table is full and has no eviction policy, or the update alone has too many IDs.
                 Raised on all ranks.
         """
         seconds = self._latest()
+        # Admissions and expired rows first, without communication; the sum below then tells which tables are
+        # too full.
         due = {
             i: _select_changes(table, pins, Clock(steps[table.rectangle.table], seconds))
             for i, table in self.tables.items()
@@ -139,7 +159,11 @@ class AdmissionEviction:
         return TableChanges(due, self._future_rows(due) if full else live)
 
     def apply(self, decision: TableChanges) -> None:
-        """Admit IDs and evict rows, as selected by ``prepare``. The caller then updates the rows."""
+        """Admit IDs and evict rows, as selected by ``prepare``. The caller then updates the rows.
+
+        Args:
+            decision: result of ``prepare``. No table may have changed since.
+        """
         due, self.live = decision
         evict_rows((self.tables[i], changes.victims, changes.pins) for i, changes in due.items())
         with Fills() as fills:
@@ -151,26 +175,38 @@ class AdmissionEviction:
                 report.evicted += len(changes.victims)
                 report.new += changes.num_admitted
                 report.refused += len(changes.new) - changes.num_admitted
+        # A second queue, because fills run in any order and these read the liveness flags written above.
         with Fills() as fills:
             for i, changes in due.items():
                 memory, policy = self.tables[i].memory, self.tables[i].storage.keys.evict
                 if policy is not None:
+                    # Rows of refused IDs stay pending and do not count as used.
                     is_whole = changes.num_admitted == len(changes.new)
                     used = changes.slots if is_whole else changes.slots[memory[ALIVE][changes.slots]]
                     policy.use(memory, used, changes.clock, fills)
 
     def finish(self, decision: TableChanges) -> None:
-        """Reset rows for IDs not admitted to initial values, after the update."""
+        """Undo the update in the rows of IDs that were not admitted: write their initial values again.
+
+        Args:
+            decision: result of ``prepare`` for the update that has just changed the rows.
+        """
+        # The update changes the rows of all IDs in the batch, and later batches in flight may read these.
         with Fills() as fills:
             for i, changes in decision.due.items():
                 if changes.admitted is not None and changes.num_admitted < len(changes.new):
                     self.tables[i].reset(changes.new[~changes.admitted], fills)
 
     def _future_rows(self, due: Mapping[int, RowChanges]) -> dict[int, list[int]]:
-        """Return row counts after the changes, by table and key interval, over all ranks.
+        """Return the numbers of live rows after some changes, over all ranks. Collective.
 
-        Collective.
+        Args:
+            due: changes by rectangle number; empty to count the present rows.
+
+        Returns:
+            By table number, one count per key interval.
         """
+        # The counts of all tables and intervals lie in one list, so that a single sum is enough.
         sizes = [len(spans) for spans in self.intervals.values()]
         counts = [0] * sum(sizes)
         starts = dict(zip(self.intervals, itertools.accumulate(sizes, initial=0), strict=False))
@@ -178,6 +214,7 @@ class AdmissionEviction:
             r = table.rectangle
             # Count a row once: only in the rectangle with column 0.
             if r.c0 == 0:
+                # No rectangle cuts an interval, so it lies inside or outside.
                 inside = [
                     (starts[r.table] + number, span)
                     for number, span in enumerate(self.intervals[r.table])
@@ -189,7 +226,7 @@ class AdmissionEviction:
         return {table: list(itertools.islice(total, len(spans))) for table, spans in self.intervals.items()}
 
     def _latest(self) -> int:
-        """Return the latest event time over all ranks; 0 if no policy needs it. Collective."""
+        """Return the latest event time over all ranks in seconds; 0 if no policy needs it. Collective."""
         policies = [storage.keys.evict for storage in self.storages.values()]
         if not any(isinstance(policy, TTL) and policy.seconds is not None for policy in policies):
             return 0
@@ -201,12 +238,18 @@ class AdmissionEviction:
     def _select_evictions(
         self, totals: Mapping[int, int], due: Mapping[int, RowChanges], clocks: Mapping[int, Clock]
     ) -> dict[int, RowChanges]:
-        """Add rows to evict to the changes for overfull tables. Collective.
+        """Select victims in the tables that would exceed their row limits. Collective.
 
         Args:
-            totals: future row count by overfull table.
-            due: changes by rectangle.
-            clocks: update time, by table.
+            totals: number of rows after the update over all ranks, by number of an overfull table.
+            due: changes selected so far, by rectangle number.
+            clocks: update time by table number.
+
+        Returns:
+            The changes with these victims added, by rectangle number, for the overfull tables' rectangles.
+
+        Raises:
+            ValueError: see ``prepare``.
         """
         requests = {}
         for table, total in totals.items():
@@ -240,11 +283,13 @@ class AdmissionEviction:
 
 
 def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) -> RowChanges:
-    """Select a rectangle's IDs to admit, and expired rows.
+    """Select the IDs to admit to a rectangle, and the rows whose time to live has expired.
+
+    Does not check the row limit, and needs no communication.
 
     Args:
         table: rectangle.
-        pins: pins on the update's rows, in all tables.
+        pins: pins on the rows that the update changes, in all tables.
         clock: update time.
     """
     held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
@@ -252,9 +297,11 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
     alive, policy = table.memory[ALIVE], table.storage.keys.evict
     new = keys = counts = _NONE
     admitted = None
+    # Slots in the index that are not alive are pending: only then can the update have new IDs.
     if table.slots.num_live > table.num_alive:
+        # The lookup has already listed the new IDs if they are the batch's only pending rows.
         fresh = held[0].fresh() if len(held) == 1 else None
-        # Rows may have come alive since the batch was resolved.
+        # An earlier update may have made these rows alive since the batch was resolved.
         if fresh is not None and (
             held[0].changes == table.accounting.changes or not bool(alive[fresh.slots].any())
         ):
@@ -277,12 +324,18 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
 
 
 def _num_rows(table: HashedTable, due: RowChanges | None, span: Span | None) -> int:
-    """Return a rectangle's row count after the changes; with ``span``, only for keys in the interval."""
+    """Return the number of live rows in a rectangle after some changes.
+
+    Args:
+        table: rectangle.
+        due: changes; None: no changes.
+        span: key interval in which to count; None: all keys in the rectangle.
+    """
     if span is None:
         if due is None:
             return table.num_alive
         return table.num_alive - len(due.victims) + due.num_admitted
-    # Slow path: the rectangle spans several intervals.
+    # Slow path, which reads all keys: the rectangle spans several intervals.
     num = int(in_span(table.live_keys()[0], span).sum())
     if due is not None:
         num -= int(in_span(table.keys_of(due.victims), span).sum())

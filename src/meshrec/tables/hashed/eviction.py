@@ -1,12 +1,16 @@
-"""Victim selection in a full table, by all ranks together.
+"""Victim selection in full tables: all ranks together find the rows with the lowest eviction scores.
+
+A table is cut into rectangles (a key interval times a column interval), and a rank holds some of them. The
+policy (``keys.Eviction``) gives every row an integer score. The row with the lowest score is evicted first;
+among rows with equal scores, the row with the smallest key.
 
 [Note: the order of eviction]
 
-A search for the rows with the lowest scores reads the scores of all rows. Under ``LRU`` and ``TTL`` a score
-changes only when the row is used, and is then higher than all scores of rows unused since. So the next
-victims are known in advance, except for rows used in the meantime. A search therefore finds several times as
-many rows as needed: all rows up to some (score, key), in this order. Later evictions take the first
-rows with unchanged scores, and search again when too few are left.
+A search for the rows with the lowest scores reads the scores of all rows. Under ``LRU`` and ``TTL``, the
+score of a row changes only when the row is used, and is then at least as high as every other score. So a
+search also knows the victims after the next ones, unless those rows are used in the meantime. It therefore
+returns several times as many rows as needed, sorted by (score, key), and the ranks cache them. Later
+evictions take the first cached rows with unchanged scores, and search again when too few are left.
 """
 
 import math
@@ -31,36 +35,46 @@ from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable
 _NONE = torch.empty(0, dtype=torch.int64)
 _DIGIT_BITS = 12  # bits per round in `nth_smallest`: histograms with 4096 counts
 _LAST_KEY = (1 << 63) - 1
-_MOST_SCORE_BITS = 32  # score range up to which score and key are sorted as one word
-_FEW = 8  # below 1/8 of the live rows, look keys up one by one; also the tolerated surplus tie share
-_AT_ONCE = 16  # evictions per search: a quarter of the table, at 12 to 16 bytes per row
+# If the scores span at most this many bits, score and key are sorted as a single 64-bit word.
+_MOST_SCORE_BITS = 32
+# If fewer than 1/8 of the live rows are selected, their keys are looked up slot by slot instead of in a
+# scan over the index. Also the tolerated share of tied rows in excess of those needed.
+_FEW = 8
+# Evictions served by a search. An eviction takes 1/64 of the rows, so the cached rows are a quarter of the
+# table, with 12 to 16 bytes (score and slot) per row.
+_AT_ONCE = 16
 
 
 class RankGroup(Protocol):
-    """Ranks holding parts of the same tables."""
+    """The ranks among which the same tables are split, and the sums over these ranks."""
 
     @property
     def rank(self) -> int:
-        """This rank's position."""
+        """Position of this rank in the group, from 0."""
 
     @property
     def size(self) -> int:
-        """Rank count."""
+        """Number of ranks."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum int64 values over all ranks. Collective."""
+        """Return the elementwise sum of an int64 tensor over all ranks. Collective."""
 
     def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
-        """Sum row values over the ranks with other columns in the rows. Collective.
+        """Complete per-row sums, such as squared norms, if rows are split by columns. Collective.
+
+        Adds to every row's value the values from the ranks holding the row's other columns.
 
         Args:
             table: table number.
-            values: one value per row, for every local rectangle in the table.
+            values: for every local rectangle in the table, one int64 value per row.
+
+        Returns:
+            The sums in the same shapes.
         """
 
 
 class SingleRank:
-    """The only rank, which holds whole tables. Sums return their input."""
+    """``RankGroup`` for a process with whole tables: the sums return their input."""
 
     rank, size = 0, 1
 
@@ -74,16 +88,16 @@ class SingleRank:
 
 
 class SlotScores(NamedTuple):
-    """A rectangle's row scores, by slot."""
+    """The eviction score per slot in a rectangle, and which slots count. S slots."""
 
     scores: Tensor
-    """int32 or int64 [S]."""
+    """Score of the row in a slot, int32 or int64 [S]. Meaningless at slots that are not marked."""
     marks: Tensor
-    """Whether the row in a slot may be evicted, bool [S]."""
+    """Whether a slot holds a row to consider, bool [S]."""
 
 
 class ValueRange(NamedTuple):
-    """Minimum, maximum and value count."""
+    """Smallest value, greatest value, and number of values, over all ranks."""
 
     least: int
     greatest: int
@@ -91,77 +105,81 @@ class ValueRange(NamedTuple):
 
 
 class NthValue(NamedTuple):
-    """The n-th smallest value, and counts of smaller and equal values."""
+    """The n-th smallest value over all ranks, and how many values are smaller or equal."""
 
     value: int
     below: int
-    """Smaller value count."""
+    """Number of smaller values."""
     equal: int
-    """Equal value count, including this one."""
+    """Number of values equal to ``value``, including itself."""
 
 
 class InUpdate(NamedTuple):
-    """A rectangle's rows barred from eviction."""
+    """Rows in a rectangle that must not be selected as victims at this update."""
 
     slots: Tensor
-    """Slots for all IDs in the update; may repeat."""
+    """Slots of all IDs in the update, int64; may repeat."""
     evicted: Tensor
-    """Slots evicted for another reason, such as TTL."""
+    """Slots already selected for eviction for another reason, such as TTL, int64."""
 
 
 class EvictionRequest(NamedTuple):
-    """Row count to evict from a table."""
+    """How many rows to evict from a table at an update, and which rows to spare."""
 
     update: Mapping[int, InUpdate]
-    """Rows not to select, by rectangle."""
+    """Rows not to select, by rectangle number."""
     clock: Clock
-    """Update time."""
+    """Time of the update."""
     min_rows: int
-    """Minimum row count to evict."""
+    """Number of rows that must be evicted to meet the row limit."""
     max_rows: int
-    """Row count to evict if enough rows can be evicted."""
+    """Number of rows to evict, unless fewer can be evicted. Exceeds ``min_rows``, so that the table has room
+    for the next updates."""
 
 
 class NextRows(NamedTuple):
-    """A rectangle's rows in eviction order: by score, then by key."""
+    """Rows in a rectangle in eviction order, that is by score, then by key. N rows."""
 
     scores: Tensor
-    """int32 or int64 [N]."""
+    """Scores, ascending, int32 or int64 [N]."""
     slots: Tensor
-    """int64 [N]."""
+    """Slots of these rows, int64 [N]."""
 
     def select(self, positions: Tensor) -> "NextRows":
-        """Return the rows at some positions in this order."""
+        """Return the rows at these positions of the list (not slots), int64."""
         return NextRows(*(part.index_select(0, positions) for part in self))
 
 
 class Candidates(NamedTuple):
-    """A table's next rows to evict."""
+    """Rows in a table that may be evicted now and come before all other rows in eviction order."""
 
     rows: Mapping[int, NextRows]
-    """Rows by rectangle."""
+    """The candidates on this rank, by rectangle number."""
     number: int
-    """Row count, over all ranks."""
+    """Number of candidates over all ranks."""
 
 
 class CachedCandidates(NamedTuple):
-    """A table's next rows to evict, cached from a search for later evictions."""
+    """Candidates in a table left over from a search, cached for later evictions."""
 
     rows: Mapping[int, NextRows]
-    """Rows by rectangle."""
+    """The candidates on this rank, by rectangle number."""
     time: int
-    """Score for a row used at search time. All cached rows have lower scores."""
+    """Score that a row used during the search would have got. All cached rows have lower scores."""
     loads: Mapping[int, int]
-    """``RowAccounting.loads`` per rectangle at search time; another value invalidates the cache."""
+    """``RowAccounting.loads`` by rectangle number at the search. If it differs later, rows were loaded since,
+    and the candidates are stale."""
 
 
 class Evictions:
-    """Selects victims in the hashed tables looked up together on a rank.
+    """Selects victims in hashed tables that are looked up together, and caches candidates between updates.
+
+    All ranks must call the collective methods in the same order.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
-        storages: storages of all hashed tables, by table number.
-        ranks: ranks sharing the tables.
+        storages: storages of all hashed tables on all ranks, by table number.
+        ranks: the ranks among which the tables are split.
     """
 
     def __init__(
@@ -169,28 +187,33 @@ class Evictions:
     ) -> None:
         self._tables, self._storages, self._ranks = tables, storages, ranks
         self._passed: dict[int, tuple[int, int]] = {}
-        """Last evicted row's score and key, by table: where ties in the next search may start."""
-        # From a search until the cached rows run out, rows are loaded, or ``forget``.
+        """Score and key of the row evicted last, by table number. Rows with the same score and smaller keys
+        are gone, so remaining ties have greater keys. Used to guess a key bound; a wrong value only costs a
+        second pass."""
+        # By table number. An entry lives from a search until the next search, until rows are loaded into the
+        # table, until time goes back, or until ``forget``.
         self._cached: dict[int, CachedCandidates] = {}
 
     def forget(self) -> None:
-        """Drop results from earlier searches."""
+        """Drop the results of earlier searches. To be called after rows changed other than by updates."""
         self._passed, self._cached = {}, {}
 
     def select_victims(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
-        """Select the rows to evict. Collective.
+        """Select the rows to evict from full tables. Changes no table. Collective.
 
         Args:
-            requests: by table number.
+            requests: eviction requests by table number.
 
         Returns:
-            By table number: the slots to evict by rectangle; or the number of evictable rows, if
-                it is below ``min_rows``.
+            By table number, the slots to evict by rectangle number. If fewer than ``min_rows`` rows can be
+                evicted from a table, its value is the number of evictable rows instead.
         """
         victims: dict[int, dict[int, Tensor] | int] = {}
+        # All tables at once, because the cached candidates of all tables are checked with a single sum.
         candidates = self._valid_cached(requests)
         for number, request in requests.items():
             rows = candidates[number]
+            # The counts are sums over ranks, so all ranks decide alike whether to search.
             if rows.number < request.max_rows:
                 rows = self._search(number, request)
             is_enough = rows.number >= request.min_rows
@@ -198,12 +221,16 @@ class Evictions:
         return victims
 
     def _valid_cached(self, requests: Mapping[int, EvictionRequest]) -> dict[int, Candidates]:
-        """Return the cached rows that may still be evicted. Collective."""
+        """Return the cached candidates that are still valid and not barred by the requests. Collective.
+
+        Tables without cached candidates get an empty ``Candidates``. Stale candidates (evicted, or used since
+        the search) at the head of a list are dropped from the cache.
+        """
         cached = {}
         for number, request in requests.items():
             time = self._present_score(number, request)
             searched = self._cached.pop(number, None)
-            # Cached scores are valid only if time has not gone back.
+            # If time has gone back, a row used since may have a score below the cached ones.
             if searched is not None and time is not None and time >= searched.time:
                 cached[number] = searched
         rectangles = [(number, i) for number, searched in cached.items() for i in searched.rows]
@@ -218,6 +245,7 @@ class Evictions:
             [update.evicted for update in updates],
             [requests[number].max_rows for number, _ in rectangles],
         )
+        # Candidates stay cached after they are returned. The next call drops them: by then they are dead.
         left: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
         candidates: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
         for (number, i), ordered, unchanged, num in zip(
@@ -240,9 +268,14 @@ class Evictions:
         return result
 
     def _search(self, number: int, request: EvictionRequest) -> Candidates:
-        """Find rows to evict: at least the requested number, or all evictable rows. Collective.
+        """Find candidates by reading all scores in a table. Collective.
 
-        Caches more rows for later evictions if the policy allows.
+        Returns at least ``max_rows`` candidates, or all evictable rows if there are fewer. If the policy
+        allows, the search finds and caches candidates for later evictions, too.
+
+        Args:
+            number: table number.
+            request: eviction request for the table.
         """
         time, num_rows = self._present_score(number, request), request.max_rows
         judged = self._score_rows(number, request, with_update=time is not None)
@@ -253,7 +286,8 @@ class Evictions:
             # searches do not coincide.
             num_times = _AT_ONCE if number in self._passed else 1 + number % _AT_ONCE
             if spread.least >= time:
-                num_times = 1  # none may be cached
+                num_times = 1  # only rows with scores below ``time`` may be cached, and there are none
+            # Rows in the update are marked, too, but cannot be victims now: find as many more.
             num_staying = sum(
                 len(part.slots) + len(part.evicted)
                 for i, part in request.update.items()
@@ -268,34 +302,39 @@ class Evictions:
         if time is None:
             return Candidates(rows, int(self._ranks.sum(torch.tensor([self._count(rows)]))))
         self._cached[number] = CachedCandidates(rows, time, self._loads(rows))
+        # Removes the rows in the update, which the search has included.
         candidates = self._valid_cached({number: request})[number]
+        # Rows used from now on may get the score ``time`` and a smaller key than a candidate with that score.
         if last.value >= time:
             self._cached.pop(number, None)
         return candidates
 
     def _present_score(self, number: int, request: EvictionRequest) -> int | None:
-        """Return the score for a row used now.
+        """Return the score of a row used at this update.
 
-        None if search scores are not valid for later evictions.
+        None if the policy's scores also change without use, so that candidates cannot be cached.
         """
         policy = self._storages[number].keys.evict
         assert policy is not None
         return policy.score_of_use(request.clock)
 
     def _loads(self, rectangles: Iterable[int]) -> dict[int, int]:
-        """Return load counters by rectangle."""
+        """Return the number of ``load`` calls so far for these rectangles, by rectangle number."""
         return {i: self._tables[i].accounting.loads for i in rectangles}
 
     def _is_counted(self, rectangle: int) -> bool:
-        """Return whether a rectangle's rows are counted: only in the column shard with column 0."""
+        """Return whether rows in a rectangle count in sums over ranks.
+
+        A row split by columns lies in several rectangles. It counts only in the rectangle with column 0.
+        """
         return self._tables[rectangle].rectangle.c0 == 0
 
     def _count(self, rows: Mapping[int, NextRows]) -> int:
-        """Return the row count in counted rectangles."""
+        """Return the number of rows in a candidate list on this rank, every row counted once."""
         return sum(len(ordered.slots) for i, ordered in rows.items() if self._is_counted(i))
 
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:
-        """Return scores by slot, for a policy reading only policy parts."""
+        """Return the score per slot, int32 or int64 [S], for a policy with ``needs_rows`` False."""
         table = self._tables[rectangle]
         policy = table.storage.keys.evict
         assert policy is not None
@@ -306,14 +345,14 @@ class Evictions:
     def _score_rows(
         self, number: int, request: EvictionRequest, *, with_update: bool
     ) -> dict[int, SlotScores]:
-        """Return a table's row scores, by rectangle.
+        """Return the scores of all live rows in a table, by rectangle number.
 
-        Collective if scores read whole rows.
+        Collective if the policy's scores depend on weights or optimizer state.
 
         Args:
             number: table number.
-            request: eviction to prepare.
-            with_update: whether rows barred from eviction are marked, too.
+            request: eviction request for the table.
+            with_update: whether rows that the request bars from eviction are marked, too.
         """
         policy = self._storages[number].keys.evict
         assert policy is not None
@@ -329,7 +368,7 @@ class Evictions:
         sums = []
         for i, candidates in slots.items():
             table, scores = self._tables[i], [_NONE]
-            # Whole rows may exceed memory.
+            # In blocks, because the gathered rows of a whole table may exceed the memory.
             for some in candidates.split(table.block_rows):
                 rows = RowsToJudge(
                     table.ids_of(table.keys_of(some)), table.gather_parts(some, table.rectangle.columns)
@@ -345,20 +384,24 @@ class Evictions:
     def _rows_up_to_score(
         self, number: int, judged: Mapping[int, SlotScores], last: NthValue, num_tied: int
     ) -> dict[int, NextRows]:
-        """Return the rows with a score below ``last``, and rows with an equal score, by rectangle.
+        """Return all rows with a score below ``last.value``, and at least ``num_tied`` rows with this score.
 
-        Collective.
+        Among the rows with the score ``last.value`` (tied rows), the smallest keys are returned. Collective.
 
         Args:
             number: table number.
-            judged: scores by rectangle.
-            last: the last victim's score.
-            num_tied: minimum count of rows with an equal score to return, by ascending key.
+            judged: scores by rectangle number.
+            last: score of the last victim.
+            num_tied: minimum number of tied rows to return.
+
+        Returns:
+            The rows in eviction order, by rectangle number.
         """
         bounds = [_LAST_KEY]
         if last.equal - num_tied > (last.below + num_tied) // _FEW:
             bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
-        # With many ties, first try a key bound, to avoid sorting them all.
+        # With many ties, first try only keys up to a bound, to avoid sorting all ties. The last bound admits
+        # every key, so the loop always ends with enough rows.
         for bound in bounds:
             rows = {i: _rows_up_to(self._tables[i], scores, last, bound) for i, scores in judged.items()}
             if bound == _LAST_KEY:
@@ -369,20 +412,33 @@ class Evictions:
         return rows
 
     def _likely_bound(self, number: int, last: NthValue, num_tied: int) -> int:
-        """Return a key up to which there are probably at least ``num_tied`` tied rows, but few more.
+        """Guess a key such that slightly more than ``num_tied`` tied rows have a key up to it.
 
-        Keys are spread evenly. If ties with this score were evicted before, they had the smallest keys.
+        Keys are hashes, so the tied rows are spread evenly over the key range. If rows with this score were
+        evicted before, the range starts after their keys.
+
+        Args:
+            number: table number.
+            last: score of the last victim. A row is tied if its score is equal.
+            num_tied: number of tied rows needed.
         """
         score, key = self._passed.get(number, (last.value, FIRST_KEY))
         first = key if score == last.value else FIRST_KEY
-        # About eight standard deviations above the mean, so a second pass is rare.
+        # The number of ties up to a key has a standard deviation of at most about sqrt(num_tied). Eight of
+        # them above the mean make a second pass rare; 64 more cover small counts.
         num_keys = num_tied + 8 * math.isqrt(num_tied) + 64
         return min(_LAST_KEY, first + (_LAST_KEY - first) * num_keys // last.equal)
 
     def _select_first(self, number: int, candidates: Candidates, num_victims: int) -> dict[int, Tensor]:
-        """Return slots for the first ``num_victims`` candidates by (score, key), by rectangle.
+        """Select the first candidates in eviction order over all ranks. Collective.
 
-        Collective.
+        Args:
+            number: table number.
+            candidates: candidates on all ranks.
+            num_victims: number of victims to select. All candidates are victims if there are fewer.
+
+        Returns:
+            The slots of the victims, by rectangle number.
         """
         rows, num_going = candidates.rows, min(num_victims, candidates.number)
         # A single rectangle holds all rows in order already.
@@ -394,6 +450,7 @@ class Evictions:
                 int(self._tables[i].keys_of(going[-1:])),
             )
             return {i: going}
+        # Find the last victim's score, then the last key among the candidates with this score.
         counted: list[tuple[Tensor, Tensor | None]] = [
             (ordered.scores, None) for i, ordered in rows.items() if self._is_counted(i)
         ]
@@ -411,7 +468,7 @@ class Evictions:
 
 
 def _evictable(table: HashedTable, update: InUpdate) -> Tensor:
-    """Return which slots hold an evictable row: live, and not protected by the update. bool [S]."""
+    """Return whether a slot holds a live row that the update does not bar from eviction, bool [S]."""
     free = table.memory[ALIVE][: table.slots.num_slots].clone()
     for slots in (update.evicted, update.slots):
         free.index_fill_(0, slots, False)
@@ -419,7 +476,14 @@ def _evictable(table: HashedTable, update: InUpdate) -> Tensor:
 
 
 def _rows_up_to(table: HashedTable, judged: SlotScores, last: NthValue, most: int) -> NextRows:
-    """Return the rows with a score below ``last``, and tied rows with a key up to ``most``."""
+    """Return marked rows with a score below ``last.value``, and tied rows with small keys, in eviction order.
+
+    Args:
+        table: rectangle.
+        judged: scores by slot.
+        last: score of the last victim. A row is tied if its score is equal.
+        most: greatest key of the tied rows to return.
+    """
     marks = (judged.scores <= last.value).logical_and_(judged.marks)
     if int(marks.count_nonzero()) * _FEW >= table.slots.num_live:
         keys, slots = table.slots.marked(marks, _LAST_KEY if last.below else most)
@@ -428,7 +492,7 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: NthValue, most: in
         keys = table.keys_of(slots)
     if last.below:
         scores = judged.scores.index_select(0, slots)
-    else:
+    else:  # all selected rows are tied, so no score needs to be read
         scores = judged.scores.new_full((1,), last.value).expand(len(slots))
     is_inside = (scores < last.value).logical_or_(keys <= most)
     if not bool(is_inside.all()):
@@ -437,11 +501,11 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: NthValue, most: in
 
 
 def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
-    """Return the permutation sorting rows by (score, key), int64 [N].
+    """Return the permutation that sorts rows by score, then by key, int64 [N].
 
     Args:
-        scores: int32 or int64.
-        keys: int64, distinct.
+        scores: score per row, int32 or int64 [N].
+        keys: key per row, distinct, int64 [N].
     """
     if len(keys) == 0:
         return keys
@@ -450,24 +514,30 @@ def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
     if bits == 0:
         return order(keys)
     if bits <= _MOST_SCORE_BITS:
-        # Score above the key's highest bits, in a single word. These bits nearly always distinguish the keys.
+        # Sort a single word with the score in the highest bits and the start of the key below. The lowest
+        # key bits are cut off. Keys are hashes, so the words are nearly always distinct; if not, sort again.
         ranks = (scores.long() - least) << (64 - bits)
         words = (ranks | (keys >> bits) + (1 << (63 - bits))) ^ FIRST_KEY
         positions = order(words)
         words = words.index_select(0, positions)
         if not bool((words[1:] == words[:-1]).any()):
             return positions
+    # Slow path: sort by key, then stably by score.
     by_key = order(keys)
     return by_key[scores[by_key].argsort(stable=True)]
 
 
 def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) -> ValueRange:
-    """Return minimum, maximum and count for marked values over all ranks. Collective.
+    """Return the minimum, the maximum and the number of marked values over all ranks. Collective.
 
     Args:
-        parts: this rank's values, with a bool mark per value (None: all are marked).
+        parts: pairs (values, marks) on this rank. Only values with a true mark count; without marks, all do.
         ranks: the ranks.
+
+    Returns:
+        The range; all zeros if no rank has a marked value.
     """
+    # A gather through a sum: every rank fills only its row.
     ranges = torch.zeros(ranks.size, 3, dtype=torch.int64)
     local_ranges = [marked_range(*part) for part in parts]
     if local_ranges:
@@ -485,14 +555,16 @@ def nth_smallest(
 ) -> NthValue:
     """Return the n-th smallest marked value over all ranks. Collective.
 
-    A radix select: every round determines 12 value bits from histograms summed over ranks.
+    A radix select: every round counts values by their next 12 bits, sums these histograms over the ranks,
+    and continues with the bucket that contains the n-th value. The values themselves are not exchanged.
 
     Args:
-        parts: this rank's values, with a bool mark per value (None: all are marked).
-        n: counted from 1, at most ``spread.number``.
-        spread: ``global_range`` result for the same values.
+        parts: pairs (values, marks) on this rank. Only values with a true mark count; without marks, all do.
+        n: position of the value in ascending order, from 1 to ``spread.number``.
+        spread: result of ``global_range`` for the same values.
         ranks: the ranks.
     """
+    # Start with the bits in which the values can differ, so that small ranges take a single round.
     size, shift = 1 << _DIGIT_BITS, 0
     while (spread.greatest >> shift) - (spread.least >> shift) >= size:
         shift += 1
@@ -501,7 +573,6 @@ def nth_smallest(
         histogram = torch.zeros(size, dtype=torch.int64)
         for part in parts:
             histogram += marked_histogram(*part, base, shift, size)
-        # A round fixes the next 12 bits, so ranks exchange histograms and never the values.
         counts = ranks.sum(histogram)
         ends = counts.cumsum(0)
         digit = int(torch.searchsorted(ends, n - below))
@@ -510,6 +581,7 @@ def nth_smallest(
         base = ((base >> shift) + digit) << shift
         if shift == 0:
             return NthValue(base, below, equal)
+        # Only values in the selected bucket take part in the next round.
         greatest = min(_LAST_KEY, base + (1 << shift) - 1)
         parts = [(part[0][marked_between(*part, base, greatest)], None) for part in parts]
         shift = max(0, shift - _DIGIT_BITS)

@@ -2,11 +2,13 @@
 
 [Note: hashed rows in a file]
 
-A row is found in two steps. The table's hash index maps the key to a slot, as in memory; this slot is the
-record number in the file, and the cache key. Values for the index, admission and eviction (a
-liveness flag, policy parts) stay in memory by slot, a few bytes per row; weights and optimizer state are in
-the file. A row starts in the cache, and is written to the file when the cache evicts it. So no record is read
-before it was written, and a slot may get another row without a change to the file.
+A row is found in two steps. First, the table's hash index maps the key to an *index slot*, as for rows in
+memory. The index slot is the record number in the file, and it is the key under which the cache
+(``cached.table.FileTable``) looks up the *cache slot*, the row's position in memory. Values for admission and
+eviction (a liveness flag, policy parts) stay in memory by index slot, a few bytes per row. Weights and
+optimizer state are in the file. A new row starts in the cache or in memory next to it, and is written to the
+file when the cache evicts it. So no record is read before it was written, and an index slot may get another
+row without a change to the file.
 """
 
 import re
@@ -28,17 +30,17 @@ from meshrec.tables.table import Rectangle, RowBlock, Span
 
 @final
 class HashedFile:
-    """Weights and optimizer state for a hashed table's rectangle, in a file.
+    """File with the weights and optimizer state of a hashed table rectangle, and its cache.
 
-    Rows are identified by index slot.
+    A row is identified by its index slot; see [Note: hashed rows in a file].
 
     Args:
-        rectangle: keys and columns.
-        starts: parts: the weight, and optimizer slots.
-        options: file folder, and cache size for the whole table.
+        rectangle: key and column intervals.
+        starts: row parts with initial values: the weight first, then the optimizer state.
+        options: folder for the file, and cache size for the whole table.
         name: table name.
-        dim: whole-row width.
-        max_rows: slots in the rectangle's index.
+        dim: number of values in a whole row.
+        max_rows: greatest number of index slots in the rectangle.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class HashedFile:
         path = new_path(Path(options.path), file_name)
         file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=0, num_rows=max_rows)
         cached = options.num_cached(sum(part_bytes(parts, dim)))
+        # This rectangle's share of the cache is its share of the key space, rounded up.
         share = -(-cached * (r1 - r0) // (ALL_KEYS[1] - ALL_KEYS[0]))
         self.table = FileTable(
             Rectangle(table, 0, max_rows, c0, c1),
@@ -67,27 +70,32 @@ class HashedFile:
             num_slots=max(1, min(share, max_rows)),
             name=label,
         )
-        """File and cache. The "keys" are index slots."""
+        """Fixed table with a row per index slot: the file, and the cache. Its keys are index slots."""
         self.slot_keys = torch.zeros(len(self.table.slot_keys), dtype=torch.int64)
-        """Row key per cache slot."""
+        """Hashed key of the row in a cache slot, int64. Set by ``resolve``, valid while a batch uses it."""
 
     def resolve(self, slots: Tensor, keys: Tensor, *, train: bool) -> tuple[Tensor, RowsInFlight]:
-        """Return cache slots for rows and a pin, and start to bring the rows there.
+        """Assign cache slots to rows, and start to bring the rows there in the background.
 
         Args:
             slots: index slots, int64 [N].
-            keys: ID keys for these slots, int64 [N].
+            keys: hashed key per index slot, int64 [N].
             train: whether the rows will be updated.
+
+        Returns:
+            Cache slots, int64 [N], and the pin that keeps them. The pin's ``wait`` waits for the rows.
         """
         resolved = self.table.resolve(slots, train=train)
-        here = self.table.slot_keys[resolved.slots] == slots  # false for rows without room
+        # False if the cache had no room for the row. The pin's ``wait`` then raises an error.
+        here = self.table.slot_keys[resolved.slots] == slots
         self.slot_keys[resolved.slots[here]] = keys[here]
         assert isinstance(resolved.pin, RowsInFlight)
+        # The inner table knows index slots only, but messages and ranks compare key intervals.
         resolved.pin.band = self._rectangle[:3]
         return resolved.slots, resolved.pin
 
     def start_rows(self, slots: Tensor, weights: Tensor) -> None:
-        """Set new rows with initial optimizer state.
+        """Set the rows in some index slots to initial weights and initial optimizer state.
 
         Args:
             slots: index slots, int64 [N].
@@ -101,11 +109,11 @@ class HashedFile:
         self.table.start_rows(slots, rows)
 
     def read(self, slots: Tensor, frozen: RowLog | None = None) -> dict[str, Tensor]:
-        """Return the rows at some index slots by part name.
+        """Return copies of the rows in some index slots, by part name.
 
         Args:
             slots: index slots, int64 [N].
-            frozen: snapshot to read from; None: present rows.
+            frozen: snapshot from which to read; None: the present rows.
         """
         ascending, order = slots.sort()
         source = self.table if frozen is None else frozen
@@ -116,12 +124,12 @@ class HashedFile:
         return parts
 
     def load(self, slots: Tensor, columns: Span, parts: Mapping[str, Tensor]) -> None:
-        """Replace some columns of rows. All slots must be in use.
+        """Replace some columns of the rows in some index slots. The slots must hold rows.
 
         Args:
             slots: index slots, int64 [N].
-            columns: table columns.
-            parts: new values, by part name.
+            columns: table columns to replace.
+            parts: new values by part name, one row per slot. Parts that are not in the file are ignored.
         """
         slots, order = slots.sort()
         values = {part.name: parts[part.name][order] for part in self.table.parts if part.name in parts}
@@ -131,16 +139,16 @@ class HashedFile:
 
 @final
 class CachedKeys:
-    """Index for a hashed table with rows in a file: maps keys to cache slots.
+    """``Index`` of a hashed table with rows in a file: maps hashed keys to cache slots.
 
     Args:
-        resolve: the table's ``Index.resolve`` method.
-        slot_keys: key per cache slot.
+        resolve: method ``HashedTable.resolve``.
+        slot_keys: hashed key of the row in a cache slot, int64.
     """
 
     def __init__(self, resolve: Callable[..., Resolved], slot_keys: Tensor) -> None:
         self.resolve, self.slot_keys = resolve, slot_keys
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys for rows in these cache slots."""
+        """Return the hashed keys of the rows in some cache slots, int64."""
         return self.slot_keys[slots]

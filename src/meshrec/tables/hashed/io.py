@@ -1,4 +1,7 @@
-"""Loading for hashed tables from whole tensors: state dicts with hashed or fixed tables, and files."""
+"""State dicts of hashed tables: load whole-table tensors into local rectangles, and return them.
+
+A whole table in a state dict is a set of tensors (*parts*) with a row per ID: ``ids``, ``weight`` and others.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,30 +16,29 @@ from meshrec.tables.streamed import StreamedPart, values_of
 from meshrec.tables.table import RowBlock
 
 WAITING = ("waiting_ids", "waiting")
-"""Part names for counts of IDs waiting for admission: keys, and counts."""
-_BLOCK_ROWS = 1 << 16
+"""State dict names for IDs waiting for admission: their keys, and their counts."""
+_BLOCK_ROWS = 1 << 16  # rows loaded at once, which bounds the memory for their copies
 
 
 def state_dict_names(storage: HashedRows) -> list[str]:
-    """Return a table's tensor names in a state dict."""
+    """Return the names of a hashed table's parts in a state dict, such as ``weight`` and ``ids``."""
     counted = WAITING if storage.counts_waiting_ids else ()
     return [*(part.name for part in storage.row_parts), IDS, *counted]
 
 
 def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor], prefix: str) -> None:
-    """Replace rows in all local rectangles by a whole table's rows.
+    """Replace all rows in a table's local rectangles by rows from a state dict.
 
-    If a part does not fit, change nothing.
-
-    Without ``ids``, row i belongs to ID i, as in a fixed table. Missing policy parts get initial values.
+    All parts are checked first: if one does not fit, nothing changes. Without the part ``ids``, row i belongs
+    to ID i, as in a fixed table. Policy parts that are missing get initial values.
 
     Args:
-        tables: a table's local rectangles.
-        values: whole-table parts, by name.
-        prefix: name prefix for messages.
+        tables: the table's rectangles on this rank.
+        values: parts of the whole table, by name.
+        prefix: start of the parts' names in messages.
 
     Raises:
-        ValueError: a part does not fit, or there are too many rows.
+        ValueError: a part does not fit, or there are more rows than ``max_rows``.
     """
     whole = {name: _plain(value) for name, value in values.items()}
     if not tables:
@@ -54,12 +56,12 @@ def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor],
 
 
 def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterator[RowBlock]:
-    """Yield a block with a rectangle's rows, or nothing if there are none.
+    """Select the rows that belong to a rectangle, and yield them as a single block. Yield nothing if none do.
 
     Args:
         table: rectangle.
         ids: ID per row, int64 [n].
-        parts: row parts, by name.
+        parts: row parts by name, with whole rows.
     """
     r = table.rectangle
     keys = mix(ids, table.storage.keys.seed)
@@ -73,24 +75,24 @@ def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tenso
 
 
 def counts_in_rectangle(table: HashedTable, keys: Tensor, counts: Tensor) -> Iterator[RowBlock]:
-    """Yield a block with waiting ID counts for a rectangle.
+    """Select the counts of waiting IDs that belong to a rectangle, and yield them as a block.
 
     Args:
         table: rectangle.
-        keys: waiting ID keys, int64 [n].
-        counts: count per ID, int64 [n].
+        keys: keys of waiting IDs, int64 [n].
+        counts: count per key, int64 [n].
     """
     inside = in_span(keys, (table.rectangle.r0, table.rectangle.r1))
     yield RowBlock(keys[inside], table.rectangle.columns, {"waiting": counts[inside]})
 
 
 def validated_ids(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
-    """Check that whole-table parts fit, and return the ID per row, int64 [n].
+    """Check that the parts of a whole table fit, and return the ID per row, int64 [n].
 
     Args:
-        whole: whole-table parts, by name.
-        storage: table storage.
-        prefix: name prefix for messages.
+        whole: parts of the whole table, by name.
+        storage: description of the table.
+        prefix: start of the parts' names in messages.
 
     Raises:
         ValueError: a part is missing or does not fit the table.
@@ -124,7 +126,14 @@ def validated_ids(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str)
 
 
 def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTable]) -> bool:
-    """Return whether state dict values are the present rows in these very tables, streamed."""
+    """Return whether values to load were read from the same tables and are still up to date.
+
+    A load can then be skipped. This happens if a table's state dict is loaded into the same table.
+
+    Args:
+        values: parts of the whole table, by name.
+        tables: the table's rectangles on this rank.
+    """
     if not tables:
         return True
     ids = values.get(IDS)
@@ -140,14 +149,24 @@ def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTabl
 
 
 def key_ordered_parts(table: HashedTable) -> dict[str, Tensor]:
-    """Return whole-table parts for a state dict, in key order, without a copy."""
+    """Return a table's parts for a state dict, in key order. Values are read on demand, not copied.
+
+    Args:
+        table: rectangle with the whole table.
+    """
     tensors, counts = table.tensors(), waiting_counts(table.admission_counts)
     names = state_dict_names(table.storage)
     return {name: tensors[name] if name in tensors else counts[name] for name in names}
 
 
 def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str, Tensor]:
-    """Return whole-table parts, merged from the rectangles (all local) in key order. Copies."""
+    """Return copies of a whole table's parts in key order, merged from rectangles that are all on this rank.
+
+    Args:
+        tables: the table's rectangles.
+        storage: description of the table.
+    """
+    # Rectangles with column 0 together contain every key once.
     first = [table for table in tables if table.rectangle.c0 == 0]
     empty = torch.empty(0, dtype=torch.int64)
     keys = torch.cat([empty, *(table.live_keys()[0] for table in first)]).sort().values

@@ -1,23 +1,30 @@
-"""Hashed table options: limits, admission and eviction policies; and the key intervals used in plans.
+"""Options for hashed tables: row limit, admission and eviction policies; and the key intervals used in plans.
+
+An *admission* policy decides which new IDs get a row. An *eviction* policy decides which rows a full table
+removes. The policies are small dataclasses that users pass to ``meshrec.Hashed``.
 
 [Note: when IDs are admitted and evicted]
 
-Admission and eviction happen once per table update, at the same moment under any plan: the
-IDs of the whole batch, from all ranks and replicas, are counted, then IDs are admitted and rows evicted. So
-the live IDs depend on the batches alone. Until the update, a new ID reads its initial row at a slot
-pinned to its batch; a batch without an update leaves nothing behind.
+Admission and eviction happen once per table update, at the same moment under any sharding plan. The IDs in
+the whole batch, from all ranks and replicas, are counted; then IDs are admitted and rows evicted. So the live
+IDs depend only on the batches, not on the plan. Until the update, a new ID reads its initial row at a slot
+that is pinned to its batch. A batch without an update leaves nothing behind.
 
-Scores and counts are integers, or floating-point values computed on a single rank per row, so the
-ranks in any plan compare the same values.
+Scores and counts are integers, or floating-point values that a single rank computes per row. So the ranks
+compare the same values under any plan.
 
 [Note: the keys of hashed tables]
 
-An ID's key is its seeded mix (``ops.index.mix``), a permutation of all 2^64 values, in signed order: the
-router compares int64. To a plan, a table with at most ``max_rows`` rows looks like a fixed table with that
-many: "row" r in a plan is the key bucket from ``key_at(r)`` on, and ``max_rows`` nearly equal buckets cover
-the key space. So builders, planner, checks and plan files are the same for both, and a shard's expected
-memory is as the plan states. Rectangles at run time are key intervals. The last interval's end, 2^63, does
-not fit int64: in the router's tensors, an end of 2^63 - 1 stands for no end.
+The *key* of an ID is a seeded hash (``ops.index.mix``). It is a permutation of all 2^64 values, so keys are
+distinct and can be turned back into IDs. Keys are ordered as signed int64, because the router compares int64.
+
+To a sharding plan, a table with at most ``max_rows`` rows looks like a fixed table with ``max_rows`` rows.
+"Row" r in the plan is a *key bucket*: the keys from ``key_at(r)`` up to ``key_at(r + 1)``. The ``max_rows``
+buckets are nearly equal and cover all keys. So builders, planner, checks and plan files are the same for
+fixed and hashed tables, and the expected memory of a shard is as the plan states.
+
+At run time a shard is a key interval. The end of the last interval, 2^63, does not fit int64; in the router's
+tensors, the end 2^63 - 1 stands for no end.
 """
 
 import math
@@ -36,71 +43,90 @@ from meshrec.tables.table import RowPart, Span
 # Shape legend: N rows.
 
 _WORD = (1 << 63) - 1
-_USE = 1 << 16  # LFU count increment per read: the unit is 2^-16 reads
+# Amount by which a read increments an LFU count, so that halved counts keep 16 fractional bits.
+_USE = 1 << 16
 INDEX_BYTES = 16
-"""Maximum bytes per row in the hash index."""
+"""Greatest number of bytes that the hash index takes per row."""
 
 
 class Clock(NamedTuple):
-    """Update time, for eviction policies."""
+    """Time of a table update, as an eviction policy sees it."""
 
     step: int
-    """The table's update number."""
+    """Number of the update, counted per table."""
     seconds: int
-    """Latest event time set on any rank."""
+    """Latest event time that any rank has set, in seconds; 0 if no policy needs it."""
 
 
 class RowsToJudge(NamedTuple):
-    """Some table rows on a rank, as input to a score.
+    """Table rows on a rank for which an eviction policy computes scores. N rows.
 
-    A policy that reads no rows gets only policy parts.
+    A policy with ``needs_rows`` False gets only its policy parts, for all slots, and no IDs.
     """
 
     ids: Tensor
-    """int64 [N]."""
+    """ID per row, int64 [N]."""
     parts: Mapping[str, Tensor]
-    """``weight`` [N, D], optimizer state and policy parts, by name."""
+    """Values by name, one row per ID: ``weight`` [N, D], optimizer state, and policy parts."""
 
 
 class Eviction(ABC):
-    """Policy selecting the rows to evict when a table is full.
+    """Policy that selects the rows to evict when a table is full.
 
-    The row with the lowest score is evicted first; among equal scores, the row with the smallest key.
+    A policy gives every row a score. The row with the lowest score is evicted first; among equal scores, the
+    row with the smallest key.
     """
 
     parts: tuple[RowPart, ...] = ()
-    """Values stored by the policy per row."""
+    """Values that the policy stores per row (policy parts), such as the time of the last use."""
     needs_rows = False
-    """Whether the score reads weights or optimizer state."""
+    """Whether the scores depend on weights or optimizer state."""
     needs_whole_rows = False
-    """Whether the score needs whole rows on a single rank, so plans cannot split columns."""
+    """Whether a rank needs all columns of a row to compute the score. Plans then cannot split columns."""
 
     @abstractmethod
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record use of the rows at some slots.
+        """Record in the policy parts that an update used some rows.
 
         Args:
-            parts: the policy's parts by name, indexed by slot.
-            slots: int64; may repeat.
-            clock: update time.
-            fills: queue for writing the same value to many rows. It is run together with writes to
-                other tables, after all policies have been called.
+            parts: policy parts by name, indexed by slot, to be changed.
+            slots: slots of the rows, int64. A row that the update used several times is repeated.
+            clock: time of the update.
+            fills: queue for writes of a single value to many rows. It runs after all tables' policies have
+                been called.
         """
 
     @abstractmethod
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the score per row, int32 or int64 [N]. The lowest is evicted first."""
+        """Return the score per row, int32 or int64 [N]. The row with the lowest score is evicted first.
+
+        Args:
+            rows: rows for which to compute scores.
+            clock: time of the update that needs room.
+        """
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the score for a row used now. None if a search cannot be reused for later evictions.
+        """Return the score of a row that is used at this time. None if scores cannot be cached.
 
-        Return a score only if a row's score changes by use alone, and is at least this score after a
-        later use. See [Note: the order of eviction] in eviction.py.
+        A policy may return a score only if a row's score changes by use alone, and a later use gives at least
+        the returned score. Evictions then reuse the scores from an earlier search; see
+        [Note: the order of eviction] in eviction.py.
+
+        Args:
+            clock: time of the use.
         """
         return None
 
     def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
-        """Return which rows to evict although the table is not full, bool by slot. None: no row."""
+        """Return whether each row must be evicted even if the table is not full. None: no row.
+
+        Args:
+            parts: policy parts by name, indexed by slot.
+            clock: time of the update.
+
+        Returns:
+            bool, indexed by slot. Values at slots without a live row do not matter.
+        """
         return None
 
 
@@ -111,32 +137,32 @@ class LRU(Eviction):
     parts = (RowPart("last", torch.int32, True),)
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the update number.
+        """Store the update number in the used rows' part ``last``.
 
         Args:
-            parts: the policy's parts by name, indexed by slot.
-            slots: int64; may repeat.
-            clock: update time.
+            parts: policy parts by name, indexed by slot.
+            slots: slots of the used rows, int64; may repeat.
+            clock: time of the update.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the last update number per row."""
+        """Return the number of the last update per row, int32 [N]."""
         return rows.parts["last"]
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the update number."""
+        """Return the update number, which is the score of a row used at this time."""
         return clock.step
 
 
 @dataclass(frozen=True)
 class LFU(Eviction):
-    """Evict the rows that are read least often (least frequently used).
+    """Evict the rows that are read least often in training (least frequently used).
 
     Args:
-        half_life: updates after which a read counts half. All counts are halved at multiples of
-            ``half_life``. None: no decay.
+        half_life: number of updates after which a read counts half. All counts are halved at every update
+            whose number is a multiple of ``half_life``. None: counts are never halved.
     """
 
     half_life: int | None = None
@@ -147,41 +173,48 @@ class LFU(Eviction):
             raise ValueError(f"LFU: half_life must be an integer >= 1 or None, got {self.half_life!r}.")
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Apply the halvings since the last read per row, and add this update's reads.
+        """Add an update's reads to the used rows' counts, after halving the counts that are due.
 
         Args:
-            parts: the policy's parts by name, indexed by slot.
-            slots: int64, one per read.
-            clock: update time.
+            parts: policy parts by name, indexed by slot.
+            slots: one slot per read, int64.
+            clock: time of the update.
             fills: queue for the write.
         """
         uses, last = parts["uses"], parts["last"]
-        # Halve before adding: repeated slots write the same halved value.
+        # Halve before adding: repeated slots then all write the same halved value.
         uses[slots] = uses[slots] >> self._halvings(last[slots], clock)
         uses.index_add_(0, slots, torch.full_like(slots, _USE))
         fills.add(last, slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the decayed read count per row, in units of 2^-16."""
+        """Return the read count per row with all halvings applied, in units of 2^-16 reads, int64 [N]."""
         return rows.parts["uses"] >> self._halvings(rows.parts["last"], clock)
 
     def _halvings(self, last: Tensor, clock: Clock) -> Tensor:
-        """Return how often a count is halved between the row's last update and now."""
+        """Return how many halvings a row's count has missed since the row's last update, int64 [N].
+
+        Args:
+            last: number of the last update per row, int32 [N].
+            clock: present time.
+        """
         if self.half_life is None:
             return torch.zeros_like(last, dtype=torch.int64)
+        # A shift by 64 bits or more is undefined, and no count reaches 2^62.
         return (clock.step // self.half_life - last.long() // self.half_life).clamp_(max=62)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TTL(Eviction):
-    """Evict rows not updated for some time (time to live).
+    """Evict rows that were not updated for some time (time to live).
 
-    A table checks for such rows sixteen times within that time. If it is full earlier, the least recently
-    updated rows are evicted.
+    If a table is full before rows expire, the rows whose last update is the longest ago are evicted. Exactly
+    one argument must be given.
 
     Args:
-        steps: the time in table updates.
-        seconds: the event time in seconds, see ``meshrec.tables.set_event_time``.
+        steps: time to live as a number of table updates. Expired rows are looked for sixteen times within
+            this time, not at every update.
+        seconds: time to live in seconds of event time; see ``meshrec.tables.set_event_time``.
     """
 
     steps: int | None = None
@@ -197,32 +230,40 @@ class TTL(Eviction):
             )
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the update number, or the event time.
+        """Store the present time in the used rows' part ``last``, in updates or seconds.
 
         Args:
-            parts: the policy's parts by name, indexed by slot.
-            slots: int64; may repeat.
-            clock: update time.
+            parts: policy parts by name, indexed by slot.
+            slots: slots of the used rows, int64; may repeat.
+            clock: time of the update.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, self._now(clock))
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the last update time per row."""
+        """Return the time of the last update per row, in updates or seconds, int64 [N]."""
         return rows.parts["last"]
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the update number, or the event time."""
+        """Return the present time in updates or seconds, which is the score of a row used at this time."""
         return self._now(clock)
 
     def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
-        """Return which rows were not updated within the time to live."""
+        """Return whether each row was not updated within the time to live, bool by slot.
+
+        Returns None, for no row, at updates at which a time to live in updates is not checked.
+
+        Args:
+            parts: policy parts by name, indexed by slot.
+            clock: time of the update.
+        """
+        # The check reads all rows, so it runs only sixteen times per time to live.
         if self.steps is not None and clock.step % max(1, self.steps // 16):
             return None
         return parts["last"] <= self._now(clock) - (self.steps or self.seconds or 0)
 
     def _now(self, clock: Clock) -> int:
-        """Return the present time in the policy's unit: updates or seconds."""
+        """Return the present time in the policy's unit: number of updates, or seconds."""
         return clock.step if self.steps is not None else clock.seconds
 
 
@@ -237,22 +278,23 @@ class LowestNorm(Eviction):
         pass
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the squared norm per row in units of 2^-40, as an integer.
+        """Return the squared Euclidean norm per row in units of 2^-40, rounded to int64 [N].
 
-        Integer sums do not depend on the order.
+        If the table is split by columns, this is the sum over the columns on this rank, and the caller adds
+        the sums from the other ranks.
         """
         squares = rows.parts["weight"].double().square_().mul_(2.0**40)
-        # Integers also make column shards' partial sums exact.
+        # Integer sums do not depend on the order, so every split into columns gives the same score.
         return squares.clamp_(max=2.0**52).round_().long().sum(1)
 
 
 @dataclass(frozen=True)
 class Score(Eviction):
-    """Evict the rows with the lowest values of a user function.
+    """Evict the rows to which a user function gives the lowest values.
 
     Args:
-        score: maps ``RowsToJudge`` to a value per row, floating-point or integer [N]. It must treat all rows
-            alike, and must not depend on the other rows it sees: every rank calls it with local rows.
+        score: function from ``RowsToJudge`` to a tensor [N] with a floating-point or integer value per row.
+            The value of a row must depend on this row alone: every rank calls the function with local rows.
     """
 
     score: Callable[[RowsToJudge], Tensor]
@@ -261,18 +303,22 @@ class Score(Eviction):
     needs_whole_rows = True
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Record the update number, which the function can read as ``rows.parts["last"]``.
+        """Store the update number in the used rows. The function can read it as ``rows.parts["last"]``.
 
         Args:
-            parts: the policy's parts by name, indexed by slot.
-            slots: int64; may repeat.
-            clock: update time.
+            parts: policy parts by name, indexed by slot.
+            slots: slots of the used rows, int64; may repeat.
+            clock: time of the update.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
-        """Return the function's values as int64 in the same order.
+        """Call the function, and map its values to int64 scores [N] with the same order.
+
+        Args:
+            rows: rows for which to compute scores.
+            clock: unused.
 
         Raises:
             ValueError: the function does not return one value per row, or returns NaN.
@@ -287,24 +333,28 @@ class Score(Eviction):
         if not scores.is_floating_point():
             return scores.long()
         bits = (scores.double() + 0.0).view(torch.int64)  # no -0.0
-        # IEEE bits of negative values descend, so flip them to keep the order.
+        # Read as integers, the bits of positive floating-point values ascend with the value, and those of
+        # negative values descend. Flip the latter.
         return torch.where(bits < 0, bits ^ _WORD, bits)
 
 
 class Admission(ABC):
-    """Policy selecting the new IDs to get a row."""
+    """Policy that selects which new IDs get a row in a hashed table."""
 
     @abstractmethod
     def check(self, max_rows: int) -> None:
-        """Raise ValueError if the policy does not fit a table with this row limit."""
+        """Raise ValueError if the policy cannot serve a table with at most ``max_rows`` rows."""
 
 
 @dataclass(frozen=True)
 class MinCount(Admission):
     """Admit an ID when it has occurred ``k`` times in training.
 
-    Counts are exact: the table has a counter (about 24 bytes) per waiting ID, and the number of counters
-    is not limited. ``MinCountSketch`` has a limit.
+    Counts are exact: the table has a counter (about 24 bytes) per ID waiting for admission, and the number of
+    counters is not limited. ``MinCountSketch`` needs only a fixed amount of memory.
+
+    Args:
+        k: occurrences at which an ID is admitted, at least 1.
     """
 
     k: int
@@ -320,15 +370,16 @@ class MinCount(Admission):
 
 @dataclass(frozen=True)
 class MinCountSketch(Admission):
-    """Admit an ID after about ``k`` occurrences in training, counted in a fixed-size sketch.
+    """Admit an ID after about ``k`` occurrences in training, counted in a count-min sketch of a fixed size.
+
+    The sketch counts in one-byte cells, which several IDs share. So an ID is never admitted too late, but may
+    be admitted too early, if other IDs have filled all its cells. ``TableCounts.early`` estimates how often.
+    Counts do not depend on the sharding plan: every key bucket has separate cells, ``bytes // max_rows`` of
+    them rounded down to a multiple of 8. See [Note: the keys of hashed tables].
 
     Args:
-        k: occurrences, at most 255.
-        bytes: memory for the count-min sketch.
-
-    An ID is never admitted late. It is admitted early if other IDs have filled all the ID's cells;
-    ``TableCounts.early`` estimates how often. A cell is a byte. Every plan row has ``bytes // max_rows``
-    cells, counting only IDs in the row's key interval, so counts do not depend on the plan.
+        k: occurrences at which an ID is admitted, from 1 to 255.
+        bytes: memory for the sketch of the whole table, at least 8 bytes per row.
     """
 
     k: int
@@ -339,7 +390,7 @@ class MinCountSketch(Admission):
             raise ValueError(f"MinCountSketch: k must be an integer in [1, 255], got {self.k!r}.")
 
     def check(self, max_rows: int) -> None:
-        """Raise ValueError if the sketch has fewer than 8 cells per row."""
+        """Raise ValueError if the sketch has fewer than 8 bytes per row in a table with ``max_rows`` rows."""
         if not isinstance(self.bytes, int) or self.bytes < 8 * max_rows:
             raise ValueError(
                 f"MinCountSketch: bytes must be an integer of at least 8 for each of {max_rows:,} rows, "
@@ -351,7 +402,11 @@ class MinCountSketch(Admission):
 class Probability(Admission):
     """Admit an ID with probability ``p`` at every occurrence in training.
 
-    The decision is a hash over seed, ID, update number, and the occurrence number within the update.
+    The decision is pseudo-random: a hash of the seed, the ID, the update number, and the number of the
+    occurrence within the update. So it is the same in every run and under every plan.
+
+    Args:
+        p: probability, above 0 and at most 1.
     """
 
     p: float
@@ -365,15 +420,16 @@ class Probability(Admission):
         pass
 
     def admits(self, keys: Tensor, counts: Tensor, step: int, seed: int) -> Tensor:
-        """Return which IDs to admit, bool [N].
+        """Return whether to admit each of an update's new IDs, bool [N].
 
         Args:
-            keys: ID keys, int64 [N].
+            keys: keys of the new IDs, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             step: update number.
-            seed: table seed.
+            seed: seed of the table.
         """
         admitted = torch.zeros_like(keys, dtype=torch.bool)
+        # Compare 53 random bits with p * 2^53: as exact as a float64 probability.
         below = math.ceil(self.p * 2.0**53)
         for read in range(int(counts.max()) if len(counts) else 0):
             waiting = (~admitted & (counts > read)).nonzero()[:, 0]
@@ -384,15 +440,20 @@ class Probability(Admission):
 
 @dataclass(frozen=True, kw_only=True)
 class HashedKeys:
-    """Table option for IDs without a known range: all int64 values are valid IDs, and none is reserved.
+    """Table option for IDs without a known range: every int64 value is a valid ID.
+
+    The table gives rows to IDs while it is trained. An ID without a row reads its initial row, a function of
+    the seed and the ID. Exactly one of the two limits must be given.
 
     Args:
-        max_rows: row limit, over all ranks.
-        max_bytes: the same limit, in bytes for rows and index (16 per row), without optimizer state.
-        admit: ``MinCount``, ``MinCountSketch`` or ``Probability``; None: an ID is admitted when it is first
-            trained. An ID without a row reads its initial row and is not trained.
-        evict: ``LRU``, ``LFU``, ``TTL``, ``LowestNorm`` or ``Score``; None: a full table is an error.
-        seed: seed for the ID mix, initial rows, and admission.
+        max_rows: greatest number of rows, over all ranks.
+        max_bytes: the same limit as memory in bytes, for rows and index (16 bytes per row), without optimizer
+            state.
+        admit: policy that decides which new IDs get a row: ``MinCount``, ``MinCountSketch`` or
+            ``Probability``. None: every ID gets a row when it is first trained.
+        evict: policy that decides which rows a full table removes: ``LRU``, ``LFU``, ``TTL``, ``LowestNorm``
+            or ``Score``. None: a full table is an error.
+        seed: seed of keys, initial rows, and admission.
 
     Raises:
         ValueError: a value is not allowed, or the limits contradict each other.
@@ -426,14 +487,17 @@ class HashedKeys:
 
     @property
     def counts_waiting_ids(self) -> bool:
-        """Whether waiting IDs' occurrences are counted."""
+        """Whether the admission policy counts the occurrences of IDs without a row."""
         return isinstance(self.admit, (MinCount, MinCountSketch))
 
     def rows(self, row_bytes: int) -> int:
-        """Return the row limit, given the bytes per row in memory.
+        """Return the greatest number of rows, over all ranks.
+
+        Args:
+            row_bytes: bytes per row without the index. Needed if the limit is ``max_bytes``.
 
         Raises:
-            ValueError: ``max_bytes`` is too small for a row.
+            ValueError: ``max_bytes`` is too small for a row, or the admission policy does not fit the limit.
         """
         if self.max_rows is not None:
             return self.max_rows
@@ -456,23 +520,40 @@ Hashed = HashedKeys
 FIRST_KEY = -(1 << 63)
 """Smallest key."""
 ALL_KEYS: Span = (FIRST_KEY, -FIRST_KEY)
-"""Interval of all keys. The end does not fit int64."""
+"""Interval of all keys, [-2^63, 2^63). The end does not fit int64."""
 
 
 def key_at(row: int, max_rows: int) -> int:
-    """Return a plan row's first key: the smallest u with ``u * max_rows >= row * 2^64``, minus 2^63."""
+    """Return the first key in a key bucket (a "row" in a plan); see [Note: the keys of hashed tables].
+
+    Bucket ``row`` starts at ``row * 2^64 / max_rows``, rounded up, minus 2^63.
+
+    Args:
+        row: bucket number, from 0 to ``max_rows`` (the end of the last bucket).
+        max_rows: number of buckets.
+    """
     return -(-(row << 64) // max_rows) + FIRST_KEY
 
 
 def bucket_of(keys: Tensor, max_rows: int) -> Tensor:
-    """Return the plan row (key bucket) per key, int64 [N]. ``max_rows`` must be below 2^31."""
+    """Return the number of the key bucket that contains each key, int64 [N]. Inverts ``first_keys``.
+
+    Args:
+        keys: int64 [N].
+        max_rows: number of buckets, below 2^31.
+    """
     # A 96-bit product in two halves, because int64 would overflow.
     upper, lower = (keys >> 32) + (1 << 31), keys & ((1 << 32) - 1)
     return (upper * max_rows + ((lower * max_rows) >> 32)) >> 32
 
 
 def first_keys(rows: Tensor, max_rows: int) -> Tensor:
-    """Return the first key per plan row, int64 [N]; see ``key_at``. ``max_rows`` must be below 2^31."""
+    """Return the first key in each key bucket, int64 [N]; see ``key_at``.
+
+    Args:
+        rows: bucket numbers, int64 [N].
+        max_rows: number of buckets, below 2^31.
+    """
     whole, remainder = divmod(1 << 64, max_rows)
     whole = (whole - FIRST_KEY) % (1 << 64) + FIRST_KEY  # as int64, whose product wraps
     return rows * whole - (-(rows * remainder) // max_rows) + FIRST_KEY

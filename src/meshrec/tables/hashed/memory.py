@@ -2,14 +2,14 @@
 
 [Note: memory that grows]
 
-Kernels read a table at a fixed address. So address space is reserved for the maximum row count, and the
-system supplies a memory page on the first write to a row in it: rows never move, and a table takes memory
-only for existing rows. If the system refuses to reserve that much (an address space limit, strict overcommit,
-GPU memory), rows are moved to twice the room whenever the room is full, and the log reports this.
+Address space is reserved for the maximum row count, and the operating system supplies a memory page only on
+the first write to it. So rows never move, and a table takes memory only for rows that exist. If the system
+refuses to reserve that much (because of an address space limit, strict overcommit, or GPU memory), the rows
+are copied to memory of twice the size whenever the memory is full, and the log reports this.
 
-Either way the tensor objects stay the same and grow in place (``tensor.data``), so all holders see all
-rows. Their height is a power of two, not the reserved height: kernels divide a table's rows among threads by
-height.
+In both cases the tensor objects stay the same and grow in place (``tensor.data``), so all code that holds a
+tensor sees all rows. The height of the tensors is a power of two, not the reserved height, because kernels
+divide a table's rows among threads by height.
 """
 
 import copy
@@ -31,18 +31,21 @@ _LEAST_ROWS = 64  # smallest height of the tensors
 
 
 class GrowingRows:
-    """Memory for rows and optimizer state, indexed by slot; see [Note: memory that grows].
+    """Tensors for rows and optimizer state, indexed by slot, to which rows can be added.
+
+    See [Note: memory that grows].
 
     Args:
-        row: tensors ``[1, ...]`` for a row, with a new row's initial values.
-        max_rows: maximum row count, for the table's whole life.
+        row: a single row: one tensor ``[1, ...]`` per row part, with the initial values of new rows.
+        max_rows: greatest number of rows the memory will ever hold.
         name: table name in messages.
-        other_regions: further memory growing together with the rows, for prefaulting.
+        other_regions: other memory that grows with the rows and is prefaulted with them (its pages are
+            requested from the system ahead of the first write).
 
     Attributes:
         first: copies of the tensors in ``row``.
-        tensors: memory for all rows: one tensor per tensor in ``row``, with at least ``num_rows`` rows.
-        num_rows: row count so far.
+        tensors: the memory: one tensor per tensor in ``row``, with at least ``num_rows`` rows.
+        num_rows: number of rows in use. Later rows in ``tensors`` are undefined.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class GrowingRows:
         self.first, self._max_rows, self._name = [part.detach().clone() for part in row], max_rows, name
         reserved = [reserve_pages((max_rows, *part.shape[1:]), part.dtype, part.device) for part in row]
         self._reserved = [part for part in reserved if part is not None]
+        # All or none: ``_make_room`` either takes all tensors from reserved memory or copies all.
         if len(self._reserved) < len(reserved):
             self._reserved = []
             num_bytes = max_rows * sum(part.nbytes for part in row)
@@ -63,7 +67,7 @@ class GrowingRows:
                 row[0].device,
             )
         self._bits = [bits_of(part) for part in self.first]
-        """Initial value bits, per tensor in ``row``."""
+        """Bits of the initial value per tensor in ``row``, as ``Fills.add`` takes them."""
         regions = [GrowingRegion(part, part[:1].nbytes) for part in self._reserved]
         self._pages = PagePrefaulter([*regions, *other_regions])
         self.num_rows = 0
@@ -71,16 +75,16 @@ class GrowingRows:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the rows never move, because address space is reserved for all of them."""
+        """Whether address space is reserved for all rows, so that rows never move."""
         return bool(self._reserved)
 
     @torch.no_grad()
     def grow(self, num_rows: int, *, num_written: int = 0) -> None:
-        """Add rows with initial values, until there are ``num_rows``.
+        """Add rows with initial values until there are ``num_rows``. Does nothing if there are already.
 
         Args:
-            num_rows: row count afterward.
-            num_written: tensors, counted from the first, with new rows written by the caller.
+            num_rows: number of rows afterward.
+            num_written: number of tensors, from the first, in which the caller itself writes the new rows.
 
         Raises:
             ValueError: ``num_rows`` exceeds ``max_rows``. Nothing has changed then.
@@ -104,24 +108,25 @@ class GrowingRows:
     def start_rows(
         self, slots: Tensor, end: int, fills: Fills, *, num_written: int, unchanged: Collection[int]
     ) -> None:
-        """Add rows up to ``end``, and reset reused slots to initial values.
+        """Write initial values to some slots, for new rows. Grows the memory to at least ``end`` rows.
 
         Args:
-            slots: slots for new rows, int64 [N], at least one, all below ``end``.
-            end: row count afterward, at least.
-            fills: queue for the writes.
+            slots: slots of the new rows, int64 [N], at least one, all below ``end``. They may be reused.
+            end: minimum number of rows afterward.
+            fills: queue for writes to reused slots.
             num_written: see ``grow``.
-            unchanged: numbers of the tensors in which reused slots are not reset.
+            unchanged: indices of the tensors in which reused slots keep their values.
         """
         num_rows = self.num_rows
         self.grow(end, num_written=num_written)
+        # ``grow`` has initialized the slots from ``num_rows`` on. Lower slots held other rows before.
         if int(slots.min()) < num_rows:
             for number, (part, value) in enumerate(zip(self.tensors, self._bits, strict=True)):
                 if number not in unchanged:
                     fills.add(part, slots, value)
 
     def _make_room(self, height: int) -> None:
-        """Give the tensors ``height`` rows."""
+        """Make the tensors ``height`` rows high. Existing rows keep their values."""
         # Everything that can fail comes first, before a tensor changes.
         room = [part[:height] for part in self._reserved]
         if not room:
@@ -133,14 +138,16 @@ class GrowingRows:
 
 
 def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
-    """Make copies and pickles of an object's tensors return the copied object's tensors.
+    """Let copies and pickles of an object's tensors refer to the tensors in the copied object.
 
-    Updates and lookups also hold these tensors. Copied on their own, they would include the reserved memory.
+    Updates and lookups hold these tensors, too. When a module is copied, they must hold the copied table's
+    tensors. A plain copy would also duplicate the reserved memory.
 
     Args:
         owner: object with an attribute ``memory``.
-        memory: that attribute: tensors by name.
+        memory: the value of this attribute, tensors by name.
     """
+    # Weak, because the tensors belong to the owner: a strong reference would be a cycle.
     reference = ref(owner)
     for name, tensor in memory.items():
         copied = _CopiedMemory(reference, name)
@@ -149,7 +156,12 @@ def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
 
 
 class _CopiedMemory:
-    """Copy and pickle hooks for a tensor: they return the copied owner's tensor."""
+    """Hooks with which ``copy`` and ``pickle`` replace a tensor by the tensor in its owner's copy.
+
+    Args:
+        owner: returns the owner, or None after its end.
+        name: name of the tensor in ``owner.memory``.
+    """
 
     def __init__(self, owner: Callable[[], Any], name: str) -> None:
         self._owner, self._name = owner, name
@@ -162,7 +174,7 @@ class _CopiedMemory:
 
 
 def _memory_of(owner: Any, name: str) -> Tensor:
-    """Return a tensor from an object's ``memory``."""
+    """Return the tensor called ``name`` in the attribute ``memory`` of an object."""
     assert owner is not None, "whoever keeps the memory of a table keeps the table"
     tensor: Tensor = owner.memory[name]
     return tensor

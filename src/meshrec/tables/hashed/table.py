@@ -2,20 +2,22 @@
 
 [Note: the life of a row]
 
-A slot is *free*, *pending* or *alive*. ``resolve`` assigns free slots to a batch's unseen IDs and writes
-their initial rows there: these slots are pending, and pinned to the batch. At the batch's update
-(``admission_eviction.py``) an admitted ID's slot becomes alive with its present row. A rejected ID's slot
-stays pending until no batch in flight uses it, and then becomes free. A row evicted while a batch in flight
-uses it becomes pending and restarts from its initial row. So no batch reads or updates another ID's row, and
-the rows read by a batch do not depend on how far ahead it was resolved.
+A *slot* is a row position in the table's memory. It is *free*, *pending* or *alive*. ``resolve`` looks up a
+batch: it assigns free slots to the IDs that have none, and writes their initial rows there. These slots are
+pending, and pinned to the batch. At the batch's update (``admission_eviction.py``) the slot of an admitted ID
+becomes alive with its present row. The slot of a refused ID stays pending until no batch in flight (looked up
+and not yet released) uses it, and then becomes free. If a row is evicted while a batch in flight uses it, the
+slot becomes pending and gets its initial row again. So no batch reads or updates the row of another ID, and
+the rows a batch reads do not depend on how early it was looked up.
 
 New keys get slots in sorted order, so column shards, here and on other ranks, have equal slots.
 
 [Note: hashed tables in key order]
 
-In key order, a table with n rows looks like a fixed table with n rows and an additional part, ``ids``:
+Sorted by key, a table with n rows looks like a fixed table with n rows and an additional part, ``ids``:
 position p holds the row of the ID with the p-th smallest key. So split tensors, checkpoints and safetensors
-need nothing else. Waiting ID counts are a second list, ``waiting_ids`` and ``waiting``.
+files need no other format. The counts of IDs waiting for admission are a second list, ``waiting_ids`` and
+``waiting``.
 """
 
 import copy
@@ -58,16 +60,25 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span, Table, Tabl
 # Shape legend: N IDs or slots.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_BLOCK_BYTES = 1 << 23  # row bytes per stream block
+_BLOCK_BYTES = 1 << 23  # weight bytes per block in ``stream``
 ALIVE = "is_alive"
-"""Part name in ``HashedTable.memory`` for the liveness flag, bool by slot."""
+"""Name of the liveness flags in ``HashedTable.memory``, bool by slot."""
 IDS = "ids"
-"""Part name for the IDs, in key order."""
-_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1  # slots for pending rows, and the index limit
+"""Name of the part with the IDs, for rows in key order."""
+# Spare slots for pending rows in small tables, and the limit of the index, which stores slots in 32 bits.
+_SPARE_ROWS, _MAX_SLOTS = 1 << 24, (1 << 32) - 1
 
 
 class PinnedRows(Pin):
-    """Pin on a batch's rows in a table."""
+    """Keeps the slots of a batch in a hashed table from being given to other IDs. Created by ``pin_slots``.
+
+    Args:
+        table: the table.
+        parts: slots used by the batch, in one or more tensors; may repeat.
+        pending: distinct slots used by the batch that were pending when it was resolved.
+        fresh: slots first assigned for this batch, with their keys and counts; None if there are none, or if
+            the batch uses other pending slots, too.
+    """
 
     def __init__(
         self,
@@ -77,12 +88,13 @@ class PinnedRows(Pin):
         *,
         fresh: AssignedSlots | None = None,
     ) -> None:
+        # ``pending`` grows if rows used by the batch are evicted before its update; see ``_mark_evicted``.
         self.table, self.pending, self._fresh = table, pending, fresh
         self.changes = table.accounting.changes
-        """The table's ``RowAccounting.changes`` when the batch was resolved."""
+        """``RowAccounting.changes`` when the batch was looked up: tells whether rows changed state since."""
         self._parts = parts
         self.arriving: RowsInFlight | None = None
-        """Pin on the same rows in a file's cache. Set by ``resolve``; None for rows in memory."""
+        """Pin on the same rows in a file's cache. Set by ``resolve``; None for tables in memory."""
 
     @property
     def slots(self) -> Tensor:
@@ -90,11 +102,12 @@ class PinnedRows(Pin):
         return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
 
     def fresh(self) -> AssignedSlots | None:
-        """Return this batch's new rows, if the batch has no other pending rows; else None."""
+        """Return the slots first assigned for this batch. None if the batch uses other pending slots, too."""
+        # ``_mark_evicted`` replaces ``pending`` when a row becomes pending, hence the identity check.
         return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
     def release(self) -> None:
-        """Release the slots. The table frees pending ones at its next lookup."""
+        """Release the slots. The table frees those still pending at its next lookup."""
         if not self.is_released:
             self.is_released = True
             self.table.in_flight.discard(self)
@@ -111,16 +124,16 @@ class PinnedRows(Pin):
 
 @dataclass
 class TableCounts:
-    """ID counters since a table was created, on this rank.
+    """Numbers of IDs looked up, admitted and evicted since a table was created, on this rank.
 
     Attributes:
-        live: IDs with a row now.
-        new: admitted IDs.
-        refused: new IDs not admitted, counted once per update.
-        evicted: IDs whose rows were evicted.
-        read: IDs looked up in training.
-        hits: IDs looked up in training that had a row.
-        early: estimated fraction of new IDs admitted early by a sketch.
+        live: IDs that have a row now.
+        new: IDs admitted so far.
+        refused: IDs without a row that an update did not admit. An ID counts at every such update.
+        evicted: rows evicted so far.
+        read: IDs looked up in training, including repeated ones.
+        hits: IDs looked up in training that had a row or a pending slot.
+        early: estimated fraction of new IDs that a count-min sketch admits too early.
     """
 
     live: int = 0
@@ -134,33 +147,43 @@ class TableCounts:
 
 @dataclass
 class RowAccounting:
-    """A table's counters and change records."""
+    """Counters of a hashed table, and a record of evicted keys. Lives as long as the table."""
 
     report: TableCounts = field(default_factory=TableCounts)
     evicted: list[Tensor] = field(default_factory=list)
-    """Evicted rows' keys, one tensor per eviction, for the delta publisher; recorded if ``is_watched``."""
+    """Keys of evicted rows, one int64 tensor per eviction. Recorded only if ``is_watched``; the delta
+    publisher empties the list."""
     is_watched: bool = False
+    """Whether to record evicted keys. Set by the delta publisher."""
     changes: int = 0
-    """Admission and eviction count so far."""
+    """Number of times that rows were admitted, loaded or evicted. If equal, the live IDs are the same."""
     loads: int = 0
-    """``load`` calls so far."""
+    """Number of ``load`` calls."""
     key_ordered_ref: "ReferenceType[KeyOrderedRows] | None" = None
-    """Rows in key order, which exist only while a caller holds them."""
+    """Weak reference to the last result of ``HashedTable.key_ordered``."""
 
     def note_reads(self, num_read: int, num_absent: int) -> None:
-        """Count a batch's IDs, with ``num_absent`` IDs without a row."""
+        """Count the IDs in a training lookup.
+
+        Args:
+            num_read: number of IDs, including repeated ones.
+            num_absent: how many of these had no slot.
+        """
         self.report.read += num_read
         self.report.hits += num_read - num_absent
 
 
 @final
 class HashedTable:
-    """Rows of a hashed table rectangle; see [Note: the life of a row].
+    """The rows of a hashed table in a rectangle, found by ID; see [Note: the life of a row].
+
+    A rectangle is a key interval times a column interval. The key of an ID is its seeded hash, see
+    [Note: the keys of hashed tables].
 
     Args:
-        rectangle: keys (see [Note: the keys of hashed tables]) and columns.
+        rectangle: key and column intervals on this rank.
         storage: row format and table options.
-        spec: optimizer; None: no state.
+        spec: optimizer, which tells the state per row; None: no optimizer state.
         device: the CPU.
     """
 
@@ -180,15 +203,16 @@ class HashedTable:
             *storage.row_parts,
             *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots),
         ]
-        # A row's tensors in memory, by name. With a file, weight and state move there.
+        # The tensors of a single row, by name, with initial values. With a file, weight and state move there.
         row = {"weight": torch.zeros(1, storage.columns(width), dtype=storage.dtype)}
         row |= dict(
             zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True)
         )
-        # Pending rows come in addition to ``max_rows`` live rows.
+        # Pending rows need slots in addition to the ``max_rows`` live rows.
         most = min(_MAX_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
         self.file: HashedFile | None = None
-        """Weights and optimizer state, if they are in a file; see [Note: hashed rows in a file]."""
+        """File with weights and optimizer state; None if they are in memory. See
+        [Note: hashed rows in a file]."""
         if storage.file is not None:
             starts = [
                 RowPartStart(part, float(row.pop(part.name).max())) for part in self.parts if part.name in row
@@ -197,6 +221,7 @@ class HashedTable:
                 rectangle, starts, storage.file, name=storage.name, dim=storage.dim, max_rows=most
             )
         elif storage.dtype.itemsize == 2:
+            # Stochastic rounding is seeded by key, because slots differ between plans.
             row["key"] = torch.zeros(1, dtype=torch.int64)
         row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.policy_parts}
         row |= {ALIVE: torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
@@ -206,9 +231,12 @@ class HashedTable:
             list(row.values()), max_rows=most, name=label, other_regions=self.slots.growing_regions
         )
         self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
-        """In-memory parts by name, indexed by slot. ``ALIVE`` tells which slots are alive, ``pins`` how many
-        batches in flight use a pending slot. 16-bit rows have a ``key``, by which they are rounded.
+        """Tensors indexed by slot, by name: weights and optimizer state unless they are in a file, policy
+        parts, ``ALIVE`` (whether a slot is alive), ``pins`` (how many batches in flight use a pending slot),
+        and for 16-bit rows ``key``, which seeds their stochastic rounding. The tensor objects never change;
+        see [Note: memory that grows].
         """
+        # Replaced by ``clear``.
         self.admission_counts = self._new_admission_counts()
         # Batches between ``resolve`` and ``release``. Weak, so a dropped batch leaves by itself.
         self.in_flight: WeakSet[PinnedRows] = WeakSet()
@@ -239,46 +267,54 @@ class HashedTable:
 
     @property
     def rows(self) -> Tensor:
-        """Memory read by kernels: all rows, or a file's cache."""
+        """Weight memory that kernels read: all rows by slot, or with a file only the cached rows."""
         return self.memory["weight"] if self.file is None else self.file.table.rows
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Optimizer state, one tensor per state slot."""
+        """Optimizer state that kernels change, one tensor per state name, indexed like ``rows``."""
         if self.file is not None:
             return self.file.table.state
         return [self.memory[part.name] for part in self.parts[len(self.storage.row_parts) :]]
 
     @property
     def slot_keys(self) -> Tensor | None:
-        """Key per slot, for 16-bit rows in memory; None otherwise."""
+        """Key per slot, int64, for 16-bit rows in memory. None for other rows."""
         return self.memory.get("key")
 
     @property
     def index(self) -> Index:
-        """The table itself; or an index into a file's cache."""
+        """Index from keys to positions in ``rows``: the table itself, or an index into a file's cache."""
         return self if self.file is None else CachedKeys(self.resolve, self.file.slot_keys)
 
     @property
     def num_alive(self) -> int:
-        """Row count."""
+        """Number of live rows in this rectangle. Pending rows do not count."""
         return self.accounting.report.live
 
     @property
     def num_changes(self) -> int:
-        """Admission and eviction count so far."""
+        """Number of admissions, loads and evictions so far; see ``RowAccounting.changes``."""
         return self.accounting.changes
 
     @property
     def report(self) -> TableCounts:
-        """ID counters since the table was created, on this rank."""
+        """Numbers of IDs looked up, admitted and evicted since the table was created, on this rank."""
         self.accounting.report.early = self.admission_counts.early()
         return self.accounting.report
 
     # ---- slots ------------------------------------------------------------------------------------
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return the slot per key. New keys get pending slots with initial rows."""
+        """Return the slot per key, and pin the slots. A key without a slot gets one, with its initial row.
+
+        With a file, the returned slots are positions in the cache, and the rows may still be arriving there.
+
+        Args:
+            keys: int64 [N], keys in the rectangle; may repeat.
+            train: whether the rows will be updated.
+        """
+        # Free the slots of finished batches first, so that they can be assigned again.
         self.release()
         slots = self.slots.find(keys)
         fresh, num_absent = None, int((slots < 0).sum())
@@ -300,25 +336,28 @@ class HashedTable:
         fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> PinnedRows:
-        """Pin slots for a batch, and write initial rows to new ones.
+        """Pin the slots that a batch uses, and write initial rows to the slots just assigned.
 
         Args:
-            parts: slots used by the batch.
+            parts: slots used by the batch, in one or more int64 tensors; may repeat.
             train: whether the rows will be updated.
-            fills: queue for the writes.
-            fresh: keys just assigned slots.
-            num_absent: entries in ``parts`` for such keys.
+            fills: queue for writes to the slots. The caller runs it before the rows are read.
+            fresh: slots just assigned for this batch, with their keys; None: none.
+            num_absent: number of entries in ``parts`` that refer to these slots.
         """
         if fresh is not None:
             self._write_new_rows(fresh.slots, fresh.ids, fills)
         if train and self.storage.is_trainable:
             self.accounting.note_reads(sum(map(len, parts)), num_absent)
+        # Only pending slots are counted in ``pins``. Live rows need no count: if they are evicted, the pins
+        # in ``in_flight`` tell who uses them.
         pending, num_pending = _NONE, self.slots.num_live - self.num_alive
         if fresh is not None and len(fresh.slots) == num_pending:
             pending = fresh.slots
             fills.add(self.memory["pins"], pending, 1)
         elif num_pending:
-            # Older batches also have pending rows, so read the flags, which the fills may still change.
+            # Earlier batches have pending rows, too, and this batch may use them. Read the liveness flags,
+            # which queued fills may still change.
             fills.run()
             fresh = None
             slots = torch.cat(list(parts))
@@ -329,19 +368,23 @@ class HashedTable:
         return pin
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the row keys at these slots."""
+        """Return the key per slot, int64. The slots must be pending or alive."""
         return self.slots.ids_of(slots)
 
     def ids_of(self, keys: Tensor) -> Tensor:
-        """Return the IDs for these keys. Inverts the ID mix."""
+        """Return the ID per key, int64. Inverts the hash that maps IDs to keys."""
         return unmix(keys, self.storage.keys.seed)
 
     def release(self, *more_tables: "HashedTable") -> None:
-        """Free pending slots no longer used by any batch in flight, in this table and others."""
+        """Free the pending slots that no batch in flight uses any longer.
+
+        Args:
+            more_tables: other tables to treat in the same call.
+        """
         release_rows((self, *more_tables))
 
     def mark_alive(self, slots: Tensor, fills: Fills) -> None:
-        """Make pending rows alive, with their present values.
+        """Make pending rows alive with their present values. They then survive the release of the batch.
 
         Args:
             slots: pending slots, int64 [N].
@@ -353,7 +396,7 @@ class HashedTable:
             self.accounting.changes += 1
 
     def reset(self, slots: Tensor, fills: Fills) -> None:
-        """Reset pending rows to their initial values.
+        """Write their initial values to pending rows again.
 
         Args:
             slots: pending slots, int64 [N].
@@ -362,10 +405,17 @@ class HashedTable:
         self._write_new_rows(slots, self.keys_of(slots), fills)
 
     def _write_new_rows(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
-        """Write initial rows and optimizer state to slots. Grows the memory if necessary."""
+        """Write initial rows, optimizer state and policy values to slots, and grow the memory if necessary.
+
+        Args:
+            slots: pending slots, int64 [N].
+            keys: key per slot, int64 [N].
+            fills: queue for some of the writes.
+        """
         if len(slots) == 0:
             return
-        # A free or unused slot is not alive and has no pins.
+        # Weights and keys are written below. Flags and pins are already right: a slot that was free is not
+        # alive and has no pins, and a slot that is reset must keep its pins.
         unchanged = [i for i, name in enumerate(self.memory) if name in ("weight", "key", "pins", ALIVE)]
         num_written = int("weight" in self.memory)
         self._grown.start_rows(
@@ -382,10 +432,10 @@ class HashedTable:
     # ---- streams ----------------------------------------------------------------------------------
 
     def live_keys(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Return live rows' keys, ascending, and slots: both int64 [n].
+        """Return the keys of the live rows, ascending, and their slots, both int64 [n].
 
         Args:
-            keys: key interval; None: all keys.
+            keys: interval from which to return keys; None: all keys.
         """
         all_keys, slots = self.slots.items()
         selected = self.memory[ALIVE][slots] if self.slots.num_live > self.num_alive else None
@@ -395,16 +445,16 @@ class HashedTable:
         return (all_keys, slots) if selected is None else (all_keys[selected], slots[selected])
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the parts in key order, by name; see [Note: hashed tables in key order]."""
+        """Return the row parts and ``ids`` by name, as tensors in key order that read values on demand."""
         return self.key_ordered().tensors()
 
     def key_ordered(self, first: int = 0) -> "KeyOrderedRows":
-        """Return the present rows in key order.
+        """Return the live rows sorted by key; see [Note: hashed tables in key order].
+
+        While the live IDs stay the same and a caller holds the result, further calls return the same object.
 
         Args:
-            first: this rectangle's first row position in the whole table.
-
-        While nothing changes and a caller holds the result, further calls return the same object.
+            first: number of rows in the whole table before the first row in this rectangle.
         """
         rows = self.accounting.key_ordered_ref() if self.accounting.key_ordered_ref is not None else None
         if rows is None or rows.rectangle.r0 != first or not rows.is_of(self):
@@ -414,7 +464,12 @@ class HashedTable:
         return rows
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the live rows in blocks, followed by waiting ID counts."""
+        """Yield blocks with the live rows by key, followed by blocks with the counts of waiting IDs.
+
+        Args:
+            columns: table columns to return; None: all in the rectangle.
+            keys: key interval to return; None: all keys.
+        """
         live_keys, slots = self.live_keys(keys)
         columns = columns or self.rectangle.columns
         step = self.block_rows
@@ -427,17 +482,22 @@ class HashedTable:
                 yield RowBlock(waiting[piece], columns, {"waiting": counts[piece]})
 
     def _new_admission_counts(self) -> AdmissionCounts:
-        """Create empty counters for waiting IDs."""
+        """Create empty counters for IDs waiting for admission."""
         span, storage = (self.rectangle.r0, self.rectangle.r1), self.storage
+        # Quantised tables are not trained, so they count nothing.
         keys = storage.keys if storage.is_trainable else replace(storage.keys, admit=None)
         return admission_counts_for(keys, storage.max_rows, span, storage.name)
 
     def part_columns(self, columns: Span) -> Span:
-        """Return where table columns are in the whole table's ``weight`` part: bytes, for quantised rows."""
+        """Return where table columns lie in the part ``weight`` of the whole table.
+
+        The result equals ``columns`` for floating-point rows, and counts bytes for quantised rows.
+        """
         return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
 
     def columns_at(self, positions: Span) -> Span:
-        """Return the table columns at an interval in the ``weight`` part. Inverts ``part_columns``."""
+        """Return the table columns in an interval of the part ``weight``. Inverts ``part_columns``."""
+        # Special case: the last byte of a row may be padded, so its columns do not follow from the bytes.
         if positions == self.part_columns(self.rectangle.columns):
             return self.rectangle.columns
         bits = self.storage.bits or 8
@@ -445,7 +505,7 @@ class HashedTable:
 
     @property
     def block_rows(self) -> int:
-        """Rows per stream block."""
+        """Number of rows in a block of ``stream``."""
         return max(1, _BLOCK_BYTES // max(1, self.rows[:1].nbytes))
 
     def gather_parts(
@@ -455,13 +515,13 @@ class HashedTable:
         names: Iterable[str] | None = None,
         frozen: RowLog | None = None,
     ) -> dict[str, Tensor]:
-        """Return the rows at some slots, by part name.
+        """Return copies of the rows at some slots, by part name.
 
         Args:
             slots: int64 [N].
             columns: table columns to return.
             names: parts to return; None: all.
-            frozen: file snapshot to read from; None: present rows.
+            frozen: snapshot from which to read rows in a file; None: the present rows.
         """
         r, storage = self.rectangle, self.storage
         names = [part.name for part in self.parts] if names is None else list(names)
@@ -477,12 +537,17 @@ class HashedTable:
         return {name: parts[name] if parts[name].dim() == 1 else parts[name][:, first:end] for name in names}
 
     def freeze(self) -> RowLog | None:
-        """Snapshot the rows in the file. None for rows in memory, which a fork freezes."""
+        """Snapshot the rows in the file. None for rows in memory, of which a forked process has a copy."""
         return None if self.file is None else self.file.table.snapshot()
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Write rows, or row parts, from the blocks. Keys without a row get one.
+        """Write the rows, or row parts, from some blocks. Keys without a live row get one.
+
+        Parts missing from the blocks keep their values, or get initial values in new rows.
+
+        Args:
+            blocks: rows by key, or counts of waiting IDs, as yielded by ``stream``.
 
         Raises:
             ValueError: there would be too many rows.
@@ -508,7 +573,12 @@ class HashedTable:
             self._write(slots, block)
 
     def _write(self, slots: Tensor, block: RowBlock) -> None:
-        """Write a block's in-memory parts."""
+        """Write the block's parts that are in memory to slots.
+
+        Args:
+            slots: slot per block key, int64 [N].
+            block: new values.
+        """
         r, storage = self.rectangle, self.storage
         targets = {name: tensor.detach() for name, tensor in self.memory.items()}
         if storage.bits:
@@ -521,32 +591,35 @@ class HashedTable:
                 local[slots] = values.to(target.dtype)
 
     def reserve(self, keys: Tensor) -> None:
-        """Assign slots to keys without one, ascending. Rows must be loaded later."""
+        """Assign slots to keys, int64 [N], ascending. Their rows must be loaded before they are used."""
         self.release()
         self.slots.insert(keys)
 
     def clear(self) -> None:
-        """Remove all rows and all waiting ID counts."""
+        """Remove all rows, and the counts of all IDs waiting for admission."""
         evict_rows([(self, self.live_keys()[1], ())])
         self.admission_counts = self._new_admission_counts()
 
     def items(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return live rows' IDs, and copies of the rows.
+        """Return the IDs of all live rows, and copies of the rows.
 
         Returns:
-            IDs in key order, int64 [n]; rows, [n, columns]; optimizer state and policy parts, by name.
+            IDs, sorted by key, int64 [n]. Weights, [n, columns]. Optimizer state and policy parts by name.
         """
         keys, slots = self.live_keys()
         parts = self.gather_parts(slots, self.rectangle.columns)
         return self.ids_of(keys), parts.pop("weight"), parts
 
     def snapshot(self) -> TableSnapshot:
-        """Snapshot the present rows, for the forked process writing a checkpoint."""
+        """Snapshot the present rows, for a process forked to write a checkpoint while training continues."""
         return self.key_ordered().snapshot()
 
 
 class _Parts(Mapping[str, Tensor]):
-    """Row parts by name, read from the table on access."""
+    """The parts of a row block by name. A part is read from the table when it is accessed.
+
+    So a reader that needs one part, such as ``ids``, does not read the weights.
+    """
 
     def __init__(
         self, table: HashedTable, keys: Tensor, slots: Tensor, columns: Span, frozen: RowLog | None
@@ -568,13 +641,14 @@ class _Parts(Mapping[str, Tensor]):
 
 
 class KeyOrderedRows:
-    """A table's rows by position in key order; see [Note: hashed tables in key order].
+    """View of a hashed table as a fixed table with rows sorted by key.
 
-    Valid until an ID is admitted or evicted.
+    See [Note: hashed tables in key order]. The view lists keys and slots, and reads row values on demand. It
+    is valid until an ID is admitted or evicted.
 
     Args:
-        table: table.
-        first: the first row's position in the whole table.
+        table: rectangle.
+        first: position of the rectangle's first row in the whole table.
     """
 
     is_growable = True
@@ -583,24 +657,30 @@ class KeyOrderedRows:
         self._table, self._first = table, first
         self._keys, self._slots = table.live_keys()
         r = table.rectangle
-        # Columns refer to the part: state dicts show codes as they lie in bytes.
+        # Columns count elements of the part ``weight``: bytes for quantised rows, as in a state dict.
         self.rectangle = Rectangle(r.table, first, first + len(self._keys), *table.part_columns(r.columns))
         self.parts = [*table.parts, RowPart(IDS, torch.int64, True)]
         self.index = None
         self.rows, self.state = table.rows, ()
         self._changes = table.num_changes
+        # Set only in the copy returned by ``snapshot``, until ``close``.
         self._frozen: RowLog | None = None
 
     def is_of(self, table: object) -> bool:
-        """Return whether this object still shows the present rows in ``table``."""
+        """Return whether this view was made from ``table`` and still lists its live rows."""
         return table is self._table and self._changes == self._table.num_changes
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the parts by name, as tensors streaming values."""
+        """Return the parts by name, as tensors that read values on demand."""
         return streamed_parts(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows in blocks, by position."""
+        """Yield the rows in blocks whose keys are positions, not hashed keys.
+
+        Args:
+            columns: columns of the part ``weight``; None: all.
+            keys: position interval; None: all.
+        """
         r = self.rectangle
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         columns = columns or r.columns
@@ -611,7 +691,7 @@ class KeyOrderedRows:
             yield RowBlock(here, columns, parts)
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Write rows by position. IDs do not change."""
+        """Write rows from blocks whose keys are positions. IDs do not change; a part ``ids`` is ignored."""
 
         def by_key() -> Iterator[RowBlock]:
             for block in blocks:
@@ -624,7 +704,10 @@ class KeyOrderedRows:
         self._table.load(by_key())
 
     def snapshot(self) -> TableSnapshot:
-        """Snapshot the present rows. A fork freezes memory, and a log freezes a file."""
+        """Snapshot the present rows, to be read in a forked process.
+
+        The fork keeps the memory as it is now, and a log keeps the rows in a file that change afterward.
+        """
         snapshot = copy.copy(self)
         snapshot._frozen = self._table.freeze()
         return snapshot
@@ -637,22 +720,23 @@ class KeyOrderedRows:
 
 @dataclass(frozen=True)
 class HashedRows(ExternalRows):
-    """Storage for hashed tables: floating-point or quantised rows, found by a hash index.
+    """Description of a hashed table: row format, limits, policies and initial values.
 
-    Initial rows depend on (seed, table, ID); quantised initial rows are rounded by minimum and
-    maximum.
+    The initial row of an ID depends only on seed, table name and ID. In a quantised table it is quantised
+    from its minimum and maximum.
 
     Args:
-        dtype: row dtype; uint8 for codes.
-        keys: table limits and policies.
+        dtype: element type of the row memory; uint8 for quantised rows.
+        keys: row limit, admission and eviction policies, and seed.
         name: table name.
-        dim: whole-row width.
-        max_rows: row limit.
-        bounds: range for uniform initial values.
-        init_fn: draws initial rows instead, one row ``[1, dim]`` at a time, from torch's default generator.
-        bits: bits per code; 0 for floating-point values.
-        file: file options for weights and optimizer state; None: in memory.
-        seed_name: name for seeding initial rows; None: ``name``.
+        dim: number of values in a whole row.
+        max_rows: greatest number of live rows, over all ranks.
+        bounds: lower and upper bound of uniform initial values.
+        init_fn: fills an initial row ``[1, dim]`` in place from torch's default generator, instead of uniform
+            values.
+        bits: bits per quantised value (code); 0 for floating-point rows.
+        file: options for rows in a file; None: rows in memory.
+        seed_name: name that seeds the initial rows in place of ``name``.
     """
 
     dtype: torch.dtype
@@ -670,38 +754,38 @@ class HashedRows(ExternalRows):
 
     @property
     def may_fail(self) -> bool:
-        """Whether rows are in a file."""
+        """Whether lookups and updates may fail, because rows are in a file."""
         return self.file is not None
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether the eviction policy reads rows."""
+        """Whether the eviction policy reads weights or optimizer state."""
         return self.keys.evict is not None and self.keys.evict.needs_rows
 
     @property
     def form(self) -> DenseRows | QuantisedRows:
-        """Storage for the row values themselves, without keys."""
+        """Format of the row values alone, as in a fixed table with the same dtype."""
         return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the rows can be trained: they are floating-point values."""
+        """Whether the rows can be trained. Quantised rows cannot."""
         return self.bits == 0
 
     @property
     def policy_parts(self) -> tuple[RowPart, ...]:
-        """Values stored by the eviction policy per row."""
+        """Values that the eviction policy stores per row, such as the time of the last use."""
         policy = self.keys.evict
         return policy.parts if policy is not None and self.is_trainable else ()
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """Row value parts, followed by eviction policy parts."""
+        """Parts with row values, ``weight`` first, followed by the eviction policy's parts."""
         return (*self.form.row_parts, *self.policy_parts)
 
     @property
     def counts_waiting_ids(self) -> bool:
-        """Whether waiting IDs' occurrences are counted."""
+        """Whether the table counts the occurrences of IDs waiting for admission."""
         return self.keys.counts_waiting_ids and self.is_trainable
 
     def columns(self, dim: int) -> int:
@@ -711,7 +795,7 @@ class HashedRows(ExternalRows):
         return self.form.part_column(column)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Return parameter memory without rows: hashed table rows are outside the parameter.
+        """Return an empty parameter, because the rows of a hashed table are outside the parameter.
 
         Args:
             num_rows: unused.
@@ -725,7 +809,12 @@ class HashedRows(ExternalRows):
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return row bytes, including eviction policy values."""
+        """Return the bytes of some rows, including the eviction policy's values, without optimizer state.
+
+        Args:
+            num_rows: number of rows.
+            dim: values per row.
+        """
         policy_bytes = sum(part.dtype.itemsize for part in self.policy_parts)
         return self.form.num_bytes(num_rows, dim) + num_rows * policy_bytes
 
@@ -751,12 +840,12 @@ class HashedRows(ExternalRows):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> HashedTable:
-        """Create a rectangle's table.
+        """Create an empty table for a rectangle.
 
         Args:
-            rectangle: keys and columns.
-            spec: optimizer; None: no state.
-            device: module device, CPU or ``meta``.
+            rectangle: key and column intervals.
+            spec: optimizer; None: no optimizer state.
+            device: device of the module, CPU or ``meta``. The rows are on the CPU in both cases.
 
         Raises:
             ValueError: the device is a GPU.
@@ -770,17 +859,17 @@ class HashedRows(ExternalRows):
 
     @property
     def row_seed(self) -> int:
-        """Seed for initial rows, from the table's seed and name."""
+        """Seed of the initial rows, derived from the table's seed and name."""
         return seed_of_rows(self.seed_name or self.name, self.keys.seed)
 
     def write_new_rows(self, rows: Tensor, slots: Tensor, ids: Tensor, columns: Span) -> None:
-        """Write initial rows for IDs to slots.
+        """Write the initial rows of some IDs to slots.
 
         Args:
-            rows: memory indexed by slot.
+            rows: weight memory, indexed by slot.
             slots: int64 [N].
-            ids: int64 [N].
-            columns: table columns in ``rows``.
+            ids: ID per slot, int64 [N].
+            columns: table columns that ``rows`` holds.
         """
         if self.dtype == torch.float32 and self.init_fn is None:
             low, high = self.bounds
@@ -789,9 +878,18 @@ class HashedRows(ExternalRows):
         rows.index_copy_(0, slots, self.new_rows(ids, columns))
 
     def new_rows(self, ids: Tensor, columns: Span) -> Tensor:
-        """Return initial rows for IDs in memory format. Codes have the whole row's scale and bias."""
+        """Return the initial rows of some IDs in the format of the row memory.
+
+        Args:
+            ids: int64 [N].
+            columns: table columns to return.
+
+        Returns:
+            ``dtype`` [N, memory columns]. A quantised row has codes, scale and bias.
+        """
         if not self.bits or columns == (0, self.dim):
             return self.encode(self.initial_values(ids, columns))
+        # Scale and bias belong to the whole row, so quantise it before cutting out the columns.
         rows = self.encode(self.initial_values(ids))
         codes = rows.new_zeros(len(rows), self.columns(columns[1] - columns[0]))
         first, end = map(self.part_column, columns)
@@ -801,7 +899,12 @@ class HashedRows(ExternalRows):
         return codes
 
     def initial_values(self, ids: Tensor, columns: Span | None = None) -> Tensor:
-        """Return initial row values for IDs, fp32 [N, columns]."""
+        """Return the initial row values of some IDs before rounding to the row format, fp32 [N, columns].
+
+        Args:
+            ids: int64 [N].
+            columns: table columns to return; None: all.
+        """
         first, end = columns or (0, self.dim)
         if self.init_fn is None:
             low, high = self.bounds
@@ -810,7 +913,7 @@ class HashedRows(ExternalRows):
 
 
 def is_growable(storage: RowStorage) -> TypeGuard[HashedRows]:
-    """Return whether a storage's tables are hashed."""
+    """Return whether a storage describes a hashed table."""
     return storage.is_growable
 
 
@@ -820,7 +923,7 @@ def has_growable_rows(table: Table) -> TypeGuard[HashedTable]:
 
 
 def release_rows(tables: Iterable[HashedTable]) -> None:
-    """Free pending table slots not used by any batch in flight."""
+    """Free the pending slots that no batch in flight uses any longer, in all given tables at once."""
     releasing = [(table, ended) for table in tables if table.released and len(ended := _pop_released(table))]
     if releasing:
         free, counts = release_slots(
@@ -834,11 +937,13 @@ def release_rows(tables: Iterable[HashedTable]) -> None:
 
 
 def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
-    """Evict rows. A row used by a batch in flight becomes pending, with initial values.
+    """Evict rows from tables: free their slots, and record their keys if a publisher watches the table.
+
+    A slot used by a batch in flight is not freed. It becomes pending and gets its initial row again.
 
     Args:
-        going: per table: the table, the slots to evict, and pins of batches using none of these
-            slots.
+        going: tuples of a table, the slots to evict (distinct, int64), and pins of batches known to use none
+            of these slots.
     """
     with Fills() as fills:
         left = [(eviction[0], *_mark_evicted(*eviction, fills)) for eviction in going if len(eviction[1])]
@@ -849,7 +954,7 @@ def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) 
 
 
 def _pop_released(table: HashedTable) -> Tensor:
-    """Return finished batches' pending slots; a slot used by two batches occurs twice."""
+    """Remove and return the pending slots of finished batches. A slot used by two batches occurs twice."""
     parts = [_NONE]
     while table.released:
         parts.append(table.released.popleft())
@@ -860,18 +965,30 @@ def _pop_released(table: HashedTable) -> Tensor:
 def _mark_evicted(
     table: HashedTable, slots: Tensor, updating: Collection[object], fills: Fills
 ) -> tuple[Tensor, Tensor]:
-    """Mark rows as evicted. Returns the slots used by batches in flight, and the slots to free."""
+    """Mark rows as no longer alive, and give initial rows to the slots that batches in flight use.
+
+    Args:
+        table: table.
+        slots: slots to evict, distinct, int64.
+        updating: pins of batches known to use none of these slots.
+        fills: queue for writes to the slots.
+
+    Returns:
+        The slots that batches in flight use, now pending; and the remaining slots, to be freed.
+    """
     fills.add(table.memory[ALIVE], slots, 0)
     table.accounting.report.live -= len(slots)
     table.accounting.changes += 1
     if table.file is not None:
+        # Open snapshots of the file still need these rows.
         table.file.table.log(slots.sort().values)
-    # The updating batches' own rows are never victims, so only other batches may pin these.
+    # Rows of the updating batches are never victims, so only other batches may use these slots.
     other_pins = [pin for pin in table.in_flight if pin not in updating]
     if not other_pins and not table.released:
         return _NONE, slots
     pins = table.memory["pins"]
     is_victim = torch.zeros_like(table.memory[ALIVE]).index_fill_(0, slots, True)
+    # ``pins`` counts users of pending slots only, and these slots were alive until now: count them here.
     for pin in other_pins:
         held = unique(pin.slots[is_victim[pin.slots]])[0]
         pin.pending = torch.cat([pin.pending, held])
@@ -885,7 +1002,14 @@ def _mark_evicted(
 
 
 def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
-    """Remove the IDs at some slots from the indexes, and return the keys, per table."""
+    """Remove the keys at some slots from the hash indexes, which frees the slots.
+
+    Args:
+        rows: pairs of a table and slots, int64.
+
+    Returns:
+        The removed keys, one tensor per pair.
+    """
     keys = free_slots([(table.slots, slots) for table, slots in rows])
     for table, slots in rows:
         if table.file is not None and len(slots):
@@ -894,8 +1018,15 @@ def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
 
 
 def _rebuild(arguments: tuple[Any, ...], blocks: Iterable[RowBlock], report: TableCounts) -> HashedTable:
-    """Create a table from the pickled form: constructor arguments, rows, and counters."""
+    """Create a copy of a table, for ``__reduce__`` and ``__deepcopy__``.
+
+    Args:
+        arguments: constructor arguments.
+        blocks: rows and counts of waiting IDs.
+        report: counters.
+    """
     table = HashedTable(*arguments)
     table.load(blocks)
+    # ``load`` has counted the rows as live, so replace its counters afterward.
     table.accounting.report = replace(report)
     return table
