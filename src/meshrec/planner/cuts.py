@@ -1,4 +1,7 @@
-"""Cutting planes: inequalities valid for every plan in a box, because indivisible pieces leave room on ranks.
+"""Cutting planes ("cuts"): inequalities that hold for every plan in a box but not for the relaxation's
+optimum.
+
+The relaxation assumes that load can be spread evenly. Actual pieces are indivisible, and leave room on ranks.
 
 If the loads on a rank sum to at most u, then sum_i F(load_i) <= F(u) for every superadditive F with F(0) = 0
 (a *dual feasible function*: Fekete & Schepers, Mathematical Programming 91, 2001; Clautiaux, Alves & Valerio
@@ -19,18 +22,24 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
 
 _MOST_SIZES, _MOST_KINDS, _MOST_MULTIPLE, _MOST_ROUNDED = 5, 1000, 6, 200.0
-"""Limits on the search for cuts: piece sizes to try, maximum kinds of candidates, largest integer to which a
-size is scaled, and largest scaled limit of a rank.
+"""Limits on the search for cuts: number of piece sizes to try, maximum kinds of candidates, largest integer
+to which a piece size is scaled, and largest scaled load limit of a rank.
 """
 _MIN_FRACTION, _MAX_FRACTION = 0.01, 0.97
+"""Range for the fractional part of a rank's scaled load limit. Rounding cuts it off: a small part gains
+little, and a part near 1 makes the slope 1 / (1 - part) large.
+"""
 _NEAR = 1e-6
+"""Tolerance in rounding, so that a value slightly below an integer counts as the integer."""
 _LEAST_EXCESS = 1e-4
 """Minimum cut violation worth adding, relative to the objective."""
 
 
 class Cut(NamedTuple):
-    """Inequality sum_n value_n x_(candidate n) + slope T <= limit, valid if T of `phase` is in [lower,
-    upper].
+    """Linear inequality ``sum_n value_n * x_(candidate_n) + slope * T_phase <= limit``.
+
+    x_c is the number of tables with candidate c. The inequality is valid for plans whose T in `phase` is at
+    least `lower` and at most `upper`.
     """
 
     phase: int
@@ -42,16 +51,20 @@ class Cut(NamedTuple):
     limit: float
 
     def holds(self, lower_K: Floats, upper_K: Floats) -> bool:
-        """Return whether the inequality is valid in a box."""
+        """Return whether the inequality is valid for all plans in the box ``lower_K <= T <= upper_K``."""
         return bool(self.lower <= lower_K[self.phase] and upper_K[self.phase] <= self.upper)
 
 
 class Rounding:
-    """A problem's rounding cuts. Loads are relative to `scale` seconds.
+    """Finds cuts by mixed integer rounding, see the module docstring.
 
     The n pieces of a candidate may be uneven: each costs at least `least`, and together they cost n times
     `mean`. Since F(x) >= x - rest everywhere and F is monotone, their values sum to at least n max(F(least),
     mean - rest).
+
+    Args:
+        problem: planning problem.
+        scale: unit of all loads, in seconds.
     """
 
     def __init__(self, problem: Problem, scale: float) -> None:
@@ -68,12 +81,12 @@ class Rounding:
         ]
 
     def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """Return the most violated cut per phase.
+        """Return the most violated cut of every phase, if any.
 
         Args:
-            share_C: tables per candidate in the relaxation.
-            upper_K: upper limits on T.
-            admitted_C: candidates to include.
+            share_C: number of tables per candidate in the relaxation.
+            upper_K: upper limits on T in the box, which are also the limits on every rank's load.
+            admitted_C: mask of the candidates to include.
         """
         cuts = []
         for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
@@ -92,8 +105,13 @@ class Rounding:
 
 
 class _Phase(NamedTuple):
-    """Piece costs in a phase. Candidates of the same kind [U] (`kind_C`) have equal piece counts, mean costs
-    and minimum costs.
+    """Piece costs in one phase. Candidates with equal costs are grouped into U kinds.
+
+    Attributes:
+        count_U: number of pieces per candidate, counting every rank that takes a piece's load.
+        mean_U: mean load per piece.
+        least_U: minimum load per piece in an uneven split.
+        kind_C: kind index per candidate.
     """
 
     count_U: Floats
@@ -103,22 +121,27 @@ class _Phase(NamedTuple):
 
     @classmethod
     def of(cls, count_C: Floats, mean_C: Floats, least_C: Floats) -> "_Phase":
-        """Group candidates by piece count and costs.
+        """Group candidates with equal piece counts and loads into kinds.
 
         Args:
-            count_C: pieces per candidate.
-            mean_C: mean cost per piece.
-            least_C: minimum cost per piece.
+            count_C: number of pieces per candidate.
+            mean_C: mean load per piece.
+            least_C: minimum load per piece.
         """
         kind_UN, kind_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
         count_U, mean_U, least_U = kind_UN.T
         return cls(count_U, mean_U, least_U, kind_C.ravel())
 
     def factors(self, upper: float, share_U: Floats) -> Floats:
-        """Return the load factors [Q] to try.
+        """Return Q factors by which to scale loads before rounding.
 
-        A factor scales one of the most loaded piece sizes to a small integer. The scaled rank limit `upper`
-        must have a fraction, because rounding cuts it off.
+        A factor scales one of the piece sizes with the most total load to a small integer, so that rounding
+        loses nothing for these pieces. The scaled limit must not be an integer, because a cut gains its
+        fractional part.
+
+        Args:
+            upper: limit on a rank's load.
+            share_U: number of tables per kind in the relaxation.
         """
         if len(share_U) > _MOST_KINDS:
             return np.zeros(0)
@@ -134,7 +157,10 @@ class _Phase(NamedTuple):
         return np.asarray(multiples[fits])
 
     def rounded(self, factor_Q: Floats, upper: float) -> Floats:
-        """Return rounded values per candidate kind [Q, U]."""
+        """Return a lower bound on the sum of F over a candidate's pieces, for every factor and kind [Q, U].
+
+        F is the rounding function in the module docstring, with `upper` as the limit u on a rank's load.
+        """
         fraction_Q = (factor_Q * upper - np.floor(factor_Q * upper + _NEAR))[:, None]
         slope_Q = 1.0 / (1.0 - fraction_Q)
         least = factor_Q[:, None] * self.least_U
@@ -146,11 +172,12 @@ class _Phase(NamedTuple):
 
 
 def _most_lost(total: Floats, count: Floats, fraction_Q: Floats, slope_Q: Floats) -> Floats:
-    """Return the maximum sum of x - F(x) over `count` pieces which sum to `total` [Q, C].
+    """Return the maximum sum of x - F(x) over `count` pieces whose loads x sum to `total` [Q, U].
 
-    x - F(x) depends only on the fraction of x and is concave in it: it increases up to `rest`, then decreases
-    linearly to 0. The fractions of all pieces sum to the fraction of `total` plus an integer, and equal
-    fractions are optimal. So use the last sum of at most count * rest, or the first sum above it.
+    This is how much rounding can lose in an uneven split. x - F(x) depends only on the fractional part of x
+    and is concave in it: it increases up to `rest`, then decreases linearly to 0. The fractional parts of all
+    pieces sum to that of `total` plus an integer, and equal parts are optimal. So the result is the larger
+    value of two: at the last possible sum up to count * rest, and at the first sum above it.
     """
     total = total % 1.0
     total += np.floor(np.maximum(count * fraction_Q - total, 0.0))
@@ -164,8 +191,11 @@ _LEAST_EXCESS = 1e-4
 
 
 class LargestPieces:
-    """Cuts which state that a phase takes at least as long as the largest piece. Loads are in units of
-    `scale` seconds.
+    """Finds cuts that state that a phase takes at least as long as the largest piece in use.
+
+    Args:
+        problem: planning problem.
+        scale: unit of all loads, in seconds.
     """
 
     def __init__(self, problem: Problem, scale: float) -> None:
@@ -175,15 +205,15 @@ class LargestPieces:
         self._num_types = int(problem.type_C[-1]) + 1
 
     def violated(self, share_C: Floats, slowest_K: Floats, lower_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """Return the cuts violated by a relaxation in the box lower <= T.
+        """Return the cuts that the relaxation's optimum violates, valid for all plans with T >= lower.
 
-        There is a cut per type, and a cut per phase for all types together.
+        A phase may give a cut per table type, and a cut for all types together.
 
         Args:
-            share_C: tables per candidate in the relaxation.
+            share_C: number of tables per candidate in the relaxation.
             slowest_K: T in the relaxation.
-            lower_K: lower limits on T.
-            admitted_C: candidates to include.
+            lower_K: lower limits on T in the box.
+            admitted_C: mask of the candidates to include.
         """
         admitted = np.flatnonzero(admitted_C)
         type_C, part_C = self._type_C[admitted], share_C[admitted] / self._tables_C[admitted]
@@ -219,11 +249,11 @@ class LargestPieces:
 
 
 def _strongest_types(type_C: Ints, part_C: Floats, above_C: Floats) -> list[tuple[int, float, float]]:
-    """Select the type with the strongest inequality at every height, for the cut over all types together.
+    """Select the table type that gives the strongest inequality at every height, for the cut over all types.
 
-    The height is an excess over the lower limit on T. At a height, a type's inequality counts the fraction of
-    tables whose largest piece exceeds it. No piece of a plan takes longer than T, so the cut is valid for any
-    selection. The type with the largest fraction gives the strongest cut.
+    A height is an excess over the lower limit on T. At a height, a type's inequality counts the fraction of
+    its tables with a largest piece above this height. No piece of a plan takes longer than T, so the cut is
+    valid whichever type is selected. The type with the largest fraction gives the strongest cut.
 
     Args:
         type_C: type per candidate.

@@ -1,4 +1,4 @@
-"""Thin layer over HiGHS: row-wise linear programs, solved in a single thread for reproducibility."""
+"""Linear programs in row form, solved with HiGHS in a single thread, so that results are reproducible."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,12 @@ from meshrec.planner.types import Floats, Ints
 
 INFINITY = 1e30
 _WORK_PER_SOLVE, _WORK_PER_ITERATION = 400, 15
-"""Work per solve and per iteration, per (rows + columns)^0.7, because larger programs are sparser."""
+"""Work (see `Effort`) per solve and per simplex iteration, as multiples of (rows + columns) ** 0.7. The
+exponent is below 1 because larger programs are sparser.
+"""
 _LEAST_ITERATIONS = 2000
-"""Iteration limit base; needing more than this plus twice the rows and columns indicates numerical trouble.
+"""Iteration limit, in addition to twice the number of rows and columns. A program that needs more iterations
+is in numerical trouble.
 """
 
 _SETTLED = (
@@ -19,11 +22,12 @@ _SETTLED = (
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kUnboundedOrInfeasible,
 )
-"""Statuses which settle a program. No program here is unbounded."""
+"""Statuses with a definite result. No program here is unbounded, so kUnboundedOrInfeasible means infeasible.
+"""
 
 
 class Optimum(NamedTuple):
-    """Optimal solution: objective, x and reduced costs."""
+    """Optimal solution: objective value, variables x, and the reduced cost per variable."""
 
     objective: float
     x: Floats
@@ -31,7 +35,7 @@ class Optimum(NamedTuple):
 
 
 class ProgramRows:
-    """Linear program rows under construction."""
+    """Constraint rows ``lower <= coefficients @ x <= upper`` of a linear program, added one by one."""
 
     def __init__(self) -> None:
         self._num_rows = 0
@@ -39,27 +43,27 @@ class ProgramRows:
         self._limits: list[tuple[Floats, Floats]] = []
 
     def add(self, columns: Ints, values: Floats, lower: float, upper: float) -> None:
-        """Add a row.
+        """Add a constraint row.
 
         Args:
-            columns: column indices.
-            values: coefficients.
-            lower: lower limit.
-            upper: upper limit.
+            columns: indices of the variables in this constraint.
+            values: coefficient per entry of `columns`.
+            lower: lower limit on the weighted sum.
+            upper: upper limit on the weighted sum.
         """
         self.add_many(np.zeros(len(columns), np.int64), columns, values, np.array([lower]), np.array([upper]))
 
     def add_many(
         self, rows: Ints, columns: Ints, values: Floats | float, lower: Floats, upper: Floats
     ) -> None:
-        """Add a row per entry of `lower` and `upper`.
+        """Add several constraint rows, one per entry of `lower` and `upper`.
 
         Args:
             rows: row index per coefficient, counted from the first added row.
-            columns: column index per coefficient.
-            values: coefficients.
-            lower: lower limits.
-            upper: upper limits.
+            columns: variable index per coefficient.
+            values: coefficients; a scalar applies to all. Zeros are dropped.
+            lower: lower limit per added row.
+            upper: upper limit per added row.
         """
         values = np.broadcast_to(np.asarray(values, np.float64), rows.shape)
         some = values != 0
@@ -68,7 +72,12 @@ class ProgramRows:
         self._num_rows += len(lower)
 
     def by_rows(self) -> tuple[Floats, Floats, Ints, Ints, Floats]:
-        """Return lower and upper limits, and the matrix by rows: starts, columns, values."""
+        """Return all rows in compressed sparse row form.
+
+        Returns:
+            Lower limits and upper limits per row, the position of the first coefficient per row, then the
+            column and value per coefficient.
+        """
         rows, columns, values = (np.concatenate(part) for part in zip(*self._triplets, strict=True))
         lower, upper = (np.concatenate(part) for part in zip(*self._limits, strict=True))
         order = np.argsort(rows, kind="stable")
@@ -86,12 +95,17 @@ class _SilentHighs(highspy.Highs):
 
 
 class Solver:
-    """Linear program: min cost x, 0 <= x <= upper, subject to rows.
+    """Linear program: minimize ``cost @ x`` for variables x >= 0, subject to constraint rows.
 
-    Bounds may change, and rows may be added. Every solve starts from the last basis.
+    Variable bounds may change and rows may be added between solves. Every solve starts from the last basis,
+    the vertex of the previous solution.
+
+    Args:
+        cost: cost per variable.
+        rows: constraint rows.
 
     Attributes:
-        work: work in all solves, by rows, columns and simplex iterations; see `Effort`.
+        work: work in all solves, estimated from rows, columns and simplex iterations; see `Effort`.
     """
 
     def __init__(self, cost: Floats, rows: ProgramRows) -> None:
@@ -122,23 +136,24 @@ class Solver:
         self._highs.passModel(model)
 
     def add_rows(self, rows: ProgramRows) -> None:
-        """Add rows, keeping the last basis."""
+        """Add constraint rows, keeping the last basis."""
         lower, upper, start, column, value = rows.by_rows()
         self._highs.addRows(len(lower), lower, upper, len(value), start, column, value)
 
     def set_bounds(self, lower: Floats, upper: Floats) -> None:
-        """Replace all variable bounds."""
+        """Replace the lower and upper bounds of all variables."""
         self._highs.changeColsBounds(len(lower), np.arange(len(lower), dtype=np.int32), lower, upper)
 
     def set_added_row(self, index: int, upper: float) -> None:
-        """Replace an added row's upper limit."""
+        """Replace the upper limit of a row, given by the index among the rows added after construction."""
         self._highs.changeRowBounds(self._num_rows + index, -INFINITY, min(upper, INFINITY))
 
     def solve(self) -> Optimum | None:
-        """Return the optimum, or None if infeasible.
+        """Solve the program.
 
-        If HiGHS proves neither, which may happen for numerically close values, return zeros with objective
-        `-INFINITY`.
+        Returns:
+            The optimum, or None if the program is infeasible. If HiGHS proves neither, which may happen for
+            numerically close values, zeros with objective `-INFINITY`, which is a valid lower bound.
         """
         self._run()
         if self._status not in _SETTLED:
@@ -161,6 +176,7 @@ class Solver:
         return self._highs.getModelStatus()
 
     def _run(self) -> None:
+        """Solve once, and add the estimated work."""
         self._highs.run()
         iterations = max(int(self._highs.getInfo().simplex_iteration_count), 0)
         self.work += int(self._size * (_WORK_PER_SOLVE + _WORK_PER_ITERATION * iterations))

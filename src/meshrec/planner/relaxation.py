@@ -1,8 +1,12 @@
-"""Relaxation of the planning problem in a box lower <= T <= upper of the slowest ranks' loads T.
+"""Linear relaxation of the planning problem, whose optimum is a lower bound on the step time.
 
-T_k is at least the mean load, which is linear in the number of tables per candidate. Cuts add constraints on
-whole pieces (see `cuts`). A type of identical tables has a variable per candidate, and ranks need no
-variables, so the program is small for any cluster. Candidates with a piece above `upper` are excluded.
+The variables are the number of tables per candidate (`share_C`, fractional) and T_k, the slowest rank's load
+in phase k. The program minimizes the sum of T_k plus common costs. T_k is at least the mean load, which is
+linear in `share_C`. Cutting planes add constraints on whole pieces (see ``cuts.py``). A type of identical
+tables has a variable per candidate, and ranks need no variables, so the program is small for any cluster.
+
+The program is solved in a box, lower <= T <= upper, where candidates with a piece above `upper` are excluded.
+Branch and bound over boxes is in ``bound.py``.
 """
 
 import time
@@ -16,25 +20,30 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats
 
 _MARGIN = 1e-6
-"""Optimum tolerance."""
+"""Tolerance when the optimum is compared with the cutoff."""
 _USED = 1e-7
+"""Number of tables per candidate above which the relaxation uses the candidate."""
 _LEAST_GAIN, _MOST_CUTS = 1e-4, 3000
-"""Minimum gain for another round of cuts, and maximum cut count; beyond that, programs grow too large.
+"""Minimum relative gain in the objective for another round of cuts, and the number of cuts above which all
+are removed, because the program has become too large.
 """
 
 
 class Box(NamedTuple):
-    """Relaxation optimum: no plan in the box costs less than `bound`.
+    """Box of T, the slowest rank's load per phase, with the optimum of the relaxation in it.
+
+    Loads are relative to `Relaxation`'s scale.
 
     Attributes:
-        bound: optimum.
-        share_C: tables per candidate before cuts, because plans start better from there.
-        slowest_K: T at the optimum, each phase's time on the slowest rank.
-        cut_at_K: values at which to split T to bring the relaxation closer to a plan; T where no split is
-            needed.
+        bound: optimum: no plan with T in this box costs less.
+        share_C: number of tables per candidate, fractional, in the optimum before cuts. Plans that are
+            rounded from it are better than after cuts.
+        slowest_K: T in the optimum.
+        cut_at_K: value of T at which to split the box, so that the relaxation comes closer to a plan; equal
+            to `slowest_K` where no split is needed.
         lower_K: lower limits on T in this box.
         upper_K: upper limits on T in this box.
-        admitted_C: candidates which plans in the box can use within the cutoff.
+        admitted_C: mask of the candidates that plans in the box can use within the cutoff.
     """
 
     bound: float
@@ -47,10 +56,12 @@ class Box(NamedTuple):
 
 
 class Relaxation:
-    """The relaxation's linear program and cuts.
+    """Linear program of the relaxation, with the cutting planes found so far. It is solved for many boxes.
 
-    T is at least the mean load per phase, and the largest piece used by any table. Loads are in units of
-    `scale` seconds. No cuts are added after `deadline`, a ``time.perf_counter`` time.
+    Args:
+        problem: planning problem.
+        scale: unit of all loads, in seconds.
+        deadline: ``time.perf_counter`` time after which no cuts are added.
     """
 
     def __init__(self, problem: Problem, scale: float, deadline: float = INFINITY) -> None:
@@ -63,7 +74,9 @@ class Relaxation:
         self._solver = Solver(self._cost, self._rows)
         self._rounding = Rounding(problem, scale)
         self._largest = LargestPieces(problem, scale)
+        # In the order in which they were added to the solver.
         self._cuts: list[Cut] = []
+        # Work of solvers that were replaced because they had too many cuts.
         self._earlier_work = 0
 
     @property
@@ -74,14 +87,17 @@ class Relaxation:
     def solve(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, rounds: int
     ) -> Box | None:
-        """Return the optimum over plans in a box, or None if there are none within the cutoff.
+        """Solve the relaxation in a box, adding cutting planes as long as they raise the optimum.
 
         Args:
             lower_K: lower limits on T.
             upper_K: upper limits on T.
-            admitted_C: allowed candidates.
-            cutoff: maximum cost.
-            rounds: maximum cut rounds.
+            admitted_C: mask of the allowed candidates.
+            cutoff: maximum step time, in units of the scale.
+            rounds: maximum number of times that cuts are added.
+
+        Returns:
+            The box with its optimum, or None if no plan in the box is within the cutoff.
         """
         if len(self._cuts) > _MOST_CUTS:
             self._earlier_work += self._solver.work
@@ -120,6 +136,7 @@ class Relaxation:
         )
 
     def _add_cuts(self, optimum: Optimum, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> bool:
+        """Add cuts that the optimum violates and that hold in the box. Return False if there are none."""
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         share_C = np.where(admitted_C, share_C, 0.0)
         cuts = self._rounding.violated(share_C, upper_K, admitted_C)
@@ -134,7 +151,11 @@ class Relaxation:
         return bool(cuts)
 
     def _cut_at(self, share_C: Floats, slowest_K: Floats) -> Floats:
-        """Return the median used piece size for pieces larger than T."""
+        """Return the value of T [K] at which to split the box.
+
+        If the relaxation uses pieces larger than T, it is below every plan with these candidates. The result
+        is the median size of such pieces, or T if there are none.
+        """
         cut_at_K = slowest_K.copy()
         for phase in range(len(slowest_K)):
             sizes = np.unique(self._largest_CK[share_C > _USED, phase])
@@ -145,9 +166,9 @@ class Relaxation:
 
 
 def _rows(problem: Problem, scale: float) -> ProgramRows:
-    """Build the program rows: tables per type, mean loads, memory.
+    """Return the constraints without cuts: tables per type, mean load per phase, mean memory.
 
-    Variables: tables per candidate [C], and T [K].
+    The variables are the number of tables per candidate [C], and T [K].
     """
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)
