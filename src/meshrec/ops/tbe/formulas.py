@@ -1,19 +1,19 @@
-"""Fused optimizers: update formulas in plain torch, optimizer state, and whole-row statistics.
+"""Fused optimizers: update formulas in plain torch, optimizer state tensors, and whole-row sums.
 
-Everything else derives from ``FORMULAS``: the state of the specs (``optim/optimizers.py``), the exchange of
-row statistics (``distributed/row_stats.py``), the planner's memory estimate, Triton's constants, and
-``formulas.inc`` for the C++ kernels, which setup.py generates. A new optimizer needs an ``OptimizerKind`` and
-an entry here, a spec, a ``step_row`` in ``csrc/tbe/formulas.inl``, and a function in
-``triton_update_kernels.py``; kernels without it fail to compile. This file imports only torch, because
-setup.py runs it standalone.
+``FORMULAS`` is the single source. These derive from it: the state tensors of the specs
+(``optim/optimizers.py``), the exchange of row statistics between ranks (``distributed/row_stats.py``), the
+planner's memory estimate, the constants of the Triton kernels, and ``formulas.inc`` for the C++ kernels,
+which setup.py generates. A new optimizer needs an ``OptimizerKind`` and an entry here, a spec, a ``step_row``
+in ``csrc/tbe/formulas.inl``, and a function in ``triton_update_kernels.py``. Kernels without it fail to
+compile. This file imports only torch, because setup.py runs it standalone.
 
-All formulas compute in fp32 on touched rows. ``g`` is a row's summed gradient, ``w`` the row. With L2 decay,
-``g += weight_decay * w`` comes first. With decoupled decay, ``w *= 1 - lr * weight_decay`` precedes the
-gradient step without affecting it: norms use the row before decay. LAMB and LARS apply decay differently, see
-their docstrings.
+All formulas compute in fp32, and only on rows touched by the batch. ``w`` is a table row, and ``g`` is the
+gradient of the row, summed over the batch. L2 decay first adds ``weight_decay * w`` to ``g``. Decoupled decay
+multiplies the row by ``1 - lr * weight_decay``; the gradient step and all norms still use the row before
+decay. LAMB and LARS apply decay differently, see their docstrings.
 
-Norms and means are over the whole row. If a table is sharded by columns, a rank has only part of a row, and
-``stats_U3`` supplies the sums over all shards, in ``RowSum`` order.
+Norms and means are over the whole row. If a table is sharded by columns, a rank has only some columns of a
+row. Then ``stats_U3`` supplies the sums over all shards, with a column per ``RowSum``.
 """
 
 from collections.abc import Callable
@@ -26,24 +26,25 @@ from torch import Tensor
 # Shape legend: U touched rows, D width.
 
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
-"""Codes for the weight decay mode, as in the kernels."""
+"""Weight decay mode codes. The C++ and Triton kernels use the same numbers."""
 
 
 class Hyper(NamedTuple):
-    """Optimizer parameters for one update. Formulas read the relevant fields by name.
+    """Optimizer parameters for an update. A formula reads the fields that it needs.
 
-    Kernels receive a float64 tensor in this order, and also know the names (``formulas.inc``,
-    ``triton_update_kernels.py``). A formula with an additional parameter adds a field here.
+    The kernels receive the fields as a float64 tensor in this order, and know the names through
+    ``formulas.inc`` and ``triton_update_kernels.py``. A formula with a new parameter adds a field here.
     """
 
     lr: float
     decay_mode: int = NO_DECAY
+    """``NO_DECAY``, ``L2_DECAY`` or ``DECOUPLED_DECAY``."""
     step: int = 1
-    """Update number, counted from 1."""
+    """Number of this update, counted from 1."""
     seed: int = 0
-    """Seed for stochastic rounding; 0 rounds to nearest."""
+    """Seed for stochastic rounding of fp16 and bf16 tables; 0: round to nearest."""
     row_dim: int = 0
-    """Whole-row width in a column-sharded table; 0: the shard's width."""
+    """Width of a whole row, if the table is sharded by columns; 0: the width of the weight tensor."""
     weight_decay: float = 0.0
     eps: float = 0.0
     beta1: float = 0.0
@@ -58,29 +59,30 @@ class Hyper(NamedTuple):
 
     @classmethod
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
-        """Read the float64 tensor ``[HYPER_SIZE]`` returned by ``as_tensor``."""
+        """Convert back the float64 tensor ``[HYPER_SIZE]`` returned by ``as_tensor``."""
         if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
             raise ValueError(
                 f"hyper must be a float64 CPU tensor with {HYPER_SIZE} entries, got {hyper.dtype} "
                 f"{list(hyper.shape)}. A spec's hyper() makes one."
             )
+        # Every field arrives as a float. Restore the fields that are integers.
         hyper_values = cls._make(hyper.tolist())
         return hyper_values._replace(**{name: int(getattr(hyper_values, name)) for name in _CPP_TYPES})
 
     def as_tensor(self) -> Tensor:
-        """Return the float64 tensor ``[HYPER_SIZE]`` for the kernels."""
+        """Return the fields as a float64 tensor ``[HYPER_SIZE]`` for the kernels."""
         return torch.tensor(self, dtype=torch.float64)
 
 
 HYPER_SIZE = len(Hyper._fields)
-"""``hyper`` tensor length."""
+"""Length of the ``hyper`` tensor."""
 # C++ types for non-float parameters.
 # A float32 step would be inexact above 2^24, and a seed needs all bits.
 _CPP_TYPES = {"decay_mode": "int", "step": "uint64_t", "seed": "uint64_t", "row_dim": "double"}
 
 
 class RowSum(IntEnum):
-    """Sums of squares over a whole row, used as column numbers of ``stats_U3``."""
+    """The sums of squares over a whole row that formulas may read; the values are columns of ``stats_U3``."""
 
     GRADIENT = 0
     """Sum of squares of ``Formula.gradient``."""
@@ -91,46 +93,51 @@ class RowSum(IntEnum):
 
 
 class Rows(NamedTuple):
-    """Touched rows in one table: input to a formula, which returns new weights and modifies ``slots``."""
+    """The touched rows of a table, as input to a formula.
+
+    The formula returns the new weights, and modifies ``slots`` in place.
+    """
 
     weight: Tensor
-    """fp32 [U, D]"""
+    """Rows before the update, fp32 [U, D]."""
     gradient: Tensor
-    """fp32 [U, D]"""
+    """Gradient per row, summed over the batch, fp32 [U, D]."""
     slots: list[Tensor]
-    """Optimizer state, fp32, [U, D] or [U] per slot."""
+    """Optimizer state, a tensor per state slot: fp32 [U, D], or [U] for a value per row."""
     stats: Tensor | None
-    """Whole-row sums, fp32 [U, 3]; None: compute them from these rows."""
+    """Whole-row sums of squares, fp32 [U, 3], for a table sharded by columns. None: the rows are whole."""
 
     def sum_of_squares(self, which: RowSum, x_UD: Tensor) -> Tensor:
-        """Return the sum of squares per row in ``x_UD``, fp32 [U]: from ``stats`` if given.
+        """Return the sum of squares of every whole row, fp32 [U].
+
+        Computed from ``x_UD`` if the rows are whole, else read from ``stats``.
 
         Args:
-            which: ``stats`` column with the sum of squares for ``x_UD``.
+            which: the ``stats`` column with the sum of squares of ``x_UD``.
             x_UD: fp32 [U, D].
         """
         return x_UD.square().sum(1) if self.stats is None else self.stats[:, which]
 
 
 def decayed_gradient(rows: Rows, h: Hyper) -> Tensor:
-    """Return the gradient ``g``, plus ``weight_decay * w`` with L2 decay."""
+    """Return the gradient ``g``; with L2 decay, ``g + weight_decay * w``."""
     if h.decay_mode == L2_DECAY:
         return rows.gradient + h.weight_decay * rows.weight
     return rows.gradient
 
 
 def _plain_gradient(rows: Rows, h: Hyper) -> Tensor:
-    """Return the gradient without the L2 term, for LARS, which adds the decay after the norms."""
+    """Return the gradient without the L2 term. LARS adds the term later, after it computed the norms."""
     return rows.gradient
 
 
 def _mean_of_squares(rows: Rows, h: Hyper, g_UD: Tensor) -> Tensor:
-    """Return the mean squared gradient per whole row, fp32 [U]."""
+    """Return the mean squared gradient of every whole row, fp32 [U]."""
     return rows.sum_of_squares(RowSum.GRADIENT, g_UD) / (h.row_dim or g_UD.shape[1])
 
 
 def _decayed_weight(rows: Rows, h: Hyper) -> Tensor:
-    """Return the weights, shrunk by ``lr * weight_decay`` with decoupled decay."""
+    """Return the rows, multiplied by ``1 - lr * weight_decay`` if the decay mode is decoupled."""
     if h.decay_mode == DECOUPLED_DECAY:
         return rows.weight * (1 - h.lr * h.weight_decay)
     return rows.weight
@@ -156,9 +163,11 @@ def _rowwise_adagrad(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _moments_step(rows: Rows, h: Hyper) -> Tensor:
-    """Return Adam's step before lr: m = b1*m + (1-b1)*g; v likewise with g^2; m^ / (sqrt(v^) + eps).
+    """Return Adam's update direction ``m^ / (sqrt(v^) + eps)``, before the learning rate is applied.
 
-    With a row-wise v, use mean(g^2).
+    Updates both moments in place: ``m = beta1 * m + (1 - beta1) * g``, and ``v`` likewise with ``beta2`` and
+    ``g^2``, or with ``mean(g^2)`` if ``v`` has a value per row. ``m^`` and ``v^`` are ``m / (1 -
+    beta1^step)`` and ``v / (1 - beta2^step)``.
     """
     g, (m, v) = decayed_gradient(rows, h), rows.slots
     square = g.square() if v.dim() == 2 else _mean_of_squares(rows, h, g)
@@ -174,13 +183,13 @@ def _adam(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _lamb_direction(rows: Rows, h: Hyper) -> Tensor:
-    """Return LAMB's direction r: Adam's step, plus weight_decay * w with decoupled decay."""
+    """Return LAMB's update direction: Adam's direction, plus ``weight_decay * w`` with decoupled decay."""
     r = _moments_step(rows, h)
     return r + h.weight_decay * rows.weight if h.decay_mode == DECOUPLED_DECAY else r
 
 
 def _lamb(rows: Rows, h: Hyper) -> Tensor:
-    """Apply w -= lr * |w|/|r| * r; the ratio is 1 if either norm is 0."""
+    """Apply ``w -= lr * |w| / |r| * r``. The ratio of the norms is 1 if either norm is 0."""
     r = _lamb_direction(rows, h)
     weight_norm = rows.sum_of_squares(RowSum.WEIGHT, rows.weight).sqrt()
     step_norm = rows.sum_of_squares(RowSum.DIRECTION, r).sqrt()
@@ -190,10 +199,10 @@ def _lamb(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _lars(rows: Rows, h: Hyper) -> Tensor:
-    """Apply m = momentum * m + local_lr * (g + decay * w); w -= m.
+    """Apply ``m = momentum * m + local_lr * (g + decay * w)``, then ``w -= m``.
 
-    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w| + eps), or lr if either norm is 0. decay is
-    the L2 weight decay, else 0.
+    ``local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w| + eps)``, or ``lr`` if either norm is 0.
+    ``decay`` is the weight decay in L2 mode, otherwise 0.
     """
     g, (m,) = rows.gradient, rows.slots
     decay = h.weight_decay if h.decay_mode == L2_DECAY else 0.0
@@ -213,8 +222,8 @@ _TINY = 1e-37
 def _ftrl(rows: Rows, h: Hyper) -> Tensor:
     """Apply z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2; w = -sign(z) * max(|z| - l1, 0) / scale.
 
-    scale = (beta + sqrt(n)) / lr + l2. The root difference is computed as g^2 / (sum of roots), which avoids
-    cancellation for small g. _TINY makes it 0 if both roots are 0.
+    scale = (beta + sqrt(n)) / lr + l2. The difference of the roots is computed as g^2 divided by the sum of
+    the roots, which avoids cancellation for a small g. _TINY in the divisor gives 0 if both roots are 0.
     """
     g, (n, z) = decayed_gradient(rows, h), rows.slots
     before = n.sqrt()
@@ -226,10 +235,11 @@ def _ftrl(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _rowwise_rmsprop_ar(rows: Rows, h: Hyper) -> Tensor:
-    """Apply v = b2*v + (1-b2)*mean(g^2), one value per row; w = shrinkage * w - lr * g / (sqrt(v) + eps).
+    """Apply v = beta2 * v + (1 - beta2) * mean(g^2), then w = shrinkage * w - lr * g / (sqrt(v) + eps).
 
-    shrinkage = clamp(1 - lr * ar_alpha * (step - prev_iter), min_shrinkage, 1), and prev_iter = step. The
-    first row update, whose prev_iter is 0, counts as 1 step.
+    ``v`` has a value per row. A row shrinks once for all steps since its previous update:
+    ``shrinkage = clamp(1 - lr * ar_alpha * (step - prev_iter), min_shrinkage, 1)``. ``prev_iter`` is the step
+    of the previous update, or 0 if there was none; then the row shrinks as for 1 step.
     """
     g, (v, prev_iter) = decayed_gradient(rows, h), rows.slots
     v.mul_(h.beta2).add_(_mean_of_squares(rows, h, g), alpha=1 - h.beta2)
@@ -257,7 +267,7 @@ class OptimizerKind(Enum):
 
     @property
     def code(self) -> int:
-        """Optimizer number in the kernels: the index in ``FORMULAS``.
+        """Number that stands for the optimizer in the kernels: the index of the formula in ``FORMULAS``.
 
         Raises:
             ValueError: the kind is NONE.
@@ -266,7 +276,7 @@ class OptimizerKind(Enum):
 
     @property
     def state_per_row(self) -> tuple[int, int]:
-        """Optimizer state values (fp32) per table row: per column, and per row.
+        """Optimizer state size per table row, in fp32 values: (values per column, values per row).
 
         Row-wise Adam needs (1, 1): a first moment per column, and a second moment per row.
         """
@@ -276,40 +286,41 @@ class OptimizerKind(Enum):
 
     @property
     def row_statistics(self) -> int:
-        """fp32 value count per row for column shards to sum over ranks before the update."""
+        """Number of fp32 values per row that the ranks with column shards must sum before the update."""
         return len(_BY_KIND[self].row_sums) if self in _BY_KIND else 0
 
 
 class Slot(NamedTuple):
-    """One optimizer state tensor for a table, fp32."""
+    """Optimizer state tensor for a table, fp32."""
 
     name: str
+    """Name of the tensor in state dicts and checkpoints."""
     per_row: bool = False
     """Whether the shape is ``[num_rows]`` instead of ``[num_rows, dim]``."""
     initial: str | None = None
-    """Spec field name with the initial value; None: 0."""
+    """Name of the spec field with the initial value; None: start from 0."""
 
 
 class Formula(NamedTuple):
-    """Optimizer update formula, with the required state and statistics."""
+    """Update formula for an optimizer, with the state and the whole-row sums that it needs."""
 
     kind: OptimizerKind
     name: str
-    """Spec name in ``meshrec.optim`` and, prefixed with ``k``, C++ constant name."""
+    """Name of the spec in ``meshrec.optim``. The C++ constant has the same name with the prefix ``k``."""
     apply: Callable[[Rows, Hyper], Tensor]
-    """Returns the new weights, and modifies the state slots in place."""
+    """Return the new weights, and modify the state slots in place."""
     slots: tuple[Slot, ...] = ()
-    """Optimizer state; at most two slots."""
+    """Optimizer state; at most two slots, because the kernels pass two addresses."""
     row_sums: frozenset[RowSum] = frozenset()
-    """Whole-row sums read by the formula."""
+    """The whole-row sums that the formula reads."""
     gradient: Callable[[Rows, Hyper], Tensor] = decayed_gradient
-    """Returns the gradient whose squares ``RowSum.GRADIENT`` sums."""
+    """Return the gradient from which ``RowSum.GRADIENT`` is computed."""
     direction: Callable[[Rows, Hyper], Tensor] | None = None
-    """Returns the direction whose squares ``RowSum.DIRECTION`` sums; modifies the slots like ``apply``."""
+    """Return the direction from which ``RowSum.DIRECTION`` is computed; modifies the slots like ``apply``."""
 
     @property
     def code(self) -> int:
-        """Optimizer number in the kernels: the index in ``FORMULAS``."""
+        """Number that stands for the optimizer in the kernels: the index in ``FORMULAS``."""
         return FORMULAS.index(self)
 
 
@@ -377,13 +388,13 @@ FORMULAS = (
         row_sums=frozenset({RowSum.GRADIENT}),
     ),
 )
-"""Formulas for all optimizers. The formula index is the optimizer code."""
+"""The formulas of all optimizers. The index of a formula is the optimizer code in the kernels."""
 
 _BY_KIND = {formula.kind: formula for formula in FORMULAS}
 
 
 def formula_of(optimizer: int | OptimizerKind) -> Formula:
-    """Return the optimizer formula, given its code or kind.
+    """Return the formula of an optimizer, given as a code or as an ``OptimizerKind``.
 
     Raises:
         ValueError: unknown code or kind.
@@ -396,22 +407,25 @@ def formula_of(optimizer: int | OptimizerKind) -> Formula:
 
 
 def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
-    """Return whether the update needs no whole-row statistic except the squared gradient.
+    """Return whether the squared gradient is the only whole-row sum that the update needs.
 
-    Column shards can then exchange a single value per row, without looking up the weights.
+    Column shards then exchange a single value per row, and need not look up the weights for it.
     """
     formula = formula_of(optimizer)
+    # L2 decay adds a multiple of the weight to the gradient, so the squared gradient then depends on the
+    # weight.
     reads_weight = formula.gradient is decayed_gradient and hyper.decay_mode == L2_DECAY
     return formula.row_sums == {RowSum.GRADIENT} and not reads_weight
 
 
 def as_cpp() -> str:
-    """Return the ``formulas.inc`` content: ``Hyper`` fields and optimizers, in order, as C++ macros."""
+    """Return the content of ``formulas.inc``: C++ macros for the ``Hyper`` fields and for the optimizers."""
     lines = ["// Written by setup.py from ops/tbe/formulas.py: change that.", "#ifdef HYPER"]
     lines += [f"HYPER({_CPP_TYPES.get(name, 'float')}, {name})" for name in Hyper._fields]
     lines += ["#endif", "#ifdef FORMULA"]
     for formula in FORMULAS:
         per_row = [str(slot.per_row).lower() for slot in formula.slots]
+        # The macro always takes two slot flags, so pad with "false".
         arguments = [formula.name, str(len(per_row)), *per_row, "false", "false"][:4]
         lines.append(f"FORMULA({', '.join(arguments)})")
     return "\n".join([*lines, "#endif", ""])

@@ -1,8 +1,12 @@
-"""Index ranges for IDs, bags and output rows per feature, shared by the plain torch kernels.
+"""Positions of IDs and output rows for each feature: index ranges for the plain torch kernels.
 
-Bags are ordered by segment: segment ``s = block * K + key`` holds the bags for one key in one block. A block
-is the message from one source rank; a single process has one block. ``segments`` holds the first
-bag index per segment. With two ranks and keys a and b, the bags are: rank 0 a, rank 0 b, rank 1 a, rank 1 b.
+A bag is the list of IDs that a sample has for a key. A batch consists of blocks. A block is the message from
+a source rank; without sharding there is a single block. All bags for the same key and block form a segment.
+Bags are stored segment by segment, and segment ``s = block * K + key``. The tensor ``segments`` holds the bag
+index where each segment starts, followed by the bag count.
+
+Example: two ranks with two samples each and the keys a and b give four segments with two bags each, in
+the order (rank 0, a), (rank 0, b), (rank 1, a), (rank 1, b). Then ``segments`` is [0, 2, 4, 6, 8].
 """
 
 import itertools
@@ -17,45 +21,54 @@ from torch import Tensor
 # Shape legend: F features, K keys, R blocks, S = R * K segments, N IDs, B bags per segment, D width.
 
 SUM, MEAN, NONE = 0, 1, 2
-"""Feature pooling mode codes, as in the kernels."""
+"""Pooling mode codes. The C++ and Triton kernels use the same numbers."""
 
 
 class Lookups(NamedTuple):
-    """Jagged ID batch, with table and pooling per feature: the first arguments to all TBE ops."""
+    """A batch of IDs, and for each feature the table to read and the pooling mode.
+
+    The TBE operators take these fields as arguments in this order (``tbe_forward`` without ``dims``). Several
+    features may read the same key, and several features may read the same table.
+    """
 
     values: Tensor
-    """int32 or int64 [N]."""
+    """IDs of all bags, concatenated; int32 or int64 [N]."""
     offsets: Tensor
-    """int32 or int64: first ID index per bag, followed by N."""
+    """ID index where each bag starts, followed by N; int32 or int64 [number of bags + 1]."""
     per_sample_weights: Tensor | None
-    """float32 [N]."""
+    """Weight per ID, float32 [N]. None: all weights are 1."""
     segments: Tensor | None
-    """First bag index per segment, followed by the bag count; int64 [S + 1] on the CPU.
+    """Bag index where each segment starts, followed by the bag count; int64 [S + 1] on the CPU.
 
-    None: one block, in which all keys have equally many bags.
+    None: there is a single block, and all keys have the same number of bags.
     """
     num_keys: int
+    """K, the number of keys in the batch."""
     keys: list[int]
-    """[F]: key read by the feature."""
+    """Key that each feature reads, from 0 to K - 1; [F]."""
     tables: list[int]
-    """[F]: table read by the feature, as an index into the weights."""
+    """Table that each feature reads, as an index into the weights; [F]."""
     pooling: list[int]
-    """[F]: 0 SUM, 1 MEAN, 2 NONE."""
+    """Pooling mode per feature: 0 SUM, 1 MEAN, 2 NONE (an output row per ID); [F]."""
     flat: bool
-    """Whether the output is 1-D (``[B, D]`` blocks, feature by feature) instead of ``[B, sum of D]``."""
+    """Whether the output is a vector: a ``[B, D]`` matrix per block and feature, row-major, end to end.
+
+    False: the output is a single matrix ``[B, sum of D]``, in which each feature has D columns.
+    """
     dims: list[int]
-    """[F]: feature width."""
+    """Width per feature: the column count in its table; [F]."""
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["Lookups", Sequence[Any]]:
-        """Split operator arguments into ``Lookups`` and the arguments after them."""
+        """Split the arguments of a TBE operator into the ``Lookups`` fields and the remaining arguments."""
         shared = len(cls._fields)
         return cls._make(arguments[:shared]), arguments[shared:]
 
     def of_tables(self, selected: Sequence[int]) -> "Lookups":
-        """Return lookups for only some tables, renumbered in the given order; other tables become -1.
+        """Return a copy that reads only the selected tables, and renumber these in the given order.
 
-        Selecting [3, 1] turns table 3 into 0, table 1 into 1, and table 2 into -1, which operators skip.
+        Features of other tables get table number -1, which gradient and update operators skip. Selecting [3,
+        1] renumbers table 3 to 0, table 1 to 1, and table 2 to -1.
         """
         # Selecting all tables is the common case. Avoid new lists on every step.
         if len(selected) > max(self.tables, default=-1) and all(
@@ -66,11 +79,15 @@ class Lookups(NamedTuple):
         return self._replace(tables=[index.get(table, -1) for table in self.tables])
 
     def output_shape(self, out_size: int) -> list[int]:
-        """Return the output shape for ``out_size`` rows (2-D) or elements (flat)."""
+        """Return the shape of the lookup output.
+
+        Args:
+            out_size: number of elements if ``flat``, else number of rows.
+        """
         return [out_size] if self.flat else [out_size, sum(self.dims)]
 
     def layout(self) -> "OutputLayout":
-        """Return the index ranges per feature and block; see `make_layout`."""
+        """Return the index ranges for each feature in each block; see `make_layout`."""
         return make_layout(
             self.offsets,
             self.segments,
@@ -83,33 +100,33 @@ class Lookups(NamedTuple):
 
 
 class FeaturePiece(NamedTuple):
-    """IDs, bags and output range for one feature in one block."""
+    """IDs, bags and output range for a feature in a block."""
 
     feature: int
     ids: slice
-    """IDs in ``values_N``."""
+    """Range of the IDs in ``Lookups.values``."""
     lengths_B: Tensor
-    """IDs per bag, int64."""
+    """ID count per bag, int64 [B]."""
     rows: slice
-    """Rows in a 2-D output."""
+    """Range of output rows, if the output is 2-D."""
     columns: slice
-    """Columns in a 2-D output."""
+    """Range of output columns, if the output is 2-D."""
     flat: slice
-    """Elements in a 1-D output."""
+    """Range of output elements, if the output is 1-D."""
 
     def bag_of_id(self) -> Tensor:
-        """Return the bag index within the piece per ID: int64 [n]."""
+        """Return the bag that each ID belongs to, as an index within this piece; int64 [ID count]."""
         return torch.repeat_interleave(self.lengths_B)
 
     def view_of(self, output: Tensor, dim: int) -> Tensor:
-        """Return the output (or output gradient) part for this piece.
+        """Return a view of the rows in the output (or in the output gradient) that belong to this piece.
 
         Args:
-            output: whole lookup output.
+            output: the whole lookup output, or a gradient with the same shape.
             dim: feature width.
 
         Returns:
-            A view, ``[bags, dim]``, or ``[ids, dim]`` without pooling.
+            ``[bags, dim]``, or ``[ids, dim]`` for a feature without pooling.
         """
         if output.dim() == 1:
             return output[self.flat].view(-1, dim)
@@ -117,10 +134,12 @@ class FeaturePiece(NamedTuple):
 
 
 class OutputLayout(NamedTuple):
-    """Pieces for all features, block by block, and the output size: rows if 2-D, elements if 1-D."""
+    """All feature pieces, block by block, and the output size."""
 
     pieces: list[FeaturePiece]
+    """First all features of block 0, then all features of block 1, etc."""
     out_size: int
+    """Number of rows in a 2-D output, or number of elements in a 1-D output."""
 
 
 def check_offsets(offsets: Tensor, num_ids: int) -> None:
@@ -130,6 +149,7 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise ValueError(f"offsets start at {first}, not at 0. Pass offsets made from the lengths.")
+    # Checked before the last offset, because the message can name the bag.
     falls = (offsets[1:] < offsets[:-1]).nonzero()
     if falls.numel() > 0:
         bag = int(falls[0])
@@ -145,16 +165,16 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
 
 
 def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
-    """Return the first bag index per segment, followed by the bag count: R * K + 1 integers.
+    """Return the bag index where each segment starts, followed by the bag count: R * K + 1 integers.
 
     Args:
         num_bags: bag count.
-        segments: the values to check and return, int64 [R * K + 1] on the CPU; None: a single block (R = 1),
-            in which all keys have equally many bags.
+        segments: bounds to check and return, int64 [R * K + 1] on the CPU. None: compute them for a single
+            block (R = 1) in which all keys have the same bag count.
         num_keys: K.
 
     Raises:
-        ValueError: the bounds do not match the bag or key count.
+        ValueError: the bounds do not match the bag count or key count.
     """
     if segments is not None:
         bounds: list[int] = segments.tolist()
@@ -182,15 +202,15 @@ def make_layout(
     pooling: list[int],
     flat: bool,
 ) -> OutputLayout:
-    """Compute the index ranges per feature and block.
+    """Compute where the IDs and output rows of every feature are, block by block.
 
     Args:
-        offsets: first ID index per bag, followed by N.
-        segments: first bag index per segment, followed by the bag count, or None.
+        offsets: ID index where each bag starts, followed by N.
+        segments: bag index where each segment starts, followed by the bag count; or None.
         num_keys: K.
-        keys: [F].
-        dims: [F].
-        pooling: [F].
+        keys: key read by every feature, [F].
+        dims: feature widths, [F].
+        pooling: pooling mode codes, [F].
         flat: whether the output is 1-D.
 
     Raises:
@@ -206,15 +226,18 @@ def make_layout(
     pieces: list[FeaturePiece] = []
     first_row = first_element = 0
     for first_segment in range(0, len(bounds) - 1, num_keys):
+        # All features of a 2-D output share their rows, so the bag count of the first key is the row count.
         block_rows = bounds[first_segment + 1] - bounds[first_segment]
         column = 0
         for feature, (key, dim) in enumerate(zip(keys, dims, strict=True)):
+            # Features may read the same key, so the bags are found through the key, not through the feature.
             low, high = bounds[first_segment + key], bounds[first_segment + key + 1]
             if not flat and high - low != block_rows:
                 raise ValueError(
                     f"feature {feature} has {high - low} samples and the first key {block_rows}. "
                     "One output matrix needs one batch size; ask for a flat output otherwise."
                 )
+            # One more offset than bags: the last is the end of the last bag.
             offsets_B1 = offsets[low : high + 1].long()
             # On a GPU this synchronizes, which only the fallback can afford.
             ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))

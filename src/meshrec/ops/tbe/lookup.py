@@ -1,4 +1,4 @@
-"""Lookups as modules call them: one kernel for all tables, and a backward pass that may update the tables."""
+"""Table lookups for modules: a kernel call for all tables, and a backward pass that may update tables."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,67 +25,76 @@ update: Callable[..., None] = operators.tbe_update
 
 
 BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch sizes")
-"""Names for the first four ``Lookups`` fields, for error messages."""
+"""Names of the first four ``Lookups`` fields in error messages."""
 
 
 class LookupOptions(NamedTuple):
-    """Lookup result size and dtype, and whether to check IDs and weights."""
+    """Size and dtype of a lookup result, and whether to check IDs and per-sample weights.
+
+    The fields are the last arguments of ``torch.ops.meshrec.tbe_forward``, in the same order.
+    """
 
     out_size: int
-    """Rows (2-D) or elements (flat) in the result."""
+    """Number of rows in a 2-D result, or number of elements in a flat result."""
     out_dtype: torch.dtype
     """Result dtype."""
     check_ids: bool
-    """Whether to check IDs and per-sample weights."""
+    """Whether to raise an error for an ID outside its table and for a NaN per-sample weight."""
     names: Tensor
-    """UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8, for messages."""
+    """For error messages: the UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8."""
 
 
 class Updater(Protocol):
-    """Protocol for objects updating tables in a fused lookup backward pass."""
+    """An object that updates tables during the backward pass of a fused lookup.
+
+    The update replaces the gradient: autograd gets none for these tables.
+    """
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Return the in-place write count per table, without writes by the updater.
+        """Return, for every table, the number of in-place writes that the updater did not make.
 
         Raises:
             ValueError: ``weights`` are not the updater's tables.
         """
 
     def check_tables(self, before: list[int]) -> None:
-        """Raise ValueError if ``foreign_writes`` no longer returns ``before``: a table was changed."""
+        """Raise ValueError if other code wrote to a table since ``foreign_writes`` returned ``before``."""
 
     def take(self, grad: Tensor, lookups: Lookups) -> None:
-        """Update the tables with a lookup's gradient.
+        """Update the tables with the gradient of a lookup.
 
         Args:
-            grad: gradient with the shape of the lookup output.
-            lookups: the batch; ``lookups.tables`` index the module tables.
+            grad: lookup output gradient, with the same shape.
+            lookups: the batch that was looked up; ``lookups.tables`` are indices into the module's tables.
         """
 
 
 def forward(weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions) -> Tensor:
-    """Look up and pool rows. Differentiable: gives dense weight gradients, and per-sample weight gradients.
+    """Look up the rows for a batch, and pool the rows of every bag.
+
+    Differentiable: the weights get dense gradients, and per-sample weights get a gradient.
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
-        lookups: the batch, and the tables read by the features.
-        options: output size and dtype, and whether to check IDs.
+        lookups: the batch, and the table that every feature reads.
+        options: size and dtype of the result, and whether to check IDs.
 
     Returns:
-        ``[out_size, sum of D]``, or ``[out_size]`` if flat.
+        ``[out_size, sum of D]``, or ``[out_size]`` if ``lookups.flat``.
 
     Raises:
         ValueError: invalid offsets; or, with ``options.check_ids``, an ID outside the table or a NaN
             per-sample weight.
     """
+    # Without dims: the forward operator reads the widths from the weights.
     return _forward(list(weights), *lookups[:-1], *options)
 
 
 def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
-    """Return the dense gradients of all tables, with the weight shapes and dtypes.
+    """Return the gradient of every whole table, with the shape and dtype of the weight.
 
     Args:
-        grad: output gradient.
+        grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
         lookups: the batch.
     """
@@ -94,12 +103,12 @@ def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> lis
 
 
 def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return gradients for rows touched by the batch, per table: (rows, gradients).
+    """Return the gradients of only the rows touched by the batch: a pair (rows, gradients) per table.
 
     ``rows`` are distinct and ascending, int64 [U]. ``gradients`` are summed over the batch, fp32 [U, D].
 
     Args:
-        grad: output gradient.
+        grad: lookup output gradient.
         lookups: the batch.
         num_rows: row count per table.
     """
@@ -108,13 +117,13 @@ def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tup
 
 
 def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the squared gradient norm per touched row, for optimizers with row statistics.
+    """Return the squared gradient norm of every touched row, for optimizers that need row statistics.
 
-    The remaining results are the touched row count per table, and ``runs`` to pass to ``update``. See
-    ``naive.tbe_row_squares``.
+    Returns (squared norms, touched row count per table, runs). Pass ``runs`` to ``update``, which then need
+    not sort the rows again. See ``naive.tbe_row_squares``.
 
     Args:
-        grad: output gradient.
+        grad: lookup output gradient.
         lookups: the batch.
         num_rows: row count per table.
     """
@@ -123,10 +132,10 @@ def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Te
 
 
 def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
-    """Return the per-sample weight gradient, fp32 [N].
+    """Return the gradient of the per-sample weights, fp32 [N].
 
     Args:
-        grad: output gradient.
+        grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
         lookups: the batch.
     """
@@ -138,7 +147,7 @@ def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups
 
 
 class _FusedLookup(torch.autograd.Function):
-    """Lookup whose backward pass passes the gradient to an updater instead of to the weights."""
+    """Lookup as an autograd function. The backward pass gives the gradient to an updater, not to weights."""
 
     @staticmethod
     def forward(
@@ -152,18 +161,19 @@ class _FusedLookup(torch.autograd.Function):
         dense_tables: list[int],
         *dense_weights: Tensor,
     ) -> Tensor:
-        """Look up the rows.
+        """Look up the rows, and remember the batch for the backward pass.
 
         Args:
-            ctx: holds the lookup for the backward pass.
-            anchor: tensor requiring a gradient, so the result does too; never gets one.
-            per_sample_weights: the weights in ``lookups``, as an input with an autograd gradient.
+            ctx: stores the batch until the backward pass.
+            anchor: empty tensor that requires a gradient, so that autograd calls ``backward`` although the
+                weights are not autograd inputs. Never gets a gradient.
+            per_sample_weights: the weights in ``lookups``, as a separate input so that they get a gradient.
             weights: ``[rows, D]`` per table.
             lookups: the batch.
-            updater: receives the gradient.
-            options: output size and dtype, and whether to check IDs.
-            dense_tables: tables with ordinary dense gradients instead of an update.
-            dense_weights: the ``dense_tables`` weights, as inputs with autograd gradients.
+            updater: receives the gradient in the backward pass.
+            options: size and dtype of the result, and whether to check IDs.
+            dense_tables: numbers of the tables that get ordinary dense gradients instead of an update.
+            dense_weights: the weights of the ``dense_tables``, as separate inputs so that they get gradients.
         """
         # Not saved for backward, because the update intentionally modifies the weights in place. Other
         # in-place writes are detected by comparing versions, as torch does for saved tensors.
@@ -177,6 +187,7 @@ class _FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Before anything is updated, so that an error leaves all tables as they were.
         check_unchanged(BATCH_TENSORS, ctx.lookups[:4], ctx.versions)
         ctx.updater.check_tables(ctx.foreign_writes)
         sample_grad = None
@@ -202,17 +213,18 @@ def fused_forward(
     dense_tables: list[int],
     options: LookupOptions,
 ) -> Tensor:
-    """Look up like ``forward``, with a backward pass that passes the gradient to ``updater``.
+    """Look up rows like ``forward``, but let the backward pass give the gradient to ``updater``.
 
-    torch.compile does not trace this function, but runs it between graphs: a traced graph would lose the
-    update, a side effect in the backward pass.
+    torch.compile does not trace this function, but runs it between graphs. A traced graph would lose the
+    update, because it is a side effect of the backward pass.
 
     Args:
         weights: ``[rows, D]`` per table.
-        lookups: the batch, and the tables read by the features.
+        lookups: the batch, and the table that every feature reads.
         updater: receives the gradient in the backward pass.
-        dense_tables: tables not updated by ``updater``; they get ordinary dense gradients.
-        options: output size and dtype, and whether to check IDs.
+        dense_tables: numbers of the tables that ``updater`` does not update; they get ordinary dense
+            gradients.
+        options: size and dtype of the result, and whether to check IDs.
 
     Raises:
         ValueError: as for ``forward``, or called inside a torch.func transform.
@@ -229,7 +241,7 @@ def _run_fused(
     dense_tables: list[int],
     options: LookupOptions,
 ) -> Tensor:
-    """Implement ``fused_forward`` outside tracing."""
+    """Run a fused lookup outside of tracing; the implementation of ``fused_forward``."""
     if torch._C._are_functorch_transforms_active():
         raise ValueError(
             "a fused collection was called inside a torch.func transform (grad, vmap, ...), which cannot "
@@ -242,9 +254,9 @@ def _run_fused(
 
 @functools.cache
 def _anchor() -> Tensor:
-    """Return a tensor requiring a gradient, so that lookup results require one.
+    """Return an empty tensor that requires a gradient, so that lookup results require a gradient too.
 
-    No gradient ever reaches it, so all lookups share it.
+    The tensor never receives a gradient, so all lookups share it.
     """
     # A tensor created in inference mode could not require a gradient later.
     with torch.inference_mode(False):
@@ -256,7 +268,7 @@ _untraced_fused: Callable[..., Tensor] | None = None
 
 
 def _untraced() -> Callable[..., Tensor]:
-    """Return ``_run_fused`` wrapped so that torch.compile runs it outside graphs."""
+    """Return ``_run_fused``, wrapped so that torch.compile runs it between graphs instead of tracing it."""
     global _untraced_fused
     if _untraced_fused is None:
         _untraced_fused = torch.compiler.disable(_run_fused)

@@ -1,18 +1,23 @@
 """Table-batched embedding (TBE) in plain torch: the reference for the kernels, and the fallback without them.
 
-Shared arguments (F features, K keys, T tables, N IDs, S segments, B bags per segment, D width):
+A TBE operator looks up the rows for a whole batch in many tables with a single call. The operators share
+these arguments (F features, K keys, T tables, N IDs, S segments, B bags per segment, D width):
 
-- ``values_N``: IDs, int32 or int64. ``offsets``: first ID index per bag, followed by N; int32 or
-  int64. Bags are ordered by segment, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one
-  block with equal bag counts per key.
-- Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In
-  update and gradient operators, table -1 skips the feature. ``dims[f]`` is the feature width.
-- Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, block by block. ``flat=True``: 1-D; per block
-  and feature ``[B, D]`` (NONE: ``[ids, D]``), row-major.
-- SUM: ``out[b] = sum_i w_i * x_i``. MEAN: the sum divided by the ID count, or 0 for an empty bag. NONE:
-  ``out[i] = x_i``. Without per-sample weights all ``w_i`` are 1; NONE does not allow them.
+- ``values_N``: the IDs of all bags, int32 or int64. ``offsets``: index of the first ID in every bag, followed
+  by N; int32 or int64. The bags are stored segment by segment, see ``layout.py``. ``segments``: index of the
+  first bag in every segment, int64 [S + 1] on the CPU; None: one block, with equal bag counts for all keys.
+- Feature f reads key ``keys[f]`` and looks up the IDs in table ``tables[f]``. ``pooling[f]`` is 0 (SUM),
+  1 (MEAN) or 2 (NONE). ``dims[f]`` is the width of the feature. In update and gradient operators, table -1
+  means that the feature is skipped.
+- With ``flat=False``, the output is a matrix ``[sum of B over blocks, sum of D]``, block by block. With
+  ``flat=True``, it is a vector: for every block and feature a matrix ``[B, D]`` (NONE: ``[ids, D]``) in
+  row-major order.
+- SUM: ``out[b] = sum_i w_i * x_i`` over the IDs i in bag b, where x_i is the row and w_i the per-sample
+  weight. MEAN: the same sum divided by the number of IDs, or 0 for an empty bag. NONE: ``out[i] = x_i``.
+  Without per-sample weights all w_i are 1. NONE does not allow per-sample weights.
 
-Sums are in fp32. Duplicates are summed in feature order, then ID order.
+Sums are in fp32. If several IDs read the same row, their gradients are added in feature order, then in ID
+order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,13 +42,16 @@ from meshrec.ops.tbe.naive_update import update_rows
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
-    r"""Look up the rows for all IDs in all tables, and pool them by bag.
+    r"""Look up the rows for all IDs in all tables, and pool the rows of every bag.
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
-        arguments: ``Lookups`` without dims; then ``out_size``, rows (2-D) or elements (flat) in the output;
-            ``out_dtype``; ``check_ids``; and ``names``, UTF-8 bytes of ``"table\\tfeature\\n"`` per feature,
-            uint8, for messages.
+        arguments: the ``Lookups`` fields without ``dims``; then ``out_size``, the number of output rows (2-D)
+            or elements (flat); ``out_dtype``; ``check_ids``, whether to check IDs and weights; and ``names``,
+            for error messages: the UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8.
+
+    Returns:
+        The output described in the module docstring, in ``out_dtype``.
 
     Raises:
         ValueError: invalid offsets; or, with ``check_ids``, an ID outside its table or a NaN weight.
@@ -70,26 +78,30 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
 
 
 def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
-    """Update tables in place: sum gradients per touched row, then apply one optimizer step to the row.
+    """Update tables in place: sum the gradients per touched row, then apply an optimizer step to the row.
 
-    Untouched rows and their state do not change.
+    Rows without an ID in the batch do not change, nor does their optimizer state.
 
     Args:
-        grad: output gradient.
-        arguments: ``Lookups``, then the arguments below up to ``origins``, and optionally more.
+        grad: lookup output gradient.
+        arguments: the ``Lookups`` fields, then the arguments listed below up to ``origins``. Later ones may
+            follow.
         optional: arguments after ``origins``, by name.
 
-    - ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then slot
-      1). ``optimizer`` and ``hyper`` (float64): see ``formulas.py``; rounding: ``naive_update.py``.
-    - ``row_stats``: whole-row sums per ID for column-sharded tables, fp32 [N, 3]; only with NONE and distinct
-      IDs per table.
-    - ``origins``: whole-table row and column where the weight starts (empty: 0, 0). Stochastic
-      rounding uses these positions, so that shards round like the whole table.
-    - ``runs``: ``tbe_row_squares`` result for the same arguments, which avoids sorting again. Requires
-      ``mean_squares``, fp32 [sum of U_t]: mean squared gradient per touched whole row, for optimizers
-      without other statistics.
-    - ``row_keys``: per weight, the whole-table row numbers, int64, instead of counting from
-      ``origins``. Empty for a weight storing rows in order.
+    - ``weights``: T tables, fp32, fp16 or bf16.
+    - ``state``: optimizer state, fp32, slot by slot: slot 0 of all tables, then slot 1 of all tables.
+    - ``optimizer``: optimizer code, and ``hyper``: parameters, float64; see ``formulas.py``. Rounding to the
+      table dtype: see ``naive_update.py``.
+    - ``row_stats``: sums of squares over whole rows for every ID, fp32 [N, 3], see ``formulas.RowSum``. Given
+      for tables sharded by columns; requires pooling NONE and IDs without repeats in a table.
+    - ``origins``: for every weight, the row and column of the whole table at which it starts. Empty: 0, 0.
+      Stochastic rounding uses these positions, so that a shard rounds like the whole table.
+    - ``runs``: result of ``tbe_row_squares`` for the same gradient and batch, which avoids sorting again.
+      Requires ``mean_squares``: the mean squared gradient of every touched whole row, fp32 [sum of U_t],
+      where U_t rows of table t are touched. Only for optimizers that need no other row statistics.
+    - ``row_keys``: for every weight, an int64 tensor with the row number that stochastic rounding uses for
+      each stored row. Empty for a weight that stores its rows in order: then row numbers count from
+      ``origins``.
     """
     lookups, (weights, state, optimizer, hyper, row_stats, origins, *trailing) = Lookups.split(arguments)
     # The dispatcher omits trailing defaults; direct callers may pass these by name.
@@ -107,14 +119,18 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
             f"origins must hold a row and a column for each of the {len(weights)} tables, or nothing."
         )
     num_rows = [weight.shape[0] for weight in weights]
+    # Table by table, because tables differ in width and dtype.
     for table, parts in enumerate(_gradients_by_table(grad, lookups, num_rows)):
         if parts:
             rows_U, gradient_UD, inverse_n = _sum_by_row(parts)
             stats_U3 = None
             if row_stats is not None:
+                # Statistics are per ID, but IDs are distinct here, so this only puts them in row order.
                 stats_U3 = row_stats.new_empty(rows_U.numel(), 3)
                 stats_U3[inverse_n] = torch.cat([row_stats[part.ids] for part in parts])
             if mean_squares is not None:
+                # mean_squares holds the touched rows of all tables, table by table: take this
+                # table's rows.
                 stats_U3, mean_squares = mean_squares[: rows_U.numel(), None], mean_squares[rows_U.numel() :]
                 h = h._replace(row_dim=1)  # the statistic is already a mean
             slots = state[table :: len(weights)]
@@ -125,10 +141,12 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
 
 
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
-    """Return touched row gradients, for T = len(num_rows) tables: ``rows_0, grads_0, rows_1, ...``.
+    """Return the gradients of only the touched rows, for T = len(num_rows) tables.
 
-    ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. Tables without a feature have
-    U_t = 0 and D_t = 0.
+    The last argument is ``num_rows``, the row count per table. The result alternates rows and gradients:
+    ``rows_0, grads_0, rows_1, grads_1, ...``. ``rows_t`` are the distinct touched rows of table t in
+    ascending order, int64 [U_t]. ``grads_t`` are the gradients summed over the batch, fp32 [U_t, D_t]. A
+    table that no feature reads has U_t = 0 and D_t = 0.
     """
     lookups, (num_rows,) = Lookups.split(arguments)
     result: list[Tensor] = []
@@ -142,25 +160,28 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the squared gradient norms per touched row, for T = len(num_rows) tables.
+    """Return the squared norm of the gradient of every touched row, for T = len(num_rows) tables.
+
+    The arguments are as for ``tbe_sparse_grad``. U_t is the number of touched rows in table t.
 
     Returns:
-        Sums, fp32 [sum of U_t], by table and ascending row; U_t, int64 [T] on the CPU; and ``runs`` for
-            ``tbe_update``, whose content is private to the kernel.
+        Squared norms, fp32 [sum of U_t], table by table and in ascending row order; the U_t, int64 [T] on the
+            CPU; and ``runs`` to pass to ``tbe_update``, whose content only the kernels know.
     """
     flat_grads = tbe_sparse_grad(grad, *arguments)
     squares = torch.cat([grads.square().sum(1) for grads in flat_grads[1::2]])
     counts = torch.tensor([rows.numel() for rows in flat_grads[::2]], dtype=torch.int64)
+    # No runs: the plain update sums gradients by row again.
     return squares, counts, grad.new_empty(0, dtype=torch.int64)
 
 
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """Return dense gradients with the table shapes and dtypes. Sums are in fp32.
+    """Return the gradients of whole tables, with the shape and dtype of every table. Sums are in fp32.
 
     Args:
-        grad: output gradient.
+        grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
-        arguments: ``Lookups``.
+        arguments: the ``Lookups`` fields.
     """
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     for part in _id_gradients(grad, Lookups(*arguments), [weight.shape[0] for weight in weights]):
@@ -171,16 +192,16 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
 def tbe_sample_weight_grad(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, *arguments: Any
 ) -> Tensor:
-    """Return the per-sample weight gradient, fp32 [N].
+    """Return the gradient of the per-sample weights, fp32 [N].
 
-    Gradients from features reading the same key are added. IDs read by no feature get 0.
+    An ID read by several features gets the sum of their gradients. An ID read by no feature gets 0.
 
     Args:
-        grad: output gradient.
+        grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
-        values: IDs.
-        offsets: first ID index per bag, followed by N.
-        arguments: the remaining ``Lookups`` fields, without per-sample weights.
+        values: IDs [N].
+        offsets: ID index where each bag starts, followed by N.
+        arguments: the remaining ``Lookups`` fields, without ``per_sample_weights``.
     """
     lookups = Lookups(values, offsets, None, *arguments)
     check_offsets(offsets, values.numel())
@@ -201,23 +222,24 @@ def clamp_ids(
     tables: list[int],
     num_rows: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Replace IDs outside their table by 0, and count them.
+    """Replace IDs outside their table by 0, and count the replaced IDs.
 
-    An ID in a key read by several features is replaced if it is outside any such table.
+    If several features read the same key, an ID is replaced if it is outside any of their tables.
 
     Args:
         values: IDs [N].
-        offsets: first ID index per bag, followed by N.
-        segments: first bag index per segment, followed by the bag count, or None.
+        offsets: ID index where each bag starts, followed by N.
+        segments: bag index where each segment starts, followed by the bag count; or None.
         num_keys: K.
-        keys: [F].
-        tables: [F].
-        num_rows: rows per table.
+        keys: key read by every feature, [F].
+        tables: table read by every feature, [F].
+        num_rows: row count per table.
 
     Returns:
-        The IDs copied with replacements, and the replaced ID count per feature, int64 [F].
+        A copy of the IDs with the replacements, and the number of replaced IDs per feature, int64 [F].
     """
     _check_inputs(values, offsets, None, [])
+    # Only the ID ranges matter here, so the widths and pooling modes are arbitrary.
     layout = make_layout(
         offsets, segments, num_keys, keys, [1] * len(keys), pooling=[0] * len(keys), flat=True
     )
@@ -225,6 +247,7 @@ def clamp_ids(
     for piece in layout.pieces:
         table = tables[piece.feature]
         if table >= 0:
+            # From the original IDs, so that every feature counts the IDs outside its own table.
             bad = _is_outside(values[piece.ids], num_rows[table])
             clamped[piece.ids] = clamped[piece.ids].masked_fill(bad, 0)
             counts_F[piece.feature] += bad.sum()
@@ -232,14 +255,14 @@ def clamp_ids(
 
 
 def _pooled(rows_nD: Tensor, piece: FeaturePiece, mode: int) -> Tensor:
-    """Return the row sum or mean per bag, fp32 [bags, D]."""
+    """Return the sum or mean of the rows in every bag, fp32 [bags, D]. An empty bag gives 0."""
     num_bags = piece.lengths_B.numel()
     pooled = rows_nD.new_zeros(num_bags, rows_nD.shape[1]).index_add_(0, piece.bag_of_id(), rows_nD)
     return pooled / piece.lengths_B.clamp(min=1)[:, None] if mode == MEAN else pooled
 
 
 class _Gradient(NamedTuple):
-    """Gradients per ID in one piece, before gradients for the same row are summed."""
+    """The gradients for all IDs in a piece (a feature in a block), not yet summed over equal rows."""
 
     table: int
     ids: slice  # the piece's IDs in values_N
@@ -248,9 +271,10 @@ class _Gradient(NamedTuple):
 
 
 def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> Iterator[_Gradient]:
-    """Yield ID gradients piece by piece: scaled by sample weight, and by 1 / bag size for MEAN.
+    """Yield the gradients of all IDs, piece by piece.
 
-    Features with table -1 are skipped.
+    A gradient includes the per-sample weight, and the factor 1 / (IDs in the bag) for MEAN. Features with
+    table -1 are skipped.
     """
     layout = _layout(lookups)
     out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(lookups.dims)
@@ -264,22 +288,28 @@ def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> It
         if mode == MEAN:
             gradient = gradient / piece.lengths_B.clamp(min=1)[:, None]
         if mode != NONE:
+            # All IDs in a bag share the gradient of the bag.
             gradient = gradient[piece.bag_of_id()]
         if lookups.per_sample_weights is not None:
             gradient = gradient * lookups.per_sample_weights[piece.ids, None]
         rows_n = lookups.values[piece.ids].long()
+        # Always checked: indexing would accept a negative row, and report a large row without its ID.
         _check_rows(piece, rows_n, num_rows[table], str(table), str(piece.feature))
         yield _Gradient(table, piece.ids, rows_n, gradient)
 
 
 def _layout(lookups: Lookups) -> OutputLayout:
-    """Check the shared arguments, and return the output layout."""
+    """Check the arguments shared by all operators, and return the output layout.
+
+    Raises:
+        ValueError: invalid offsets or per-sample weights.
+    """
     _check_inputs(lookups.values, lookups.offsets, lookups.per_sample_weights, lookups.pooling)
     return lookups.layout()
 
 
 def _gradients_by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> list[list[_Gradient]]:
-    """Return gradients from all pieces reading table 0, then from those reading table 1, etc."""
+    """Return, for every table, the gradients from all pieces that read the table."""
     parts: list[list[_Gradient]] = [[] for _ in num_rows]
     for part in _id_gradients(grad, lookups, num_rows):
         parts[part.table].append(part)
@@ -287,11 +317,12 @@ def _gradients_by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int])
 
 
 def _sum_by_row(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the gradients for equal rows in one table.
+    """Sum the gradients of equal rows in a table.
 
     Returns:
-        Distinct rows, ascending, int64 [U]; their gradients, fp32 [U, D]; and the row index per ID
-            among the distinct rows, int64 [n].
+        The distinct rows in ascending order, int64 [U]; the gradient sum per distinct row, fp32 [U, D]; and
+        for
+            every ID, the index of the row among the distinct rows, int64 [n].
     """
     rows_U, inverse_n = torch.cat([part.rows_n for part in parts]).unique(return_inverse=True)
     gradient_nD = torch.cat([part.gradient_nD for part in parts])
@@ -307,7 +338,7 @@ def _is_outside(ids: Tensor, num_rows: int) -> Tensor:
 def _check_inputs(
     values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, pooling: Sequence[int]
 ) -> None:
-    """Check offsets and per-sample weights. Raises ValueError."""
+    """Raise ValueError for invalid offsets or per-sample weights."""
     check_offsets(offsets, values.numel())
     if per_sample_weights is None:
         return
@@ -334,7 +365,7 @@ def _check_ids(
     num_rows_F: list[int],
     names: Tensor,
 ) -> None:
-    """Raise ValueError for the first ID outside the table, or NaN weight."""
+    """Raise ValueError, naming the ID, for the first ID outside the table or the first NaN weight."""
     for piece in layout.pieces:
         ids = values[piece.ids]
         table, feature = _table_and_feature(names, piece.feature)
@@ -360,12 +391,12 @@ def _check_rows(piece: FeaturePiece, ids_n: Tensor, num_rows: int, table: str, f
 
 
 def _first_true(bad: Tensor) -> int | None:
-    """Return the first True index, or None if there is none."""
+    """Return the index of the first True, or None if there is none."""
     return int(bad.nonzero()[0]) if bool(bad.any()) else None
 
 
 def _table_and_feature(names: Tensor, feature: int) -> tuple[str, str]:
-    """Return the table name and feature name; see ``tbe_forward`` for ``names``."""
+    """Return the names of a table and a feature; ``tbe_forward`` documents the format of ``names``."""
     table, name = bytes(names.tolist()).decode().split("\n")[feature].split("\t")
     return table, name
 
@@ -398,6 +429,7 @@ def _sparse_grad_fake(grad: Tensor, *arguments: Any) -> list[Tensor]:
     context = torch.library.get_ctx()
     result: list[Tensor] = []
     for table in range(len(num_rows)):
+        # The number of touched rows depends on the IDs, so it is a symbol in the traced graph.
         read = table in tables
         num_touched = context.new_dynamic_size() if read else 0
         dim = dims[tables.index(table)] if read else 0
@@ -429,9 +461,11 @@ def _clamp_ids_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weights, values, offsets, per_sample_weights, segments, *options = inputs
+    # Tensors are saved through torch, which then detects in-place writes before the backward pass.
     ctx.save_for_backward(values, offsets, per_sample_weights, segments, *weights)
     num_keys, keys, tables, pooling, flat = options[:5]
     ctx.lookups = num_keys, keys, tables, pooling, flat
+    # Gradient operators take the widths as an argument, because they need not have the weights.
     ctx.dims = [weights[table].shape[1] for table in tables]
 
 
@@ -443,12 +477,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         dense = operators.tbe_dense_grad(
             grad, weights, values, offsets, per_sample_weights, segments, *ctx.lookups, ctx.dims
         )
+        # For a list of tensors, torch has a flag per tensor.
         needed = ctx.needs_input_grad[0]
         weights_grad = [gradient if need else None for gradient, need in zip(dense, needed, strict=True)]
     if ctx.needs_input_grad[3]:
         sample_grad = operators.tbe_sample_weight_grad(
             grad, weights, values, offsets, segments, *ctx.lookups, ctx.dims
         ).to(per_sample_weights.dtype)
+    # A result per tbe_forward argument: weights, values, offsets, per_sample_weights, then ten others.
     return (weights_grad, None, None, sample_grad, *[None] * 10)
 
 

@@ -1,6 +1,7 @@
-"""Operator that reports replaced IDs: a traced graph cannot read a count, but can call an operator that does.
+"""An operator that warns about IDs replaced by ``clamp_ids``.
 
-It runs in Python on every device. A separate namespace keeps it out of ``schemas.inc``.
+A compiled graph cannot read a count on the host, but it can call an operator that does. The operator runs in
+Python on every device. It has a separate namespace, because ``schemas.inc`` lists all of ``meshrec``.
 """
 
 import logging
@@ -12,13 +13,14 @@ _logger = logging.getLogger("meshrec")
 
 
 def report_clamped(total: Tensor, counts: Tensor, names: Tensor) -> None:
-    r"""Add the count of IDs replaced by ``clamp_ids`` to ``total`` (int64 [1]). Warn the first time.
+    r"""Add the number of IDs replaced by ``clamp_ids`` to a running total. Log a warning the first time.
 
     Args:
-        total: running count, modified in place.
-        counts: replaced IDs per feature, int64 [F].
+        total: running total, int64 [1], modified in place.
+        counts: number of replaced IDs per feature, int64 [F].
         names: UTF-8 bytes of ``"table\\tfeature\\n"`` per feature, uint8.
     """
+    # Synchronizes if the counts are on a GPU.
     num_clamped = int(counts.sum())
     if num_clamped and not int(total):
         table, feature = bytes(names.tolist()).decode().split("\n")[int(counts.argmax())].split("\t")

@@ -1,11 +1,14 @@
-"""Table-batched operators on GPUs, as Triton kernels. ``naive.py`` documents the operators.
+"""TBE operators on GPUs, launched as Triton kernels. ``naive.py`` documents arguments and results.
 
-A single launch serves all lookups in all tables. Gradients are sorted by row (stably, so that sums do not
-depend on GPU scheduling); every touched row is summed and written once. Unlike on the CPU, offsets and IDs
-are only checked with ``check_ids``, because a check synchronizes with the GPU. The update relies on the
-forward check, and without pooling also on the sizes given by the caller.
+A single launch serves all lookups in all tables of a dtype. For gradients, the IDs are sorted by row, then
+every touched row is summed and written once. The sort is stable, so that sums do not depend on GPU
+scheduling.
 
-Triton ships with PyTorch's GPU builds. Without Triton, the plain torch versions run.
+Unlike on the CPU, offsets and IDs are checked only with ``check_ids``, because a check synchronizes with the
+GPU. The update relies on the check in the forward pass. For features without pooling, it also relies on the
+output size that the caller gives.
+
+Triton ships with PyTorch's GPU builds. Without Triton, the plain torch versions run on the GPU.
 """
 
 import importlib.util
@@ -28,7 +31,7 @@ from meshrec.ops.tbe.triton_positions import PositionedLookups, position_lookups
 
 _logger = logging.getLogger("meshrec")
 _LISTED_BAGS, _LISTED_IDS = 8, 16
-"""Bags per program, and IDs per bag and loop iteration, when entries are listed."""
+"""Bags per program of ``list_entries``, and IDs per bag that a program handles in a loop iteration."""
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
@@ -51,18 +54,18 @@ def look_up(
     out_dtype: torch.dtype,
     check_ids: bool,
 ) -> Tensor | None:
-    """Look up and pool table rows, floating-point or quantized.
+    """Look up rows in floating-point or quantized tables, and pool the rows in each bag.
 
     Args:
-        weights: rows per table.
-        bits: bits per code and table; 0 for floating-point rows.
-        batch: the lookups.
-        out_size: rows (2-D) or elements (flat) in the output.
+        weights: floating-point rows per table, or encoded rows as in ``ops.nbit``.
+        bits: bits per quantized value, for each table; 0 for floating-point rows.
+        batch: the batch, and the table that each feature reads.
+        out_size: number of output rows (2-D) or elements (flat).
         out_dtype: output dtype.
-        check_ids: whether to check offsets, IDs and weights.
+        check_ids: whether to check offsets, IDs and per-sample weights.
 
     Returns:
-        The output. None if offsets, IDs or weights are invalid.
+        The output, or None if the check found invalid offsets, IDs or weights.
     """
     from meshrec.ops.tbe import triton_kernels
 
@@ -84,8 +87,10 @@ def look_up(
     num_rows = cached_on_device(device, [weight.shape[0] for weight in weights])
     for (dtype, num_bits), selected in _group_by_dtype(weights, bits).items():
         subset = lookups.of_tables(selected)
+        # A program accumulates BAGS * BLOCK values in registers: at most 512, unless a row is wider.
         block = _padded_width(batch.dims[feature] for feature in subset.features)
         bags = max(1, min(16, 512 // block))
+        # CUDA refuses an empty launch grid.
         if 0 in subset.grid(bags):
             continue
         triton_kernels.look_up[subset.grid(bags)](
@@ -109,10 +114,10 @@ def look_up(
 
 
 def _alignment(widths: Sequence[int], addresses: Sequence[int]) -> int:
-    """Return the fp32 value count a thread may load at once: 4 if rows are 16-byte aligned, else 1.
+    """Return how many fp32 values a thread may load at once: 4 if all rows are 16-byte aligned, else 1.
 
     Args:
-        widths: row widths for all tables.
+        widths: row widths.
         addresses: table start addresses.
     """
     is_aligned = all(width % 4 == 0 for width in widths) and all(at % 16 == 0 for at in addresses)
@@ -120,38 +125,39 @@ def _alignment(widths: Sequence[int], addresses: Sequence[int]) -> int:
 
 
 class _Entries(NamedTuple):
-    """Gradient contributions for all IDs, sorted by row. An entry is one ID read by one feature.
+    """The gradient contributions of a batch, sorted by table row.
 
-    Entries without a row are padding, and come last.
+    An entry is an ID read by a feature: the row it reads, the part of the gradient it receives, and a
+    factor. Some entries have no row, because not every feature reads every ID. These are padding and come
+    last.
     """
 
     grad: Tensor
     """Flat output gradient, fp32."""
     rows: Tensor
-    """Row per entry, numbered across all tables, ascending; int32 or int64 [E]."""
-    """int32 or int64 [E]: rows, ascending, numbered across all tables."""
+    """Row per entry, ascending, with rows numbered across all tables; int32 or int64 [E]."""
     order: Tensor
-    """Entry number per element in ``rows``, int64 [E]. The fields below are indexed by entry number."""
+    """Entry number per element in ``rows``, int64 [E]. The next three fields are in entry number order."""
     starts: Tensor
-    """First gradient element per entry, int64 [E]."""
+    """Index in ``grad`` where the gradient for each entry starts, int64 [E]."""
     factors: Tensor
-    """Gradient factor per entry, fp32 [E]: sample weight, and 1 / bag size for MEAN."""
+    """Gradient factor per entry, fp32 [E]: per-sample weight, times 1 / bag size for MEAN."""
     tables_of: Tensor
     """Table per entry, int32 [E]."""
     first_rows: list[int]
-    """[T + 1]: first row per table in the numbering across all tables, and the end."""
+    """First row per table in the numbering across all tables, then the total row count; [T + 1]."""
     align: int
-    """``ALIGN`` in the kernels, for gradient rows."""
+    """``ALIGN`` in the kernels: fp32 values in a gradient row that a thread may load at once."""
 
     @property
     def end_of_rows(self) -> int:
-        """Row number for padding entries."""
+        """Row number of padding entries: the total row count, so that padding sorts last."""
         return self.first_rows[-1]
 
     def partial_sums(self, fields: Tensor, block: int) -> Tensor:
-        """Return partial gradient sums for long runs, fp32 [parts, block]; see ``triton_kernels.sum_parts``.
+        """Sum the parts of long runs, fp32 [parts, block]; see ``triton_kernels.sum_parts``.
 
-        Elements in other parts are uninitialized.
+        A run is a sequence of entries with the same row. Result rows that no run needs are uninitialized.
 
         Args:
             fields: ``triton_kernels.TABLE_FIELDS`` per table.
@@ -163,6 +169,7 @@ class _Entries(NamedTuple):
         num_parts = -(-num_entries // triton_kernels.PART)
         sums = torch.empty(num_parts, block, dtype=torch.float32, device=self.rows.device)
         if num_parts > 1:
+            # Part 0 never continues an earlier run, so the launch covers the other parts.
             at_once = _runs_at_once(block)
             triton_kernels.sum_parts[(-(-(num_parts - 1) // at_once),)](
                 *self[:6],
@@ -186,11 +193,11 @@ def _make_entries(
     num_rows: Sequence[int],
     runs: Tensor | None = None,
 ) -> _Entries:
-    """List the batch gradient contributions, and sort them by row.
+    """List the gradient contributions of a batch, and sort them by row.
 
     Args:
-        grad: output gradient.
-        lookups: the lookups to include.
+        grad: lookup output gradient.
+        lookups: the lookups to include; others become padding.
         batch: the batch.
         table_fields: ``triton_kernels.TABLE_FIELDS`` per table.
         num_rows: row count per table.
@@ -201,8 +208,9 @@ def _make_entries(
     if grad.numel() != torch.Size(lookups.shape).numel():
         size = torch.Size(lookups.shape).numel()
         raise ValueError(f"the gradient has {grad.numel()} elements; the forward gave {size}.")
-    # A key read by several features has an entry per feature: number the features by round, and give every
-    # round an entry per ID.
+    # If several features read a key, an ID needs an entry for each of them. Entries are therefore arranged
+    # in rounds with an entry per ID. The first feature that reads a key is in round 0, the second in
+    # round 1, etc. An ID without a feature in a round leaves padding.
     round_of: dict[int, int] = {}
     rounds: dict[int, int] = {}
     for feature in [at for at, table in enumerate(batch.tables) if table >= 0]:
@@ -213,6 +221,8 @@ def _make_entries(
     first_rows = list(accumulate(num_rows, initial=0))
     # Radix sort time is proportional to the key width.
     row_type = torch.int32 if first_rows[-1] < 2**31 else torch.int64
+    # Filled with the padding row: list_entries writes only entries with a row. The other arrays are
+    # read only for those entries.
     rows = torch.full([num_entries], first_rows[-1], dtype=row_type, device=device)
     starts = torch.empty(num_entries, dtype=torch.int64, device=device)
     factors = torch.empty(num_entries, dtype=torch.float32, device=device)
@@ -237,6 +247,7 @@ def _make_entries(
         # Stable, so that equal rows are summed in entry order in every run.
         rows, order = rows.sort(stable=True)
     else:
+        # Sorted rows, their entry numbers, and run numbers, from tbe_row_squares.
         rows, order, _ = runs.view(3, -1)
     grad = grad.float().contiguous().view(-1)
     return _Entries(
@@ -246,6 +257,7 @@ def _make_entries(
 
 def tbe_update(grad: Tensor, *arguments: Any) -> None:
     """Compute ``naive.tbe_update`` with Triton kernels."""
+    # The dispatcher leaves out trailing arguments with default values.
     batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
     runs, mean_squares, row_keys = (*sorted_runs, None, None, None)[:3]
     if row_keys is not None:
@@ -257,6 +269,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     corrections = hyper.new_tensor([1 - h.beta1**h.step, 1 - h.beta2**h.step])
     if mean_squares is not None:
         hyper = h._replace(row_dim=1).as_tensor()  # the statistic is already a mean
+    # All parameters in a single tensor, so that an update copies once to the device.
     hyper_on_device = copy_to_device(torch.cat([hyper, corrections]), device)
     lookups = position_lookups(batch, grad.numel())
     slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
@@ -269,6 +282,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         origins=origins,
         device=device,
     )
+    # The kernel has one ALIGN for weights, state and gradient, so all of them must be aligned.
     align = _alignment(
         [*batch.dims, *(weight.shape[1] for weight in weights)],
         [tensor.data_ptr() for tensor in (*weights, *state)],
@@ -304,7 +318,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
 
 
 def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -> None:
-    """Check the state tensor count, and that all tensors to update are contiguous."""
+    """Raise ValueError if there are too few state tensors, or if a tensor to update is not contiguous."""
     if len(state) != num_state * len(weights):
         raise ValueError(
             f"got {len(state)} state tensors for {len(weights)} tables of an optimizer with {num_state} "
@@ -317,7 +331,7 @@ def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -
 def _update_runs(
     entries: _Entries, fields: Tensor, stats: Tensor | None, hyper: Tensor, **constants: Any
 ) -> None:
-    """Launch the update kernel: sum gradients per row, and update the rows."""
+    """Launch the update kernel, which sums the gradients of every row and updates the row."""
     from meshrec.ops.tbe import triton_update_kernels
 
     num_entries, runs_at_once = entries.rows.numel(), _runs_at_once(constants["BLOCK"])
@@ -336,7 +350,10 @@ def _update_runs(
 
 
 def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
-    """Expand the mean squared gradient per row to ``row_stats`` per entry, fp32 [E, 3]."""
+    """Expand the mean squared gradient per touched row to a value per entry, fp32 [E, 3].
+
+    The other two row statistics are 0. ``needs_gradient_only`` optimizers do not read them.
+    """
     _, order, run_ids = runs.view(3, -1)
     stats = mean_squares.new_zeros(order.numel(), len(RowSum))
     if mean_squares.numel():
@@ -352,7 +369,10 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``naive.tbe_row_squares``. ``runs`` is [3 * E]: row, order and run number per entry."""
+    """Compute ``naive.tbe_row_squares`` with Triton kernels.
+
+    Here ``runs`` is int64 [3 * E]: sorted rows, entry numbers, and the run number per sorted entry.
+    """
     summed, entries, run_ids = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
     counts = torch.tensor([len(table_squares) for table_squares in squares], dtype=torch.int64)
@@ -362,7 +382,12 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
 def _summed_rows(
     grad: Tensor, batch: Lookups, options: Sequence[Any]
 ) -> tuple[list[Tensor], _Entries, Tensor]:
-    """Sum gradients by row. Returns rows and gradients per table, the entries, and the run per entry."""
+    """Sum the gradients for each touched row.
+
+    Returns:
+        Rows and gradients per table, as in ``tbe_sparse_grad``; the entries; and the run number per sorted
+            entry, counted across all tables.
+    """
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
     lookups = position_lookups(batch, grad.numel())
@@ -371,11 +396,13 @@ def _summed_rows(
     no_slots = [[0] * num_tables]
     fields = _table_fields([0] * num_tables, no_slots, widths, num_rows=num_rows, origins=[], device=device)
     entries = _make_entries(grad, lookups, batch, fields, num_rows=num_rows)
+    # A run starts where the row differs from the previous row. Padding starts no run.
     is_first = torch.ones_like(entries.rows, dtype=torch.bool)
     is_first[1:] = entries.rows[1:] != entries.rows[:-1]
     is_first &= entries.rows < entries.end_of_rows
     runs_before = torch.cat([is_first.new_zeros(1, dtype=torch.int64), is_first.cumsum(0)])
     first_rows = cached_on_device(device, entries.first_rows).to(entries.rows.dtype)
+    # The number of runs before a table's first row is the number of the table's first run.
     first_of_table = torch.searchsorted(entries.rows, first_rows)
     first_runs = runs_before[first_of_table]
     # Synchronizes: the result sizes depend on the IDs.
@@ -384,6 +411,7 @@ def _summed_rows(
     for count, width in zip(counts, widths, strict=True):
         result.append(torch.empty(count, dtype=torch.int64, device=device))
         result.append(torch.empty(count, width, dtype=torch.float32, device=device))
+    # Second pass: the same table fields, with the results as targets instead of state slots.
     if sum(counts):
         targets = [[tensor.data_ptr() for tensor in result[1::2]], [rows.data_ptr() for rows in result[::2]]]
         fields = _table_fields(
@@ -399,9 +427,9 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     """Compute ``naive.tbe_dense_grad`` with Triton kernels.
 
     Args:
-        grad: output gradient.
+        grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
-        arguments: ``Lookups``.
+        arguments: the ``Lookups`` fields.
     """
     batch = Lookups(*arguments)
     lookups = position_lookups(batch, grad.numel())
@@ -417,7 +445,7 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
 
 
 def _sum_runs(entries: _Entries, fields: Tensor, run_ids: Tensor, widths: list[int], *, dense: bool) -> None:
-    """Launch the kernel summing gradients for equal rows; see ``triton_kernels.sum_runs``."""
+    """Launch the kernel that sums the gradients of equal rows; see ``triton_kernels.sum_runs``."""
     from meshrec.ops.tbe import triton_kernels
 
     num_entries, block = entries.rows.numel(), _padded_width(widths)
@@ -438,7 +466,7 @@ def _sum_runs(entries: _Entries, fields: Tensor, run_ids: Tensor, widths: list[i
 
 
 def _runs_at_once(block: int) -> int:
-    """Return the run count a program sums in parallel: 1024 values in total, at most 32 runs."""
+    """Return how many runs a program sums in parallel: at most 32, and at most 1024 values in total."""
     return max(1, min(32, 1024 // block))
 
 
@@ -451,25 +479,26 @@ def _table_fields(
     origins: list[int],
     device: torch.device,
 ) -> Tensor:
-    """Return ``triton_kernels.TABLE_FIELDS`` per table, int64 [T, 7] on the device.
+    """Return ``triton_kernels.TABLE_FIELDS`` for each table, int64 [T, 7] on the device.
 
     Args:
-        weights: address per table.
-        slots: per state slot, the state address per table; at most 2 slots.
+        weights: weight address per table.
+        slots: state addresses: a list per state slot, with an address per table; at most 2 slots.
         widths: row width per table.
         num_rows: row count per table.
-        origins: whole-table first row and column per table, or empty.
+        origins: whole-table row and column where each weight starts; empty: 0, 0.
         device: result device.
     """
     zeros = [0] * len(weights)
     first_rows = list(accumulate(num_rows, initial=0))[:-1]
+    # The kernel always reads two slot addresses. It ignores those the optimizer does not use.
     slot_columns = [*slots, zeros, zeros][:2]
     columns = [weights, *slot_columns, widths, first_rows, origins[::2] or zeros, origins[1::2] or zeros]
     return cached_on_device(device, list(zip(*columns, strict=True)))
 
 
 def _group_by_dtype(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, int], set[int]]:
-    """Group table numbers by dtype and bits, because every type compiles to a separate kernel."""
+    """Group table numbers by dtype and bits: kernels are compiled per type, so each group is a launch."""
     tables: dict[tuple[torch.dtype, int], set[int]] = {}
     for table, (weight, table_bits) in enumerate(zip(weights, bits, strict=True)):
         tables.setdefault((weight.dtype, table_bits), set()).add(table)
@@ -477,12 +506,12 @@ def _group_by_dtype(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.
 
 
 def _padded_width(widths: Any) -> int:
-    """Return the smallest power of two covering the widest table: BLOCK in the kernels."""
+    """Return the width of the widest table, rounded up to a power of two: ``BLOCK`` in the kernels."""
     return 1 << (max(widths, default=1) - 1).bit_length()
 
 
 def _triton_dtype(dtype: torch.dtype) -> Any:
-    """Return Triton's name for a torch dtype."""
+    """Return the Triton dtype for a torch dtype."""
     import triton.language as tl
 
     return {

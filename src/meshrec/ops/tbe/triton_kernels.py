@@ -1,11 +1,11 @@
-"""Triton kernels for table-batched lookups and gradient sums; ``triton.py`` launches them.
+"""Triton kernels for table lookups and gradient sums; ``triton.py`` launches them.
 
-A lookup is one feature in one block (see ``layout.py``), described by ``LOOKUP_FIELDS`` integers. An entry is
-the gradient contribution from one ID in one lookup: a row (numbered across all tables), the gradient
-start, and a factor. Entries sorted by row form runs with equal rows. The program at a run's first entry sums
-the run and writes the row.
+A lookup is a feature in a block (see ``layout.py``), described by ``LOOKUP_FIELDS`` integers. An entry is
+what an ID in a lookup contributes to the gradient: a row (numbered across all tables), the gradient position,
+and a factor. Entries are sorted by row. A run is a sequence of entries with the same row. The program that
+handles the first entry in a run sums the run and writes the row, so no two programs write the same row.
 
-A program processes several bags or runs in parallel to hide memory latency. ``ALIGN`` is 4 if every row
+A program processes several bags or runs in parallel, which hides memory latency. ``ALIGN`` is 4 if every row
 starts at a multiple of 16 bytes, so that a thread can load four values at once; otherwise it is 1.
 """
 
@@ -16,20 +16,20 @@ import triton
 import triton.language as tl
 
 LOOKUP_FIELDS = 7
-"""Lookup field count: table, width, first bag, bag count, first output element, output row stride,
-pooling.
+"""Number of integers that describe a lookup: table, width, first bag, bag count, first output element,
+output row stride, pooling mode.
 """
 TABLE_FIELDS = 7
-"""Table field count: addresses for weight and two state slots; width; first row, numbered across all
-tables; origin (row, column).
+"""Number of integers that describe a table: weight address, addresses for two state slots, width, first
+row in the numbering across all tables, and origin (row, column) in the whole table.
 """
 
 _AT_ONCE: tl.constexpr = tl.constexpr(4)
-"""Row loads a program issues before it waits for the first."""
+"""Row loads that a program issues before it waits for the first."""
 OFFSETS_AT_ONCE = 1024
-"""Offsets checked per program."""
+"""Offsets that a program of ``check_offsets`` checks."""
 PART = 64
-"""Run entries summed by one program. Longer runs are split into parts, summed by several programs."""
+"""Entries per part. If a run spans several parts, several programs sum it: a program per part."""
 _PART: tl.constexpr = tl.constexpr(PART)
 _MEAN: tl.constexpr = tl.constexpr(1)
 _NONE: tl.constexpr = tl.constexpr(2)
@@ -37,13 +37,13 @@ _NONE: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
-    """Set ``is_bad`` unless offsets start at 0, never decrease, and end at the ID count.
+    """Set ``is_bad`` to 1 unless the offsets start at 0, never decrease, and end at the number of IDs.
 
     Args:
-        offsets: first ID index per bag, followed by N.
+        offsets: ID index where each bag starts, followed by N.
         num_bags: bag count.
         num_ids: N.
-        is_bad: output flag, int32 [1].
+        is_bad: output flag, int32 [1], initially 0.
         BLOCK: offsets per program.
     """
     bags = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -58,20 +58,22 @@ def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
 def _rows(
     address, row, is_valid, width, columns, WEIGHT: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """Load rows from one table as fp32 [rows, BLOCK].
+    """Load rows from a table as fp32 [rows, BLOCK].
 
-    Floating-point values (BITS 0), or codes with scale and bias, see ``ops.nbit.naive``. Invalid rows and
-    columns beyond the width are 0.
+    BITS 0: rows with WEIGHT values. Otherwise rows with integer codes, a scale and a bias, see
+    ``ops.nbit.naive``. Invalid rows, and columns beyond the width, are 0.
     """
     inside = is_valid[:, None] & (columns < width)[None, :]
     if BITS == 0:
         table = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 4 * ALIGN)
         return tl.load(table + (row * width)[:, None] + columns[None, :], inside, 0.0).to(tl.float32)
+    # A quantized row: fp16 scale, fp16 bias, then the codes, padded to a multiple of 4 bytes.
     at = address + row * (4 + ((width * BITS + 7) // 8 + 3) // 4 * 4)
     params = at.to(tl.pointer_type(tl.float16))
     scale, bias = tl.load(params, is_valid, 0.0), tl.load(params + 1, is_valid, 0.0)
     codes = (at + 4).to(tl.pointer_type(tl.uint8))
     code = tl.load(codes[:, None] + (columns * BITS // 8)[None, :], inside, 0).to(tl.int32)
+    # Several codes share a byte, the lowest bits first.
     code = (code >> (columns * BITS % 8)[None, :]) & ((1 << BITS) - 1)
     x = scale.to(tl.float32)[:, None] * code.to(tl.float32) + bias.to(tl.float32)[:, None]
     return tl.where(inside, x, 0.0)
@@ -79,7 +81,10 @@ def _rows(
 
 @triton.jit
 def _bags(fields, offsets, BAGS: tl.constexpr):
-    """Return this program's bags (numbers, which exist, first and end ID), and the lookup's first ID."""
+    """Return the bags that this program handles: numbers, which of them exist, first and end ID.
+
+    The last result is the first ID of the whole lookup.
+    """
     bags = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     is_valid = bags < tl.load(fields + 3)
     at = offsets + tl.load(fields + 2)
@@ -107,20 +112,20 @@ def look_up(
     BAGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Look up this program's bags: write one pooled row per bag, or one row per ID without pooling.
+    """Look up this program's bags: write a pooled row per bag, or a row per ID without pooling.
 
-    With CHECK, set is_bad if an ID is outside the table or has a NaN weight, and skip the row.
+    With CHECK, set ``is_bad`` if an ID is outside the table or has a NaN weight, and skip such rows.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
         addresses: weight address per table, int64.
-        num_rows: rows per table, int64.
+        num_rows: row count per table, int64.
         ids: IDs [N].
-        offsets: first ID index per bag, followed by N.
+        offsets: ID index where each bag starts, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
-        is_bad: output flag, int32 [1], if CHECK.
-        out: output rows.
+        is_bad: output flag, int32 [1], written if CHECK.
+        out: output of all lookups.
         WEIGHT: weight dtype.
         BITS: bits per code; 0 for floating-point rows.
         WEIGHTED: whether there are per-sample weights.
@@ -130,6 +135,7 @@ def look_up(
         BLOCK: row width, padded to a power of two.
     """
     fields = lookups + tl.program_id(1) * 7
+    # The grid is sized for the lookup with the most bags.
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
         return
     bags, is_bag, start, end, first_id = _bags(fields, offsets, BAGS)
@@ -140,7 +146,9 @@ def look_up(
     target = out + tl.multiple_of(tl.load(fields + 4), ALIGN)
     address, height = tl.load(addresses + table), tl.load(num_rows + table)
     columns = tl.arange(0, BLOCK)
+    # The bags advance together: iteration i reads the i-th ID of every bag, until the longest bag ends.
     total = tl.zeros([BAGS, BLOCK], tl.float32)
+    # All False, with the shape of is_bag.
     bad = is_bag & False
     for offset in range(0, tl.max(end - start, 0), _AT_ONCE):
         for unrolled in tl.static_range(_AT_ONCE):
@@ -153,6 +161,7 @@ def look_up(
             x = _rows(address, row, is_id, width, columns, WEIGHT, BITS, ALIGN)
             if WEIGHTED:
                 weight = tl.load(sample_weights + at, is_id, 0.0)
+                # Only NaN differs from itself.
                 bad = bad | (weight != weight)
             if pooling == _NONE:
                 cells = ((at - first_id) * stride)[:, None] + columns[None, :]
@@ -167,6 +176,7 @@ def look_up(
         tl.store(is_bad, 1)
     if pooling != _NONE:
         if pooling == _MEAN:
+            # An empty bag divides 0 by 1.
             total = total / tl.maximum(end - start, 1).to(tl.float32)[:, None]
         cells = (bags * stride)[:, None] + columns[None, :]
         tl.store(target + cells, total.to(out.dtype.element_ty), is_bag[:, None] & (columns < width)[None, :])
@@ -189,21 +199,21 @@ def list_entries(
     BAGS: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    """Write the entries for this program's bags. ID ``i`` gets entry ``i`` of the lookup's round.
+    """Write the entries of this program's bags. ID ``i`` is entry ``i`` in the round of the lookup.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
-        rounds: round per lookup. Lookups reading the same key are in different rounds with N
-            entries.
+        rounds: round of every lookup. A round has an entry per ID. Lookups that read the same key are
+            in different rounds.
         num_ids: N.
         tables: ``TABLE_FIELDS`` per table, int64.
         ids: IDs [N].
-        offsets: first ID index per bag, followed by N.
+        offsets: ID index where each bag starts, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
-        rows: output, row per entry, numbered across all tables.
-        starts: output, first gradient element per entry.
-        factors: output, gradient factor per entry.
-        tables_of: output, table per entry.
+        rows: output: row per entry, numbered across all tables.
+        starts: output: first gradient element per entry.
+        factors: output: gradient factor per entry.
+        tables_of: output: table per entry.
         WEIGHTED: whether there are per-sample weights.
         BAGS: bags per program.
         IDS: IDs per bag in a loop iteration.
@@ -216,6 +226,7 @@ def list_entries(
     table, stride, pooling = tl.load(fields), tl.load(fields + 5), tl.load(fields + 6)
     target, first_row = tl.load(fields + 4), tl.load(tables + table * 7 + 4)
     entries = tl.load(rounds + lookup) * num_ids
+    # The factor that all IDs of a bag share: 1, or 1 / bag size for MEAN.
     shared = tl.full([BAGS], 1.0, tl.float32)
     if pooling == _MEAN:
         shared = 1.0 / tl.maximum(end - start, 1).to(tl.float32)
@@ -231,6 +242,7 @@ def list_entries(
             factor = factor * tl.load(sample_weights + at, is_id, 0.0)
         tl.store(factors + slot, factor, is_id)
         if pooling == _NONE:
+            # Without pooling, every ID has a gradient row. Otherwise all IDs in a bag share it.
             tl.store(starts + slot, target + (at - first_id) * stride, is_id)
         else:
             tl.store(starts + slot, target + (bags * stride)[:, None] + tl.zeros_like(at), is_id)
@@ -238,7 +250,7 @@ def list_entries(
 
 @triton.jit
 def run_starts(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
-    """Return this program's entry positions, rows, and whether an entry is the first in a run.
+    """Return the positions of this program's entries, their rows, and which entries start a run.
 
     Args:
         rows: row per entry, ascending.
@@ -268,7 +280,10 @@ def _sum_part(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum run gradients from position ``at`` to the end of the run or part: fp32 [RUNS, BLOCK]."""
+    """Sum the gradients from position ``at`` up to the end of the run or of the part: fp32 [RUNS, BLOCK].
+
+    Whichever comes first ends the sum. Sums of inactive runs are 0.
+    """
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([RUNS, BLOCK], tl.float32)
     end = tl.where(active, tl.minimum((at // _PART + 1) * _PART, num_entries), 0)
@@ -305,19 +320,19 @@ def sum_parts(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum long run parts in parallel.
+    """Sum the continuations of runs that span several parts, in parallel.
 
-    Entries are split into parts with ``_PART`` entries. If the run at a part's first entry starts in an
-    earlier part, its entries in this part are summed to ``parts[part number]``. A row in every sample is thus
-    summed in parallel instead of sequentially.
+    The sorted entries are divided into parts with ``_PART`` entries. If the first entry in a part continues a
+    run from the previous part, the run's entries in this part are summed to ``parts[part number]``. A row
+    read by every sample is thus summed by many programs in parallel.
 
     Args:
-        grad: flat gradient, fp32.
+        grad: gradient, flat, fp32.
         rows: row per entry, ascending.
-        order: entry numbers in row order.
-        starts: first gradient element per entry.
-        factors: gradient factor per entry.
-        tables_of: table per entry.
+        order: entry number per element in ``rows``.
+        starts: first gradient element, by entry number.
+        factors: gradient factor, by entry number.
+        tables_of: table, by entry number.
         tables: ``TABLE_FIELDS`` per table, int64.
         parts: output, fp32 [parts, BLOCK].
         num_entries: entry count.
@@ -326,6 +341,7 @@ def sum_parts(
         PARTS: parts per program.
         BLOCK: row width, padded to a power of two.
     """
+    # Part 0 has no previous part, so program 0 starts with part 1.
     part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS) + 1
     at = part * _PART
     row = tl.load(rows + at, at < num_entries, end_of_rows).to(tl.int64)
@@ -358,28 +374,29 @@ def sum_of_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return gradient sums for runs starting at ``at``: fp32 [RUNS, BLOCK].
+    """Return the gradient sums of the runs that start at ``at``: fp32 [RUNS, BLOCK].
 
     Args:
-        grad: flat gradient, fp32.
+        grad: gradient, flat, fp32.
         rows: row per entry, ascending.
-        order: entry numbers in row order.
-        starts: first gradient element per entry.
-        factors: gradient factor per entry.
-        parts: part sums, from ``sum_parts``.
+        order: entry number per element in ``rows``.
+        starts: first gradient element, by entry number.
+        factors: gradient factor, by entry number.
+        parts: sums of later parts, from ``sum_parts``.
         at: first entry position per run.
         row: row per run.
-        first: which entries start a run.
+        first: which of the entries start a run.
         num_entries: entry count.
         width: row width per run.
         ALIGN: see the module docstring.
-        RUNS: runs per program.
+        RUNS: entries per program.
         BLOCK: row width, padded to a power of two.
     """
     total = _sum_part(
         grad, rows, order, starts, factors, at, row, first, num_entries, width, ALIGN, RUNS, BLOCK
     )
     columns = tl.arange(0, BLOCK)
+    # Add the parts that continue the run. Always in part order, so that the sum is the same in every run.
     part, active = at // _PART + 1, first
     end = tl.where(first, (num_entries + _PART - 1) // _PART, 0)
     while tl.max(active.to(tl.int32), 0) > 0:
@@ -408,29 +425,29 @@ def sum_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write every run gradient sum to the table's first state slot, and the row number to the second.
+    """Write the gradient sum of every run to the first state slot of the table, and the row to the second.
 
-    With DENSE, no row numbers are written.
+    With DENSE, the row is the output position, and no row numbers are written.
 
     Args:
-        grad: flat gradient, fp32.
+        grad: gradient, flat, fp32.
         rows: row per entry, ascending.
-        order: entry numbers in row order.
-        starts: first gradient element per entry.
-        factors: gradient factor per entry.
-        tables_of: table per entry.
-        tables: ``TABLE_FIELDS`` per table, int64; the state slots are the outputs.
-        parts: part sums, from ``sum_parts``.
-        run_ids: run number within the table, per entry. Unused with DENSE: the row is the output
-            position.
+        order: entry number per element in ``rows``.
+        starts: first gradient element, by entry number.
+        factors: gradient factor, by entry number.
+        tables_of: table, by entry number.
+        tables: ``TABLE_FIELDS`` per table, int64; the state slot addresses are those of the outputs.
+        parts: sums of later parts, from ``sum_parts``.
+        run_ids: run number within the table, for every sorted entry. Not read with DENSE.
         num_entries: entry count.
         end_of_rows: row number for padding entries.
-        DENSE: whether the output has all rows.
+        DENSE: whether the output has all rows of the table.
         ALIGN: see the module docstring.
         RUNS: entries per program.
         BLOCK: row width, padded to a power of two.
     """
     at, row, first = run_starts(rows, num_entries, end_of_rows, RUNS)
+    # No run starts here: another program sums these entries.
     if tl.max(first.to(tl.int32), 0) == 0:
         return
     fields = tables + tl.load(tables_of + tl.load(order + at, first, 0), first, 0) * 7
@@ -439,6 +456,7 @@ def sum_runs(
         grad, rows, order, starts, factors, parts, at, row, first, num_entries, width, ALIGN, RUNS, BLOCK
     )
     columns = tl.arange(0, BLOCK)
+    # The row within the table.
     local = row - tl.load(fields + 4, first, 0)
     if DENSE:
         target_row = local

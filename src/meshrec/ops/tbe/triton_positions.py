@@ -1,4 +1,4 @@
-"""Bag ranges and output positions for lookups on the device, for the Triton kernels."""
+"""Positions of bags and output rows, computed on the device for the Triton kernels."""
 
 import functools
 from typing import NamedTuple
@@ -13,20 +13,24 @@ from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
 
 
 class PositionedLookups(NamedTuple):
-    """The batch lookups reading a table, and where they write. R lookups per feature."""
+    """All lookups in a batch that read a table, with the positions of bags and output rows.
+
+    A lookup is a feature in a block, so there are R lookups per feature.
+    """
 
     fields: Tensor
-    """int64 [L, 7] on the device, with the columns ``triton_kernels.LOOKUP_FIELDS``."""
+    """A row per lookup, with the columns in ``triton_kernels.LOOKUP_FIELDS``; int64 [L, 7] on the device."""
     features: list[int]
-    """[L]: feature per lookup."""
+    """Feature number per lookup; [L]."""
     tables: list[int]
-    """[L]: table per lookup."""
-    max_bags: int  # maximum bag count per lookup
+    """Table number per lookup; [L]."""
+    max_bags: int
+    """Number of bags in the lookup with the most bags."""
     shape: list[int]
-    """Output shape."""
+    """Shape of the lookup output."""
 
     def of_tables(self, selected: set[int]) -> "PositionedLookups":
-        """Return only lookups reading the selected tables."""
+        """Return only the lookups that read a selected table. The output shape stays the same."""
         positions = [at for at, table in enumerate(self.tables) if table in selected]
         if len(positions) == len(self.tables):
             return self
@@ -37,17 +41,17 @@ class PositionedLookups(NamedTuple):
         )
 
     def grid(self, bags: int) -> tuple[int, int]:
-        """Return the launch grid: a program per lookup and group with ``bags`` bags."""
+        """Return the launch grid for a kernel in which a program handles ``bags`` bags in a lookup."""
         return -(-self.max_bags // bags), len(self.tables)
 
 
 def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLookups:
-    """Compute the bag range and output position per lookup, without synchronizing with the device.
+    """Compute the bag range and the output position for each lookup, without synchronizing with the device.
 
     Args:
-        batch: the lookups.
-        size: element count in a flat output. Without pooling it depends on the IDs, so the caller must
-            know it.
+        batch: the batch.
+        size: element count in a flat output. Features without pooling have an output row per ID, and the IDs
+            are counted on the device, so the caller must know the size.
     """
     offsets, segments, device = batch.offsets, batch.segments, batch.offsets.device
     positioned, bounds = _positions(
@@ -60,10 +64,12 @@ def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLooku
         stream=stream_of(device),
     )
     if NONE in batch.pooling:
+        # The cached positions are shared between batches, so write to a copy.
         fields = positioned.fields.clone()
         # On the device, because reading the offsets would synchronize.
         fields[:, 4] = _first_elements(batch, bounds, fields)
         positioned = positioned._replace(fields=fields, shape=positioned.shape if size is None else [size])
+    # Features with table -1 are dropped. They still occupy columns of the output.
     with_table = [at for at, table in enumerate(positioned.tables) if table >= 0]
     return (
         positioned
@@ -86,10 +92,10 @@ def _positions(
     device: torch.device,
     stream: int,
 ) -> tuple[PositionedLookups, Tensor]:
-    """Compute the lookups for a batch shape. Returns them, and the first bag per segment on the device.
+    """Compute the lookups for a batch shape, and the bag index where each segment starts, on the device.
 
-    Cached, because the batches in a run have few different shapes. Without pooling, output positions depend
-    on the IDs, and the caller sets them.
+    Cached, because the batches in a run have few different shapes. For features without pooling, the output
+    positions depend on the IDs, and the caller sets them.
     """
     if NONE in pooling and not flat:
         raise ValueError("lookups that are not pooled have a flat output.")
@@ -101,12 +107,15 @@ def _positions(
         bounds[:-1].view(-1, num_keys)[:, feature_keys],
         bounds[1:].view(-1, num_keys)[:, feature_keys],
     )
+    # R blocks by F features: the first and last bag of the key that the feature reads.
     bags_RF, width_F, pooling_F = end_RF - first_RF, torch.tensor(dims), torch.tensor(pooling)
     if flat:
+        # Flat output: one [bags, width] matrix after another.
         sizes = (bags_RF * width_F).flatten()
         out_RF = (sizes.cumsum(0) - sizes).view_as(bags_RF)
         shape, stride_F = [int(sizes.sum())], width_F
     else:
+        # 2-D output: a block's rows follow those of the previous block, and features are adjacent columns.
         block_R = bounds.diff().view(-1, num_keys)[:, 0]
         if bool((bags_RF != block_R[:, None]).any()):
             raise ValueError(
@@ -125,11 +134,12 @@ def _positions(
 
 
 def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
-    """Return the first output element index per lookup, on the device: int64 [L].
+    """Return the index where each lookup's output starts, on the device: int64 [L].
 
-    Without pooling, a lookup has one output row per ID.
+    A lookup without pooling has an output row per ID instead of a row per bag.
     """
     starts, keys = batch.offsets[bounds].long(), cached_on_device(bounds.device, batch.keys)
     num_ids = starts.diff().view(-1, batch.num_keys)[:, keys].flatten()
+    # Columns of LOOKUP_FIELDS: 1 is the width, 3 the bag count, 6 the pooling mode.
     sizes = torch.where(fields[:, 6] == NONE, num_ids, fields[:, 3]) * fields[:, 1]
     return sizes.cumsum(0) - sizes

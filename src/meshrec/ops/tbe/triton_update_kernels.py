@@ -1,6 +1,8 @@
-"""Triton kernel updating rows by the formulas in ``formulas.py``; ``triton.py`` launches it.
+"""Triton kernel that updates table rows by the formulas in ``formulas.py``; ``triton.py`` launches it.
 
-``triton_kernels.py`` defines entries and runs, and sums run gradients.
+``triton_kernels.py`` defines entries and runs, and sums the gradients of a run. In the functions below, ``w``
+are the rows, ``g`` the gradients, and both are fp32 [RUNS, BLOCK]. A function that takes pointers to state
+also updates the state.
 """
 
 # ruff: noqa: SIM300 - compile-time constants are in capitals
@@ -31,7 +33,7 @@ _DIRECTION_SUM: tl.constexpr = tl.constexpr(int(RowSum.DIRECTION))
 
 
 def _index_of(name):
-    """Return the ``Hyper`` field index as a compile-time constant."""
+    """Return the index of a ``Hyper`` field as a compile-time constant."""
     return tl.constexpr(Hyper._fields.index(name))
 
 
@@ -58,7 +60,10 @@ _CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
 
 @triton.jit
 def _random_bits(seed, step, row, columns):
-    """Return 16 random bits per element, see ``naive_update.random_bits``. Products wrap like uint64."""
+    """Return 16 random bits per element, as ``naive_update.random_bits`` does.
+
+    The factors are those of ``random_bits`` as signed integers. Products wrap like those of uint64.
+    """
     x = (row * -7046029254386353131)[:, None] + (columns * -4417276706812531889)
     x += seed * 1609587929392839161 + step * 2870177450012600261
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -68,28 +73,32 @@ def _random_bits(seed, step, row, columns):
 
 @triton.jit
 def _rounded(x, bits, STOCHASTIC: tl.constexpr, WEIGHT: tl.constexpr):
-    """Round to nearest or stochastically; see ``naive_update.stochastic_round``."""
+    """Convert rows to the weight dtype: stochastically (see ``naive_update.stochastic_round``) or to
+    nearest.
+    """
     raw = x.to(tl.int32, bitcast=True)
     if WEIGHT == tl.bfloat16:
         if not STOCHASTIC:
+            # To nearest, ties to even.
             bits = 0x7FFF + ((raw >> 16) & 1)
         raw = (raw + bits) & -65536
         inside = (tl.abs(x) < float("inf")) & (x == x)
     else:
         raw = (raw + (bits & 0x1FFF)) & -8192
+        # Normal fp16 numbers. Others are converted to nearest by the hardware.
         inside = (tl.abs(x) >= 0.00006103515625) & (tl.abs(x) <= 65504.0) & STOCHASTIC
     return tl.where(inside, raw.to(tl.float32, bitcast=True), x).to(WEIGHT)
 
 
 @triton.jit
 def _load_hyper(hyper, index: tl.constexpr):
-    """Return an optimizer parameter as fp32."""
+    """Load one optimizer parameter as fp32."""
     return tl.load(hyper + index).to(tl.float32)
 
 
 @triton.jit
 def _decoupled_decay(w, hyper, DECAY: tl.constexpr):
-    """Return the rows after decoupled weight decay, if enabled."""
+    """Return the rows, multiplied by ``1 - lr * weight_decay`` if the decay mode is decoupled."""
     if DECAY == _DECOUPLED:
         w = w * (1 - _load_hyper(hyper, _LR) * _load_hyper(hyper, _WEIGHT_DECAY))
     return w
@@ -97,7 +106,10 @@ def _decoupled_decay(w, hyper, DECAY: tl.constexpr):
 
 @triton.jit
 def _sum_of_squares(x, stats, first, column: tl.constexpr, STATS: tl.constexpr):
-    """Return the sum of squares per row, or for column shards the whole-row sum from ``stats``."""
+    """Return the sum of squares for each row; with STATS, the sum over the whole row, read from ``stats``.
+
+    A column shard has only part of a row, so the sum over the whole row is computed before the update.
+    """
     total = tl.sum(x * x, 1)
     if STATS:
         total = tl.load(stats + column, first, 0.0)
@@ -106,7 +118,7 @@ def _sum_of_squares(x, stats, first, column: tl.constexpr, STATS: tl.constexpr):
 
 @triton.jit
 def _mean_square(g, stats, first, hyper, width, STATS: tl.constexpr):
-    """Return the mean squared gradient per whole row."""
+    """Return the mean squared gradient for each whole row."""
     whole = _load_hyper(hyper, _ROW_DIM)
     whole = tl.where(whole == 0, width.to(tl.float32), whole)
     return _sum_of_squares(g, stats, first, _GRADIENT_SUM, STATS) / tl.where(first, whole, 1.0)
@@ -114,11 +126,13 @@ def _mean_square(g, stats, first, hyper, width, STATS: tl.constexpr):
 
 @triton.jit
 def _sgd(w, g, hyper, DECAY: tl.constexpr):
+    """See ``formulas._sgd``."""
     return _decoupled_decay(w, hyper, DECAY) - _load_hyper(hyper, _LR) * g
 
 
 @triton.jit
 def _adagrad(w, g, total_at, inside, hyper, DECAY: tl.constexpr):
+    """See ``formulas._adagrad``."""
     total = tl.load(total_at, inside, 0.0) + g * g
     tl.store(total_at, total, inside)
     return _decoupled_decay(w, hyper, DECAY) - _load_hyper(hyper, _LR) * g / (
@@ -128,6 +142,7 @@ def _adagrad(w, g, total_at, inside, hyper, DECAY: tl.constexpr):
 
 @triton.jit
 def _rowwise_adagrad(w, g, total_at, first, stats, hyper, width, DECAY: tl.constexpr, STATS: tl.constexpr):
+    """See ``formulas._rowwise_adagrad``."""
     total = tl.load(total_at, first, 0.0) + _mean_square(g, stats, first, hyper, width, STATS)
     tl.store(total_at, total, first)
     scale = _load_hyper(hyper, _LR) / (tl.sqrt(total) + _load_hyper(hyper, _EPS))
@@ -138,7 +153,7 @@ def _rowwise_adagrad(w, g, total_at, first, stats, hyper, width, DECAY: tl.const
 def _direction(
     g, m_at, v_at, inside, first, stats, hyper, width, ROW_STATE: tl.constexpr, STATS: tl.constexpr
 ):
-    """Return Adam's step before the learning rate."""
+    """Return Adam's update direction; see ``formulas._moments_step``. ROW_STATE: ``v`` is a value per row."""
     beta1, beta2 = _load_hyper(hyper, _BETA1), _load_hyper(hyper, _BETA2)
     m = beta1 * tl.load(m_at, inside, 0.0) + (1 - beta1) * g
     tl.store(m_at, m, inside)
@@ -156,6 +171,7 @@ def _direction(
 
 @triton.jit
 def _lamb(w, r, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: tl.constexpr):
+    """See ``formulas._lamb``."""
     if DECAY == _DECOUPLED:
         r += _load_hyper(hyper, _WEIGHT_DECAY) * w
     w_square = _sum_of_squares(w, stats, first, _WEIGHT_SUM, STATS)
@@ -167,6 +183,7 @@ def _lamb(w, r, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: tl.cons
 
 @triton.jit
 def _lars(w, g, m_at, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: tl.constexpr):
+    """See ``formulas._lars``."""
     decay = 0.0
     if DECAY == _L2:
         decay = _load_hyper(hyper, _WEIGHT_DECAY)
@@ -183,6 +200,7 @@ def _lars(w, g, m_at, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: t
 
 @triton.jit
 def _ftrl(w, g, n_at, z_at, inside, hyper):
+    """See ``formulas._ftrl``."""
     lr, n = _load_hyper(hyper, _LR), tl.load(n_at, inside, 0.0)
     root = tl.sqrt(n + g * g)
     tl.store(n_at, n + g * g, inside)
@@ -200,6 +218,7 @@ def _ftrl(w, g, n_at, z_at, inside, hyper):
 def _rowwise_rmsprop_ar(
     w, g, v_at, iter_at, first, stats, hyper, width, DECAY: tl.constexpr, STATS: tl.constexpr
 ):
+    """See ``formulas._rowwise_rmsprop_ar``."""
     lr, beta2, step = _load_hyper(hyper, _LR), _load_hyper(hyper, _BETA2), _load_hyper(hyper, _STEP)
     v = beta2 * tl.load(v_at, first, 0.0)
     v += (1 - beta2) * _mean_square(g, stats, first, hyper, width, STATS)
@@ -214,7 +233,7 @@ def _rowwise_rmsprop_ar(
 
 @triton.jit
 def _pointers(fields, first, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Return the table address (or state slot address) of every run, as a typed pointer from ``fields``."""
+    """Load the address of the weight or of a state slot for each run, as a typed pointer."""
     return tl.multiple_of(tl.load(fields, first, 0).to(tl.pointer_type(TYPE)), [4 * ALIGN])
 
 
@@ -241,24 +260,24 @@ def update_runs(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update the rows whose runs start in this program, by the formulas in ``formulas.py``.
+    """Sum the gradients of the runs that start in this program, and update their rows and optimizer state.
 
     Args:
-        grad: flat gradient, fp32.
+        grad: gradient, flat, fp32.
         rows: row per entry, ascending.
-        order: entry numbers in row order.
-        starts: first gradient element per entry.
-        factors: gradient factor per entry.
-        tables_of: table per entry.
+        order: entry number per element in ``rows``.
+        starts: first gradient element, by entry number.
+        factors: gradient factor, by entry number.
+        tables_of: table, by entry number.
         tables: ``TABLE_FIELDS`` per table, int64.
-        parts: part sums, from ``sum_parts``.
-        row_stats: whole-row sums per entry, fp32 [E, 3], read if STATS.
+        parts: sums of later parts of long runs, from ``sum_parts``.
+        row_stats: sums of squares over whole rows, by entry number, fp32 [E, 3]; read if STATS.
         num_entries: entry count.
         end_of_rows: row number for padding entries.
-        hyper: float64: ``Hyper`` fields in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
+        hyper: float64: the ``Hyper`` fields in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
         OPTIMIZER: optimizer code.
-        DECAY: decay mode.
-        STATS: whether whole-row sums are given.
+        DECAY: weight decay mode.
+        STATS: whether ``row_stats`` are given.
         STOCHASTIC: whether to round stochastically.
         WEIGHT: weight dtype.
         ALIGN: see ``triton_kernels``.
@@ -284,10 +303,13 @@ def update_runs(
         _pointers(fields + 1, first, tl.float32, ALIGN),
         _pointers(fields + 2, first, tl.float32, ALIGN),
     )
+    # Optimizer state has a value per element (at0, at1) or per row (row0, row1). Only the addresses for
+    # existing slots are read.
     at0, at1, row0, row1 = slot0[:, None] + element, slot1[:, None] + element, slot0 + local, slot1 + local
     stats = row_stats
     if STATS:
         stats = row_stats + entry * 3
+    # LARS adds the decay after it computed the norms.
     if (DECAY == _L2) & (OPTIMIZER != _LARS):
         g += _load_hyper(hyper, _WEIGHT_DECAY) * w
 
@@ -322,6 +344,7 @@ def update_runs(
         tl.store(target, w, inside)
     else:
         seed, step = tl.load(hyper + _SEED).to(tl.int64), tl.load(hyper + _STEP).to(tl.int64)
+        # Positions in the whole table, so that a shard rounds like the whole table.
         whole_row = tl.load(fields + 5, first, 0) + local
         whole_columns = tl.load(fields + 6, first, 0)[:, None] + columns[None, :].to(tl.int64)
         bits = _random_bits(seed, step, whole_row, whole_columns)
