@@ -1,8 +1,9 @@
-"""Update batch norm running statistics once per batch instead of once per split.
+"""Update batch norm running statistics once per batch instead of once per split (microbatch).
 
-In stages, batch norm normalizes every split by the split's mean and variance, as in every pipeline. Without
-this module, it would also update the running statistics at every split. With it, they are updated once, by
-the whole batch's mean and variance, so evaluation does not depend on the split count.
+A staged model normalizes every split by the mean and variance of that split, as every pipeline does. Without
+this module, batch norm would also update its running statistics once per split. With this module, the running
+statistics are updated once per batch, by the mean and variance of the whole batch. Evaluation results
+then do not depend on the number of splits in training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Update the running statistics in ``modules`` at the end of the block.
+    """Collect batch norm inputs within the block, and update the running statistics when the block ends.
 
-    If it raises, they are unchanged.
+    All forward passes of a batch must run within the block. If the block raises, the running statistics stay
+    unchanged.
+
+    Args:
+        modules: batch norm modules from `batch_norms`.
     """
     sums = [_Sums(module) for module in modules]
     hooks = [module_sums.module.register_forward_pre_hook(module_sums.add) for module_sums in sums]
@@ -34,7 +39,7 @@ def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return the batch norm modules in training mode with running statistics."""
+    """Return the model's batch norm modules that are in training mode and keep running statistics."""
     return [
         module
         for module in model.modules()
@@ -43,14 +48,19 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 class _Sums:
-    """Input count, sum [C] and sum of squares [C] for a batch norm module in a batch."""
+    """Statistics of the inputs to a batch norm module, summed over the splits of a batch.
+
+    Stores the value count per channel, the sum and the sum of squares (float64 [C], C channels).
+    """
 
     def __init__(self, module: _BatchNorm) -> None:
         self.module = module
         # Momentum to restore at the end of the block. In the block it is 0, so statistics do not change.
         self._momentum = module.momentum
+        # Batch counter before the block; every forward pass increments the module's counter.
         self._tracked = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
         self._count = 0
+        # Mean of the first split [C]. The sums are sums of (value - shift).
         self._shift: Tensor | None = None
         self._sum: Tensor | None = None
         self._squares: Tensor | None = None
@@ -58,6 +68,8 @@ class _Sums:
 
     @torch.no_grad()
     def add(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Forward pre-hook: add the module's input [N, C, ...] to the sums."""
+        # Move channels first and flatten the other dimensions: [C, values per channel].
         values = arguments[0].transpose(0, 1).flatten(1).double()
         if self._shift is None:  # sums of squares are accurate only for values around 0, so subtract a mean
             self._shift = values.mean(1)
@@ -70,12 +82,14 @@ class _Sums:
         self._count += values.shape[1]
 
     def restore(self) -> None:
+        """Restore the module's momentum and batch counter to their values before the block."""
         self.module.momentum = self._momentum
         if self._tracked is not None and self.module.num_batches_tracked is not None:
             self.module.num_batches_tracked.copy_(self._tracked)
 
     @torch.no_grad()
     def commit(self) -> None:
+        """Update the module's running mean and variance from the sums, as one batch."""
         module = self.module
         if self._shift is None or self._sum is None or self._squares is None:
             return

@@ -1,13 +1,18 @@
 """Find the fastest cut into stages, and a lower bound on the step time.
 
-If stage s takes f_s seconds forward and b_s seconds backward per split, and link l takes c_l seconds per
-split and direction, a batch of K splits takes::
+See [Note: units, stages, splits and lanes] in ``stages/__init__.py`` for the terms. Stage s takes f_s seconds
+forward and b_s seconds backward per split. The link from a stage to the next stage, l, takes c_l seconds per
+split and direction. A batch of K splits then takes::
 
     sum of f_s + sum of b_s + 2 * sum of c_l + (K - 1) * (max(f_s, c_l) + max(b_s, c_l))
 
 The first split passes through all stages. Every other split leaves the slowest stage directly after the split
-before it (Huang et al., "GPipe", 2019). The sums over f_s and over b_s are equal for all cuts. Cuts differ
-only in their slowest stages and their links.
+before it (Huang et al., "GPipe", 2019). The sums over f_s and over b_s are equal for all cuts, so cuts differ
+only in the two maxima and in the link seconds.
+
+A cut position is a set of units that can run before all other units: no unit in the set reads a value from
+outside the set. It is stored as an int with bit u set for unit u. A cut into n stages is a growing sequence
+of n positions, of which the last contains all units.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +21,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 MAX_CUTS = 2000
-"""Maximum cut position count. A model with more is only cut along the execution order: the search
-visits all pairs of positions, and four million pairs take seconds.
+"""Maximum number of cut positions to search. The search visits all pairs of positions, and four million
+pairs take seconds. A model with more positions is only cut between units that are neighbors in the unit
+order.
 """
 
 
 class UnitCost(NamedTuple):
-    """Seconds per split in a unit (or stage)."""
+    """Seconds that a unit (or a whole stage) takes per split, forward and backward."""
 
     forward: float
     backward: float
@@ -30,14 +36,14 @@ class UnitCost(NamedTuple):
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The selected cut and split count.
+    """The cut and the number of splits selected by measurement. All times are in seconds per step.
 
     Attributes:
-        stage_of: stage per unit.
-        num_splits: split count.
+        stage_of: stage number of every unit.
+        num_splits: number of splits per batch.
         seconds: predicted step time.
-        bound: lower bound on the step time, for any cut into as many stages and splits.
-        predicted: predicted step time with the best cut, by split count.
+        bound: lower bound on the step time, over all cuts into the same number of stages and splits.
+        predicted: predicted step time with the best cut, for every split count that was tried.
     """
 
     stage_of: list[int]
@@ -48,17 +54,17 @@ class StageChoice:
 
     @property
     def gap(self) -> float:
-        """Predicted time relative to the bound, minus 1: 0.1 means 10 % above the bound."""
+        """Predicted step time relative to the bound, minus 1. A gap of 0.1 means 10 % above the bound."""
         return self.seconds / self.bound - 1.0
 
 
 class StageCut(NamedTuple):
-    """Assignment from units to stages.
+    """A cut: an assignment of units to stages.
 
     Attributes:
-        stage_of: stage per unit.
-        seconds: predicted step time.
-        is_best: whether the search visited all cuts, so this cut is the fastest.
+        stage_of: stage number of every unit.
+        seconds: predicted seconds per step.
+        is_best: whether the search visited all possible cuts, which proves that this cut is the fastest.
     """
 
     stage_of: list[int]
@@ -67,7 +73,14 @@ class StageCut(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    """The first stages in a cut: slowest stage seconds per direction, link seconds, and positions."""
+    """The first stages of a cut, as the search extends it stage by stage.
+
+    Attributes:
+        forward: forward seconds per split of the slowest stage or link so far.
+        backward: backward seconds per split of the slowest stage or link so far.
+        links: sum of the link seconds per split and direction so far.
+        cuts: cut position at the end of every stage so far.
+    """
 
     forward: float
     backward: float
@@ -84,21 +97,21 @@ def best_cut(
     *,
     shared: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> StageCut:
-    """Return the fastest unit-to-stage assignment in which no unit needs a later stage.
-
-    A cut position is the set of units before the cut, as bits in an int. These units need no unit outside the
-    set.
+    """Return the cut with the shortest predicted step in which no unit reads a value from a later stage.
 
     Args:
-        costs: cost per unit, in an executable order.
-        needs: per unit, the units whose results it reads.
-        num_stages: stage count.
-        num_splits: split count.
-        links: link seconds by cut position; 0 for other positions.
-        shared: units by shared parameter name; these units stay in the same stage.
+        costs: seconds per split of every unit, in an executable order.
+        needs: for every unit, the numbers of the units whose results it reads.
+        num_stages: number of stages, each with at least one unit.
+        num_splits: number of splits per batch.
+        links: seconds per split and direction to send all values across a cut, by cut position. A position
+            is an int with bit u set for every unit u before the cut. Missing positions take 0 seconds.
+        shared: for every parameter that several units use, the numbers of these units. They get the same
+            stage.
 
     Raises:
-        ValueError: there are more stages than units, or no cut keeps shared parameters in a single stage.
+        ValueError: there are more stages than units, or no cut puts all users of a shared parameter in one
+            stage.
     """
     # Dynamic programming over positions. For every position, keep the prefixes which no other prefix beats in
     # the slowest forward stage, the slowest backward stage and the links.
@@ -115,7 +128,8 @@ def best_cut(
         extended: dict[int, list[_Prefix]] = {}
         for before, prefixes in parts.items():
             for position in [everything] if last else positions:
-                # A stage has at least one unit, and leaves at least one per later stage.
+                # A stage has at least one unit, and leaves at least one per later stage. The expression
+                # ``before & ~position`` is 0 only if the position contains all units before it.
                 if before & ~position or position == before or position == 0:
                     continue
                 if position.bit_count() > len(costs) - (num_stages - 1 - stage):
@@ -147,12 +161,14 @@ def best_cut(
 
 
 def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -> int:
-    """Return the maximum stage count for `best_cut`.
+    """Return the largest number of stages for which `best_cut` finds a cut.
 
     Args:
-        needs: see `best_cut`.
-        shared: see `best_cut`.
+        needs: for every unit, the numbers of the units whose results it reads.
+        shared: for every parameter that several units use, the numbers of these units.
     """
+    # Longest chain of positions, as sets, that ends at a position. Positions are sorted by size, so all
+    # subsets of a position precede it.
     most: dict[int, int] = {}
     for position in _positions_for_shared(needs, shared)[0]:
         most[position] = max(
@@ -162,19 +178,21 @@ def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -
 
 
 def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
-    """Return a lower bound on the step seconds with any cut.
+    """Return a lower bound on the seconds per step over all cuts into ``num_stages`` stages.
+
+    If the search proved ``cut`` to be the fastest, the bound is the time of this cut.
 
     Args:
-        cut: `best_cut` result.
-        costs: cost per unit.
-        num_stages: stage count.
-        num_splits: split count.
+        cut: result of `best_cut` for the same arguments.
+        costs: seconds per split of every unit.
+        num_stages: number of stages.
+        num_splits: number of splits per batch.
     """
     if cut.is_best:
         return cut.seconds
 
     def slowest(seconds: Sequence[float]) -> float:
-        """Return a lower bound on the slowest stage's seconds, from the seconds per unit."""
+        """Return a lower bound on the seconds of the slowest stage, from the seconds of every unit."""
         # The slowest stage takes at least the mean over stages, and at least as long as the slowest unit.
         return max(sum(seconds) / num_stages, max(seconds))
 
@@ -183,6 +201,7 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
 
 
 def _pareto_optimal(parts: Sequence[_Prefix]) -> list[_Prefix]:
+    """Drop each prefix for which another prefix is at least as fast in forward, backward and links."""
     unbeaten: list[_Prefix] = []
     # Sorted by the slowest forward stage, so every earlier part is at least as good there.
     for part in sorted(parts):
@@ -192,11 +211,17 @@ def _pareto_optimal(parts: Sequence[_Prefix]) -> list[_Prefix]:
 
 
 def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
-    """Return the cut positions, as bit masks for the units before the cut, and whether these are all.
+    """Return the cut positions, smallest sets first, and whether the list is complete.
 
-    If there are more than `MAX_CUTS`, return only those along the unit order.
+    A cut position is a set of units that can run before all other units, as an int with bit u set for unit u.
+    For three units that form a chain, the positions are 0b000, 0b001, 0b011 and 0b111. If there are more than
+    `MAX_CUTS` positions, return only sets that contain the first units in unit order, and False.
+
+    Args:
+        needs: for every unit, the numbers of the units whose results it reads.
     """
     masks = [sum(1 << n for n in unit_needs) for unit_needs in needs]
+    # Graph search from the empty set: add any unit all of whose inputs are in the set.
     reached = {0}
     waiting = [0]
     while waiting:
@@ -215,7 +240,10 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
 def _positions_for_shared(
     needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]
 ) -> tuple[list[int], bool]:
-    """Return the `cut_positions` which keep units with a shared parameter together, and the flag."""
+    """Return the cut positions that do not separate units with a shared parameter.
+
+    Also return whether `cut_positions` was complete. See `best_cut` for the arguments.
+    """
     positions, is_all = cut_positions(needs)
     for units in shared.values():
         users = sum(1 << unit for unit in units)
@@ -224,6 +252,7 @@ def _positions_for_shared(
 
 
 def _units(position: int) -> Iterator[int]:
+    """Yield the unit numbers in a cut position, which are the indices of the set bits."""
     while position:
         lowest = position & -position
         yield lowest.bit_length() - 1

@@ -1,8 +1,10 @@
-"""Predict step times for dense layouts: replicas (DDP), sharded parameters (FSDP2), or stages.
+"""Predict the step time of a model's dense part when it is replicated (DDP), sharded (FSDP2) or staged.
 
-Computation is measured on this machine, with a rank's batch size. An exchange takes the link latency from the
-hardware profile, plus bytes / bandwidth. The overlap between DistributedDataParallel and the backward pass,
-and between stages, is simulated. Tables cost nothing here, because the planner predicts them.
+A layout is one of these three ways to place the dense part on ranks. Computation is measured on this machine,
+with the batch size of a rank. An exchange between ranks takes the link latency from the hardware profile,
+plus bytes / bandwidth. Two overlaps are simulated: gradient all-reduce with the backward pass in
+DistributedDataParallel, and the stages of a pipeline. Embedding tables count as 0 seconds, because the
+planner predicts their time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,21 +28,24 @@ from meshrec.stages.tracing import PartProgram, Traced, trace
 
 _STEPS = ("forward", "backward")
 MESSAGE_SECONDS = 5e-4
-"""A stage thread's CPU seconds to send or receive a split; measured with nearly empty splits."""
-# DistributedDataParallel's bucket sizes. The first bucket is small, to be sent early.
+"""CPU seconds that a stage spends on messages per split, in the forward pass and again in the backward pass.
+Measured with nearly empty splits.
+"""
+# Default gradient bucket sizes in DistributedDataParallel, in bytes. The first is small, to be sent early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
 class DenseLayout(NamedTuple):
-    """A layout for a model's dense part, and the predicted step.
+    """A way to place a model's dense part on ranks, and the predicted seconds per step.
 
     Attributes:
-        name: description, such as "data-parallel (DDP)".
-        compute: compute seconds on the slowest rank.
-        exchange: exchange seconds, which partly overlap with computation.
-        seconds: step time.
-        cuts: `StagedOverRanks` argument ``cuts``; empty if submodule names cannot express the cut.
-        split_size: `StagedOverRanks` argument ``split_size``; None without stages.
+        name: description for the user, such as "data-parallel (DDP)".
+        compute: seconds of computation on the slowest rank.
+        exchange: seconds of communication, which partly overlap with computation.
+        seconds: predicted step time.
+        cuts: value for the `StagedOverRanks` argument ``cuts``. Empty without stages, or if the cut is not at
+            the start of submodules.
+        split_size: value for the `StagedOverRanks` argument ``split_size``, in samples. None without stages.
     """
 
     name: str
@@ -53,18 +58,18 @@ class DenseLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class _Problem:
-    """Model and machine.
+    """The traced model, the batch and the machine for which layouts are compared.
 
     Attributes:
-        traced: traced model.
-        programs: program per unit.
-        taken: global batch values by name.
-        batch: global batch size.
-        world_size: rank count.
-        link: link between ranks.
-        parameters: parameter bytes per unit.
-        values: bytes per sample by value.
-        shared: shared parameters, with the units which use them.
+        traced: traced model with its units; see [Note: units, stages, splits and lanes].
+        programs: executable program of every unit.
+        taken: values that units read from the global batch, by value name.
+        batch: number of samples in the global batch.
+        world_size: number of ranks.
+        link: bandwidths and latency between ranks.
+        parameters: parameter bytes of every unit; 0 for table lookups.
+        values: bytes per sample of every value, by value name.
+        shared: for every parameter that several units use, by name, the numbers of these units.
     """
 
     traced: Traced
@@ -81,22 +86,22 @@ class _Problem:
 def layouts(
     model: nn.Module, dense: Tensor, sparse: KeyedJaggedTensor, *, world_size: int, link: Link
 ) -> list[DenseLayout]:
-    """Return all layouts of a model called as ``model(dense, sparse)``, fastest first.
+    """Predict the step time of DDP, FSDP2 and every possible stage count, and return the fastest first.
 
     Args:
-        model: model; tables may be on ``meta``.
-        dense: global batch dense values, [B, ...].
-        sparse: global batch IDs.
-        world_size: rank count.
-        link: link between ranks.
+        model: model that is called as ``model(dense, sparse)``. Its tables may be on the ``meta`` device.
+        dense: dense features of the global batch, [B, ...].
+        sparse: sparse features of the global batch, with B samples.
+        world_size: number of ranks.
+        link: bandwidths and latency between ranks.
 
     Raises:
-        ValueError: fewer samples than ranks, or the model cannot be traced.
+        ValueError: the batch has fewer samples than ranks, or the model cannot be traced.
     """
     batch = dense.shape[0]
     if batch < world_size:
         raise ValueError(f"the batch has {batch} samples for {world_size} ranks; it needs one for each.")
-    # The dense part depends only on table widths, so single-row tables replace them.
+    # The dense part depends only on table widths, so single-row tables replace them, and all IDs become 0.
     sparse = KeyedJaggedTensor(
         sparse.keys(), torch.zeros_like(sparse.values()), sparse.weights_or_none(), sparse.lengths()
     )
@@ -117,6 +122,7 @@ def layouts(
 
 
 def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Link) -> _Problem:
+    """Run every unit once on the global batch ``inputs``, to learn the size of every value."""
     taken = dict(zip(traced.taking.gives, traced.taking.module(*inputs), strict=True))
     batch = inputs[0].shape[0]
     final = set(traced.output.all_input_nodes)
@@ -136,10 +142,12 @@ def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Lin
 
 
 def _unstaged(problem: _Problem) -> list[DenseLayout]:
+    """Return the DDP layout and the FSDP2 layout."""
     costs = _costs(problem, problem.batch // problem.world_size, 1)
     compute = sum(map(sum, costs))
     num_bytes, ranks, link = sum(problem.parameters), problem.world_size, problem.link
-    # Parameters are gathered before the forward pass and kept, and gradients scattered.
+    # FSDP2 all-gathers the parameters before the forward pass and keeps them until the backward pass. It then
+    # reduce-scatters the gradients. Both move (ranks - 1) / ranks of the bytes.
     gathered = 2 * (link.latency + num_bytes * (ranks - 1) / ranks / link.reduce_scatter)
     return [
         DenseLayout(
@@ -153,11 +161,18 @@ def _unstaged(problem: _Problem) -> list[DenseLayout]:
 
 
 def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> float:
-    """Return the seconds for which DistributedDataParallel reduces gradients after the backward pass.
+    """Return the seconds from the end of the backward pass until DDP has reduced the last gradient bucket.
 
-    Simulates the backward pass, which sends a gradient bucket once it is full.
+    Simulates the backward pass through the units in reverse order. A gradient bucket is sent once it is full,
+    and buckets share a link, so a bucket waits until the previous one is sent.
+
+    Args:
+        problem: model, batch and machine.
+        costs: seconds of every unit for the batch of a rank.
     """
     ranks, link = problem.world_size, problem.link
+    # Clock of the backward pass, time when the link is free, arrival of the last sent bucket (all in
+    # seconds), and bytes in the current bucket.
     now = free = arrival = filled = 0.0
     most = _FIRST_BUCKET
     for left, cost, num_bytes in zip(
@@ -172,7 +187,7 @@ def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> flo
 
 
 def _staged(problem: _Problem, num_stages: int) -> DenseLayout:
-    """Return the layout into ``num_stages`` stages with the best cut and split count."""
+    """Return the fastest layout with ``num_stages`` stages, over the cuts and the split counts to try."""
     lanes = problem.world_size // num_stages
     lane_batch = problem.batch // lanes
     cuts = [_cut(problem, num_stages, k, lane_batch, lanes) for k in (1, *CANDIDATES) if k <= lane_batch]
@@ -180,6 +195,15 @@ def _staged(problem: _Problem, num_stages: int) -> DenseLayout:
 
 
 def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, lanes: int) -> DenseLayout:
+    """Return the layout with the best cut for given stage and split counts.
+
+    Args:
+        problem: model, batch and machine.
+        num_stages: number of stages.
+        num_splits: number of splits per batch.
+        lane_batch: samples per batch of a lane; a lane is a copy of all stages with its own batch.
+        lanes: number of lanes.
+    """
     needs = [unit.needs for unit in problem.traced.units]
     costs = _costs(problem, lane_batch, num_splits)
     per_byte = lane_batch / num_splits / problem.link.all_to_all
@@ -187,6 +211,7 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, l
     links = {position: problem.link.latency + seconds for position, seconds in transfers.items()}
     cut = best_cut(costs, needs, num_stages, num_splits, links, shared=problem.shared)
     members = [[u for u, s in enumerate(cut.stage_of) if s == stage] for stage in range(num_stages)]
+    # Cut position at the end of every stage but the last: a bit mask of the units before the cut.
     ends = [sum(1 << u for stage in members[: end + 1] for u in stage) for end in range(num_stages - 1)]
     largest = max(sum(problem.parameters[unit] for unit in stage) for stage in members)
     reduced = _all_reduce(largest, lanes, problem.link)
@@ -195,7 +220,8 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, l
         for stage_units in members
     ]
     seconds = simulate(stages, [transfers[end] for end in ends], problem.link.latency, num_splits)
-    # After a step, all stages exchange the loss and failure flags.
+    # After a step, all stages exchange the loss and failure flags; with several lanes, the lanes exchange
+    # failure flags once more before their gradients.
     agreement = (2 if lanes == 1 else 3) * problem.link.latency
     beside = "" if lanes == 1 else f" x {lanes} copies"
     return DenseLayout(
@@ -211,13 +237,14 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, l
 def simulate(
     stages: Sequence[UnitCost], transfers: Sequence[float], latency: float, num_splits: int
 ) -> float:
-    """Simulate `schedule`, and return the seconds from the first forward to the last backward pass.
+    """Simulate the 1F1B `schedule`, and return the seconds from the first forward to the last backward pass.
 
     Args:
-        stages: cost per stage and split.
-        transfers: for every link between stages, seconds occupied by a split in a single direction.
-        latency: additional link latency in seconds.
-        num_splits: split count.
+        stages: seconds per split of every stage.
+        transfers: for the link from every stage to the next, seconds that a split occupies the link in one
+            direction. Splits that use the same link and direction wait for each other.
+        latency: seconds that a split takes in addition, without occupying the link.
+        num_splits: number of splits per batch.
     """
     count = len(stages)
     waiting = [
@@ -249,7 +276,13 @@ def simulate(
 
 
 def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost]:
-    """Measure every unit on a split of ``lane_batch`` samples. Tables cost nothing."""
+    """Measure the seconds per split of every unit; table lookups count as 0 seconds.
+
+    Args:
+        problem: model, batch and machine.
+        lane_batch: samples to use from the global batch.
+        num_splits: number of splits into which these samples are divided.
+    """
     taken = problem.taken
     if lane_batch < problem.batch:
         sizes = [lane_batch, problem.batch - lane_batch]
@@ -264,7 +297,7 @@ def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost
 
 
 def _crossing(problem: _Problem, position: int) -> float:
-    """Return the bytes per sample for values computed before a cut position and read after it."""
+    """Return the bytes per sample of all values computed before a cut position and read after it."""
     given: set[str] = set()
     taken: set[str] = set()
     for unit, part in enumerate(problem.programs):
@@ -276,17 +309,21 @@ def _crossing(problem: _Problem, position: int) -> float:
 
 
 def _all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """Return the ring all-reduce time: 2 (n - 1) / n times the bytes, as `Link.all_reduce` counts."""
+    """Return the seconds of a ring all-reduce over ``ranks`` ranks.
+
+    A ring moves 2 (n - 1) / n times the bytes, which is how `Link.all_reduce` counts its bandwidth.
+    """
     return 0.0 if ranks == 1 else link.latency + 2 * (ranks - 1) / ranks * num_bytes / link.all_reduce
 
 
 def _num_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in a nested value."""
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 @contextmanager
 def _tables_of_one_row(model: nn.Module) -> Iterator[None]:
-    """Replace the model's tables by single-row tables within the block."""
+    """Within the block, replace the model's table collections by collections with one row per table."""
     tables = {
         path: child
         for path, child in model.named_modules()

@@ -10,38 +10,49 @@ from torch.utils import _pytree as pytree
 
 
 class StageLink(ABC):
-    """Carries values between stages. Every pair of stages has a carrier thread in either direction."""
+    """Moves values from the device of the stage that computed them to the device of a stage that reads them.
+
+    Subclass it to replace the transport in `Staged`. The sending stage calls `ready` and continues. A carrier
+    thread, which exists per (sending stage, receiving stage), then calls `carry`.
+    """
 
     @abstractmethod
     def ready(self, value: Any) -> Any:
-        """Return an object for `carry` to wait on, such as a CUDA event.
+        """Return an object for `carry` to wait on until ``value`` is computed, such as a CUDA event.
 
-        The sending stage calls this method.
+        The sending stage calls this method right after it has launched the computation.
+
+        Args:
+            value: nested container with the tensors to send.
         """
 
     @abstractmethod
     def carry(self, value: Any, ready: Any, destination: torch.device) -> Callable[[], Any]:
-        """Carry a value. The carrier thread calls this method.
+        """Move ``value`` to another device. The carrier thread calls this method.
 
         Args:
-            value: value to carry.
-            ready: `ready` result.
-            destination: the receiving stage's device.
+            value: nested container with the tensors to send.
+            ready: result of `ready`.
+            destination: device of the receiving stage.
 
         Returns:
-            Function called by the receiving stage to get the value.
+            Function without arguments that the receiving stage calls in the stage's thread. It returns
+            the value on ``destination``.
         """
 
 
 class DeviceLink(StageLink):
-    """Copies values to another device; on CUDA on a separate stream, so that kernels overlap."""
+    """Copies values to another device. CUDA copies run on a separate stream and overlap with kernels."""
 
     def __init__(self) -> None:
         # A copy stream per destination, for the lifetime of the link.
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def ready(self, value: Any) -> torch.cuda.Event | None:
-        """Return a CUDA event after all kernels launched by the stage; None for values on the CPU."""
+        """Return a CUDA event that fires once all kernels launched so far by the sending stage have finished.
+
+        Return None if the value has no CUDA tensor.
+        """
         if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(value)):
             event = torch.cuda.Event()
             event.record()
@@ -49,17 +60,21 @@ class DeviceLink(StageLink):
         return None
 
     def carry(self, value: Any, ready: Any, destination: torch.device) -> Callable[[], Any]:
-        """Copy a value. On CUDA, the receiving stream waits for the copy; the thread does not.
+        """Copy ``value`` to ``destination``.
+
+        If the destination is a CUDA device, this call only launches the copy. The receiving stage's CUDA
+        stream waits for the copy; no thread does.
 
         Args:
-            value: value to copy.
-            ready: `ready` result.
-            destination: target device.
+            value: nested container with the tensors to copy.
+            ready: result of `ready`.
+            destination: device of the receiving stage.
 
         Returns:
-            Function that returns the copy on the receiving stage.
+            Function without arguments that the receiving stage calls to get the copy.
         """
         if destination.type != "cuda":
+            # The host must not read the copy before the sending kernels have finished.
             if ready is not None:
                 ready.synchronize()
             moved = _copy_to(value, destination)
@@ -86,6 +101,7 @@ class DeviceLink(StageLink):
 
 
 def _copy_to(value: Any, destination: torch.device) -> Any:
+    """Return ``value`` with all tensors copied to ``destination``."""
     return pytree.tree_map(
         lambda leaf: leaf.to(destination, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value
     )

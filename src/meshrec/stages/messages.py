@@ -1,4 +1,7 @@
-"""Messages between stages on different ranks: values, gradients, and errors."""
+"""Point-to-point messages between stages on different ranks: values, gradients, and errors.
+
+A message is a header of fixed size with shapes and dtypes, followed by a transfer per tensor.
+"""
 
 import copyreg
 import io
@@ -17,19 +20,19 @@ from meshrec.stages.programs import StageFlow
 from meshrec.stages.values import Exchange, Message
 
 _HEADER_BYTES = 2048
-"""Header message size: shapes and dtypes for about twenty tensors.
+"""Bytes in the first transfer of every message: enough for the shapes and dtypes of about twenty tensors.
 
-Longer headers need a second message.
+Longer headers need a second transfer.
 """
 
 
 class _Header(NamedTuple):
-    """Message header.
+    """The part of a message that says which tensors follow.
 
     Attributes:
-        error: sender error, sent instead of a value; None: no error.
-        spec: value structure (pytree).
-        leaves: value leaves, with a `_TensorForm` for every tensor.
+        error: error message of the sending rank, sent instead of a value; None if no stage has failed.
+        spec: pytree structure of the value.
+        leaves: leaves of the value, in which a `_TensorForm` replaces every tensor.
     """
 
     error: str | None
@@ -38,7 +41,7 @@ class _Header(NamedTuple):
 
 
 class _TensorForm(NamedTuple):
-    """Tensor shape and dtype, and whether it requires a gradient."""
+    """Shape and dtype of a tensor in a message, and whether the tensor requires a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,6 +49,7 @@ class _TensorForm(NamedTuple):
 
 
 def _reduced_leaf(spec: pytree.TreeSpec) -> Any:
+    """Pickle reducer for a pytree spec: a leaf spec is built again on loading, without stored state."""
     return (pytree.tree_structure, (0,)) if spec.type is None else spec.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
@@ -54,25 +58,26 @@ _REDUCERS = ChainMap[type, Any]({type(pytree.tree_structure(0)): _reduced_leaf},
 
 
 class RemoteStageError(RuntimeError):
-    """Another stage failed; the message names the stage and the reason."""
+    """A stage on another rank failed. The message names the stage and the reason."""
 
 
 class RankExchange(Exchange):
-    """Sends values and gradients between ranks in a process group, one stage per rank.
+    """Sends values and gradients between the ranks of a lane, where every rank runs a stage.
 
-    All scheduled messages are sent in any case. After an error, they have the error instead of a value, so
-    no rank waits forever, and no message from a failed batch reaches the next batch.
+    Every message in the schedule is sent, even after a failure. Messages sent after a failure contain the
+    error instead of a value. Therefore no rank waits forever, and no message of a failed batch reaches the
+    next batch.
 
     Args:
-        group: process group with a rank per stage.
-        names: all value names, equal on all ranks.
+        group: process group of the lane. The group rank is the stage number.
+        names: names of all values that stages may exchange; the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, names: Iterable[str]) -> None:
         self._group = group
         # Sorted, so all ranks number the values alike.
         self._tags = {name: index for index, name in enumerate(sorted(names))}
-        # Pending sends with their buffers, until `finish`.
+        # Pending sends and the tensors they send, which must stay alive until `finish`.
         self._sends: list[tuple[dist.Work | None, Tensor]] = []
         # Messages in this batch already sent or received.
         self._finished: set[Message] = set()
@@ -81,24 +86,24 @@ class RankExchange(Exchange):
         self.error: str | None = None
 
     def start(self) -> None:
-        """Start a new batch."""
+        """Forget the messages and the error of the previous batch."""
         self._finished.clear()
         self.error = None
 
     def finish(self) -> None:
-        """Wait until all messages have been sent."""
+        """Wait until all messages of the batch have been sent, and release the sent tensors."""
         for work, _ in self._sends:
             if work is not None:
                 work.wait()
         self._sends.clear()
 
     def exchange_remaining(self, messages: Iterable[tuple[Message, bool]]) -> None:
-        """After an error, send and receive all messages not exchanged yet.
+        """After an error, send and receive the messages in the list that have not been exchanged yet.
 
-        Sends ``error`` in every outgoing message, and receives all incoming messages.
+        Outgoing messages contain ``self.error``. Incoming messages are received and dropped.
 
         Args:
-            messages: pairs (message, whether this rank sends it).
+            messages: pairs (message, True if this rank sends the message and False if it receives it).
         """
         for message, is_sender in messages:
             if message in self._finished:
@@ -151,6 +156,7 @@ class RankExchange(Exchange):
         return pytree.tree_unflatten(flat, header.spec)
 
     def _send_header(self, header: _Header, peer: int, message: Message) -> None:
+        """Send a header to the stage ``peer``, as 8 bytes of length followed by a pickle."""
         file = io.BytesIO()
         pickler = pickle.Pickler(file)
         pickler.dispatch_table = _REDUCERS
@@ -186,17 +192,24 @@ class RankExchange(Exchange):
         dist.recv(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=self._tag(message))
 
     def _tag(self, message: Message) -> int:
+        """Return the message's tag, which is unique among the messages of a batch between two ranks."""
         return 2 * (message.k * len(self._tags) + self._tags[message.name]) + (message.kind == "gradient")
 
 
 def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) -> list[tuple[Message, bool]]:
-    """Return a stage action's messages, as (message, whether this stage sends it).
+    """Return the messages that a stage sends and receives in an action of the schedule.
 
     Args:
-        flow: values exchanged by this stage.
-        action: "tables", "forward", "backward" or "collect".
-        k: split index; for "tables" and "collect", the split count.
-        generator: value name for the random generator state; None: it is not sent.
+        flow: values that this stage exchanges with other stages.
+        action: action from `rank_step.schedule`. "tables" sends the table lookups for all splits, and
+            "collect" receives their gradients. "forward" and "backward" exchange the values or gradients for
+            a split. For other actions, the result has no meaning.
+        k: split index; for "tables" and "collect", the number of splits.
+        generator: name under which the state of the random generator is sent; None if it is not sent.
+
+    Returns:
+        Pairs (message, True if this stage sends the message and False if it receives it). Received
+        messages come first.
     """
     stage, makers, users, index = flow.stage, flow.makers, flow.users, flow.stage.index
     if action in ("tables", "collect"):

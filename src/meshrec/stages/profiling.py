@@ -1,4 +1,7 @@
-"""Measure model units with several split sizes, and choose cuts and split size."""
+"""Measure a model's units at several split sizes, and choose the stages and the split size.
+
+See [Note: units, stages, splits and lanes] in ``stages/__init__.py`` for the terms.
+"""
 
 import statistics
 import threading
@@ -20,12 +23,15 @@ from meshrec.stages.tracing import PartProgram, Traced
 
 CANDIDATES = (2, 4, 8, 16, 32, 64)
 """Split counts to try. More than 64 would save less than a 64th of the step, below the noise."""
+# Rounds per measurement. The median over rounds is used; a warm-up round comes first and does not count.
 _REPEATS = 3
 _IN_FLIGHT = 4
-"""Splits with results held in memory while a stage is measured, as in training."""
+"""Number of forward passes that a stage runs before their backward passes while it is measured. Training also
+keeps the results of several splits in memory.
+"""
 EXCHANGE_SECONDS = 1e-4
-"""Seconds per split and stage in addition to operations, for futures and detached tensors. Measured on
-several machines; it matters only for splits which take about as long.
+"""Seconds per split and stage for futures and detached tensors, in addition to the model's operations.
+Measured on several machines. It matters only for splits that take about as long.
 """
 
 
@@ -39,18 +45,23 @@ def measure_and_choose(
     split_size: int | Literal["auto"],
     num_threads: int,
 ) -> StageChoice:
-    """Measure the units on a batch, and choose the stages, the split count, or both.
+    """Measure every unit on a batch, and choose the stages, the number of splits, or both.
 
-    Model buffers and torch's random generator are restored. Tables are looked up, but not updated.
+    The training run is not changed: model buffers and torch's CPU random generator are restored, and tables
+        are
+    looked up but not updated.
 
     Args:
         traced: traced model.
-        taken: batch values by name.
-        batch: batch size.
-        num_stages: stage count.
-        staging: given stages; None: choose them.
-        split_size: given samples per split, or "auto": choose it.
-        num_threads: torch threads per stage.
+        taken: values that units read from the batch, by value name.
+        batch: number of samples in the batch.
+        num_stages: number of stages.
+        staging: the stages if the user has set the cuts; None to choose them.
+        split_size: samples per split if the user has set them, or "auto" to choose.
+        num_threads: number of torch threads per stage.
+
+    Returns:
+        The choice with the shortest predicted step over all split counts that were tried.
     """
     fixed = None if staging is None else staging.stage_of
     if split_size == "auto":
@@ -75,7 +86,8 @@ def measure_and_choose(
                 least = bound(cut, costs, num_stages, count)
                 if fixed is not None:
                     cut = StageCut(fixed, step_seconds(costs, fixed, count), False)
-                # Measure whole stages: unit times only rank the cuts.
+                # Unit times rank the cuts. The stages of the best cut are measured as a whole, because
+                # units measured one by one are up to 15 % off. The bound is scaled by the same error.
                 stages = measure_stages(stage_programs(traced, cut.stage_of), taken, batch, count)
                 seconds = step_seconds(stages, range(num_stages), count)
                 choices[count] = _Measured(cut.stage_of, seconds, least * seconds / cut.seconds)
@@ -90,7 +102,7 @@ def measure_and_choose(
 
 
 class _Measured(NamedTuple):
-    """The best cut for a split count, the measured time, and a lower bound on the time for any cut."""
+    """Result for a split count: the best cut, its seconds per step, and a lower bound over all cuts."""
 
     stage_of: list[int]
     seconds: float
@@ -106,18 +118,21 @@ def measure_units(
     num_splits: int,
     num_workers: int,
 ) -> list[UnitCost]:
-    """Measure every unit's time for a split.
+    """Measure the forward and backward seconds per split of every unit.
 
-    Several workers measure at the same time, because stages share memory bandwidth in training. If a unit
-    runs once per batch, the time is divided by the split count.
+    If a unit runs once per batch, its time is divided by the number of splits. Several threads run the same
+    measurement at the same time, because stages also share memory bandwidth in training.
 
     Args:
         traced: traced model.
-        programs: program per unit.
-        taken: batch values by name.
-        batch: batch size.
-        num_splits: split count.
-        num_workers: threads measuring at the same time.
+        programs: executable program of every unit.
+        taken: values that units read from the batch, by value name.
+        batch: number of samples in the batch.
+        num_splits: number of splits per batch.
+        num_workers: number of threads that measure at the same time.
+
+    Returns:
+        Cost of every unit, as the median over threads and repetitions.
     """
     sizes = split_sizes(batch, -(-batch // num_splits))
 
@@ -138,15 +153,19 @@ def measure_units(
 
 
 def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int) -> list[UnitCost]:
-    """Measure every stage's time for a split, while all stages run.
+    """Measure the forward and backward seconds per split of every stage while the other stages run, too.
 
     Args:
-        staging: the stages.
-        taken: batch values by name.
-        batch: batch size.
-        num_splits: split count.
+        staging: programs of all stages.
+        taken: values that stages read from the batch, by value name.
+        batch: number of samples in the batch.
+        num_splits: number of splits per batch.
+
+    Returns:
+        Cost of every stage, including `EXCHANGE_SECONDS` and the stage's share of the table lookups.
     """
     sizes = split_sizes(batch, -(-batch // num_splits))
+    # Results for the first split by value name, which later stages get as arguments.
     values: dict[str, Any] = {}
     whole = [UnitCost(0.0, 0.0)] * len(staging.stages)
     arguments = []
@@ -163,11 +182,10 @@ def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_s
                     strict=True,
                 )
             )
-    # All stages start at once, because they share memory bandwidth.
     together = threading.Barrier(len(arguments))
 
     def measure_split(index: int) -> UnitCost:
-        """Return the median split cost in stage ``index``, over ``_REPEATS`` rounds after a warm-up."""
+        """Return the cost per split of stage ``index``, as the median over ``_REPEATS`` rounds."""
         # All stages start together, because they will share memory bandwidth in training.
         together.wait()
         program, depth = staging.stages[index].split, min(num_splits, _IN_FLIGHT)
@@ -183,9 +201,14 @@ def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_s
 
 
 def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) -> UnitCost:
-    """Return a part's mean forward and backward seconds per split.
+    """Return the mean forward and backward seconds per split of a stage's program.
 
     Runs ``depth`` forward passes, then the backward passes in reverse order, as `ThreadedBatch` does.
+
+    Args:
+        program: program of the stage for a split.
+        arguments: arguments of the program for a split.
+        depth: number of forward passes before the first backward pass.
     """
     pending = []
     forward = backward = 0.0
@@ -201,6 +224,7 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
 
 
 def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequence[Any]) -> float:
+    """Return the seconds of a backward pass from ``results`` to ``inputs`` and to the program's parameters."""
     ends = [e for e in pytree.tree_leaves(results) if isinstance(e, Tensor) and e.requires_grad]
     leaves = [e for e in pytree.tree_leaves(inputs) if isinstance(e, Tensor) and e.requires_grad]
     parameters = [p for p in program.module.parameters() if p.requires_grad]
@@ -209,14 +233,21 @@ def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequ
     ones = [torch.ones_like(end) for end in ends]
     targets = [*leaves, *parameters]
     gradients, seconds = _timed(torch.autograd.grad, ends, targets, ones, allow_unused=True)
-    # Splits accumulate parameter gradients, which a single backward pass does not show.
+    # From the second split on, training adds the parameter gradients to the sum over earlier splits.
     return seconds + _timed(_add, gradients[len(leaves) :]).seconds
 
 
 def _arguments(
     program: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the first split's arguments, from the batch or from earlier parts' results."""
+    """Return the program's arguments for the first split.
+
+    Args:
+        program: program to call.
+        taken: values for the whole batch, by value name.
+        sizes: number of samples in every split.
+        values: results of earlier programs for the first split, by value name.
+    """
     return [
         values[name] if name in values else split(taken[name], sizes, f"the input {name!r}")[0]
         for name in program.takes
@@ -224,11 +255,16 @@ def _arguments(
 
 
 def _detached(arguments: Sequence[Any]) -> list[Any]:
-    """Copy a part's arguments. Tensors are detached, with unchanged ``requires_grad``."""
+    """Return copies of a program's arguments, detached from the autograd graph.
+
+    Every tensor keeps its ``requires_grad``.
+    """
     return [pytree.tree_map(_as_input, argument) for argument in arguments]
 
 
 class _TimedResult(NamedTuple):
+    """Result of a function call, and the wall-clock seconds that the call took."""
+
     result: Any
     seconds: float
 
@@ -236,6 +272,14 @@ class _TimedResult(NamedTuple):
 def _measure(
     traced: Traced, programs: Sequence[PartProgram], taken: Mapping[str, Any], sizes: Sequence[int]
 ) -> list[UnitCost]:
+    """Run the first split once through all units, and return the seconds of every unit.
+
+    Args:
+        traced: traced model.
+        programs: executable program of every unit.
+        taken: values that units read from the batch, by value name.
+        sizes: number of samples in every split.
+    """
     values: dict[str, Any] = {}
     costs = []
     for unit, part in zip(traced.units, programs, strict=True):
@@ -247,12 +291,13 @@ def _measure(
             results, forward = _timed(part.module, *make_writable(inputs))
         values.update(zip(part.gives, results, strict=True))
         costs.append(UnitCost(forward, _measure_backward(part, inputs, results)))
+    # The stages are not known yet, so spread the exchange time of a single stage over all units.
     share = EXCHANGE_SECONDS / len(costs)
     return [UnitCost(c.forward + share, c.backward + share) for c in costs]
 
 
 def _add(gradients: Sequence[Tensor | None]) -> None:
-    """Add every gradient to itself, which costs as much as accumulating split gradients."""
+    """Add every gradient to itself, which takes as long as adding it to the sum over earlier splits."""
     for gradient in gradients:
         if gradient is not None:
             gradient += gradient
@@ -261,16 +306,17 @@ def _add(gradients: Sequence[Tensor | None]) -> None:
 def _measure_whole(
     part: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
 ) -> UnitCost:
-    """Measure a part that runs once per batch instead of once per split, such as a table lookup.
+    """Measure a program that runs once per batch instead of once per split, such as a table lookup.
 
     Args:
-        part: the part.
-        taken: batch values by name.
-        sizes: sample count per split.
-        values: receives the first split of every result, by name.
+        part: program to measure.
+        taken: values for the whole batch, by value name.
+        sizes: number of samples in every split.
+        values: output; receives the first split of every result, by value name.
 
     Returns:
-        Batch seconds divided by the split count. The backward time is estimated as twice the forward time.
+        Seconds per batch divided by the number of splits. The backward time is not measured, which would
+        update the tables, but estimated as twice the forward time.
     """
     with torch.no_grad():
         results, seconds = _timed(part.module, *(taken[name] for name in part.takes))
@@ -278,11 +324,12 @@ def _measure_whole(
             value = value.wait() if isinstance(value, LazyAwaitable) else value
             first = split(value, sizes, f"the value {name!r}")[0]
             values[name] = pytree.tree_map(_floats_want_gradients, first)
-    # Estimated: the table update reads and writes the rows from the lookup.
+    # The table update reads and writes the rows that the lookup has read, hence the estimate of 2.
     return UnitCost(seconds / len(sizes), 2 * seconds / len(sizes))
 
 
 def _floats_want_gradients(leaf: Any) -> Any:
+    """Return a detached floating-point tensor that requires a gradient; return other leaves unchanged."""
     return leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
@@ -298,12 +345,14 @@ def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:
 
 
 def step_seconds(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits: int) -> float:
-    """Return the predicted step seconds, without links; see `choosing` for the formula.
+    """Return the predicted seconds per step for a cut, without the time on links between stages.
+
+    The formula is at the top of ``choosing.py``.
 
     Args:
-        costs: cost per unit.
-        stage_of: stage per unit.
-        num_splits: split count.
+        costs: seconds per split of every unit.
+        stage_of: stage number of every unit.
+        num_splits: number of splits per batch.
     """
     stages = range(max(stage_of) + 1)
     forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]

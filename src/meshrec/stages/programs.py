@@ -1,4 +1,7 @@
-"""Build stage programs from the units assigned to them."""
+"""Turn a cut, which assigns units to stages, into an executable program for every stage.
+
+See [Note: units, stages, splits and lanes] in ``stages/__init__.py`` for the terms.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -12,14 +15,14 @@ from meshrec.stages.tracing import PartProgram, Traced, path_of
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stage's programs.
+    """The executable programs of a stage.
 
     Attributes:
         index: stage number.
-        name: description.
-        whole: program with the table lookups, which runs once per batch before the splits; None without
-            tables.
-        split: program for every split.
+        name: description for the user: the first and the last unit's name.
+        whole: program with the table lookups, which runs once per batch, before the first split. None if the
+            stage has no tables.
+        split: program with all other units, which runs once per split.
     """
 
     index: int
@@ -29,12 +32,12 @@ class StageProgram:
 
 
 class Staging(NamedTuple):
-    """A model's stages.
+    """All stages of a model.
 
     Attributes:
-        stages: programs per stage.
-        stage_of: stage per unit.
-        output: output node in the model's graph.
+        stages: programs of every stage.
+        stage_of: stage number of every unit.
+        output: output node of the model's graph. Its arguments are the values that the model returns.
     """
 
     stages: list[StageProgram]
@@ -42,12 +45,18 @@ class Staging(NamedTuple):
     output: fx.Node
 
     def makers(self) -> dict[str, int]:
-        """Return, by value name, the stage computing the value, without batch values."""
+        """Return the number of the stage that computes a value, by value name.
+
+        Values that are read from the batch are not included.
+        """
         programs = [(stage.index, p) for stage in self.stages for p in (stage.whole, stage.split) if p]
         return {name: index for index, program in programs for name in program.gives}
 
     def users(self) -> dict[str, list[int]]:
-        """Return, by value name, the stages reading a value computed by another stage."""
+        """Return the numbers of the stages that must receive a value from another stage, by value name.
+
+        Values that only the stage computing them reads are not included.
+        """
         makers = self.makers()
         users: dict[str, list[int]] = {}
         for stage in self.stages:
@@ -58,20 +67,21 @@ class Staging(NamedTuple):
 
 
 class StageFlow:
-    """The values a stage exchanges with other stages.
+    """Which values a stage receives from other stages, and which values it sends to them.
 
     Args:
-        staging: all stages.
-        index: this stage's number.
-        carried: value names from earlier stages, received by the last stage only to return them.
+        staging: all stages of the model.
+        index: number of this stage.
+        carried: names of values that the last stage receives only because the model returns them.
 
     Attributes:
-        stage: this stage's programs.
-        last: last stage number.
-        makers: stage computing a value, by value name, without batch values.
-        users: other stages reading a value, by value name.
-        takes: value names read by ``forward``, program arguments first.
-        output: output node in the model's graph.
+        stage: programs of this stage.
+        last: number of the last stage.
+        makers: number of the stage that computes a value, by value name. Batch values are not included.
+        users: numbers of the stages that receive a value from another stage, by value name.
+        takes: names of the values this stage needs for a split: first the arguments of ``stage.split``, then
+            ``carried`` values on the last stage.
+        output: output node of the model's graph.
     """
 
     def __init__(self, staging: Staging, index: int, carried: Sequence[str] = ()) -> None:
@@ -84,21 +94,27 @@ class StageFlow:
 
     @property
     def returned(self) -> list[str]:
-        """Value names in the model's output."""
+        """Names of the values that the model returns."""
         return [node.name for node in self.output.all_input_nodes]
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last stage."""
+        """Whether this stage is the last stage."""
         return self.stage.index == self.last
 
 
 def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
-    """Return the stage per unit if a new stage starts at the first unit in every submodule in ``cuts``.
+    """Return the stage number of every unit if a new stage starts at every submodule in ``cuts``.
+
+    A submodule with several units starts the stage at the first of them.
+
+    Args:
+        traced: traced model.
+        cuts: submodule names, in execution order; one fewer than there are stages.
 
     Raises:
-        ValueError: a name is not a submodule, has no executed part, or would give an empty stage; or names
-            are not in execution order.
+        ValueError: ``cuts`` contains a name that is not an executed submodule, a submodule that would leave
+            a stage empty, or submodules that are not in execution order.
     """
     firsts = []
     for cut in cuts:
@@ -126,7 +142,14 @@ def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
 
 
 def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
-    """Return the ``cuts`` for which `stages_at_cuts` returns ``stage_of``; empty if no cuts do."""
+    """Return submodule names ``cuts`` with ``stages_at_cuts(traced, cuts) == stage_of``.
+
+    Return an empty list if a stage starts inside a submodule, so that no names express the cut.
+
+    Args:
+        traced: traced model.
+        stage_of: stage number of every unit.
+    """
     firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
     cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]
     try:
@@ -136,11 +159,11 @@ def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
 
 
 def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
-    """Build the programs for all stages.
+    """Build the programs of all stages.
 
     Args:
         traced: traced model.
-        stage_of: stage per unit. No unit may read a value from a later stage.
+        stage_of: stage number of every unit. A unit must not read a value from a later stage.
 
     Raises:
         ValueError: several stages use the same parameter.
@@ -171,12 +194,15 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
 
 
 def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> PartProgram:
-    """Build a program from nodes in the model's graph.
+    """Build an executable program from some nodes of the model's graph.
+
+    Values that the nodes read from other nodes become the program's arguments. The program returns the values
+    that other nodes read or that the model returns.
 
     Args:
         traced: traced model.
-        nodes: nodes in execution order.
-        final: nodes with values returned by the model.
+        nodes: nodes of the program, in execution order.
+        final: nodes whose values the model returns.
     """
     members = set(nodes)
     graph = fx.Graph()
@@ -200,7 +226,7 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
 
 
 def shared_parameters(traced: Traced) -> dict[str, list[int]]:
-    """Return the units for parameters used by several units, by parameter name."""
+    """Return the parameters that several units use, as unit numbers by parameter name."""
     # Keyed by the tensor, because tied weights have several names. The inner dict is an ordered set.
     users: dict[Tensor, tuple[str, dict[int, None]]] = {}
     for unit in traced.units:
@@ -211,6 +237,7 @@ def shared_parameters(traced: Traced) -> dict[str, list[int]]:
 
 
 def _check_not_shared(traced: Traced, stage_of: Sequence[int]) -> None:
+    """Raise ValueError if several stages use the same parameter."""
     for name, units in shared_parameters(traced).items():
         stages = sorted({stage_of[unit] for unit in units})
         if len(stages) > 1:
@@ -221,6 +248,7 @@ def _check_not_shared(traced: Traced, stage_of: Sequence[int]) -> None:
 
 
 def _parameters_of(model: nn.Module, node: fx.Node) -> list[tuple[str, nn.Parameter]]:
+    """Return the names and parameters that a node reads, through a submodule or as an argument."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         return [(f"{node.target}.{name}", p) for name, p in module.named_parameters()]

@@ -1,8 +1,9 @@
-"""Random values independent of the order in which stages run: every split has a generator.
+"""Random values, such as dropout masks, that do not depend on the order in which stages run.
 
-Stages run at the same time, so they would draw from torch's global generator in any order. Instead, a
-generator state is passed with every split from stage to stage. The split's random values equal those in the
-unstaged model on the split's samples after ``torch.manual_seed(seed)``.
+Stages run at the same time, so they would draw from torch's global generator in an arbitrary order. Instead,
+every split (microbatch) has a generator, and each stage passes the generator's state to the next stage
+together with the split. The random values of a split equal the values that the unstaged model draws on the
+samples of this split after ``torch.manual_seed(seed)``, where the seed is `split_seed`.
 """
 
 from typing import Any
@@ -13,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SplitRandomness(TorchDispatchMode):
-    """Makes random operations draw from ``generator``.
+    """Context in which all random operations draw from ``generator`` instead of torch's global generator.
 
     Attributes:
-        drew: whether any operation has drawn random values.
+        drew: whether an operation has drawn random values in this context.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -34,6 +35,7 @@ class SplitRandomness(TorchDispatchMode):
             self.drew = True
             if func is torch.ops.aten.native_dropout.default:
                 return _dropout(*args, **kwargs, generator=self._generator)
+            # Most random operations have another overload that accepts a generator.
             if not any(argument.name == "generator" for argument in func._schema.arguments):
                 func, kwargs = _with_generator(func), kwargs
             if kwargs.get("generator") is None:
@@ -42,7 +44,7 @@ class SplitRandomness(TorchDispatchMode):
 
 
 def _has_no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call draws nothing: attention with dropout 0."""
+    """Return whether the call is an attention operation with dropout 0, which draws no random values."""
     names = [argument.name for argument in func._schema.arguments]
     return (
         "dropout_p" in names
@@ -51,7 +53,19 @@ def _has_no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _dropout(x: Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Compute ``aten::native_dropout``, the fused GPU dropout, which does not accept a generator."""
+    """Compute dropout as ``aten::native_dropout`` does, but with a generator.
+
+    The fused operation, which torch uses for dropout on GPUs, does not accept a generator.
+
+    Args:
+        x: input tensor.
+        p: probability that a value is set to 0.
+        train: False returns the input unchanged.
+        generator: random generator on the device of ``x``.
+
+    Returns:
+        The result, and the mask (bool, True for values that are kept), both in the shape of ``x``.
+    """
     mask = torch.ones_like(x, dtype=torch.bool)
     if train is False:
         return x.clone(), mask
@@ -60,10 +74,10 @@ def _dropout(x: Tensor, p: float, train: bool | None, *, generator: torch.Genera
 
 
 def _with_generator(func: Any) -> Any:
-    """Return the ``func`` overload with a generator argument.
+    """Return the overload of an ATen operation that accepts a ``generator`` argument.
 
     Raises:
-        RuntimeError: the overload does not exist.
+        RuntimeError: the operation has no such overload.
     """
     packet = func.overloadpacket
     name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
