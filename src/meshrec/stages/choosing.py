@@ -39,8 +39,8 @@ class StageChoice:
     """The cut and the number of splits selected by measurement. All times are in seconds per step.
 
     Attributes:
-        stage_of: stage number of every unit.
-        num_splits: number of splits per batch.
+        stage_of: stage number for every unit.
+        num_splits: splits per batch.
         seconds: predicted step time.
         bound: lower bound on the step time, over all cuts into the same number of stages and splits.
         predicted: predicted step time with the best cut, for every split count that was tried.
@@ -62,7 +62,7 @@ class StageCut(NamedTuple):
     """A cut: an assignment of units to stages.
 
     Attributes:
-        stage_of: stage number of every unit.
+        stage_of: stage number for every unit.
         seconds: predicted seconds per step.
         is_best: whether the search visited all possible cuts, which proves that this cut is the fastest.
     """
@@ -100,13 +100,13 @@ def best_cut(
     """Return the cut with the shortest predicted step in which no unit reads a value from a later stage.
 
     Args:
-        costs: seconds per split of every unit, in an executable order.
-        needs: for every unit, the numbers of the units whose results it reads.
-        num_stages: number of stages, each with at least one unit.
-        num_splits: number of splits per batch.
+        costs: seconds per split for every unit, in an executable order.
+        needs: for every unit, which units it reads results from, by number.
+        num_stages: stage count, each with at least one unit.
+        num_splits: splits per batch.
         links: seconds per split and direction to send all values across a cut, by cut position. A position
             is an int with bit u set for every unit u before the cut. Missing positions take 0 seconds.
-        shared: for every parameter that several units use, the numbers of these units. They get the same
+        shared: for every parameter used by several units, the numbers of these units. They get the same
             stage.
 
     Raises:
@@ -164,8 +164,8 @@ def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -
     """Return the largest number of stages for which `best_cut` finds a cut.
 
     Args:
-        needs: for every unit, the numbers of the units whose results it reads.
-        shared: for every parameter that several units use, the numbers of these units.
+        needs: for every unit, which units it reads results from, by number.
+        shared: for every parameter used by several units, the numbers of these units.
     """
     # Longest chain of positions, as sets, that ends at a position. Positions are sorted by size, so all
     # subsets of a position precede it.
@@ -184,9 +184,9 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
 
     Args:
         cut: result of `best_cut` for the same arguments.
-        costs: seconds per split of every unit.
-        num_stages: number of stages.
-        num_splits: number of splits per batch.
+        costs: seconds per split for every unit.
+        num_stages: stage count.
+        num_splits: splits per batch.
     """
     if cut.is_best:
         return cut.seconds
@@ -218,7 +218,7 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
     `MAX_CUTS` positions, return only sets that contain the first units in unit order, and False.
 
     Args:
-        needs: for every unit, the numbers of the units whose results it reads.
+        needs: for every unit, which units it reads results from, by number.
     """
     masks = [sum(1 << n for n in unit_needs) for unit_needs in needs]
     # Graph search from the empty set: add any unit all of whose inputs are in the set.

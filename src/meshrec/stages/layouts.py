@@ -62,14 +62,14 @@ class _Problem:
 
     Attributes:
         traced: traced model with its units; see [Note: units, stages, splits and lanes].
-        programs: executable program of every unit.
+        programs: executable program for every unit.
         taken: values that units read from the global batch, by value name.
         batch: number of samples in the global batch.
-        world_size: number of ranks.
+        world_size: rank count.
         link: bandwidths and latency between ranks.
         parameters: parameter bytes of every unit; 0 for table lookups.
         values: bytes per sample of every value, by value name.
-        shared: for every parameter that several units use, by name, the numbers of these units.
+        shared: for every parameter used by several units, by name, the numbers of these units.
     """
 
     traced: Traced
@@ -92,7 +92,7 @@ def layouts(
         model: model that is called as ``model(dense, sparse)``. Its tables may be on the ``meta`` device.
         dense: dense features of the global batch, [B, ...].
         sparse: sparse features of the global batch, with B samples.
-        world_size: number of ranks.
+        world_size: rank count.
         link: bandwidths and latency between ranks.
 
     Raises:
@@ -199,10 +199,10 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, l
 
     Args:
         problem: model, batch and machine.
-        num_stages: number of stages.
-        num_splits: number of splits per batch.
+        num_stages: stage count.
+        num_splits: splits per batch.
         lane_batch: samples per batch of a lane; a lane is a copy of all stages with its own batch.
-        lanes: number of lanes.
+        lanes: lane count.
     """
     needs = [unit.needs for unit in problem.traced.units]
     costs = _costs(problem, lane_batch, num_splits)
@@ -240,11 +240,11 @@ def simulate(
     """Simulate the 1F1B `schedule`, and return the seconds from the first forward to the last backward pass.
 
     Args:
-        stages: seconds per split of every stage.
+        stages: seconds per split for every stage.
         transfers: for the link from every stage to the next, seconds that a split occupies the link in one
             direction. Splits that use the same link and direction wait for each other.
         latency: seconds that a split takes in addition, without occupying the link.
-        num_splits: number of splits per batch.
+        num_splits: splits per batch.
     """
     count = len(stages)
     waiting = [
@@ -276,7 +276,7 @@ def simulate(
 
 
 def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost]:
-    """Measure the seconds per split of every unit; table lookups count as 0 seconds.
+    """Measure the seconds per split for every unit; table lookups count as 0 seconds.
 
     Args:
         problem: model, batch and machine.

@@ -32,8 +32,8 @@ class StageLink(ABC):
 
         Args:
             value: nested container with the tensors to send.
-            ready: result of `ready`.
-            destination: device of the receiving stage.
+            ready: `ready` result.
+            destination: the receiving stage's device.
 
         Returns:
             Function without arguments that the receiving stage calls in the stage's thread. It returns
@@ -67,8 +67,8 @@ class DeviceLink(StageLink):
 
         Args:
             value: nested container with the tensors to copy.
-            ready: result of `ready`.
-            destination: device of the receiving stage.
+            ready: `ready` result.
+            destination: the receiving stage's device.
 
         Returns:
             Function without arguments that the receiving stage calls to get the copy.

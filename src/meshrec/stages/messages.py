@@ -31,8 +31,8 @@ class _Header(NamedTuple):
 
     Attributes:
         error: error message of the sending rank, sent instead of a value; None if no stage has failed.
-        spec: pytree structure of the value.
-        leaves: leaves of the value, in which a `_TensorForm` replaces every tensor.
+        spec: the value's pytree structure.
+        leaves: the value's leaves, in which a `_TensorForm` replaces every tensor.
     """
 
     error: str | None
@@ -200,7 +200,7 @@ def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) 
     """Return the messages that a stage sends and receives in an action of the schedule.
 
     Args:
-        flow: values that this stage exchanges with other stages.
+        flow: values this stage exchanges with other stages.
         action: action from `rank_step.schedule`. "tables" sends the table lookups for all splits, and
             "collect" receives their gradients. "forward" and "backward" exchange the values or gradients for
             a split. For other actions, the result has no meaning.

@@ -53,12 +53,12 @@ def measure_and_choose(
 
     Args:
         traced: traced model.
-        taken: values that units read from the batch, by value name.
-        batch: number of samples in the batch.
-        num_stages: number of stages.
+        taken: batch values read by units, by value name.
+        batch: samples in the batch.
+        num_stages: stage count.
         staging: the stages if the user has set the cuts; None to choose them.
         split_size: samples per split if the user has set them, or "auto" to choose.
-        num_threads: number of torch threads per stage.
+        num_threads: torch threads per stage.
 
     Returns:
         The choice with the shortest predicted step over all split counts that were tried.
@@ -118,17 +118,17 @@ def measure_units(
     num_splits: int,
     num_workers: int,
 ) -> list[UnitCost]:
-    """Measure the forward and backward seconds per split of every unit.
+    """Measure the forward and backward seconds per split for every unit.
 
     If a unit runs once per batch, its time is divided by the number of splits. Several threads run the same
     measurement at the same time, because stages also share memory bandwidth in training.
 
     Args:
         traced: traced model.
-        programs: executable program of every unit.
-        taken: values that units read from the batch, by value name.
-        batch: number of samples in the batch.
-        num_splits: number of splits per batch.
+        programs: executable program for every unit.
+        taken: batch values read by units, by value name.
+        batch: samples in the batch.
+        num_splits: splits per batch.
         num_workers: number of threads that measure at the same time.
 
     Returns:
@@ -153,13 +153,13 @@ def measure_units(
 
 
 def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int) -> list[UnitCost]:
-    """Measure the forward and backward seconds per split of every stage while the other stages run, too.
+    """Measure the forward and backward seconds per split for every stage while the other stages run, too.
 
     Args:
         staging: programs of all stages.
-        taken: values that stages read from the batch, by value name.
-        batch: number of samples in the batch.
-        num_splits: number of splits per batch.
+        taken: batch values read by stages, by value name.
+        batch: samples in the batch.
+        num_splits: splits per batch.
 
     Returns:
         Cost of every stage, including `EXCHANGE_SECONDS` and the stage's share of the table lookups.
@@ -207,7 +207,7 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
 
     Args:
         program: program of the stage for a split.
-        arguments: arguments of the program for a split.
+        arguments: program arguments for a split.
         depth: number of forward passes before the first backward pass.
     """
     pending = []
@@ -224,7 +224,7 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
 
 
 def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequence[Any]) -> float:
-    """Return the seconds of a backward pass from ``results`` to ``inputs`` and to the program's parameters."""
+    """Return the seconds of a backward pass from ``results`` to ``inputs`` and the program's parameters."""
     ends = [e for e in pytree.tree_leaves(results) if isinstance(e, Tensor) and e.requires_grad]
     leaves = [e for e in pytree.tree_leaves(inputs) if isinstance(e, Tensor) and e.requires_grad]
     parameters = [p for p in program.module.parameters() if p.requires_grad]
@@ -245,7 +245,7 @@ def _arguments(
     Args:
         program: program to call.
         taken: values for the whole batch, by value name.
-        sizes: number of samples in every split.
+        sizes: samples in every split.
         values: results of earlier programs for the first split, by value name.
     """
     return [
@@ -276,9 +276,9 @@ def _measure(
 
     Args:
         traced: traced model.
-        programs: executable program of every unit.
-        taken: values that units read from the batch, by value name.
-        sizes: number of samples in every split.
+        programs: executable program for every unit.
+        taken: batch values read by units, by value name.
+        sizes: samples in every split.
     """
     values: dict[str, Any] = {}
     costs = []
@@ -311,7 +311,7 @@ def _measure_whole(
     Args:
         part: program to measure.
         taken: values for the whole batch, by value name.
-        sizes: number of samples in every split.
+        sizes: samples in every split.
         values: output; receives the first split of every result, by value name.
 
     Returns:
@@ -350,9 +350,9 @@ def step_seconds(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits:
     The formula is at the top of ``choosing.py``.
 
     Args:
-        costs: seconds per split of every unit.
-        stage_of: stage number of every unit.
-        num_splits: number of splits per batch.
+        costs: seconds per split for every unit.
+        stage_of: stage number for every unit.
+        num_splits: splits per batch.
     """
     stages = range(max(stage_of) + 1)
     forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]

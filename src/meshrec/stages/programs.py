@@ -15,7 +15,7 @@ from meshrec.stages.tracing import PartProgram, Traced, path_of
 
 @dataclass(frozen=True)
 class StageProgram:
-    """The executable programs of a stage.
+    """The executable programs for a stage.
 
     Attributes:
         index: stage number.
@@ -35,9 +35,9 @@ class Staging(NamedTuple):
     """All stages of a model.
 
     Attributes:
-        stages: programs of every stage.
-        stage_of: stage number of every unit.
-        output: output node of the model's graph. Its arguments are the values that the model returns.
+        stages: programs for every stage.
+        stage_of: stage number for every unit.
+        output: output node in the model's graph. Its arguments are the values the model returns.
     """
 
     stages: list[StageProgram]
@@ -45,7 +45,7 @@ class Staging(NamedTuple):
     output: fx.Node
 
     def makers(self) -> dict[str, int]:
-        """Return the number of the stage that computes a value, by value name.
+        """Return the the stage that computes a value, by value name.
 
         Values that are read from the batch are not included.
         """
@@ -71,17 +71,17 @@ class StageFlow:
 
     Args:
         staging: all stages of the model.
-        index: number of this stage.
-        carried: names of values that the last stage receives only because the model returns them.
+        index: this stage's number.
+        carried: values the last stage receives only because the model returns them.
 
     Attributes:
-        stage: programs of this stage.
-        last: number of the last stage.
-        makers: number of the stage that computes a value, by value name. Batch values are not included.
+        stage: this stage's programs.
+        last: last stage number.
+        makers: the stage that computes a value, by value name. Batch values are not included.
         users: numbers of the stages that receive a value from another stage, by value name.
-        takes: names of the values this stage needs for a split: first the arguments of ``stage.split``, then
+        takes: names of values this stage needs for a split: first the arguments of ``stage.split``, then
             ``carried`` values on the last stage.
-        output: output node of the model's graph.
+        output: output node in the model's graph.
     """
 
     def __init__(self, staging: Staging, index: int, carried: Sequence[str] = ()) -> None:
@@ -94,7 +94,7 @@ class StageFlow:
 
     @property
     def returned(self) -> list[str]:
-        """Names of the values that the model returns."""
+        """Names of the values the model returns."""
         return [node.name for node in self.output.all_input_nodes]
 
     @property
@@ -104,7 +104,7 @@ class StageFlow:
 
 
 def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
-    """Return the stage number of every unit if a new stage starts at every submodule in ``cuts``.
+    """Return the stage number for every unit if a new stage starts at every submodule in ``cuts``.
 
     A submodule with several units starts the stage at the first of them.
 
@@ -148,7 +148,7 @@ def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
 
     Args:
         traced: traced model.
-        stage_of: stage number of every unit.
+        stage_of: stage number for every unit.
     """
     firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
     cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]
@@ -163,7 +163,7 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
 
     Args:
         traced: traced model.
-        stage_of: stage number of every unit. A unit must not read a value from a later stage.
+        stage_of: stage number for every unit. A unit must not read a value from a later stage.
 
     Raises:
         ValueError: several stages use the same parameter.
@@ -226,7 +226,7 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
 
 
 def shared_parameters(traced: Traced) -> dict[str, list[int]]:
-    """Return the parameters that several units use, as unit numbers by parameter name."""
+    """Return the parameters used by several units, as unit numbers by parameter name."""
     # Keyed by the tensor, because tied weights have several names. The inner dict is an ordered set.
     users: dict[Tensor, tuple[str, dict[int, None]]] = {}
     for unit in traced.units:

@@ -1,4 +1,7 @@
-"""A rank's training step for a stage: split schedule, loss, and errors."""
+"""A training step on a rank that runs a stage: the order of splits, the loss, and error handling.
+
+See [Note: units, stages, splits and lanes] in ``stages/__init__.py`` for the terms.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +21,14 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class Lane:
-    """A rank's process groups. A lane is a copy of all stages. All methods are collective.
+    """The process groups of a rank in a lane, where a lane is a set of ranks with one copy of all stages.
+
+    All methods are collective over one of the groups.
 
     Args:
-        stages: this lane's ranks, one per stage.
-        replicas: the ranks with the same stage in all lanes; None: there is a single lane.
-        all_ranks: all ranks in all lanes.
+        stages: ranks in this lane. The group rank is the stage number.
+        replicas: ranks that run this stage in all lanes; None if there is a single lane.
+        all_ranks: ranks in all lanes.
     """
 
     def __init__(
@@ -32,13 +37,17 @@ class Lane:
         self.stages, self.replicas, self.all_ranks = stages, replicas, all_ranks
 
     def broadcast_seed(self) -> int:
-        """Draw a random seed on the lane's first stage, and return it on all stages."""
+        """Draw a random seed on the first stage, and return it on all ranks in the lane."""
         seed = torch.empty((), dtype=torch.int64).random_()
         dist.broadcast(seed, dist.get_global_rank(self.stages, 0), group=self.stages)
         return int(seed)
 
     def broadcast_loss(self, loss: Tensor | None) -> Tensor:
-        """Return the last stage's loss on all stages in the lane."""
+        """Send the loss of the last stage to all ranks in the lane, and return it there.
+
+        Args:
+            loss: loss for the batch (0-d) on the last stage; None on other stages.
+        """
         value = torch.zeros(()) if loss is None else loss.detach().float().clone()
         # Only the last stage computes the loss.
         source = dist.get_global_rank(self.stages, self.stages.size() - 1)
@@ -46,11 +55,14 @@ class Lane:
         return value
 
     def raise_together(self, error: str | None, cause: BaseException | None) -> None:
-        """Raise StageError on all ranks in all lanes if any rank has an error.
+        """Raise StageError on all ranks in all lanes if any rank passes an error.
+
+        All ranks raise the same message, from the lowest rank with a cause.
 
         Args:
-            error: message; None: this rank has no error.
-            cause: the exception, on the rank where it occurred.
+            error: error message, also if the error was received from another stage; None if this rank has
+                none.
+            cause: the original exception if it was raised on this rank, else None.
         """
         if not any_rank(error is not None, self.all_ranks):
             return
@@ -61,18 +73,19 @@ class Lane:
 
 
 class SplitLosses:
-    """Outputs and losses for all splits, on the last stage.
+    """Collects the model outputs and losses of all splits of a batch. The last stage fills it.
 
     Args:
         output: output node in the model's graph.
-        inputs: the batch.
-        targets: target per split; empty without targets.
-        criterion: see `StagedOverRanks`.
+        inputs: the batch, whole and split.
+        targets: target of every split; empty if the batch has no target.
+        criterion: function from (model output, target) to the mean loss over the samples in a split. None if
+            the model returns the loss.
         train: whether to compute gradients.
 
     Attributes:
-        gradients: gradients for values returned by the model, by split and value name. A split's backward
-            pass removes them.
+        gradients: loss gradients with respect to the values the model returns, by split index and value
+            name. The backward pass of a split removes its entry.
     """
 
     def __init__(
@@ -92,7 +105,7 @@ class SplitLosses:
         self.gradients: dict[int, dict[str, Gradients]] = {}
 
     def loss(self) -> Tensor | None:
-        """Return the mean loss over the batch samples; None except on the last stage."""
+        """Return the mean loss over all samples in the batch (0-d). None on stages other than the last."""
         if not self._losses:
             return None
         sizes = self._inputs.sizes
@@ -101,16 +114,19 @@ class SplitLosses:
         ).sum()
 
     def output(self) -> Any:
-        """Return the model's output for the whole batch."""
+        """Return the model's output for the whole batch, detached. None on stages other than the last."""
         return join(self._outputs, self._inputs.sizes) if self._outputs else None
 
     def add(self, k: int, results: dict[tuple[str, int], Any]) -> None:
-        """Compute a split's loss, and the gradients with respect to values returned by the model.
+        """Compute the output and the loss of split ``k``, and the gradients for the values the model returns.
 
         Args:
             k: split index.
-            results: values by (name, split); those for split ``k`` are removed.
+            results: values returned by the model, by (value name, split index). The entries for split ``k``
+                are removed.
         """
+        # Compute the loss on detached leaves. The backward pass through the model starts later, from
+        # ``gradients``.
         computed = {n.name for n in self._output.all_input_nodes if (n.name, k) in results}
         leaves: dict[str, list[Any]] = {}
         values: dict[str, Any] = {}
@@ -152,6 +168,7 @@ class SplitLosses:
             }
 
     def _loss_of(self, output: Any, k: int) -> Tensor | None:
+        """Return the mean loss over the samples in split ``k`` (0-d); None in evaluation without a loss."""
         criterion = self._criterion
         if criterion is not None:
             if not self._targets:
@@ -172,16 +189,17 @@ class SplitLosses:
 
 
 class RankStep:
-    """Runs a batch's schedule on a rank.
+    """Runs all actions of a batch on this rank, in the order of `schedule`.
 
     Args:
-        flow: values exchanged by this rank's stage.
-        exchange: exchange with other stages.
-        lane: process groups.
-        run: work for this rank's stage.
-        losses: split losses.
+        flow: which values this stage exchanges with other stages.
+        exchange: sends and receives these values.
+        lane: this rank's process groups.
+        run: executes the forward and backward passes of this stage.
+        losses: collects outputs and losses on the last stage.
         train: whether there is a backward pass.
-        draws: whether a random generator state is passed with every split.
+        draws: whether the model draws random values. The state of a random generator then travels from stage
+            to stage with every split.
     """
 
     def __init__(
@@ -199,15 +217,19 @@ class RankStep:
         self._train, self._generator = train, GENERATOR if draws else None
 
     def __call__(self) -> None:
-        """Run the whole schedule. Raises StageError on every rank if any rank fails."""
+        """Run the batch. Collective over all lanes.
+
+        Raises:
+            StageError: a stage failed on some rank. All ranks raise it, and no table has been updated.
+        """
         flow, exchange, stage = self._flow, self._exchange, self._flow.stage
         exchange.start()
         cause: BaseException | None = None
         for action, k in schedule(stage.index, flow.last + 1, self._run.num_splits, train=self._train):
             messages = messages_of(flow, action, k, generator=self._generator)
             if action == "agree":
-                # Before gradients are exchanged with other lanes and tables updated: all lanes do so, or
-                # none.
+                # This comes before lanes exchange gradients and before tables are updated. Either all lanes
+                # continue, or none.
                 group = self._lane.replicas if k else None
                 if any_rank(exchange.error is not None, group) and exchange.error is None:
                     exchange.error = "another lane failed"
@@ -223,7 +245,7 @@ class RankStep:
                         f"stage {stage.index} ({stage.name}), {where}: {type(error).__name__}: {error}"
                     )
             if exchange.error is not None:
-                # Peers wait for this action's messages, with or without a failure.
+                # Other stages wait for the messages of this action, with or without a failure.
                 exchange.exchange_remaining(messages)
         exchange.finish()
         # Before the tables are updated, so a failed step leaves them unchanged on all ranks.
@@ -246,17 +268,27 @@ class RankStep:
 
 
 def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> list[tuple[str, int]]:
-    """Return a stage's actions in order (1F1B), as (action, k).
+    """Return the actions of a stage for a batch, in 1F1B order (one forward, one backward).
 
-    For "forward" and "backward", k is the split index; for "tables" and "collect", the split count. In
-    "agree", all lanes find out whether any has failed; it comes before the last backward pass, in which they
-    exchange gradients.
+    For the first of two stages and three splits::
+
+        [("tables", 3), ("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1),
+         ("agree", 1), ("backward", 2), ("collect", 3)]
 
     Args:
-        index: stage number.
+        index: number of the stage.
         num_stages: stage count.
-        num_splits: split count.
+        num_splits: splits per batch.
         train: whether there is a backward pass.
+
+    Returns:
+        Pairs (action, k):
+
+        - ("tables", number of splits): look up the tables for the whole batch.
+        - ("forward", k) and ("backward", k): run split k.
+        - ("agree", 1): all lanes find out whether any lane has failed. The last backward pass follows, in
+          which lanes exchange gradients.
+        - ("collect", number of splits): receive the gradients for the table lookups.
     """
     if not train:
         return [("tables", num_splits), *(("forward", k) for k in range(num_splits))]
@@ -271,7 +303,7 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether the flag is set on any rank in the group. Collective."""
+    """Return whether ``flag`` is true on any rank. Collective over the group; None means only this rank."""
     if group is None:
         return flag
     tensor = torch.tensor(int(flag))

@@ -1,4 +1,8 @@
-"""Stages over ranks: the ``stage`` axis of a mesh, next to ``replicate`` and ``shard``."""
+"""``StagedOverRanks``: a model whose stages run on different ranks, along the ``stage`` axis of a device
+mesh.
+
+See [Note: units, stages, splits and lanes] in ``stages/__init__.py`` for the terms.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -25,11 +29,11 @@ from meshrec.stages.values import Inputs, StageValues
 
 
 class StepResult(NamedTuple):
-    """Step result.
+    """Result of a training or evaluation step.
 
     Attributes:
-        loss: mean loss over the lane's batch, on all stages in the lane.
-        output: model output, detached, on the last stage; None on other stages.
+        loss: mean loss over the samples in this lane's batch (0-d, float32). All ranks in the lane get it.
+        output: model output for the batch, detached, on the last stage. None on other stages.
     """
 
     loss: Tensor
@@ -37,12 +41,13 @@ class StepResult(NamedTuple):
 
 
 class StagedOverRanks(NamedAsModel):
-    """A model whose stages are on different ranks. A stage may also be sharded and replicated.
+    """Pipeline-parallel model: every rank runs a stage, which may also be sharded and replicated.
 
-    Ranks on the ``stage`` axis with equal other coordinates form a lane. A lane shares a batch: every rank in
-    the lane gets the whole batch, and reads the values for the rank's stage. ``step`` runs a batch with one
-    forward and one backward split in turn (1F1B: Narayanan et al., "PipeDream", 2019). Afterwards the
-    parameters have the gradients from the mean loss over all lanes, and the tables are updated::
+    Ranks on the ``stage`` axis with equal coordinates on the other axes form a lane, which has a copy of all
+    stages. All ranks in a lane get the same whole batch; a rank uses only the values that its stage needs.
+    ``step`` divides the batch into splits (microbatches), and every stage alternates between forward and
+    backward passes (1F1B: Narayanan et al., "PipeDream", 2019). After ``step``, the parameters have the
+    gradients of the mean loss over all lanes, and the tables are already updated::
 
         staged = StagedOverRanks(model, mesh=mesh, cuts=["over_arch"], split_size=512, criterion=loss)
         optimizer = torch.optim.Adam(staged.dense_param_groups())
@@ -51,23 +56,30 @@ class StagedOverRanks(NamedAsModel):
             loss, _ = staged.step(batch, target=target)
             optimizer.step()
 
-    A rank holds the parameters for the rank's stage, under the model's names.
+    A rank holds only the parameters of its stage, under the names they have in the model.
 
     Args:
-        model: the model, built alike on all ranks (same seed).
-        mesh: mesh with an axis ``stage``. The other axes are as in `ShardingEnv.from_mesh`, and apply to
-            every stage as in DistributedModelParallel: ``shard`` splits the stage's tables, ``replicate``
-            replicates them.
-        cuts: submodule names at which a new stage begins: one fewer than the ``stage`` axis has ranks.
-        split_size: samples per split; the last split has the rest.
-        criterion: maps (result, target) to the mean loss over samples. None: the model returns the loss,
-            alone or first in a tuple.
+        model: complete model, built with the same seed on all ranks.
+        mesh: mesh with an axis ``stage``, which has a rank per stage. The other axes are as in
+            `ShardingEnv.from_mesh`, and apply to every stage as in DistributedModelParallel: ``shard`` splits
+            the stage's tables, and ``replicate`` copies them.
+        cuts: names of the submodules at which a new stage starts, in execution order; one fewer than there
+            are stages.
+        split_size: samples per split; the last split may be smaller.
+        criterion: function from (model output, target) to the mean loss over samples. None if the model
+            returns the loss, either alone or as the first entry of a tuple.
         plan, sharders, dense, dense_options: as for DistributedModelParallel. A stage uses the plan entries
-            for the stage's tables.
-        deferred_batch_norm: see `Staged`.
+            for its tables.
+        deferred_batch_norm: whether batch norm updates its running statistics once per batch, by the
+            statistics of the whole batch, instead of once per split.
+
+    Attributes:
+        part: this rank's stage, as a DistributedModelParallel module.
+        timeline: events on this rank in the last batch.
 
     Raises:
-        ValueError: as for `Staged`, or the cut count does not fit the mesh.
+        ValueError: the number of cuts does not fit the mesh, a cut is not a submodule name, a stage would be
+            empty, or several stages use the same parameter.
     """
 
     holds_part = True  # a rank has only some model names; checkpoints merge them
@@ -126,34 +138,39 @@ class StagedOverRanks(NamedAsModel):
         self.timeline = Timeline()
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
-        """Run this lane's batch forward and backward. Collective over the mesh.
+        """Run this lane's batch forward and backward, and update the tables. Collective over the mesh.
+
+        Args:
+            args: the model's positional arguments, the same on all ranks in the lane.
+            target: second argument of the criterion. Only the last stage uses it.
+            kwargs: the model's keyword arguments.
 
         Raises:
-            ValueError: the batch cannot be split by samples; raised before anything runs.
-            StageError: a stage in some lane failed; raised on every rank, with stage and split. Tables are
-                unchanged. Clear the gradients, and the next step works.
+            ValueError: the batch cannot be split by samples. Nothing has run.
+            StageError: a stage in some lane failed. All ranks raise it, and the message names the stage and
+                the split. Tables are unchanged. Clear the gradients before the next step.
         """
         return self._run(args, kwargs, target, train=True)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
-        """Run a batch forward only, without gradients. Collective over the mesh."""
+        """Run a batch forward only, without gradients. Collective over the mesh; see `step` for arguments."""
         return self._run(args, kwargs, target, train=False)
 
     @property
     def stage(self) -> int:
-        """This rank's stage index."""
+        """Stage number on this rank."""
         return self._flow.stage.index
 
     @property
     def fused_optimizer(self) -> Any:
-        """Fused optimizer for this stage's tables, see DistributedModelParallel."""
+        """Optimizer that updates this stage's tables in the backward pass; see DistributedModelParallel."""
         return self.part.fused_optimizer
 
     def dense_param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter group for this rank's dense optimizer: all parameters except tables.
+        """Return a list with one parameter group for an optimizer: this stage's parameters except its tables.
 
-        The group is empty on a stage with only tables.
+        The group is empty on a stage that has only tables.
         """
         tables = {p for module in self.part.sharded_modules.values() for p in module.parameters()}
         return [{"params": [p for p in self.part.parameters() if p not in tables]}]
@@ -165,11 +182,18 @@ class StagedOverRanks(NamedAsModel):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load this stage's part of a state dict, which may be the whole model's."""
+        """Load the entries of this stage from a state dict, which may be that of the whole model.
+
+        Args:
+            state_dict: tensors by the names they have in the model. Entries of other stages are ignored.
+            args: further arguments of ``nn.Module.load_state_dict``.
+            kwargs: further arguments of ``nn.Module.load_state_dict``.
+        """
         local = self.part.state_dict()
         return self.part.load_state_dict({k: v for k, v in state_dict.items() if k in local}, *args, **kwargs)
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], target: Any, *, train: bool) -> StepResult:
+        """Run a batch, with a backward pass if ``train``; see `step` for the arguments."""
         sizes = split_sizes(batch_size(args, kwargs), self._split_size)
         taken = extract_values(self._taking, args, kwargs)
         flow, draws = self._flow, train and self.training and self._draws is not False
@@ -192,13 +216,14 @@ class StagedOverRanks(NamedAsModel):
         with deferred_statistics(norms) if norms is not None else nullcontext():
             step()
         if self._draws is None and train and self.training:
-            # Agreed on by the lane: a stage which expects a generator would otherwise wait for it forever.
+            # All stages in the lane must agree. Otherwise a stage that expects a generator state would wait
+            # forever for a stage that does not send it.
             self._draws = any_rank(run.drew, self._lane.stages)
         return StepResult(self._lane.broadcast_loss(losses.loss()), losses.output())
 
 
 def _passed_through(staging: Staging) -> list[str]:
-    """Return the value names from earlier stages, received by the last stage only to return them."""
+    """Return the value names which the last stage receives only because the model returns them."""
     makers, last = staging.makers(), len(staging.stages) - 1
     given = set(staging.stages[last].split.takes)
     returned = [node.name for node in staging.output.all_input_nodes]
@@ -206,9 +231,14 @@ def _passed_through(staging: Staging) -> list[str]:
 
 
 class StagePart(nn.Module):
-    """A stage's submodules, at the paths in the model.
+    """Module with the submodules, parameters and buffers that a stage uses, at the paths they have in the
+    model.
 
-    The forward method runs the program "whole" or "split".
+    The forward method runs one of the two stage programs: "whole" looks up tables for the whole batch, and
+    "split" runs the other units on a split.
+
+    Attributes:
+        holds_tables: whether the stage has embedding tables.
     """
 
     def __init__(self, model: nn.Module, stage: StageProgram) -> None:
@@ -223,12 +253,21 @@ class StagePart(nn.Module):
                     _adopt(self, model, str(node.target))
 
     def forward(self, which: str, *arguments: Any) -> Any:
-        """Run a program, and return the values."""
+        """Run a stage program.
+
+        Args:
+            which: "whole" or "split".
+            arguments: values that the program takes, in the order of `PartProgram.takes`.
+
+        Returns:
+            Tuple of values, in the order of `PartProgram.gives`.
+        """
         # The generated code looks up submodules by name, which resolves to the modules adopted here.
         return type(self._programs[which].module).forward(self, *arguments)
 
 
 def _adopt(part: nn.Module, model: nn.Module, target: str) -> None:
+    """Register the model's submodule, parameter or buffer ``target`` in ``part``, at the same path."""
     *path, last = target.split(".")
     for name in path:
         if not hasattr(part, name):
@@ -250,9 +289,9 @@ def _has_submodule(part: nn.Module, path: str) -> bool:
 
 
 class _PartCaller(Caller):
-    """Runs the stage part with dense parameters replicated over lanes (DDP or FSDP2).
+    """Runs a stage whose dense parameters DDP or FSDP2 keeps equal in all lanes.
 
-    Lanes exchange gradients only in the last split's backward pass.
+    Lanes exchange gradients only in the backward pass of the last split.
     """
 
     direct = True
@@ -272,8 +311,8 @@ class _PartCaller(Caller):
         wrapped: Any = self._part._dmp_wrapped_module
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             if last:
-                # Only the last split reduces. Its gradients are accumulated on top of earlier splits'
-                # gradients.
+                # Only the last split starts the all-reduce. The gradients of earlier splits are already in
+                # ``grad``, so the all-reduce covers the sum over all splits.
                 wrapped.reducer.prepare_for_backward([])
         elif hasattr(wrapped, "set_requires_gradient_sync"):
             wrapped.set_requires_gradient_sync(last)

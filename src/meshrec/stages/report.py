@@ -8,7 +8,10 @@ from meshrec.stages.staged import Staged
 
 
 def write_report(staged: Staged, path: str | Path) -> None:
-    """Write the report: timeline, utilization per stage, and predicted next to measured time.
+    """Write an HTML report on the last batch to ``path``.
+
+    The report shows the timeline, the fraction of time that stages compute, and the predicted and the
+    measured step time.
 
     Raises:
         ValueError: no batch has run.
@@ -17,7 +20,11 @@ def write_report(staged: Staged, path: str | Path) -> None:
 
 
 def report_data(staged: Staged) -> dict[str, Any]:
-    """Return the report content as JSON types."""
+    """Return the content of the report as a dict that ``json.dumps`` accepts. Times are in seconds.
+
+    Raises:
+        ValueError: no batch has run.
+    """
     events = staged.timeline.events
     if not events:
         raise ValueError("the stages have run no batch. Train one, then write the report.")

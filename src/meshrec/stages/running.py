@@ -1,7 +1,9 @@
-"""A stage's work on a batch: forward and backward passes for splits and tables.
+"""Run the forward and backward passes of a stage for the splits of a batch, and for the stage's tables.
 
-The autograd graph is cut between stages. A stage receives detached values, and later sends back their
-gradients. See `threads` (one process) and `ranks` for transport and scheduling.
+The autograd graph is cut between stages. A stage receives detached values, and later sends the gradients for
+these values back to the stage that computed them. ``threads.py`` (one process) and ``rank_step.py`` (a rank
+per stage) call the passes in order and transport the values.
+See [Note: units, stages, splits and lanes] in ``stages/__init__.py`` for the terms.
 """
 
 import time
@@ -22,19 +24,23 @@ from meshrec.stages.timeline import Kind, Timeline
 from meshrec.stages.values import Gradients, GradientSums, Message, StageValues
 
 GENERATOR = "random numbers"
+"""Name under which a stage sends the state of a split's random generator to the next stage."""
 
 
 class StageError(RuntimeError):
-    """A stage failed. The message names stage and split; ``__cause__`` is the original error."""
+    """A stage failed. The message names the stage and the split.
+
+    ``__cause__`` is the original exception where it was raised in this process.
+    """
 
 
 class Mode(NamedTuple):
-    """Batch settings.
+    """Settings that hold for a whole batch.
 
     Attributes:
         grad: whether there will be a backward pass.
-        seed: seed for random operations; None: the model has none.
-        autocast: enabled autocast dtype by device type, such as {"cpu": torch.bfloat16}.
+        seed: seed of the batch for random operations; None if the model has none.
+        autocast: autocast dtype of every device type with autocast enabled, such as {"cpu": torch.bfloat16}.
     """
 
     grad: bool
@@ -43,17 +49,25 @@ class Mode(NamedTuple):
 
     @classmethod
     def now(cls, *, grad: bool, seed: int | None) -> "Mode":
-        """Return settings with this thread's autocast state, which worker threads do not inherit."""
+        """Return settings with the autocast state of the calling thread.
+
+        Worker threads do not inherit this state and must set it themselves.
+
+        Args:
+            grad: whether there will be a backward pass.
+            seed: seed of the batch for random operations; None if the model has none.
+        """
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return cls(grad, seed, {kind: torch.get_autocast_dtype(kind) for kind in kinds})
 
 
 class _SavedSplit(NamedTuple):
-    """State saved for a split's backward pass.
+    """State that a stage saves between the forward and the backward pass of a split.
 
     Attributes:
-        leaves: detached leaves per input value name; None for leaves without a gradient.
-        outputs: leaves per output value name, with the autograd graph.
+        leaves: detached input tensors at which the autograd graph of the stage starts, by value name. None
+            for leaves that need no gradient.
+        outputs: output tensors at which this autograd graph ends, by value name.
     """
 
     leaves: dict[str, Gradients]
@@ -61,22 +75,23 @@ class _SavedSplit(NamedTuple):
 
 
 class StageRun:
-    """A stage's work on a batch.
+    """Executes a stage for a batch.
 
-    Call ``tables``, then ``forward`` for every split; later ``backward`` for every split in any order, then
-    ``add_to_grad``, ``values.collect`` and ``tables_backward``.
+    Call ``tables`` first, then ``forward`` for every split. For training, also call ``backward`` for every
+    split, in any order after the split's ``forward``. Then call ``add_to_grad``, ``values.collect`` and
+    ``tables_backward``.
 
     Args:
-        flow: values exchanged by this stage.
-        call: runs a stage program, "whole" or "split".
-        values: values from the batch and other stages.
-        mode: batch settings.
-        timeline: records events.
+        flow: which values this stage exchanges with other stages.
+        call: runs the stage's programs.
+        values: gets the values the stage reads, and sends the values it computes.
+        mode: settings for the batch.
+        timeline: records the start and the end of every pass.
 
     Attributes:
-        values: values from the batch and other stages.
-        where: current action, for error messages.
-        drew: whether the stage has drawn random values; only valid if ``mode.seed`` is given.
+        values: see above.
+        where: description of the current pass, for error messages.
+        drew: whether the stage has drawn random values. It is only set if ``mode.seed`` is not None.
     """
 
     def __init__(
@@ -87,22 +102,25 @@ class StageRun:
         self.drew = False
         # By split, from its forward until its backward pass.
         self._saved: dict[int, _SavedSplit] = {}
-        # Sums over splits, until deliver() adds them to the parameters' grad. Without parameters if backward
-        # accumulates directly; then it only counts the splits.
+        # Parameter gradients summed over splits, until add_to_grad() adds them to ``grad``. If the backward
+        # pass accumulates into ``grad`` directly, the parameter list is empty, and it only counts splits.
         self._sums = GradientSums([p for p in call.parameters() if p.requires_grad])
 
     @property
     def stage(self) -> StageProgram:
-        """The stage's program."""
+        """The this stage's programs."""
         return self._flow.stage
 
     @property
     def num_splits(self) -> int:
-        """Split count."""
+        """Number of splits in the batch."""
         return len(self.values.inputs.sizes)
 
     def tables(self) -> None:
-        """Look up the stage's tables, if it has any, for the whole batch."""
+        """Look up the stage's tables for the whole batch, and send the lookups split by split.
+
+        Does nothing if the stage has no tables.
+        """
         whole, inputs = self.stage.whole, self.values.inputs
         if whole is None:
             return
@@ -116,7 +134,7 @@ class StageRun:
         self.values.publish_lookups(pieces)
 
     def forward(self, k: int) -> None:
-        """Wait for split ``k``'s input values, run the split, and send the output values."""
+        """Run the forward pass of split ``k``: wait for the input values, compute, and send the results."""
         program, takes, values = self.stage.split, self._flow.takes, self.values
         taken = {name: values.take(name, k) for name in takes}
         with self._recorded("forward", k):
@@ -140,12 +158,15 @@ class StageRun:
             values.publish(name, k, value)
 
     def backward(self, k: int, result_gradients: Mapping[str, Gradients]) -> None:
-        """Run split ``k``'s backward pass, and send the input value gradients.
+        """Run the backward pass of split ``k``: wait for the output gradients, compute, and send the results.
 
         Args:
             k: split index.
-            result_gradients: gradients for values returned by the model, by name. Gradients for values read
-                by other stages are received.
+            result_gradients: gradients for the values the model returns, by value name. The gradients
+                for values read by other stages are received from these stages.
+
+        Raises:
+            RuntimeError: the backward pass of the split has already run.
         """
         if k not in self._saved:
             raise RuntimeError(
@@ -174,11 +195,11 @@ class StageRun:
             )
 
     def add_to_grad(self) -> None:
-        """Add all split gradients to the parameters' ``grad``."""
+        """Add the parameter gradients, summed over all splits, to ``parameter.grad``."""
         self._sums.add_to_grad()
 
     def tables_backward(self) -> None:
-        """Run the tables' backward pass, which updates tables with a fused optimizer."""
+        """Run the backward pass of the table lookups. Tables with a fused optimizer are updated by it."""
         ends, gradients = self.values.take_table_gradients()
         if ends:
             with self._recorded("tables", -1):
@@ -186,6 +207,10 @@ class StageRun:
 
     @contextmanager
     def _context(self, k: int, device: torch.device) -> Iterator[None]:
+        """Set gradient mode, autocast and random generator for the forward pass of split ``k``.
+
+        The generator's state is received from the previous stage, and sent to the next stage at the end.
+        """
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._mode.grad))
             for kind, dtype in self._mode.autocast.items():
@@ -209,6 +234,7 @@ class StageRun:
 
     @contextmanager
     def _recorded(self, kind: Kind, k: int) -> Iterator[None]:
+        """Record the block in the timeline as a pass of split ``k``; -1 is the whole batch."""
         self.where = "tables" if k < 0 else f"{kind} of split {k} of {self.num_splits}"
         start = time.perf_counter()
         yield
@@ -216,41 +242,50 @@ class StageRun:
 
 
 class Caller(ABC):
-    """Runs a stage's programs.
+    """Runs the programs of a stage, which may be wrapped in DistributedDataParallel or FSDP2.
 
     Attributes:
-        direct: whether every split's backward pass adds to the parameters' ``grad``. Otherwise gradients
-            are summed separately, and `StageRun.add_to_grad` adds the sum.
+        direct: whether the backward pass of a split adds parameter gradients to ``grad`` directly, as a
+            wrapper requires. If False, `StageRun` sums the gradients over splits and adds the sum to
+            ``grad``.
     """
 
     direct = False
 
     @abstractmethod
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run the program "whole" or "split", and return the values."""
+        """Run the stage's program ``which``, "whole" or "split".
+
+        Args:
+            which: "whole" for the table lookups of the batch, "split" for the other units on a split.
+            arguments: values that the program takes, in the order of `PartProgram.takes`.
+
+        Returns:
+            Values in the order of `PartProgram.gives`.
+        """
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters in the program "split", without tables; none if ``direct``."""
+        """Return the parameters, except tables, whose gradients `StageRun` sums; none if ``direct``."""
         return []
 
     @abstractmethod
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for a split's backward pass, if ``direct``.
+        """Prepare the wrapper for the backward pass of a split. Called only if ``direct``.
 
         Args:
-            last: whether the split is the last in the batch to run backward.
+            last: whether this is the last backward pass of the batch, in which lanes exchange gradients.
         """
 
 
 def split_seed(seed: int, k: int) -> int:
-    """Return the generator seed for split ``k``, from the batch seed."""
+    """Return the seed of the random generator for split ``k``, given the seed of the batch."""
     return (seed + k) % (1 << 63)
 
 
 class _Entry(torch.autograd.Function):
-    """Identity function, after which a stage may change a value in place.
+    """Identity function whose result may be changed in place.
 
-    Autograd forbids this for leaves.
+    Autograd forbids in-place changes of a leaf that requires a gradient, and a stage's inputs are leaves.
     """
 
     @staticmethod
@@ -263,7 +298,7 @@ class _Entry(torch.autograd.Function):
 
 
 def make_writable(value: Any) -> Any:
-    """Return ``value`` with tensors which operations may change in place, although they require gradients."""
+    """Return ``value`` with tensors which may be changed in place although they require gradients."""
     with torch.enable_grad():
         return pytree.tree_map(
             lambda leaf: (
@@ -274,7 +309,15 @@ def make_writable(value: Any) -> Any:
 
 
 def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
-    """Detach tensors in ``value``. Return it and the leaves, with None for leaves without a gradient."""
+    """Detach the tensors in ``value`` from the autograd graph of the stage that computed them.
+
+    Args:
+        value: nested container of tensors.
+        grad: whether the batch has a backward pass.
+
+    Returns:
+        The detached value, and its leaves, with None for leaves that need no gradient.
+    """
     flat, spec = pytree.tree_flatten(value)
     leaves: Gradients = []
     for index, leaf in enumerate(flat):
@@ -288,7 +331,12 @@ def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
 def _backward_pairs(
     outputs: Mapping[str, Sequence[Any]], gradients: Mapping[str, Sequence[Tensor | None] | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs with gradients, and these gradients, as arguments for a backward pass."""
+    """Return the output tensors that have a gradient and, in the same order, these gradients.
+
+    Args:
+        outputs: leaves of every output value, by value name.
+        gradients: gradients for these leaves, by value name. None or a missing name stands for no gradient.
+    """
     pairs = [
         (leaf, gradient)
         for name, leaves in outputs.items()
@@ -301,6 +349,7 @@ def _backward_pairs(
 def _autograd_grad(
     ends: Sequence[Tensor], given: Sequence[Tensor], targets: Sequence[Tensor | nn.Parameter]
 ) -> Sequence[Tensor | None]:
+    """Call ``torch.autograd.grad`` from ``ends`` with gradients ``given``; accept empty lists."""
     if not ends or not targets:
         return [None] * len(targets)
     return torch.autograd.grad(ends, targets, given, allow_unused=True)

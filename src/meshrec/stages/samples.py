@@ -1,4 +1,4 @@
-"""Split a batch by samples, and join split results."""
+"""Divide a batch into splits (microbatches) by samples, and join the results of all splits."""
 
 import dataclasses
 import itertools
@@ -12,11 +12,15 @@ from torch.utils import _pytree as pytree
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-# B samples in the batch, K splits
-
 
 def num_samples(value: Any) -> int | None:
-    """Return the sample count in the first tensor with samples in ``value``; None without such a tensor."""
+    """Return the sample count in ``value``, from the first tensor in it; None if it contains no tensor.
+
+    A dense tensor has samples along dimension 0. Tensors without dimensions are skipped.
+
+    Args:
+        value: tensor, jagged tensor, or nested container with tensors.
+    """
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else None
     if isinstance(value, KeyedJaggedTensor):
@@ -29,10 +33,14 @@ def num_samples(value: Any) -> int | None:
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the sample count B in a model's arguments.
+    """Return the sample count in a batch, given as a model's arguments.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
 
     Raises:
-        ValueError: no argument has samples.
+        ValueError: the arguments contain no tensor with samples.
     """
     batch = num_samples([args, kwargs])
     if batch is None:
@@ -41,11 +49,11 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def split_sizes(batch: int, split_size: int) -> list[int]:
-    """Return the sample count per split: ``split_sizes(10, 4)`` is [4, 4, 2].
+    """Return the sample count in every split. For example, ``split_sizes(10, 4)`` is [4, 4, 2].
 
     Args:
-        batch: sample count in the batch.
-        split_size: samples per split.
+        batch: samples in the batch.
+        split_size: samples per split; the last split may be smaller.
 
     Raises:
         ValueError: ``split_size`` is below 1, or the batch is empty.
@@ -60,18 +68,18 @@ def split_sizes(batch: int, split_size: int) -> list[int]:
 
 
 def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
-    """Split a value by samples.
+    """Divide a value for the whole batch by samples, and return a value for every split.
 
     Tensors become views [size, ...] along dimension 0. Tuples, lists, dicts and dataclasses are split item by
-    item. Values without samples, such as scalars and 0-d tensors, go to every split.
+    item. Values without samples, such as Python scalars and 0-d tensors, are repeated in every split.
 
     Args:
-        value: value for the whole batch.
-        sizes: sample count per split.
-        where: value name in errors.
+        value: tensor, jagged tensor, or nested container for the whole batch.
+        sizes: samples in every split.
+        where: name for the value in error messages.
 
     Raises:
-        ValueError: a tensor's first dimension is not the sample count.
+        ValueError: a tensor has another number of samples than ``sizes`` in total.
     """
     if isinstance(value, LazyAwaitable):
         value = value.wait()
@@ -102,17 +110,17 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join split results; inverts `split`.
+    """Join the results of all splits into a result for the whole batch; the inverse of `split`.
 
-    Tensors [size, ...] are concatenated. A 0-d tensor is taken for a mean over samples, and becomes the mean
-    over the batch.
+    Tensors [size, ...] are concatenated along dimension 0. A 0-d tensor is taken for a mean over samples, and
+    the result is the mean over the whole batch. Other leaves must be equal in all splits.
 
     Args:
-        values: result per split.
-        sizes: sample count per split.
+        values: result for every split.
+        sizes: samples in every split.
 
     Raises:
-        ValueError: the results have different structures, or different values other than tensors.
+        ValueError: the results have different structures, or leaves other than tensors differ.
     """
     flat, specs = zip(*(pytree.tree_flatten(value) for value in values), strict=True)
     # Leaves are joined by position, so all splits must have the same structure.
@@ -124,7 +132,15 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join a result leaf; see `join`."""
+    """Join a leaf of the results, given for every split; see `join`.
+
+    Args:
+        leaves: the leaf in every split.
+        sizes: samples in every split.
+
+    Raises:
+        ValueError: the leaves are not tensors, and differ.
+    """
     first = leaves[0]
     if not isinstance(first, Tensor):
         if any(other != first for other in leaves):
@@ -137,6 +153,7 @@ def join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _split_keyed_jagged(value: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
+    # Values are stored key by key, so a split takes a contiguous span from every key.
     if value.variable_stride_per_key():
         raise ValueError(
             f"the keys {value.keys()} have different batch sizes, which cannot be split by samples. Give "
@@ -179,10 +196,12 @@ def _split_jagged(value: JaggedTensor, sizes: Sequence[int]) -> list[JaggedTenso
 
 
 def _parts(value: Any) -> list[Any]:
+    """Return the items in a container (tuple, list, dict or dataclass); an empty list for other values."""
     return _named_parts(value)[1] if _rebuilder(value) is not None else []
 
 
 def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
+    """Return two lists: suffixes to name the items in errors, such as ".x" or "[0]", and the items."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return [f".{name}" for name in names], [getattr(value, name) for name in names]
@@ -192,7 +211,7 @@ def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
 
 
 def _rebuilder(value: Any) -> Callable[[list[Any]], Any] | None:
-    """Return a function from a part list to a container like ``value``; None if it is not a container."""
+    """Return a function from a list of items to a container like ``value``; None if it is not a container."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: type(value)(*parts)
     if isinstance(value, tuple | list):

@@ -1,4 +1,7 @@
-"""``Staged``: a model cut into stages running at the same time in one process."""
+"""``Staged``: a model cut into stages which run at the same time in one process.
+
+See [Note: units, stages, splits and lanes] in ``stages/__init__.py`` for the terms.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,10 +26,11 @@ from meshrec.stages.values import Inputs
 
 
 class NamedAsModel(nn.Module):
-    """Wrapper with the wrapped module's names for parameters, buffers and state dict."""
+    """Base class for model wrappers. Parameters, buffers and state dict keep the wrapped model's names."""
 
     @property
     def _named_module(self) -> nn.Module:
+        """The wrapped module."""
         raise NotImplementedError
 
     @override
@@ -47,39 +51,43 @@ class NamedAsModel(nn.Module):
 
 
 class Staged(NamedAsModel):
-    """Model in stages: while a stage works on a batch split, other stages work on other splits.
+    """Pipeline-parallel model in a single process, with a thread or a device per stage.
 
-    Use it like the model: ``loss = criterion(staged(x), y); loss.backward(); optimizer.step()``. Results and
-    gradients equal the unsplit model's, except for batch norm with per-split statistics. Parameter
-    names are unchanged. ``backward`` adds to ``parameter.grad``; ``torch.autograd.grad`` with respect to
-    parameters is not supported.
+    A batch is divided by samples into splits (microbatches). While a stage works on a split, the other stages
+    work on other splits. Use it like the model: ``loss = criterion(staged(x), y); loss.backward();
+    optimizer.step()``. Results and gradients equal those of ``model``, except that batch norm uses the
+    mean and variance of the split. ``backward`` adds to ``parameter.grad``; ``torch.autograd.grad`` with
+    respect to parameters is not supported.
 
-    Embedding tables are looked up and updated once per batch. A 0-d result, such as a loss inside the model,
-    is assumed to be a mean over samples. Dropout and other random values are drawn per split, from a
-    generator which travels with the split: they equal ``model``'s draws on the split's samples after
-    ``torch.manual_seed(split_seed(seed, k))``.
+    Embedding tables are looked up and updated once per batch. If the model returns a 0-d tensor, such as a
+    loss, it is taken for a mean over samples. Dropout and other random values are drawn for every split from
+    a generator which travels with the split. The values equal those ``model`` draws on the samples of split
+    ``k`` after ``torch.manual_seed(split_seed(seed, k))``.
 
     Args:
-        model: model which torch.fx can trace. A submodule which cannot be traced becomes a single unit.
-        cuts: submodules at which a new stage starts, in execution order; or "auto", to select by measuring
-            the first training batch.
-        num_stages: stage count for ``cuts="auto"``; default: one per device, or 2.
-        split_size: samples per split (the last may be smaller), or "auto", to select by measuring.
-        devices: device per stage. On the CPU, every stage is a thread with ``num_threads`` torch threads.
-        link: carries values between stages. Default: copies on a separate stream if devices differ.
-        deferred_batch_norm: whether running statistics move once per batch, by the whole batch's statistics.
-        num_workers: threads which run the stages: one per stage, or 1, which runs splits in sequence with
-            equal results.
-        num_threads: torch threads per worker.
+        model: model which torch.fx can trace. A submodule which cannot be traced stays whole in one stage.
+        cuts: names of the submodules at which a new stage starts, in execution order. "auto" chooses the
+            stages by measuring the first training batch.
+        num_stages: stage count for ``cuts="auto"``; by default, the number of devices, or else 2.
+        split_size: samples per split; the last split may be smaller. "auto" chooses by measuring.
+        devices: device of every stage; by default, the CPU for all stages.
+        link: moves values between the devices; by default a `DeviceLink` if devices differ.
+        deferred_batch_norm: whether batch norm updates its running statistics once per batch, by the
+            statistics of the whole batch, instead of once per split.
+        num_workers: threads which run the stages. Either one per stage, which is the default, or 1, which
+            runs the stages in sequence with equal results.
+        num_threads: torch threads per worker thread.
 
     Attributes:
-        timeline: the last batch's events.
-        choice: selection by measurement, with predicted step and bound; None if nothing was selected.
-        seed: the last batch's random seed; None if it drew nothing.
+        timeline: passes of all stages in the last batch, with start and end.
+        choice: measured choice of cuts and split count, with the predicted step time; None if nothing was
+            chosen.
+        seed: random seed of the last batch, from which `split_seed` derives the split seeds. None if
+            the model draws no random values.
 
     Raises:
-        ValueError: invalid cuts, an empty stage, a parameter used by two stages, or more stages than units or
-            devices.
+        ValueError: a cut is not a submodule name, a stage would be empty, several stages use a parameter, or
+            there are more stages than units or devices.
     """
 
     def __init__(
@@ -122,15 +130,17 @@ class Staged(NamedAsModel):
             self._stage(stages_at_cuts(self._traced, cuts))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. The first training call measures, if cuts or split size are "auto".
+        """Run the model on a batch, and return the model's output.
+
+        If the cuts or the split size are "auto", the first call chooses them by measuring on its batch.
 
         Args:
-            args: the model's arguments.
+            args: the model's positional arguments.
             kwargs: the model's keyword arguments.
 
         Raises:
-            ValueError: the batch cannot be split by samples, or ``split_size`` does not fit.
-            StageError: a stage failed; the message names stage and split.
+            ValueError: the batch cannot be split by samples.
+            StageError: a stage failed. The message names the stage and the split.
         """
         batch = batch_size(args, kwargs)
         taken = extract_values(self._traced.taking, args, kwargs)
@@ -148,7 +158,7 @@ class Staged(NamedAsModel):
 
     @property
     def stages(self) -> list[str]:
-        """Contents per stage; empty until the cuts are chosen."""
+        """Description of every stage, such as "bottom to over_arch"; empty until the cuts are chosen."""
         return [] if self._staging is None else [stage.name for stage in self._staging.stages]
 
     @property
@@ -157,6 +167,7 @@ class Staged(NamedAsModel):
         return self.module
 
     def _stage(self, stage_of: Sequence[int]) -> None:
+        """Build the programs of the stages, and move parameters and buffers to the stages' devices."""
         self._staging = stage_programs(self._traced, stage_of)
         for stage, device in zip(self._staging.stages, self._devices, strict=True):
             for program in (stage.whole, stage.split):
@@ -166,11 +177,11 @@ class Staged(NamedAsModel):
     def _choose_split_size(self, batch: int, taken: Mapping[str, Any]) -> int:
         """Return the samples per split for a batch.
 
-        If the cuts or the split size are "auto", the first call selects them by measuring on this batch.
+        If the cuts or the split size are "auto", the first call chooses them by measuring on this batch.
 
         Args:
             batch: samples in the batch.
-            taken: batch values by name.
+            taken: batch values read by units, by value name.
         """
         if self._staging is None or (self._split_size == "auto" and self.choice is None):
             self.choice = measure_and_choose(
@@ -191,6 +202,7 @@ class Staged(NamedAsModel):
         return max(1, -(-batch // self.choice.num_splits))
 
     def _batch(self, inputs: Inputs) -> ThreadedBatch:
+        """Prepare a batch to run: start the threads if necessary, and draw the random seed."""
         assert self._staging is not None
         if self._workers is None:
             self._workers = Workers(self._num_workers, self._num_threads)
@@ -207,10 +219,15 @@ class Staged(NamedAsModel):
         )
 
     def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":
-        """Run all stages, and return a function from (value name, split index) to a value in the model's
-        output.
+        """Run the forward pass of all stages.
 
-        With gradients enabled, autograd can differentiate these values with respect to the batch.
+        Args:
+            run: the prepared batch.
+            splits: batch values for every split, by value name.
+
+        Returns:
+            Function from (value name, split index) to a value returned by the model. If gradients are
+            enabled, autograd can differentiate these values with respect to the batch.
         """
         assert self._staging is not None
         names = [n.name for n in self._staging.output.all_input_nodes if n.name in self._staging.makers()]
@@ -235,6 +252,13 @@ class Staged(NamedAsModel):
     def _join_outputs(
         self, result: "Callable[[str, int], Any]", taken: Mapping[str, Any], sizes: Sequence[int]
     ) -> Any:
+        """Join the results of all splits, and build the model's output from them.
+
+        Args:
+            result: function returned by `_run`.
+            taken: batch values by name; the model may return them unchanged.
+            sizes: samples in every split.
+        """
         assert self._staging is not None
         makers = self._staging.makers()
 
@@ -250,15 +274,17 @@ class Staged(NamedAsModel):
         return torch.fx.node.map_arg(self._staging.output.args[0], value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the object without threads, which the copy starts again."""
+        """Return the state for pickle and copy, without threads. The copy starts new threads when needed."""
         return {**self.__dict__, "_workers": None}
 
 
 def extract_values(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Extract the values for the stages from the model's arguments, by name.
+    """Return the batch values read by stages, by value name.
+
+    If the model's argument is a container such as ``batch``, this may be ``{"batch_sparse": batch.sparse}``.
 
     Args:
-        taking: program extracting the values; see `Traced`.
+        taking: program which extracts the values; see `Traced`.
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
 
@@ -274,14 +300,14 @@ def extract_values(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str
 
 
 class _ResultLayout:
-    """Converts between the model's results and the flat tensor tuple for autograd.
+    """Flattens the results of all splits into a tuple of tensors, as autograd functions require, and back.
 
     Args:
-        names: values in the model's output computed by stages.
-        inputs: batch leaves requiring a gradient, as (value name, split index, leaf index).
+        names: names of the values which stages compute and the model returns.
+        inputs: (value name, split index, leaf index) for every batch tensor which requires a gradient.
 
     Attributes:
-        positions: (value name, split index, leaf index) per tensor in the tuple; set by `take`.
+        positions: (value name, split index, leaf index) for every tensor in the tuple; set by `take`.
     """
 
     def __init__(self, names: Sequence[str], inputs: Sequence[tuple[str, int, int]]) -> None:
@@ -292,7 +318,12 @@ class _ResultLayout:
         self.positions: list[tuple[str, int, int]] = []
 
     def take(self, run: ThreadedBatch, num_splits: int) -> list[Tensor]:
-        """Flatten all split results, and return the tensors, detached."""
+        """Return the tensors in all results of a batch as a flat list, detached.
+
+        Args:
+            run: batch after the forward pass.
+            num_splits: splits in the batch.
+        """
         tensors = []
         for name in self.names:
             for k in range(num_splits):
@@ -305,15 +336,23 @@ class _ResultLayout:
         return tensors
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Store the tensors returned by `_RunStages`, which have an autograd graph back to the batch."""
+        """Replace the tensors from `take` by the `_RunStages` outputs, which have an autograd graph."""
         for (name, k, i), tensor in zip(self.positions, tensors, strict=True):
             self._leaves[name, k][i] = tensor
 
     def result(self, name: str, k: int) -> Any:
+        """Return the value ``name`` for split ``k``, after `give`."""
         return pytree.tree_unflatten(self._leaves[name, k], self._specs[name, k])
 
     def by_value(self, grads: Sequence[Tensor | None]) -> dict[tuple[str, int], list[Tensor | None]]:
-        """Group the flat tuple's gradients by value name and split, with a gradient per leaf."""
+        """Group gradients for the flat tuple by (value name, split index).
+
+        Args:
+            grads: gradient for every tensor in the tuple.
+
+        Returns:
+            A list with a gradient per leaf of the value; None for leaves without a gradient.
+        """
         grouped: dict[tuple[str, int], list[Tensor | None]] = {
             key: [None] * len(leaves) for key, leaves in self._leaves.items()
         }
@@ -323,7 +362,7 @@ class _ResultLayout:
 
 
 class _RunStages(torch.autograd.Function):
-    """All stages as a single autograd operation: from batch leaves to result leaves for all splits."""
+    """All stages as a single autograd operation, from batch tensors to the result tensors of all splits."""
 
     @staticmethod
     @override
@@ -352,6 +391,7 @@ def _checked_num_stages(
     num_stages: int | None,
     devices: Sequence[torch.device | str] | None,
 ) -> int:
+    """Return the stage count, or raise ValueError if the arguments of `Staged` do not fit the model."""
     if isinstance(cuts, str) and cuts != "auto":
         raise ValueError(f"cuts must be 'auto' or a sequence of submodules' names, got {cuts!r}.")
     requested = num_stages

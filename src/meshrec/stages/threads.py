@@ -1,7 +1,9 @@
-"""Run stages in a single process, with a worker thread per stage, and carrier threads between devices.
+"""Run stages in a single process: a worker thread per stage, and carrier threads which copy between devices.
 
-Every stage runs splits forward in order, and backward from the last split to the first. Results therefore do
-not depend on thread speeds, and equal those in sequential execution.
+Every stage runs its forward passes from the first split to the last, and its backward passes from the last
+split to the first. Sums over splits are therefore added in the same order in every run, and results do not
+depend on thread speeds.
+See [Note: units, stages, splits and lanes] in ``stages/__init__.py`` for the terms.
 """
 
 import threading
@@ -23,7 +25,14 @@ from meshrec.stages.values import Exchange, Gradients, Inputs, Message, StageVal
 
 
 class Workers:
-    """Worker threads, with ``num_threads`` torch threads per worker. A single worker runs all stages."""
+    """Threads which run stages, and carrier threads which copy values between stages.
+
+    The threads stay alive for later batches.
+
+    Args:
+        num_workers: one worker thread per stage, or 1 to run all stages in the same thread.
+        num_threads: torch threads per worker thread.
+    """
 
     def __init__(self, num_workers: int, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -34,14 +43,12 @@ class Workers:
             pool.submit(torch.set_num_threads, num_threads).result()
 
     def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None], *, here: bool) -> None:
-        """Run a job per stage, in the stages' threads or sequentially in this thread.
-
-        If jobs fail, calls ``failed`` and raises the first error once all jobs have ended.
+        """Run a job for every stage, and wait until all jobs have ended. Raise the first error, if any.
 
         Args:
-            jobs: job by stage.
-            failed: called when a job fails, to end the others.
-            here: whether to run all jobs in this thread.
+            jobs: function to run, by stage number.
+            failed: called when a job fails. It must make the other jobs end, which may wait for values.
+            here: if True, run the jobs one after another in the calling thread.
         """
         if here:
             try:
@@ -78,7 +85,7 @@ class Workers:
             raise errors[0]
 
     def carrier(self, source: int, destination: int) -> ThreadPoolExecutor:
-        """Return the carrier thread between two stages."""
+        """Return the thread which copies values from stage ``source`` to stage ``destination``."""
         if (source, destination) not in self._carriers:
             name = f"meshrec-link-{source}-{destination}"
             self._carriers[source, destination] = ThreadPoolExecutor(1, name)
@@ -86,13 +93,15 @@ class Workers:
 
 
 class ThreadExchange(Exchange):
-    """Passes values and gradients between stage threads, with a future per message.
+    """Passes values and gradients between stage threads.
+
+    Every message has a future, which the sender fills and on which the receiver waits.
 
     Args:
         workers: owner of the carrier threads.
-        devices: device per stage.
-        link: carries tensors to the receiving stage's device, in a carrier thread. None: the receiving stage
-            gets the same tensors.
+        devices: device of every stage.
+        link: copies tensors to the receiving stage's device, in a carrier thread. If None, the receiving
+            stage gets the sender's tensors without a copy.
         timeline: records copies.
     """
 
@@ -100,7 +109,7 @@ class ThreadExchange(Exchange):
         self, workers: Workers, devices: Sequence[torch.device], link: StageLink | None, timeline: Timeline
     ) -> None:
         self._workers, self._devices, self._link, self._timeline = workers, devices, link, timeline
-        # Created by the sender or the receiver, whichever comes first.
+        # For every message of the batch. Created by the sender or the receiver, whichever comes first.
         self._futures: dict[Message, Future[Callable[[], Any]]] = {}
         self._lock = threading.Lock()
         # Set by `stop`; from then on, every wait is cancelled.
@@ -145,13 +154,14 @@ class ThreadExchange(Exchange):
         return self._future(message).result()()
 
     def stop(self) -> None:
-        """Cancel all current and future waits."""
+        """Cancel all waits for messages, now and later. Called when a stage fails, so that no stage hangs."""
         with self._lock:
             self._broken = True
             for future in self._futures.values():
                 future.cancel()
 
     def _future(self, message: Message) -> "Future[Callable[[], Any]]":
+        """Return the future for a message. Its result is a function which returns the value."""
         with self._lock:
             future = self._futures.setdefault(message, Future())
             if self._broken:
@@ -160,7 +170,7 @@ class ThreadExchange(Exchange):
 
 
 class ProgramCaller(Caller):
-    """Runs a stage's programs directly."""
+    """Calls a stage's programs directly, without a wrapper such as DistributedDataParallel."""
 
     def __init__(self, stage: StageProgram) -> None:
         self._stage = stage
@@ -182,19 +192,19 @@ class ProgramCaller(Caller):
 
 
 class ThreadedBatch:
-    """A single batch's forward and backward passes through all stages.
+    """Runs a batch through all stages, forward and then backward. Create an object for every batch.
 
     Args:
-        staging: the model's stages.
-        workers: threads running the stages.
-        inputs: batch, whole and split.
-        mode: gradients, random seed and autocast.
-        devices: device per stage.
-        link: carries values between devices; None: stages share tensors.
+        staging: all stages of the model.
+        workers: threads which run the stages.
+        inputs: the batch, whole and split.
+        mode: settings for the batch: gradients, random seed and autocast.
+        devices: device of every stage.
+        link: copies values between devices. If None, stages share tensors.
 
     Attributes:
-        timeline: the batch's events.
-        runs: the batch in each stage, by stage index.
+        timeline: events recorded for the batch.
+        runs: a `StageRun` for every stage, in stage order.
     """
 
     def __init__(
@@ -224,11 +234,15 @@ class ThreadedBatch:
 
     @property
     def num_splits(self) -> int:
-        """Split count."""
+        """Number of splits in the batch."""
         return len(self._sizes)
 
     def forward(self) -> None:
-        """Run all splits forward. Raises StageError if a stage fails."""
+        """Look up the tables, and run the forward passes for all splits in all stages.
+
+        Raises:
+            StageError: a stage failed.
+        """
 
         def job(run: StageRun) -> None:
             run.tables()
@@ -238,27 +252,31 @@ class ThreadedBatch:
         self._run_in_stages(job, self.runs, here=False)
 
     def result(self, name: str, k: int) -> Any:
-        """Return the value ``name`` in the model's output, for split ``k``.
+        """Return the value ``name``, which the model returns, for split ``k``.
 
-        If the batch runs with gradients, the value is attached to the autograd graph in the stage which
-        computed it. The graph ends at this stage's inputs.
+        If gradients are enabled, the value's autograd graph reaches back to the inputs of the stage which
+        computed it, and no further.
+
+        Args:
+            name: value name.
+            k: split index.
         """
         by_stage = [run.values.results for run in self.runs]
         return next(results[name, k] for results in by_stage if (name, k) in results)
 
     def backward(self, gradients: Mapping[tuple[str, int], Gradients]) -> dict[tuple[str, int], Gradients]:
-        """Run all splits backward, then the tables.
+        """Run the backward passes for all splits in all stages, and then for the table lookups.
 
-        Parameter gradients are added to ``grad``.
+        Parameter gradients are added to ``parameter.grad``, and tables with a fused optimizer are updated.
 
         Args:
-            gradients: gradients for values in the model's output, by value name and split.
+            gradients: gradients for the values returned by the model, by (value name, split index).
 
         Returns:
-            Gradients for batch values, by value name and split.
+            Gradients for the batch values read by stages, by (value name, split index).
 
         Raises:
-            StageError: a stage failed.
+            StageError: a stage failed. The tables are unchanged, unless the table update itself failed.
         """
         by_split: list[dict[str, Gradients]] = [{} for _ in self._sizes]
         for (name, k), given in gradients.items():
@@ -283,6 +301,14 @@ class ThreadedBatch:
     def _run_in_stages(
         self, job: Callable[[StageRun], None], runs: Sequence[StageRun], *, here: bool
     ) -> None:
+        """Run ``job`` for every stage, and raise StageError with the stage and the split if a job fails.
+
+        Args:
+            job: function of a `StageRun`.
+            runs: one per stage, in the order in which to run them if ``here``.
+            here: if True, run in the calling thread instead of the worker threads.
+        """
+
         def named(run: StageRun) -> None:
             try:
                 job(run)
@@ -297,16 +323,21 @@ class ThreadedBatch:
 
 
 def autograd_uses_threads(devices: Sequence[torch.device]) -> bool:
-    """Return whether autograd runs backward passes in a separate thread, as for GPUs.
+    """Return whether autograd runs backward passes in a thread per device, which is so for CUDA devices.
 
-    `ThreadedBatch.backward` then runs in this thread, and must run all stages backward itself: in other
-    threads, they would wait for this thread, and it for them. It only launches kernels, so devices
-    still run at the same time.
+    `ThreadedBatch.backward` is itself called by autograd, in the thread for a device. Backward passes in
+    worker threads would need the same device thread and wait for it forever. All stages must then run
+    backward in the calling thread. That thread only launches kernels, so the devices still compute at the
+    same time.
+
+    Args:
+        devices: device of every stage.
     """
     return any(device.type == "cuda" for device in devices)
 
 
 def _flagged(value: Any, flags: Sequence[bool]) -> Any:
+    """Set ``requires_grad`` in place on the leaves whose flag is True, and return ``value``."""
     flat, spec = pytree.tree_flatten(value)
     for leaf, flag in zip(flat, flags, strict=True):
         if flag:

@@ -9,9 +9,14 @@ Kind = Literal["forward", "backward", "tables", "copy"]
 
 
 class Event(NamedTuple):
-    """A stage action. Times are in seconds since the batch started.
+    """A pass or copy in a stage.
 
-    ``split`` is the split index; -1 if the action is for the whole batch.
+    Attributes:
+        stage: stage number. For a copy between devices, the sending stage.
+        kind: "forward", "backward", "tables" (table lookup or update) or "copy".
+        split: split index; -1 for the whole batch.
+        start: seconds since the batch started.
+        end: seconds since the batch started.
     """
 
     stage: int
@@ -22,26 +27,31 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """Batch events, in no particular order."""
+    """Events of a batch, recorded by all stages.
+
+    Attributes:
+        events: recorded events, in the order in which they ended.
+        start: ``time.perf_counter()`` at the start of the batch.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.start = time.perf_counter()
 
     def add(self, stage: int, kind: Kind, split: int, start: float) -> None:
-        """Add an event ending now.
+        """Record an event which ends now.
 
         Args:
             stage: stage number.
             kind: event kind.
             split: split index; -1 for the whole batch.
-            start: ``time.perf_counter()`` value at the start.
+            start: ``time.perf_counter()`` at the start of the event.
         """
         now = time.perf_counter()
         self.events.append(Event(stage, kind, split, start - self.start, now - self.start))
 
     def busy(self) -> list[float]:
-        """Return, for every stage, the fraction of the batch time spent computing."""
+        """Return the fraction (0 to 1) of the batch time in which each stage computes, without copies."""
         if not self.events:
             return []
         first, last = min(e.start for e in self.events), max(e.end for e in self.events)
@@ -52,20 +62,26 @@ class Timeline:
         return [seconds / (last - first) for seconds in sums]
 
     def svg(self, names: Sequence[str] = ()) -> str:
-        """Return an SVG with a row per stage, time to the right, and waiting in grey.
+        """Return an SVG image with a row per stage. Time runs to the right, and waiting is grey.
 
         Args:
-            names: stage names; by default numbers.
+            names: names for the stages; by default their numbers.
         """
         return draw_svg(self.events, names)
 
 
 _COLORS = {"forward": "#3b82c4", "backward": "#2f9e6e", "tables": "#c98a1b", "copy": "#8f6fc0"}
+# Image width, row height, and width of the column with stage names, in SVG units.
 _WIDTH, _ROW, _LEFT = 960, 34, 150
 
 
 def draw_svg(events: Sequence[Event], names: Sequence[str] = ()) -> str:
-    """Draw events as an SVG, with stage names or else numbers."""
+    """Return an SVG image of the events, with a row per stage.
+
+    Args:
+        events: events of a batch.
+        names: names for the stages; by default their numbers.
+    """
     if not events:
         return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
     first, last = min(e.start for e in events), max(e.end for e in events)

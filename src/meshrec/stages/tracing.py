@@ -1,8 +1,8 @@
-"""Trace a model with torch.fx, and group the graph's nodes into units, from which stages are built.
+"""Trace a model with torch.fx, and group the nodes of the graph into units, from which stages are built.
 
-A submodule becomes a single unit if it cannot be traced, for example because it branches on data. Tables work
-on the whole batch, so they are looked up and updated once per batch. A table is in the same unit as all nodes
-computing the table's input.
+A unit is a group of nodes which always run in the same stage. A submodule which cannot be traced, for example
+because it branches on data, is a single node. Embedding tables are looked up and updated once per batch, for
+all splits. Therefore the nodes which compute a table's input also run once per batch, in the table's unit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ _TABLES = (TableCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingColle
 
 @dataclass(eq=False)
 class Unit:
-    """Nodes always in the same stage.
+    """A group of graph nodes which always run in the same stage.
 
     Attributes:
-        index: unit number.
-        name: description.
+        index: unit number. A unit reads only results of units with lower numbers.
+        name: description for the user: the last submodule in the unit.
         nodes: nodes in execution order.
-        whole: whether the unit works on the whole batch, not on splits.
-        needs: numbers of the units whose results this unit reads.
+        whole: whether the unit runs once per batch (table lookups) instead of once per split.
+        needs: units whose results this unit reads, by number.
     """
 
     index: int
@@ -38,7 +38,14 @@ class Unit:
 
 
 class PartProgram(NamedTuple):
-    """A model part: a function from values named ``takes`` to a tuple with values named ``gives``."""
+    """An executable part of a model.
+
+    Attributes:
+        module: module to call with the values ``takes`` in order. It returns a tuple with the values
+            ``gives``.
+        takes: names of the arguments.
+        gives: names of the results.
+    """
 
     module: fx.GraphModule
     takes: list[str]
@@ -47,14 +54,14 @@ class PartProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model.
+    """A model traced with torch.fx, with its nodes grouped into units.
 
     Attributes:
         model: the model.
-        taking: program extracting the batch values for the units from the model's arguments, such as
+        taking: program which maps the model's arguments to the batch values read by units, such as
             ``batch.sparse``.
         units: units in an executable order.
-        output: output node in the graph.
+        output: output node in the graph. Its arguments are the values returned by the model.
     """
 
     model: nn.Module
@@ -69,10 +76,10 @@ def holds_tables(module: nn.Module) -> bool:
 
 
 def trace(model: nn.Module) -> Traced:
-    """Trace ``model`` and group it into units.
+    """Trace ``model`` with torch.fx, and group the graph's nodes into units.
 
     Raises:
-        ValueError: ``model``'s forward method itself cannot be traced.
+        ValueError: the forward method of ``model`` itself cannot be traced.
     """
     tracer = _Tracer()
     try:
@@ -91,20 +98,20 @@ def trace(model: nn.Module) -> Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into submodules as far as possible."""
+    """torch.fx tracer which keeps a submodule as a single node only if the submodule cannot be traced."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # The last layer is a unit, as nn.Linear is: a stage may start at it.
         return isinstance(m, (*_TABLES, LogitLinear)) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace into a submodule; if that fails, keep it as a single node.
+        """Trace the submodule ``m``. If tracing fails, add a single node for it instead.
 
         Args:
-            m: submodule.
-            forward: the submodule's forward.
-            args: arguments.
-            kwargs: keyword arguments.
+            m: submodule to call.
+            forward: its forward method.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
         """
         # Attribute proxies become nodes on first use: create them now, outside the part which may be rolled
         # back.
@@ -123,7 +130,11 @@ class _Tracer(fx.Tracer):
 
 
 def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes for the model's arguments, and for attributes and items read from them."""
+    """Return the nodes for the model's arguments, and for attributes and items of them, such as
+    ``batch.sparse``.
+
+    These nodes belong to no unit.
+    """
     inputs: dict[fx.Node, None] = {}
     for node in graph.nodes:
         takes_apart = node.op == "call_function" and getattr(node.target, "__name__", "") in (
@@ -138,11 +149,18 @@ def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _input_program(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> PartProgram:
+    """Return the program `Traced.taking`, which maps the model's arguments to the batch values.
+
+    Args:
+        model: the model.
+        inputs: nodes from `_input_nodes`.
+        output: output node in the graph.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    # Only values which stages read: a batch may contain values without samples.
+    # Return only values read by stages, because others need not have samples and could not be split.
     needed = [node for node in inputs if any(user is output or user not in copies for user in node.users)]
     graph.output(tuple(copies[node] for node in needed))
     arguments = [str(node.target) for node in inputs if node.op == "placeholder"]
@@ -150,7 +168,15 @@ def _input_program(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node)
 
 
 def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> list[Unit]:
+    """Group nodes into units.
+
+    Args:
+        model: the model.
+        nodes: nodes to group, in execution order.
+        inputs: nodes from `_input_nodes`.
+    """
     group = _Groups(nodes)
+    # Nodes which run once per batch: table lookups, and all nodes which compute their inputs.
     whole: set[fx.Node] = set()
     for node in nodes:
         if node.op == "call_module" and holds_tables(model.get_submodule(str(node.target))):
@@ -189,7 +215,7 @@ def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> 
 
 
 class _Groups:
-    """Union-find over nodes in the same unit."""
+    """Union-find structure for nodes: two nodes with the same root belong to the same unit."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.root: dict[fx.Node, fx.Node] = {node: node for node in nodes}
@@ -204,7 +230,14 @@ class _Groups:
 
 
 def _in_order(members: Mapping[fx.Node, list[fx.Node]], group: _Groups) -> list[list[fx.Node]]:
-    """Return the groups in graph order, but every group after the groups it reads."""
+    """Sort groups of nodes so that every group comes after the groups whose results it reads.
+
+    Groups which read from each other are merged. Apart from that, groups stay in graph order.
+
+    Args:
+        members: nodes of every group, by the group's root node.
+        group: union-find structure with the groups.
+    """
     emitted: set[fx.Node] = set()
     waiting = dict(members)
     ordered: list[list[fx.Node]] = []
@@ -232,6 +265,7 @@ def _in_order(members: Mapping[fx.Node, list[fx.Node]], group: _Groups) -> list[
 
 
 def _ancestors(node: fx.Node, inputs: set[fx.Node]) -> list[fx.Node]:
+    """Return all nodes from which ``node`` is computed, without ``inputs`` and parameters."""
     ancestors: dict[fx.Node, None] = {}
     waiting = list(node.all_input_nodes)
     while waiting:
@@ -243,16 +277,18 @@ def _ancestors(node: fx.Node, inputs: set[fx.Node]) -> list[fx.Node]:
 
 
 def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
+    """Return whether a submodule changes its input in place, such as ``nn.ReLU(inplace=True)``."""
     return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:
+    """Return a unit's name: the last submodule in the unit, or the name of the first node."""
     modules = [str(node.target) for node in nodes if node.op == "call_module"]
     return modules[-1] if modules else nodes[0].name
 
 
 def path_of(node: fx.Node) -> str:
-    """Return the submodule path for a node; "" for the model itself."""
+    """Return the path of the submodule called by a node, or else containing the node; "" for the model."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {"": None}

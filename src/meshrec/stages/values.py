@@ -1,4 +1,8 @@
-"""A batch's values in a stage, and the gradients."""
+"""The values which a stage reads and computes in a batch, and the gradients for them.
+
+A value is the result of a node in the model graph, for a split (microbatch) of the batch. It is identified by
+the node's name. Its leaves are the tensors and other objects in it if it is a nested container.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,14 +15,19 @@ from torch.utils import _pytree as pytree
 from meshrec.stages.programs import StageFlow
 
 Gradients = list[Tensor | None]
-"""Gradients for a value's leaves (tensors); None for leaves without a gradient."""
+"""A gradient for every leaf of a value, in pytree order; None for leaves without a gradient."""
 
 
 class Message(NamedTuple):
-    """Identifies a value in split ``k``, or the gradients, sent between two stages.
+    """Identifies a message between two stages: a value for a split, or the gradients for this value.
 
-    ``source`` is the stage computing the value, and ``destination`` the stage using it. Gradients go from
-    ``destination`` to ``source``.
+    Attributes:
+        kind: "value", sent from ``source`` to ``destination``, or "gradient", sent from ``destination`` back
+            to ``source``.
+        name: value name.
+        k: split index.
+        source: number of the stage which computes the value.
+        destination: number of the stage which reads the value.
     """
 
     kind: Literal["value", "gradient"]
@@ -29,19 +38,37 @@ class Message(NamedTuple):
 
 
 class Exchange(ABC):
-    """Carries split values to the stages using them, and gradients back."""
+    """Transport between stages: values go to the stages which read them, and gradients go back."""
 
     @abstractmethod
     def put(self, message: Message, value: Any) -> None:
-        """Send a value, or the leaf gradients, without waiting."""
+        """Send a value or its gradients. Does not wait for the receiver.
+
+        Args:
+            message: which value, and between which stages.
+            value: the value, or `Gradients` for it.
+        """
 
     @abstractmethod
     def get(self, message: Message) -> Any:
-        """Wait for a value or gradients. Value tensors require gradients if they do at the sender."""
+        """Wait for a value or its gradients, and return them.
+
+        Tensors in the value require gradients if they do at the sender.
+
+        Args:
+            message: which value, and between which stages.
+        """
 
 
 class Inputs(NamedTuple):
-    """A batch: values by name, their splits by name, and the sample count per split."""
+    """A batch, whole and divided into splits.
+
+    Attributes:
+        whole: batch values by name.
+        splits: the same values for every split, by name. Values this rank's stage does not need may be
+            missing.
+        sizes: samples in every split.
+    """
 
     whole: Mapping[str, Any]
     splits: Mapping[str, Sequence[Any]]
@@ -49,18 +76,22 @@ class Inputs(NamedTuple):
 
 
 class StageValues:
-    """Gets the values a stage reads, and sends the values it computes; likewise for gradients.
+    """Gets the values a stage reads and sends the values it computes, and does the same for gradients.
+
+    A value may come from the batch, from this stage's table lookups, or from another stage. Create an object
+    for every batch.
 
     Args:
-        flow: values exchanged by the stage.
-        inputs: the batch.
-        exchange: exchange with other stages.
+        flow: which values this stage exchanges with other stages.
+        inputs: the batch, whole and split.
+        exchange: transport to other stages.
 
     Attributes:
-        inputs: the batch.
-        exchange: exchange with other stages.
-        results: values returned by the model, with the autograd graph, by name and split.
-        input_gradients: gradients for batch values, by name and split.
+        inputs: see above.
+        exchange: see above.
+        results: values computed here and returned by the model, with their autograd graph, by (value name,
+            split index).
+        input_gradients: gradients for batch values, by (value name, split index).
     """
 
     def __init__(self, flow: StageFlow, inputs: Inputs, exchange: Exchange) -> None:
@@ -68,12 +99,13 @@ class StageValues:
         self._returned = set(flow.returned)
         self.results: dict[tuple[str, int], Any] = {}
         self.input_gradients: dict[tuple[str, int], Gradients] = {}
-        # Splits of table lookups, from `publish_lookups` until `take_table_gradients`.
+        # This stage's table lookups, by value name and split index, and the gradients for them. Set by
+        # `publish_lookups` and `send_gradients`, and used by `take_table_gradients`.
         self._pieces: dict[str, list[Any]] = {}
         self._piece_gradients: dict[str, list[Gradients | None]] = {}
 
     def take(self, name: str, k: int) -> Any:
-        """Return the value ``name`` for split ``k``. Waits if another stage computes it."""
+        """Return the value ``name`` for split ``k``. If another stage computes it, wait for the value."""
         if name in self._pieces:
             return self._pieces[name][k]
         if name in self.inputs.splits:
@@ -81,12 +113,14 @@ class StageValues:
         return self.exchange.get(Message("value", name, k, self._flow.makers[name], self._flow.stage.index))
 
     def publish(self, name: str, k: int, value: Any) -> None:
-        """Send a value computed by this stage to the stages reading it.
+        """Send a value computed by this stage to all other stages which read it.
+
+        If the model returns the value, also store it in ``results``.
 
         Args:
             name: value name.
             k: split index.
-            value: the value.
+            value: the value for the split.
         """
         if name in self._returned:
             self.results[name, k] = value
@@ -94,19 +128,25 @@ class StageValues:
             self.exchange.put(Message("value", name, k, self._flow.stage.index, user), value)
 
     def publish_lookups(self, pieces: dict[str, list[Any]]) -> None:
-        """Store table lookup splits by value name, and send them to the stages reading them."""
+        """Store this stage's table lookups, and send them to all other stages which read them.
+
+        Args:
+            pieces: lookup result for every split, by value name.
+        """
         self._pieces = pieces
         for name, splits in pieces.items():
             for k, piece in enumerate(splits):
                 self.publish(name, k, piece)
 
     def send_gradients(self, name: str, k: int, gradients: Gradients) -> None:
-        """Send a value's gradients to the stage which computed it; store gradients for local values.
+        """Send the gradients for a value back to the stage which computed the value.
+
+        Gradients for batch values and for this stage's table lookups are stored instead.
 
         Args:
             name: value name.
             k: split index.
-            gradients: leaf gradients.
+            gradients: gradient for every leaf of the value.
         """
         if name in self._pieces:
             piece_gradients = self._piece_gradients.setdefault(name, [None] * len(self.inputs.sizes))
@@ -120,14 +160,14 @@ class StageValues:
     def receive_gradients(
         self, k: int, result_gradients: Mapping[str, Gradients]
     ) -> dict[str, Gradients | None]:
-        """Wait for the gradients for values computed by this stage for split ``k``.
+        """Wait for the gradients for all values which this stage has computed for split ``k``.
 
         Args:
             k: split index.
-            result_gradients: gradients for values returned by the model, by name.
+            result_gradients: loss gradients for the values returned by the model, by value name.
 
         Returns:
-            Gradients by value name, summed over all stages reading the value.
+            Gradients by value name, summed over ``result_gradients`` and all stages which read the value.
         """
         sums: dict[str, Gradients | None] = {**result_gradients}
         for name in self._flow.stage.split.gives:
@@ -135,14 +175,17 @@ class StageValues:
         return sums
 
     def collect(self) -> None:
-        """Wait for the gradients for table lookups read by other stages."""
+        """Wait for the gradients which other stages send for this stage's table lookups, and add them up."""
         for name, pieces in self._pieces.items():
             piece_gradients = self._piece_gradients.setdefault(name, [None] * len(pieces))
             for k in range(len(pieces)):
                 piece_gradients[k] = self._add_users_gradients(name, k, piece_gradients[k])
 
     def take_table_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the table lookups with gradients, and these gradients; forget the lookups."""
+        """Return the tensors in this stage's table lookups which have a gradient, and these gradients.
+
+        The lookups are forgotten, so that their memory can be freed.
+        """
         pieces, self._pieces = self._pieces, {}
         pairs = [
             (leaf, gradient)
@@ -154,6 +197,7 @@ class StageValues:
         return [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
 
     def _add_users_gradients(self, name: str, k: int, total: Gradients | None) -> Gradients | None:
+        """Return ``total`` plus the gradients for a value from all other stages which read it."""
         index = self._flow.stage.index
         for user in self._flow.users.get(name, ()):
             total = add_gradients(total, self.exchange.get(Message("gradient", name, k, index, user)))
@@ -161,7 +205,7 @@ class StageValues:
 
 
 def add_gradients(one: Gradients | None, other: Gradients | None) -> Gradients | None:
-    """Add a value's gradients leaf by leaf. None stands for 0."""
+    """Add two gradients for the same value, leaf by leaf. None stands for 0."""
     if one is None or other is None:
         given = one if other is None else other
         return None if given is None else list(given)
@@ -169,21 +213,22 @@ def add_gradients(one: Gradients | None, other: Gradients | None) -> Gradients |
 
 
 class GradientSums:
-    """A stage's parameter gradients, summed over splits.
+    """Sums the gradients for a stage's parameters over the splits of a batch.
 
     Attributes:
-        num_added: split count added so far.
+        parameters: the stage's parameters.
+        num_added: splits added so far.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.num_added = 0
         self._sums: Gradients = [None] * len(self.parameters)
-        # Indices for sums allocated here, which may be changed in place.
+        # Parameter indices whose sum was allocated here, so it may be changed in place.
         self._owned: set[int] = set()
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add a split's gradients."""
+        """Add the gradients from a split, in the order of ``parameters``; None stands for 0."""
         self.num_added += 1
         for index, gradient in enumerate(gradients):
             total = self._sums[index]
@@ -198,7 +243,7 @@ class GradientSums:
                 self._owned.add(index)
 
     def add_to_grad(self) -> None:
-        """Add the sums to the parameters' ``grad``, once per batch."""
+        """Add the sums to ``parameter.grad``. Call it once per batch."""
         # Through autograd, so that hooks such as DistributedDataParallel's run, with a single gradient per
         # batch.
         pairs = zip(self.parameters, self._sums, strict=True)
@@ -210,7 +255,7 @@ class GradientSums:
 
 
 class _Deliver(torch.autograd.Function):
-    """Operation with a backward pass returning precomputed gradients."""
+    """Operation with a dummy result (0-d), and precomputed gradients as the gradients for its parameters."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:
