@@ -1,4 +1,4 @@
-"""Checkpoint errors, and collective calls that raise the same error on all ranks.
+"""Checkpoint errors, and a helper that raises the same error on every rank if a call fails on some rank.
 
 See [Note: how errors reach every rank] in comms/agreement.py.
 """
@@ -19,17 +19,17 @@ REMEDY = "Copy the checkpoint again from where it is whole, or load another one.
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Checkpoints already on disk are unchanged."""
+    """Raised if a checkpoint cannot be written or read. Checkpoints already on disk stay unchanged."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Checkpoint files are missing, or differ from the bytes written."""
+    """Raised if checkpoint files are missing, or their bytes differ from the bytes written."""
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Axis:
-    """Convert a process group to an `Axis`.
+    """Return the ranks in a process group as an `Axis` (group, size, and this rank's index in the group).
 
-    None stands for the default group, or for a single rank if torch.distributed is not initialized.
+    If ``group`` is None, return the default group, or a single rank if torch.distributed is not initialized.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -40,9 +40,10 @@ def ranks_of(group: dist.ProcessGroup | None) -> Axis:
 
 
 def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
-    """Call ``function()`` on every rank, and return the results of all ranks. Collective.
+    """Call ``function()`` on every rank, and return the results from all ranks. Collective.
 
-    If ``function`` raises on some rank, all ranks raise the same error.
+    If ``function`` raises on at least one rank, every rank raises the same error. No rank then waits in a
+    later collective for a rank that has failed.
 
     Args:
         axis: participating ranks.
@@ -62,7 +63,7 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
         outcome = (function(), None)
     except Exception as error:
         if axis.size == 1:
-            # Nobody waits for a single rank, so the error needs no exchange.
+            # A single rank needs to inform nobody about the error.
             raise as_checkpoint_error(error, action) from error
         outcome = (None, _sendable(error))
     outcomes = gather_objects(outcome, axis, action)
@@ -73,7 +74,16 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
 
 
 def combined(errors: dict[int, Exception], action: str) -> Exception:
-    """Combine rank errors into a single error naming the ranks."""
+    """Combine the errors of several ranks into a single error whose message names the ranks.
+
+    Args:
+        errors: error by rank; not empty.
+        action: description of the failed action, for the message.
+
+    Returns:
+        A ValueError or DamagedCheckpointError if all errors have this type, else a CheckpointError.
+    """
+    # Equal messages are printed once. Usually all ranks fail for the same reason.
     texts = {rank: describe(error) for rank, error in errors.items()}
     if len(set(texts.values())) == 1:
         ranks = ", ".join(map(str, texts))
@@ -87,21 +97,24 @@ def combined(errors: dict[int, Exception], action: str) -> Exception:
 
 
 def as_checkpoint_error(error: Exception, action: str) -> Exception:
-    """Convert an error to an error type raised by `agreed`."""
+    """Convert an error to a CheckpointError, unless it is a ValueError or CheckpointError already."""
     if isinstance(error, ValueError | CheckpointError):
         return error
     return CheckpointError(f"{action} failed: {describe(error)}")
 
 
 def _sendable(error: Exception) -> Exception:
-    """Convert an error to a type every rank can unpickle; see ``comms.agreement.gather_errors``."""
+    """Convert an error to a type that every rank can unpickle; see ``comms.agreement.gather_errors``."""
     if isinstance(error, ValueError | CheckpointError):
         return sendable(error, (DamagedCheckpointError, CheckpointError, ValueError))
     return CheckpointError(describe(error))
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's message, after the type name unless it is a ValueError or CheckpointError."""
+    """Return an error's message, for example "OSError: no space left".
+
+    The type name is left out for ValueError and CheckpointError, whose messages are complete sentences.
+    """
     if isinstance(error, ValueError | CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"

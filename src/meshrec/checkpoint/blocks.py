@@ -1,8 +1,11 @@
-"""Read and write tensors in checksummed blocks of whole rows.
+"""Read and write tensors in blocks. A block is a run of whole rows, about 4 MiB, with a CRC-32 checksum.
 
-Files are read block by block, and a block is verified before use. Reading and writing need memory for a
-single block, whatever the tensor's size: contiguous CPU memory is read and written in place, and tables with
-rows in files are streamed (see ``tables/streamed.py``).
+Files are read block by block, and a block is verified before use. Reading and writing need additional memory
+for a single block only, whatever the tensor's size: contiguous CPU memory is read and written in place, and
+tables whose rows are in files are streamed (see ``tables/streamed.py``).
+
+A sharded tensor is saved as several pieces. A piece is a rectangle of the tensor, saved by one rank, and has
+blocks of its rows.
 """
 
 import ctypes
@@ -26,7 +29,13 @@ _FLUSH_BYTES = 1 << 26
 
 
 class Grid(NamedTuple):
-    """Partition of tensor rows into blocks with ``rows_per_block`` rows; the last block may be smaller."""
+    """Partition of a tensor's rows into blocks.
+
+    Attributes:
+        num_rows: row count of the tensor.
+        row_bytes: bytes per row.
+        rows_per_block: rows in every block but the last, which may have fewer.
+    """
 
     num_rows: int
     row_bytes: int
@@ -34,11 +43,15 @@ class Grid(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Largest block size in bytes."""
+        """Size of the largest block, in bytes."""
         return min(self.rows_per_block, self.num_rows) * self.row_bytes
 
     def blocks(self, first: int = 0, end: int | None = None) -> range:
-        """Return the first row in every block overlapping rows [first, end)."""
+        """Return the first row of every block overlapping the rows [first, end).
+
+        Example: with 10 rows per block, ``blocks(15, 35)`` is ``range(10, 35, 10)``: blocks 10, 20 and 30.
+        """
+        # Rows without elements have no bytes to read or verify.
         if self.row_bytes == 0:
             return range(0)
         step = self.rows_per_block
@@ -46,7 +59,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None = None) -> Grid:
-    """Return the block partition for a tensor. A 0-d tensor has one row.
+    """Return how a tensor's rows are partitioned into blocks. A 0-d tensor counts as one row.
 
     Args:
         shape: tensor shape.
@@ -58,14 +71,21 @@ def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return a writable byte view of a contiguous CPU tensor. It is valid while the tensor exists."""
+    """Return a writable byte view of a contiguous CPU tensor, without copying.
+
+    The view is valid only while the tensor exists: it does not keep the memory alive.
+    """
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
+    # ctypes works for every dtype; Tensor.numpy() supports neither bfloat16 nor float8.
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class FileWriter:
-    """Appends to an open file, and starts to write pages to disk every 64 MiB.
+    """Appends to an open file, and starts to write the page cache to disk every 64 MiB.
+
+    Args:
+        descriptor: file open for writing; the caller closes it.
 
     Attributes:
         position: bytes written so far.
@@ -74,10 +94,12 @@ class FileWriter:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.position = 0
+        # Bytes whose writeback has been started.
         self._flushed = 0
 
     def write(self, content: memoryview | bytes) -> None:
-        """Append all bytes."""
+        """Append all bytes of ``content``."""
+        # os.write may write fewer bytes than requested, so loop until none is left.
         unwritten = memoryview(content)
         while unwritten:
             written = os.write(self._descriptor, unwritten)
@@ -92,13 +114,13 @@ class FileWriter:
 
 
 def checksum_of(content: memoryview, identity: bytes, first: int) -> int:
-    """Return the CRC-32 of a block and its position.
+    """Return the CRC-32 of a block's bytes, combined with the block's identity and position.
 
     Args:
         content: the block's bytes.
-        identity: result of `piece_identity`. The checksum covers it, which detects bytes at a wrong
-            position. Empty for checkpoints of format version 1, whose checksums cover only ``content``.
-        first: first block row within the piece.
+        identity: result of `piece_identity`. Because the checksum covers it, intact bytes at a wrong position
+            are detected. Empty for checkpoints of format version 1, whose checksums cover only ``content``.
+        first: index of the block's first row within the piece.
     """
     start = zlib.crc32(b"%s%d" % (identity, first)) if identity else 0
     return zlib.crc32(content, start)
@@ -110,11 +132,11 @@ def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, identity: bytes
     Args:
         file: target file.
         tensor: tensor on any device.
-        pool: computes checksums while blocks are written.
+        pool: thread pool that computes a block's checksum while the block is written.
         identity: see `checksum_of`.
 
     Returns:
-        CRC-32 per block.
+        CRC-32 checksums in block order.
     """
     grid = grid_of(tensor.shape, tensor.dtype)
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
@@ -132,11 +154,11 @@ def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, identity: bytes
 
 
 class StoredRows(NamedTuple):
-    """Piece (a rectangle) of a tensor in an open file.
+    """Piece (a rectangle) of a tensor in an open data file, with everything needed to read and verify it.
 
     Attributes:
         descriptor: open file; the caller keeps it open.
-        start: first row's file offset, in bytes.
+        start: file offset of the piece's first row, in bytes.
         shape: piece shape.
         dtype: tensor dtype.
         rows_per_block: rows in every block but the last.
@@ -156,15 +178,15 @@ class StoredRows(NamedTuple):
 
     @property
     def grid(self) -> Grid:
-        """Block partition for the piece."""
+        """Partition of the piece's rows into blocks."""
         return grid_of(self.shape, self.dtype, self.rows_per_block)
 
     def read_block(self, first: int, target: memoryview) -> None:
-        """Read and verify a block.
+        """Read a block into memory, and compare its checksum.
 
         Args:
-            first: first row in the block.
-            target: memory to fill, with the block size.
+            first: index of the block's first row within the piece; a multiple of ``rows_per_block``.
+            target: memory to fill; it has exactly the block's size.
 
         Raises:
             DamagedCheckpointError: the block differs from the bytes written.
@@ -184,12 +206,12 @@ class StoredRows(NamedTuple):
 
 
 def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> None:
-    """Read a region of a piece, and verify every block overlapping it.
+    """Read a rectangular region of a piece into a tensor, and verify every block overlapping the region.
 
     Args:
         stored: piece to read from.
         offsets: region start within the piece, per dimension.
-        target: tensor to fill; it has the region's shape.
+        target: tensor to fill, on any device. Its shape is the region's shape.
 
     Raises:
         DamagedCheckpointError: a block differs from the bytes written; ``target`` is then partly filled.
@@ -197,17 +219,19 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
     grid = stored.grid
     if target.numel() == 0:
         return
+    # Treat a 0-d tensor as a tensor with one row.
     if not stored.shape:
         target, offsets, stored = target.reshape(1), (0,), stored._replace(shape=(1,))
     first, end = offsets[0], offsets[0] + target.shape[0]
     whole_rows = tuple(target.shape[1:]) == stored.shape[1:]
     is_plain = target.device.type == "cpu" and target.is_contiguous() and not isinstance(target, StreamedPart)
     is_direct = whole_rows and target.dtype is stored.dtype and is_plain
+    # Memory for one block, allocated for the first block that cannot be read in place.
     buffer = None
     for row in grid.blocks(first, end):
         last = min(row + grid.rows_per_block, grid.num_rows)
-        # A block inside the target is read in place. Other blocks are read to a buffer, and then
-        # copied.
+        # A block inside the target is read in place. Any other block is read to a buffer, because
+        # the checksum needs the whole block, and the overlap is then copied.
         if is_direct and first <= row and last <= end:
             stored.read_block(row, memory_of(target[row - first : last - first]))
             continue
@@ -224,12 +248,13 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
 
 
 def verify_rows(stored: StoredRows, buffer: Tensor, share: slice = slice(None)) -> None:
-    """Read blocks from a piece, and compare their checksums.
+    """Read blocks from a piece only to compare their checksums.
 
     Args:
         stored: piece to verify.
-        buffer: scratch memory, uint8, with at least the largest block size.
-        share: which blocks to verify, as a slice into the block list.
+        buffer: scratch memory, uint8, at least as large as the largest block.
+        share: which blocks to verify, as a slice of the block list. ``slice(rank, None, world_size)`` selects
+            a rank's share.
 
     Raises:
         DamagedCheckpointError: a block differs from the bytes written.

@@ -1,4 +1,7 @@
-"""Check that boxes tile a tensor: every element is in exactly one box."""
+"""Check that boxes tile a tensor, which means that every tensor element is in exactly one box.
+
+A manifest lists a tensor's pieces as boxes. A wrong list would leave elements uninitialized after a load.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,19 +9,19 @@ from itertools import product
 from math import prod
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Box offset and shape in a tensor."""
+"""Offset and shape of an axis-aligned box of tensor elements, both with one value per dimension."""
 
 MAX_SPLIT_DIMS = 6
 """Maximum number of split dimensions. Every additional dimension doubles the check time."""
 
 
 def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Return a message that says why boxes do not tile a tensor; None if they do.
+    """Return an error message saying why the boxes do not tile a tensor, or None if they do.
 
-    The time is linear in the box count. Consider the function equal to 1 in a box and 0 elsewhere. Its
-    differences along all dimensions are +1 or -1 at the box corners, and 0 elsewhere. The differences
+    The time is linear in the number of boxes. Consider the function that is 1 inside a box and 0 elsewhere.
+    Its differences along all dimensions are +1 or -1 at the box corners, and 0 elsewhere. The differences
     determine the function. Boxes therefore tile the tensor if and only if the signed corners from all boxes
-    sum to the tensor's signed corners.
+    add up to the tensor's signed corners.
 
     Args:
         shape: tensor shape.
@@ -28,6 +31,7 @@ def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     for offset, size in boxes:
         if any(o + n > whole for o, n, whole in zip(offset, size, shape, strict=True)):
             return f"the piece of shape {list(size)} at {list(offset)} lies outside the shape {list(shape)}"
+    # Cheap checks first: the element counts must match before corners are compared.
     filled = [box for box in boxes if 0 not in box[1]]
     covered = sum(prod(size) for _, size in filled)
     if covered != total:
@@ -35,6 +39,7 @@ def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         return f"its pieces {how}: {covered:,} elements in pieces, {total:,} in the tensor"
     if total == 0:
         return None
+    # Dimensions that no box splits need no corners, because all boxes start and end at the same positions.
     dims = [dim for dim, whole in enumerate(shape) if any(size[dim] != whole for _, size in filled)]
     if len(dims) > MAX_SPLIT_DIMS:
         return f"it is split along {len(dims)} dimensions; at most {MAX_SPLIT_DIMS} are supported"

@@ -1,6 +1,6 @@
-"""Data file of a rank, in safetensors format.
+"""Write the data file of a rank, in safetensors format. It contains all tensor pieces saved by the rank.
 
-A whole tensor is stored under its name. A piece's name also has the range: ``name[0:5, 0:8]``.
+A whole tensor is stored under its name. A piece's name ends with the index ranges: ``name[0:5, 0:8]``.
 """
 
 import json
@@ -24,13 +24,13 @@ _ALIGNMENT = 64
 
 
 class TensorPart(NamedTuple):
-    """Piece of a tensor to write.
+    """Piece (a rectangle) of a tensor, to be written.
 
     Attributes:
-        name: tensor name.
-        offset: piece start in the tensor, per dimension.
-        size: tensor shape.
-        tensor: piece values, on any device.
+        name: name of the whole tensor.
+        offset: start of the piece within the tensor, per dimension.
+        size: shape of the whole tensor.
+        tensor: values of the piece, on any device.
     """
 
     name: str
@@ -40,18 +40,23 @@ class TensorPart(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A finished data file, with the pieces in order. ``StoredPiece.file`` is not set yet."""
+    """A finished data file.
+
+    Attributes:
+        file: name, size and header checksum.
+        pieces: pieces in file order. ``StoredPiece.file`` is -1 until the manifest numbers the files.
+    """
 
     file: DataFile
     pieces: list[StoredPiece]
 
     def to_json(self) -> list[Any]:
-        """Convert to JSON types, for the note left by a background writer."""
+        """Convert to JSON types, for the note file left by a background writer."""
         return [list(self.file), [list(piece) for piece in self.pieces]]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> "Written":
-        """Parse `to_json` output."""
+        """Convert the output of `to_json` back."""
         file, pieces = data
         return cls(
             DataFile(*file),
@@ -63,12 +68,15 @@ class Written(NamedTuple):
 
 
 def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> Written:
-    """Write pieces to a new file, and flush it to disk. If writing fails, the file is removed.
+    """Write tensor pieces to a new file, and flush the file to disk. If writing fails, remove the file.
 
     Args:
         path: new file.
         parts: pieces to write.
-        pool: computes checksums.
+        pool: thread pool for checksums; see ``blocks.write_rows``.
+
+    Raises:
+        ValueError: a piece has an unsupported dtype, or two pieces have the same name.
     """
     head = header(parts)
     descriptor, created = Created.file(path)
@@ -94,10 +102,10 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
 
 
 def header(parts: Sequence[TensorPart]) -> bytes:
-    """Return the safetensors header for a file with these pieces.
+    """Return the safetensors header for a file with these pieces in this order.
 
     Raises:
-        ValueError: unsupported dtype, or two pieces with equal names.
+        ValueError: a piece has an unsupported dtype, or two pieces have the same name.
     """
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for part in parts:
@@ -117,7 +125,8 @@ def header(parts: Sequence[TensorPart]) -> bytes:
 def header_of(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     """Return the safetensors header for tensors with these dtypes and shapes, in this order.
 
-    It has the JSON length (8 bytes), then JSON with names, dtypes, shapes and byte ranges.
+    The header consists of the JSON size (8 bytes, little endian), and JSON with every tensor's name, dtype,
+    shape and byte range.
     """
     entries: dict[str, Any] = {}
     start = 0
@@ -130,5 +139,6 @@ def header_of(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> byte
         }
         start = end
     text = json.dumps(entries).encode()
+    # The format allows spaces after the JSON. They align the first tensor.
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,8 @@
-"""Export the table rows changed by training since an update, for deltas."""
+"""Record which table rows training changes, and export the rows changed since an earlier update.
+
+A delta contains these rows, so servers can follow training without loading whole tables; see
+``delta_files.py``.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,37 +22,40 @@ from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span
 from meshrec.tables.table import Table, read_weights
 
-# Changed rows in a rectangle: IDs [U], first column, end column, rows [U, columns].
+# Changed rows in a table rectangle: IDs [U], first column, end column, rows [U, columns].
 _Piece = tuple[Tensor, int, int, Tensor]
 
 
 class RowTracker:
-    """Records the fused table rows changed by every update, from construction on.
+    """Records, for every table row, the last update that changed it. Recording starts at construction.
 
-    Takes 4 bytes per row, and a write per ID in every backward pass. The update number is the optimizer
-    step (the maximum ``"step"`` over all tables), which checkpoints contain.
+    Only tables with a fused optimizer (an update inside backward) are tracked. The record takes 4 bytes per
+    row, and a write per ID in every backward pass. Updates are numbered by the optimizer step (the maximum
+    ``"step"`` over all tables), which checkpoints contain.
 
     Args:
-        model: model to track. A new tracker replaces the model's previous one.
+        model: model to track. A new tracker replaces the model's previous tracker.
 
     Attributes:
-        first_step: smallest ``since`` that `export` accepts.
+        first_step: smallest ``since`` that `export` accepts. Older changes are unknown.
     """
 
     def __init__(self, model: DistributedModelParallel) -> None:
         self._modules = model.sharded_modules
+        # Kept to notice resharding, which replaces a module's tables; see `_check`.
         self._tables = {path: module.tables for path, module in self._modules.items()}
         self._touched = {
             path: TouchedRows(module.tables, module.built.fused, self._next_mark)
             for path, module in self._modules.items()
         }
+        # Largest number returned by `step` until now.
         self._last_step = -1
         self.first_step = self.step
 
     @property
     def step(self) -> int:
-        """Number of the last update. It never decreases."""
-        # Loading an older state decreases the table steps, but numbers must not be used twice.
+        """Number of the last update. The number never decreases."""
+        # Loading an older state decreases the tables' step counters, but no number may be used twice.
         self._last_step = max(self._last_step, self._max_step())
         return self._last_step
 
@@ -62,26 +69,25 @@ class RowTracker:
         ]
 
     def export(self, path: str | Path, *, since: int, also: Mapping[str, Tensor] | None = None) -> "Exported":
-        """Write the rows changed after update ``since`` to a safetensors file. Collective, between steps.
+        """Write the rows changed after update ``since`` to a safetensors file.
 
-        For every table with changed rows, the file has ``<name>.ids``, int64 [U], ascending, and
-        ``<name>.rows`` [U, D]. The first rank collects all columns for the rows, whatever the plan, and
-        writes the file. For every hashed table, the file also has ``<name>.gone``, int64 [G]: IDs evicted
-        and not admitted again. Evictions before ``since`` are forgotten, so ``since`` must not decrease from
-        call to call.
+        Collective; call it between training steps. For every table with changed rows, the file has
+        ``<name>.ids``, int64 [U], ascending, and ``<name>.rows`` [U, D]. For every hashed table, the file
+        also has ``<name>.gone``, int64 [G]: IDs that were evicted and not admitted again. Whatever the plan,
+        rank 0 collects the full rows and writes the file. The tracker then forgets evictions before
+        ``since``, so ``since`` must not decrease from call to call.
 
         Args:
             path: output file.
             since: update number, at least `first_step`.
-            also: additional row IDs to write, by table name; equal on all ranks.
+            also: IDs of additional rows to write, by parameter name; equal on all ranks.
 
         Returns:
-            Row counts and evicted ID counts, by table.
+            Numbers of written rows and of evicted IDs, by parameter name.
 
         Raises:
-            ValueError: ``since`` is before tracking started, or the model was resharded; raised on every
-                rank.
-            CheckpointError: a rank failed to read rows, or the first rank failed to write; raised on every
+            ValueError: ``since`` is before `first_step`, or the model was resharded; raised on every rank.
+            CheckpointError: a rank failed to read rows, or rank 0 failed to write the file; raised on every
                 rank.
         """
         axis, path = ranks_of(None), Path(path)
@@ -102,7 +108,7 @@ class RowTracker:
             except Exception as error:  # raised on all ranks by `write` below
                 errors.append(error)
             if axis.rank != 0:
-                # Only the first rank writes. Other ranks free the rows before the next table's rows arrive.
+                # Only rank 0 writes. Other ranks free the rows before the next table's rows arrive.
                 tensors.clear()
 
         def write() -> None:
@@ -121,17 +127,17 @@ class RowTracker:
         return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
 
     def _next_mark(self) -> int:
-        """Return the current update's number, for the rows it changes.
+        """Return the number of the update in progress, to be recorded for the rows it changes.
 
-        It is greater than every value returned by ``step``.
+        The number is greater than every value returned by ``step``.
         """
-        # The maximum over tables is used because the step lags in a table frozen for a while.
+        # Take the maximum over tables, because the step of a table that was frozen for a while lags behind.
         # With deferred updates, backward runs before the step counter increases.
         is_deferred = any(module.tables.collected is not None for module in self._modules.values())
         return max(self._max_step() + is_deferred, self._last_step + 1)
 
     def _check(self, since: int) -> None:
-        """Raise ValueError if changes after ``since`` are not known."""
+        """Raise ValueError if the changes after ``since`` are not completely recorded."""
         if since < self.first_step:
             raise ValueError(
                 f"rows are tracked since update {self.first_step}, but since={since} was requested. "
@@ -144,7 +150,12 @@ class RowTracker:
             )
 
     def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, "_LocalRows", int]]:
-        """Return (parameter name, this rank's changed rows, embedding dim) for every tracked table."""
+        """Return (parameter name, this rank's changed rows, embedding dim) for every tracked table.
+
+        Args:
+            since: return rows that changed after this update.
+            also: IDs of additional rows, by parameter name.
+        """
         changed = []
         for path, module in self._modules.items():
             names = list(module.fused_optimizer.params)
@@ -165,21 +176,31 @@ class RowTracker:
 
 
 class Exported(NamedTuple):
-    """Written row count by table, and evicted ID count by hashed table."""
+    """Counts for an exported file, by parameter name.
+
+    Attributes:
+        rows: number of written rows; tables without changed rows are missing.
+        evicted: number of evicted IDs, for every hashed table, including zeros.
+    """
 
     rows: dict[str, int]
     evicted: dict[str, int]
 
 
 class _LocalRows(NamedTuple):
-    """A rank's changed rows in table rectangles, and evicted IDs (None for a table with fixed rows)."""
+    """Changed rows of a table on one rank.
+
+    Attributes:
+        pieces: changed rows of every local rectangle.
+        evicted: evicted IDs, int64; None for a table with fixed rows, which evicts nothing.
+    """
 
     pieces: list[_Piece]
     evicted: Tensor | None
 
 
 def _fixed_rows(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
-    """Return a fixed table's rows for the given keys, and for ``extra_ids`` in the rectangle."""
+    """Return the rows of a fixed table's rectangle for ``keys``, and for the ``extra_ids`` inside it."""
     _, r0, r1, c0, c1 = rows.rectangle
     if extra_ids is not None:
         keys = _union(keys, extra_ids, r0, r1)
@@ -192,11 +213,11 @@ def _hashed_rows(
     """Return this rank's changed rows and evicted IDs for a hashed table.
 
     Args:
-        touched: record of updated rows.
-        table: table number.
+        touched: record of the updates that changed rows.
+        table: index of the table in its module.
         since: return changes after this update.
         now: number of the last update.
-        extra_ids: additional row IDs; IDs without a row are returned as evicted. None: none.
+        extra_ids: IDs of additional rows. IDs without a row are returned as evicted. None: none.
     """
     pieces, evicted = [], [torch.empty(0, dtype=torch.int64)]
     for (_, keys), (rows, evicted_keys) in zip(
@@ -204,6 +225,7 @@ def _hashed_rows(
     ):
         r = rows.rectangle
         if extra_ids is not None:
+            # `mix` hashes IDs to keys. Keep the IDs whose keys belong to this rectangle.
             owed = mix(extra_ids, rows.storage.keys.seed)
             owed = owed[in_span(owed, (r.r0, r.r1))]
             alive = is_alive(rows, owed)
@@ -218,24 +240,24 @@ def _hashed_rows(
 
 
 def _union(keys: Tensor, extra_ids: Tensor, first: int, end: int) -> Tensor:
-    """Return the distinct values from ``keys`` and from the extra IDs in [first, end), ascending."""
+    """Return the distinct values among ``keys`` and the extra IDs in [first, end), ascending."""
     inside = extra_ids[(extra_ids >= first) & (extra_ids < end)]
     united: Tensor = torch.cat([keys, inside.to(keys.device)]).unique()
     return united
 
 
 def _assemble_table(name: str, pieces: list[_LocalRows], dim: int, counts: Exported) -> dict[str, Tensor]:
-    """Combine a table's rows from all ranks into the output file tensors.
+    """Combine a table's changed rows from all ranks into the tensors of the output file.
 
     Args:
         name: parameter name.
         pieces: changed rows by rank.
         dim: embedding dim.
-        counts: receives the row and evicted ID counts.
+        counts: receives the numbers of rows and of evicted IDs.
 
     Returns:
-        Tensors ``<name>.ids``, ``<name>.rows`` and ``<name>.gone``; see `export`. IDs and rows are missing if
-        no row is exported, ``<name>.gone`` if the table is not hashed.
+        Tensors ``<name>.ids``, ``<name>.rows`` and ``<name>.gone``; see `RowTracker.export`. The first two
+        are missing if the table has no row to export, and ``<name>.gone`` if the table is not hashed.
     """
     ids, rows = _join_columns([piece for local_rows in pieces for piece in local_rows.pieces], dim)
     tensors: dict[str, Tensor] = {}
@@ -249,7 +271,11 @@ def _assemble_table(name: str, pieces: list[_LocalRows], dim: int, counts: Expor
 
 
 def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
-    """Join row columns: return the distinct IDs [U], ascending, and rows [U, dim]."""
+    """Join the columns of rows that are split over rectangles.
+
+    Returns:
+        The distinct IDs, int64 [U], ascending, and their full rows [U, dim].
+    """
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, *_ in pieces)]).unique()
     dtype = pieces[0][3].dtype if pieces else torch.float32
     whole = torch.empty(len(ids), dim, dtype=dtype)
@@ -259,7 +285,7 @@ def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file atomically."""
+    """Write tensors to a safetensors file. The file appears only when it is complete and on disk."""
     with durable_file(path) as file:
         writer = FileWriter(file.fileno())
         writer.write(header_of({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}))

@@ -1,13 +1,13 @@
-"""Delta files: weight changes since the previous delta, in a folder that servers watch.
+"""Read delta files. A delta contains the weight changes since the previous delta, in a folder servers watch.
 
-Delta ``n`` has three files: ``<n>.rows.safetensors`` (IDs and whole rows changed by training, per table),
+Delta ``n`` has three files: ``<n>.rows.safetensors`` (IDs and full rows changed by training, per table),
 ``<n>.dense.safetensors`` (all other weights), and ``<n>.json`` (written last). The JSON has a checksum, the
-digests for both other files, and the digest for the previous delta's JSON. Readers therefore detect damage,
-missing deltas, and deltas from another run.
+SHA-256 digests for both other files, and the digest for the previous delta's JSON. Readers therefore detect
+damage, missing deltas, and deltas from another run.
 
-Delta ``n + 1`` applied to the weights after delta ``n`` gives the weights after delta ``n + 1``. This also
-holds if a killed run resumes from an earlier step: the first delta after the resume repeats all rows changed
-by deltas after this step.
+Deltas are applied in order: weights that contain delta ``n`` become the weights of delta ``n + 1`` when delta
+``n + 1`` is applied. This also holds if a killed run resumes from an earlier step: the first delta after the
+resume repeats all rows changed by deltas after this step.
 """
 
 import hashlib
@@ -23,7 +23,9 @@ from meshrec.durable import DamageError, read_regular, sealed, unsealed
 from meshrec.durable.sealed import fields, integer, mapping, text, texts
 
 FORMAT = 2
+"""Format version of new deltas. Format 1 is still read."""
 KINDS = ("rows", "dense")
+"""Kinds of safetensors files in a delta: changed table rows, and all other weights."""
 # 64 MiB. The limit bounds the memory for a damaged or hostile JSON file.
 _MAX_RECORD_BYTES = 1 << 26
 _NAME = re.compile(r"[0-9]{8,18}\.json")
@@ -32,23 +34,23 @@ _FIELDS = ("format", "number", "run", "since", "step", "rows", "sha256", "previo
 
 
 class DeltaError(RuntimeError):
-    """A delta is damaged, or does not follow the previous delta."""
+    """Raised if a delta is damaged, or does not follow the previous delta."""
 
 
 class DeltaRecord(NamedTuple):
     """Content of a delta's JSON file.
 
     Attributes:
-        number: delta number.
-        run: run name.
-        since: previous delta's training step.
-        step: this delta's training step.
-        rows: changed row count by table.
-        sha256: safetensors file SHA-256 by file name.
+        number: delta number; the next delta has the next number.
+        run: name of the run.
+        since: training step of the previous delta.
+        step: training step of this delta.
+        rows: number of changed rows by table.
+        sha256: SHA-256 of the safetensors files, by file name.
         previous: SHA-256 of the previous delta's JSON file; "" for the first delta.
-        tracked: tables whose changed rows are in deltas; None in format 1.
-        whole: all other weights, complete in every delta; None in format 1.
-        evicted: evicted ID count by hashed table, including zeros. The JSON key is "gone".
+        tracked: names of tables for which deltas contain only changed rows; None in format 1.
+        whole: names of all other weights, which every delta contains completely; None in format 1.
+        evicted: number of evicted IDs by hashed table, including zeros. The JSON key is "gone".
         digest: SHA-256 of the JSON file.
     """
 
@@ -66,23 +68,28 @@ class DeltaRecord(NamedTuple):
 
     @property
     def published(self) -> "Published":
-        """Number and digest, by which packages and checkpoints refer to this delta."""
+        """Reference to this delta, as packages and checkpoints store it."""
         return Published(self.number, self.digest)
 
 
 class Published(NamedTuple):
-    """Reference to a delta: the last delta contained in package or checkpoint weights."""
+    """Reference to a delta. Packages and checkpoints store it for the last delta their weights contain.
+
+    Attributes:
+        number: delta number.
+        digest: SHA-256 of the delta's JSON file.
+    """
 
     number: int
     digest: str
 
 
 class Delta(NamedTuple):
-    """Delta weights.
+    """Weights in a delta.
 
     Attributes:
-        rows: changed rows by table: IDs, int64 [U], ascending, and rows [U, D].
-        whole: all other weights by name.
+        rows: changed rows by table, as a pair: IDs, int64 [U], ascending, and rows [U, D].
+        whole: all weights other than tracked tables, by name.
         evicted: evicted IDs by hashed table, int64 [G], ascending.
     """
 
@@ -92,7 +99,7 @@ class Delta(NamedTuple):
 
 
 def delta_numbers(folder: str | Path) -> list[int]:
-    """Return the delta numbers in a folder, ascending."""
+    """Return the numbers of all deltas in a folder, ascending."""
     names = [path.name for path in Path(folder).glob("[0-9]*.json") if _NAME.fullmatch(path.name)]
     return sorted(number for name in names if delta_name(number := int(name.removesuffix(".json"))) == name)
 
@@ -121,7 +128,11 @@ def read_record(folder: str | Path, number: int) -> DeltaRecord:
 
 
 def _parse_record(content: bytes, number: int) -> DeltaRecord:
-    """Parse and validate a delta's JSON content.
+    """Parse and validate the content of a delta's JSON file.
+
+    Args:
+        content: file content.
+        number: delta number in the file name.
 
     Raises:
         DamageError: the content is invalid, or belongs to another delta.
@@ -169,7 +180,7 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
     Raises:
         DeltaError: the files are damaged, or do not match the record.
     """
-    # Verified in memory, so later writes to the files have no effect.
+    # Read first and then verified in memory, so later writes to the files have no effect.
     try:
         rows, whole = (
             read_whole(Path(folder) / (name := delta_name(record.number, kind)), record.sha256[name])
@@ -205,15 +216,16 @@ def _is_ascending(ids: Tensor) -> bool:
 
 
 def check_follows(record: DeltaRecord, last: Published | None, step: int) -> None:
-    """Check that a delta can be applied to weights.
+    """Check that a delta may be applied to given weights.
 
     Args:
         record: the delta.
-        last: last delta applied to the weights; None: none.
+        last: last delta contained in the weights; None: they contain no delta.
         step: training step of the weights.
 
     Raises:
-        DeltaError: the delta does not follow ``last``, or lacks changes after ``step``.
+        DeltaError: the delta does not follow ``last``, or it starts after ``step``, so changes in between
+            would be lost.
     """
     if last is not None and record.number != last.number + 1:
         raise DeltaError(
@@ -252,5 +264,9 @@ def verify_deltas(folder: str | Path) -> list[DeltaRecord]:
 
 
 def delta_name(number: int, kind: str | None = None) -> str:
-    """Return a delta's JSON file name, or the safetensors file name for a kind ("rows" or "dense")."""
+    """Return a file name of a delta: of the JSON file, or of a safetensors file if ``kind`` is given.
+
+    Example: ``delta_name(7)`` is "00000007.json", and ``delta_name(7, "rows")`` is
+    "00000007.rows.safetensors".
+    """
     return f"{number:08d}.json" if kind is None else f"{number:08d}.{kind}.safetensors"

@@ -12,12 +12,14 @@ CHECKPOINTS = "checkpoints"
 """Run subfolder with the last checkpoints, from which training resumes."""
 BEST = "best"
 """Run subfolder with the best weights on validation data."""
+# Folder names accepted for reading, with any number of digits.
 _NAME = re.compile(r"step-([0-9]+)")
+# Folder names written by `CheckpointManager`. Only these may be deleted as old checkpoints.
 _MANAGED_NAME = re.compile(r"step-([0-9]{10,})")
 
 
 def step_name(step: int) -> str:
-    """Return the `CheckpointManager` folder name for a step's checkpoint."""
+    """Return the folder name used by `CheckpointManager` for a step: "step-0000000100" for step 100."""
     return f"step-{step:010d}"
 
 
@@ -28,15 +30,16 @@ def step_of(name: str) -> int | None:
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = False) -> Path:
-    """Return the finished checkpoint that ``path`` stands for.
+    """Return the finished checkpoint to load for ``path``.
 
-    A checkpoint stands for itself, and a checkpoint folder for the newest checkpoint. A run stands for the
-    reported weights: the best on validation data, or the last if the run has no validation data.
+    If ``path`` is a checkpoint, return it. If it is a folder with checkpoints, return the newest. If it is a
+    run folder, return its reported weights: the best on validation data, or the last if the run
+    has no validation data.
 
     Args:
         path: checkpoint, checkpoint folder, or run folder.
-        step: select this step's checkpoint.
-        last: select a run's last checkpoint instead of the best.
+        step: return this step's checkpoint instead.
+        last: for a run folder, return the last checkpoint instead of the best.
 
     Raises:
         ValueError: no checkpoint matches. The message lists existing steps.
@@ -45,6 +48,7 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
     if (path / MANIFEST).exists() and step is None:
         return path
     last_steps, best = _folders(path)
+    # If both folders have a step, prefer `checkpoints`, from which training can resume.
     by_step = {**best, **last_steps}
     if not by_step:
         raise ValueError(
@@ -62,7 +66,9 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
 
 
 def all_checkpoints(path: str | Path) -> list[Path]:
-    """Return all checkpoints at ``path``, finished or not: the path itself, or those in a folder or run.
+    """Return all checkpoints at ``path``, finished or not.
+
+    If ``path`` is a checkpoint, return only it. Otherwise return the checkpoints in the folder or run.
 
     Raises:
         ValueError: no checkpoint exists.
@@ -86,7 +92,10 @@ def all_checkpoints(path: str | Path) -> list[Path]:
 
 
 def _folders(path: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Return finished checkpoints by step: the last ones and the best ones."""
+    """Return two mappings from step to finished checkpoint: for the last and for the best checkpoints.
+
+    The second is empty unless ``path`` is a run.
+    """
     if not _is_run(path):
         return _finished(path), {}
     return _finished(path / CHECKPOINTS), _finished(path / BEST)

@@ -1,8 +1,11 @@
-"""Load tables hashed in the model, in the checkpoint, or in both, block by block.
+"""Load a table whose rows are found by ID, because it is hashed in the model, in the checkpoint, or in both.
 
-A checkpoint stores a hashed table's rows in key order, with a tensor ``ids``. Every rank reads all IDs,
-and the rows in local rectangles. A fixed table's checkpoint has no IDs, because row i belongs to ID i. A
-hashed table can load a fixed table's checkpoint, and vice versa: the row of ID i becomes row i.
+A hashed table assigns rows to IDs as they occur, and places an ID by its key, a hash of the ID. A checkpoint
+stores the rows in key order, together with a tensor ``ids``. To load it, every rank reads all IDs, and then
+the rows whose keys lie in the rank's rectangles. A fixed table's checkpoint has no IDs, because row i belongs
+to ID i. A hashed table can load a fixed table's checkpoint, and vice versa: the row of ID i becomes row i.
+
+All functions read block by block, so a table may be larger than memory.
 """
 
 import logging
@@ -30,13 +33,13 @@ _BLOCK_ROWS = 1 << 16
 
 
 class HashedTarget(NamedTuple):
-    """Hashed table to load.
+    """Hashed table in the model, to be loaded.
 
     Attributes:
         path: module path of the table.
-        tables: this rank's rectangles.
-        storage: row format, keys and limits.
-        rows_loaded: function to call after a load; it counts rows over all ranks. Collective.
+        tables: rectangles of the table on this rank.
+        storage: row format, key settings and row limits.
+        rows_loaded: function to call after a load, which counts the table's rows over all ranks. Collective.
     """
 
     path: str
@@ -45,12 +48,12 @@ class HashedTarget(NamedTuple):
     rows_loaded: Callable[[], object]
 
     def names(self) -> list[str]:
-        """Return the table's tensor names in the state dict."""
+        """Return the names of the table's tensors in the state dict, without the module path."""
         return state_dict_names(self.storage)
 
 
 def hashed_targets(item: nn.Module) -> dict[str, HashedTarget]:
-    """Return a module's hashed tables by path."""
+    """Return a module's hashed tables by module path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
     targets: dict[str, HashedTarget] = {}
     for path, child in module.named_modules():
@@ -60,7 +63,7 @@ def hashed_targets(item: nn.Module) -> dict[str, HashedTarget]:
 
 
 def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
-    """Check that a hashed table can load rows from a checkpoint.
+    """Check that a hashed table can load its rows from a checkpoint.
 
     Args:
         target: table to load.
@@ -68,7 +71,8 @@ def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
         prefix: prefix of the table's tensor names in the checkpoint.
 
     Raises:
-        ValueError: the checkpoint lacks the table, or has another width, other row parts or too many rows.
+        ValueError: the checkpoint lacks the table, or has it with another width, other row parts (tensors
+            with a value or values per row, such as quantization scales) or too many rows.
     """
     name, storage = f"{prefix}weight", target.storage
     if name not in manifest.tensors:
@@ -96,15 +100,17 @@ def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
 def load_hashed(
     target: HashedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Replace a hashed table's rows with rows from a checkpoint.
+    """Replace a hashed table's rows with the rows in a checkpoint.
 
     Args:
         target: table to load.
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         prefix: prefix of the table's tensor names in the checkpoint.
-        slots: tensor name in the checkpoint by optimizer state slot; empty: optimizer state is not loaded.
+        slots: names of the optimizer state tensors in the checkpoint, by name in the optimizer (such as
+            "exp_avg"). If empty, optimizer state is not loaded.
     """
+    # Without IDs, the checkpoint's table is fixed: row i belongs to ID i.
     ids_name = f"{prefix}{IDS}" if f"{prefix}{IDS}" in manifest.tensors else None
     num_rows = manifest.tensors[f"{prefix}weight"].shape[0]
     parts = {part.name: f"{prefix}{part.name}" for part in target.storage.row_parts}
@@ -118,12 +124,12 @@ def load_hashed(
         for table in target.tables:
             matches = in_span(keys, (table.rectangle.r0, table.rectangle.r1)).nonzero()[:, 0]
             if len(matches):
-                # Rows are stored in key order, so this rectangle's rows are contiguous.
+                # A hashed table is stored in key order, so a rectangle's rows are contiguous.
                 start, end = int(matches[0]), int(matches[-1]) + 1
                 here = (first + start, first + end)
                 values = {part: read_rows(folder, manifest, name, here) for part, name in parts.items()}
                 table.load(rows_in_rectangle(table, ids[start:end], values))
-    # Occurrence counts for IDs waiting for admission.
+    # Occurrence counts of IDs waiting for admission. Such IDs do not have a row yet.
     waiting = [f"{prefix}{name}" for name in WAITING]
     if target.storage.counts_waiting_ids and all(name in manifest.tensors for name in waiting):
         span = (0, manifest.tensors[waiting[0]].shape[0])
@@ -133,21 +139,25 @@ def load_hashed(
 
 
 class LoadableRows(Protocol):
-    """Table rectangle that rows can be loaded into."""
+    """Interface of a table rectangle into which rows can be loaded."""
 
     @property
     def rectangle(self) -> Rectangle:
         """Key range and column range."""
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace rows, or some row parts such as the optimizer state."""
+        """Write row blocks into the table. A block may have only some row parts, such as the weight."""
 
 
 class WholeRows:
-    """Unsharded table with fixed rows, in parameter memory.
+    """Unsharded table with fixed rows, which live in an ordinary parameter.
+
+    Args:
+        weight: parameter [num_rows, dim].
 
     Attributes:
-        tensors: weight and optimizer state by name; callers add the state.
+        rectangle: key and column range, which cover the whole table.
+        tensors: weight and optimizer state by name. Callers add the state before `load`.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -156,7 +166,7 @@ class WholeRows:
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Copy row blocks to the parameter and the optimizer state."""
+        """Copy row blocks into the parameter and the optimizer state."""
         for block in blocks:
             keys = torch.arange(*_ends(block.keys)) if isinstance(block.keys, range) else block.keys
             for name, values in block.parts.items():
@@ -164,11 +174,11 @@ class WholeRows:
 
 
 class FixedTarget(NamedTuple):
-    """Table with fixed rows to load.
+    """Table with fixed rows in the model, to be loaded.
 
     Attributes:
         path: module path of the table.
-        tables: this rank's rectangles.
+        tables: rectangles of the table on this rank.
         num_rows: row count of the unsharded table.
         dim: column count of the unsharded table.
         rows_loaded: function to call after a load, so batches in flight look up their rows again.
@@ -182,7 +192,7 @@ class FixedTarget(NamedTuple):
 
 
 def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
-    """Return a module's trainable tables with fixed rows, by path."""
+    """Return a module's trainable tables with fixed rows, by module path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
     targets: dict[str, FixedTarget] = {}
     for path, child in module.named_modules():
@@ -202,15 +212,15 @@ def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
 
 
 def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
-    """Check that all IDs are rows of a fixed table.
+    """Check that every ID has a row in a fixed table.
 
     Args:
-        ids: blocks of IDs, int64.
+        ids: blocks of IDs, int64 [N].
         num_rows: number of rows in the table.
-        table: table name in errors.
+        table: table name for errors.
 
     Returns:
-        Number of IDs.
+        Number of IDs in all blocks.
 
     Raises:
         ValueError: an ID is outside [0, num_rows).
@@ -231,7 +241,7 @@ def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
 
 
 def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, prefix: str) -> None:
-    """Check that a fixed table can load rows from a hashed table's checkpoint.
+    """Check that a fixed table can load the rows of a table that is hashed in the checkpoint.
 
     Args:
         target: table to load.
@@ -240,7 +250,7 @@ def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, pref
         prefix: prefix of the table's tensor names in the checkpoint.
 
     Raises:
-        ValueError: the width differs, or an ID is outside the table.
+        ValueError: the widths differ, or an ID in the checkpoint is outside the table.
     """
     num, dim = manifest.tensors[f"{prefix}weight"].shape
     if dim != target.dim:
@@ -265,14 +275,14 @@ def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, pref
 def load_fixed(
     target: FixedTarget, folder: Path, manifest: Manifest, prefix: str, slots: Mapping[str, str]
 ) -> None:
-    """Load a fixed table from a hashed table's checkpoint: the row of ID i becomes row i.
+    """Load a fixed table from a checkpoint in which the table is hashed: the row of ID i becomes row i.
 
     Args:
         target: table to load.
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         prefix: prefix of the table's tensor names in the checkpoint.
-        slots: tensor name in the checkpoint by optimizer state slot.
+        slots: names of the optimizer state tensors in the checkpoint, by name in the optimizer.
     """
     parts = {"weight": f"{prefix}weight"} | {s: n for s, n in slots.items() if n in manifest.tensors}
     num = manifest.tensors[parts["weight"]].shape[0]
@@ -285,12 +295,14 @@ def load_fixed(
 
 
 def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterable[RowBlock]:
-    """Yield a block with the rows in a fixed table's rectangle; nothing if there are none.
+    """Select the rows that belong to a fixed table's rectangle, and yield them as a row block.
+
+    Yields nothing if the rectangle contains none of the IDs.
 
     Args:
         table: the rectangle.
         ids: row IDs, int64 [N], in any order.
-        parts: row parts by name: [N] (a value per row) or [N, D].
+        parts: weight and optimizer state by name, [N] (a value per row) or [N, D].
     """
     r = table.rectangle
     inside = ((ids >= r.r0) & (ids < r.r1)).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""A run's checkpoints: save in the background, load the latest intact one, and remove old ones."""
+"""Manage a run's checkpoints: save in the background, load the latest intact one, and remove old ones."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,17 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """A run's checkpoints, named ``folder/step-0000000100``. Saves, loads and ``wait`` are collective.
+    """Saves, loads and removes a run's checkpoints, which are named ``folder/step-0000000100``.
 
-    Old checkpoints in the folder are deleted, including copies put there by the user. Other files are kept.
-    If a checkpoint is a link, only the link is deleted.
+    Saves, loads and ``wait`` are collective. After a save, old checkpoints in the folder are deleted,
+    including copies put there by the user. Other files are kept. If a checkpoint is a symbolic link, only
+    the link is deleted.
 
     Args:
         folder: folder accessible from all ranks, created when first needed. With ``store``, a folder on this
             host for temporary files.
-        keep_last: number of checkpoints to keep, at least 1: the last saved and the steps before it. If
-            training returns to an earlier step, checkpoints of later steps are kept until they are saved
-            again.
+        keep_last: number of checkpoints to keep, at least 1: the checkpoint saved last, and those of the
+            steps before it. If training returns to an earlier step, checkpoints of later steps are kept until
+            they are saved again.
         keep_every: also keep checkpoints whose step is a multiple of this number.
         group: participating ranks; None: the default process group.
         store: folder in an object store for the checkpoints, if hosts have no shared folder; see [Note: how a
@@ -73,14 +74,14 @@ class CheckpointManager:
         self._pending_step: int | None = None
 
     def path(self, step: int) -> Path:
-        """Return the path of a step's checkpoint in the folder."""
+        """Return the path at which a step's checkpoint is or would be saved in the folder."""
         return self.folder / step_name(step)
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path | str:
         """Save a checkpoint, then remove old ones; see ``checkpoint.save``. Collective.
 
         Returns:
-            Checkpoint path; with a store, the address.
+            Path of the checkpoint, or its address if the manager has a store.
 
         Raises:
             CheckpointError: the checkpoint cannot be written; raised on every rank. Older checkpoints are
@@ -99,9 +100,9 @@ class CheckpointManager:
         return path
 
     def async_save(self, step: int, state: Mapping[str, Any]) -> PendingSave:
-        """Save while training continues; see ``checkpoint.async_save``. Collective.
+        """Start a save, and return while it is running; see ``checkpoint.async_save``. Collective.
 
-        Waits for the previous background save first.
+        Waits for the previous background save first. Old checkpoints are removed when this save completes.
 
         Raises:
             CheckpointError: the previous save failed, or this one cannot start; raised on every rank.
@@ -124,11 +125,12 @@ class CheckpointManager:
         return self._pending
 
     def wait(self) -> None:
-        """Wait for the background save, if there is one. Collective.
+        """Wait until the background save has ended, if there is one. Collective.
 
         Raises:
             CheckpointError: the save failed.
         """
+        # Reset the fields first, so that a failed save is reported only once.
         pending, self._pending, self._pending_step = self._pending, None, None
         if pending is not None:
             try:
@@ -144,9 +146,10 @@ class CheckpointManager:
         return list(self._complete_steps())[::-1]
 
     def latest(self) -> Path | str | None:
-        """Return the path (with a store, the address) of the newest complete checkpoint, or None.
+        """Return the newest complete checkpoint: its path, or its address if the manager has a store.
 
-        Logs a warning about damaged and incomplete checkpoints.
+        Returns None if no checkpoint is complete. Logs a warning for every newer checkpoint that is
+        damaged or incomplete.
         """
         step = next(self._complete_steps(), None)
         return None if step is None else self._checkpoints.address(step)
@@ -156,15 +159,17 @@ class CheckpointManager:
         load(path, state, group=self._group)
 
     def load_latest(self, state: Mapping[str, Any]) -> int | None:
-        """Load the newest intact checkpoint, and return its step; None without checkpoints. Collective.
+        """Load the newest intact checkpoint, and return its step. Collective.
 
-        If a checkpoint is damaged, logs a warning and tries the previous one.
+        If a checkpoint is damaged, log a warning and try the previous checkpoint. Without any checkpoint,
+        load nothing and return None.
 
         Raises:
             DamagedCheckpointError: checkpoints exist, but none is intact; raised on every rank.
         """
         axis = ranks_of(self._group)
         damaged: list[str] = []
+        # All ranks use rank 0's list, because they must try the same checkpoints in the same order.
         for step in agreed(axis, lambda: list(self._complete_steps()), f"looking into {self.folder}")[0]:
             try:
                 with self._checkpoints.opened(step, axis) as path:
@@ -183,14 +188,14 @@ class CheckpointManager:
         return None
 
     def remove_after(self, step: int) -> None:
-        """Remove checkpoints of steps after ``step``, to which training has returned."""
+        """Remove the checkpoints of all steps after ``step``, after training has returned to ``step``."""
         if ranks_of(self._group).rank == 0:
             for later in self._checkpoints.steps():
                 if later > step:
                     self._checkpoints.remove(later)
 
     def _remove_link(self, step: int) -> None:
-        """Remove a link at the save path, so the save does not replace the link's target."""
+        """Remove a symbolic link at the save path, so the save does not overwrite the link's target."""
         if ranks_of(self._group).rank == 0:
             remove_link(self.path(step))
 
@@ -202,14 +207,17 @@ class CheckpointManager:
                     raise DamagedCheckpointError(f"it has no {MANIFEST}: the save did not finish.")
                 self._checkpoints.check(step)
             except (CheckpointError, ValueError, OSError) as error:
-                # A pending save has no manifest yet, which is not worth a warning.
+                # A save in progress has no manifest yet, which is not worth a warning.
                 if has_manifest or step != self._pending_step:
                     _log.warning("%s is ignored: %s", self._checkpoints.address(step), error)
                 continue
             yield step
 
     def _remove_old(self, saved: int) -> None:
-        """Remove complete checkpoints no longer needed, and incomplete checkpoints, up to step ``saved``."""
+        """Remove checkpoints of steps up to ``saved`` that need not be kept, and all incomplete ones.
+
+        Runs on rank 0 only; after a background save, in the thread that completed the checkpoint.
+        """
         # Steps after ``saved`` are kept: training may have returned to an earlier step.
         steps = {step: complete for step, complete in self._checkpoints.steps().items() if step <= saved}
         complete_steps = sorted(step for step, is_complete in steps.items() if is_complete)

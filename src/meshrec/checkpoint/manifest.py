@@ -1,12 +1,16 @@
-"""Checkpoint manifest: JSON with a checksum, written last.
+"""Checkpoint manifest: a JSON file with a checksum, which lists all files and tensors in a checkpoint.
 
-A checkpoint is complete if and only if the manifest exists and is intact, and all listed files have the
-listed sizes. Nothing in the manifest is executed, and no name in it can refer to a file outside the folder.
+The manifest is written last. A checkpoint is complete if and only if the manifest exists and is intact, and
+all listed files have the listed sizes. Nothing in the manifest is executed, and no name in it can refer to a
+file outside the folder.
+
+A training state has named entries, such as "model" and "optimizer". An entry's tensors are stored in the
+ranks' data files, split into pieces (rectangles of a tensor). All other values are in the manifest as JSON.
 
 A valid checksum does not prove valid content, because a manifest may come from another program or checkpoint.
 Every value is therefore validated before it is used for an allocation or a read. Version 2 differs from
 version 1 in two ways: block checksums also cover the position (see `piece_identity`), and every tensor is
-named after its position in the values.
+named after its position in the entry's values (``model.weight`` is at key "weight" of entry "model").
 
 [Note: file format versions] A release reads the format versions listed here. It rejects later versions with
 an error that says what to do. A format gets a new version if readers of the current version would misread a
@@ -48,16 +52,16 @@ MANIFEST = "manifest.json"
 FORMAT = "meshrec.checkpoint"
 VERSION = 2
 RANDOM = "random"
-"""State entry name reserved for random number generators."""
+"""Name of a state entry, reserved for random number generator states and error feedback residuals."""
 KINDS = ("module", "optimizer", "stateful", "plain")
-"""State entry kinds."""
+"""Kinds of state entries: `nn.Module`, optimizer, other object with ``state_dict()``, and plain value."""
 MAX_MANIFEST_BYTES = 1 << 28
 """Maximum manifest size, 256 MiB. A 100 TB checkpoint needs about a tenth."""
 
 _FIELDS = ("format", "version", "step", "world_size", "files", "tensors", "values", "plans")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _CHECKSUMS = re.compile(r"(?:[0-9a-f]{8})*")
-# Sizes and offsets must fit into int64, as torch and the C++ readers use it.
+# Sizes and offsets must fit into int64, which torch and the C++ readers use.
 _MAX_INT64 = (1 << 63) - 1
 _MAX_DIMS = 64
 
@@ -75,18 +79,18 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes by safetensors name."""
+"""Supported dtypes by safetensors name."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class DataFile(NamedTuple):
-    """Data file of a rank.
+    """Data file of a rank, as listed in the manifest.
 
     Attributes:
         name: file name.
-        num_bytes: file size.
-        header_bytes: header size; the first tensor follows.
-        header_checksum: header CRC-32.
+        num_bytes: file size in bytes.
+        header_bytes: header size in bytes; the first tensor follows the header.
+        header_checksum: CRC-32 of the header.
     """
 
     name: str
@@ -99,11 +103,11 @@ class StoredPiece(NamedTuple):
     """Piece (a rectangle) of a tensor in a data file.
 
     Attributes:
-        offset: piece start in the tensor, per dimension.
-        shape: piece shape.
-        file: index into the manifest's files.
-        start: piece offset in the file, in bytes.
-        rows_per_block: rows in every block but the last.
+        offset: start of the piece within the tensor, per dimension.
+        shape: shape of the piece.
+        file: index of the data file in ``Manifest.files``.
+        start: offset of the piece in the data file, in bytes.
+        rows_per_block: rows in every checksummed block but the last; see ``blocks.py``.
         checksums: CRC-32 per block; see ``blocks.checksum_of``.
     """
 
@@ -116,7 +120,14 @@ class StoredPiece(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """Tensor in a checkpoint. ``entry`` names the state entry that owns the tensor."""
+    """Tensor in a checkpoint.
+
+    Attributes:
+        entry: name of the state entry to which the tensor belongs.
+        dtype: tensor dtype.
+        shape: shape of the whole tensor.
+        pieces: stored pieces, which together cover every element exactly once.
+    """
 
     entry: str
     dtype: torch.dtype
@@ -125,12 +136,18 @@ class TensorRecord(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Tensor size in bytes."""
+        """Size of the whole tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class PlacedPiece(NamedTuple):
-    """Piece of a tensor, with tensor name and record."""
+    """Stored piece together with the tensor to which it belongs.
+
+    Attributes:
+        name: tensor name.
+        record: tensor record.
+        piece: one of the record's pieces.
+    """
 
     name: str
     record: TensorRecord
@@ -138,21 +155,22 @@ class PlacedPiece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Piece size in bytes."""
+        """Size of the piece in bytes."""
         return prod(self.piece.shape) * self.record.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Checkpoint manifest content.
+    """Content of a checkpoint manifest.
 
     Attributes:
-        step: training step; None if ``save`` got none.
+        step: training step; None if ``save`` was called without a step.
         world_size: number of ranks at the save.
         files: data files.
-        tensors: records by tensor name.
-        values: kind and plain values by state entry, encoded by ``values.encode``.
-        plans: sharding plan (JSON) by state entry, for DistributedModelParallel entries.
+        tensors: tensor records by tensor name.
+        values: by entry name, a dict with the entry's "kind" (one of `KINDS`) and its "content", encoded by
+            ``values.encode``.
+        plans: sharding plan (JSON) by entry name, for DistributedModelParallel entries.
         version: format version.
     """
 
@@ -166,7 +184,7 @@ class Manifest:
 
     @cached_property
     def contents(self) -> list[list["PlacedPiece"]]:
-        """Pieces in every file, in byte order."""
+        """Pieces in every data file, in byte order. Outer list: as ``files``."""
         by_file: list[list[PlacedPiece]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             for piece in record.pieces:
@@ -182,7 +200,7 @@ class Manifest:
         return sum(file.num_bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """Serialize as a JSON line, then a checksum line.
+        """Serialize to two lines: the JSON, and the CRC-32 of the JSON.
 
         Raises:
             ValueError: the result would exceed `MAX_MANIFEST_BYTES`.
@@ -208,7 +226,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Parse `to_bytes` output, and check everything that can be checked without the data files.
+        """Parse the output of `to_bytes`, and check everything that can be checked without the data files.
 
         Raises:
             DamagedCheckpointError: the checksum or the content is invalid. Callers put the checkpoint's name
@@ -227,8 +245,8 @@ class Manifest:
 def piece_identity(name: str, dtype: torch.dtype, shape: Sequence[int], piece: StoredPiece) -> bytes:
     """Return bytes that identify a piece by tensor name, dtype, shape and position.
 
-    Since format version 2, block checksums cover these bytes (see `checksum_of`), which detects values stored
-    under another name, dtype, shape or offset.
+    Since format version 2, block checksums cover these bytes (see ``blocks.checksum_of``). A reader therefore
+    detects intact values stored under another name, dtype, shape or offset.
 
     Args:
         name: tensor name.
@@ -242,13 +260,13 @@ def piece_identity(name: str, dtype: torch.dtype, shape: Sequence[int], piece: S
 
 
 def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Sequence[int]) -> str:
-    """Return a piece's name in a data file: ``name[0:5, 0:8]``, or ``name`` for a whole tensor.
+    """Return the name of a piece in a data file: ``name[0:5, 0:8]``, or ``name`` for a whole tensor.
 
     Args:
         name: tensor name.
-        offset: piece start, per dimension.
-        shape: piece shape.
-        size: tensor shape.
+        offset: start of the piece within the tensor, per dimension.
+        shape: shape of the piece.
+        size: shape of the whole tensor.
     """
     if tuple(shape) == tuple(size):
         return name
@@ -256,7 +274,10 @@ def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Seq
 
 
 def tensor_label(name: str) -> str:
-    """Return a name for a tensor in errors, cut to 200 characters as a hostile name may be very long."""
+    """Return how to call a tensor in an error message.
+
+    The name is cut to 200 characters, because a hostile manifest may contain very long names.
+    """
     return f"tensor {name[:200]!r}"
 
 
@@ -297,7 +318,7 @@ def _parse_manifest(body: bytes) -> Manifest:
 
 
 def _check_files(manifest: Manifest) -> None:
-    """Raise DamageError for files outside the folder, repeated files, and impossible header sizes."""
+    """Raise DamageError if a file is outside the folder, listed twice, or has an impossible header size."""
     for file in manifest.files:
         if not _FILE_NAME.fullmatch(file.name) or file.name == MANIFEST:
             raise DamageError(f"the manifest lists a file outside the folder: {file.name[:100]!r}")
@@ -308,10 +329,15 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
-    """Raise DamageError if a tensor does not belong to its entry, or its pieces do not tile it."""
+    """Raise DamageError if a tensor's record is inconsistent.
+
+    The name must start with the entry, all pieces must lie inside their files and have the expected blocks,
+    and every tensor element must be in exactly one piece.
+    """
     label = tensor_label(name)
     if name != record.entry and not name.startswith(f"{record.entry}."):
         raise DamageError(f"{label} does not belong to the entry {record.entry[:100]!r}")
+    # Zeros are left out of the product, to bound the other dimensions of an empty tensor as well.
     if prod(size for size in record.shape if size) * record.dtype.itemsize > _MAX_INT64:
         raise DamageError(f"{label} has an impossible shape: {list(record.shape)}")
     for piece in record.pieces:
@@ -329,7 +355,7 @@ def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
 
 
 def _check_contents(manifest: Manifest) -> None:
-    """Raise DamageError if pieces overlap or leave gaps in a file."""
+    """Raise DamageError if the pieces in a data file overlap or leave gaps."""
     for file, contents in zip(manifest.files, manifest.contents, strict=True):
         position = file.header_bytes
         for placed in contents:
@@ -344,7 +370,11 @@ def _check_contents(manifest: Manifest) -> None:
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Raise DamageError if an entry's values are invalid, or do not refer to exactly the entry's tensors."""
+    """Raise DamageError if an entry's values are invalid, or do not refer to exactly the entry's tensors.
+
+    The check decodes the values with an empty stand-in for every tensor, and encodes them again. Encoding
+    names tensors by position, so a stand-in with another name shows that the manifest exchanged tensors.
+    """
     of_entry: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
         of_entry.setdefault(record.entry, set()).add(name)
@@ -372,6 +402,7 @@ def _check_values(manifest: Manifest) -> None:
             # Since version 2, tensors are named by position. Version 1 differs for keys other than strings.
             if manifest.version > 1 and named.get(name) is not stand_in:
                 raise DamageError(f"{label}: another tensor is at the position of {tensor_label(name)}")
+    # Random number generator states belong to an entry without values.
     of_entry.pop(RANDOM, None)
     if of_entry:
         entry, names = next(iter(of_entry.items()))

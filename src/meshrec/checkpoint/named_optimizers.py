@@ -1,4 +1,8 @@
-"""Optimizers whose state is keyed by parameter name instead of index."""
+"""Give optimizers a state dict that is keyed by parameter name instead of parameter index.
+
+Torch optimizers number their parameters. Names are needed because a checkpoint must also load under a plan
+under which a rank has other parameters.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,11 +16,13 @@ from meshrec.tables.module import TableModule
 
 
 def as_keyed_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> KeyedOptimizer:
-    """Wrap an optimizer as a `KeyedOptimizer`, unless it is a `KeyedOptimizer` already.
+    """Return an optimizer as a `KeyedOptimizer`, which names parameters instead of numbering them.
+
+    An optimizer that is a `KeyedOptimizer` already is returned unchanged; any other one is wrapped.
 
     Args:
         optimizer: the optimizer.
-        state: training state, whose modules have the names of the optimizer's parameters.
+        state: training state. The parameter names come from the modules in it.
 
     Raises:
         ValueError: a torch optimizer trains a table split over ranks.
@@ -39,16 +45,16 @@ def as_keyed_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
 
 
 def create_state(optimizer: KeyedOptimizer, content: Any) -> Callable[[], None]:
-    """Create state for parameters with state in the checkpoint, but not in the optimizer.
+    """Create optimizer state for the parameters that have state in the checkpoint, but not yet here.
 
-    Torch optimizers create state in their first step.
+    Torch optimizers create state only in their first step, and a load fills existing tensors.
 
     Args:
         optimizer: optimizer to load.
-        content: the optimizer's saved state dict, encoded.
+        content: the optimizer's saved state dict, encoded by ``values.encode``.
 
     Returns:
-        A function that removes the created state.
+        A function that removes the created state again, to undo a failed load.
     """
     present = optimizer.state_dict()["state"]
     created = [name for name in content["state"] if name in optimizer.params and name not in present]
@@ -57,12 +63,17 @@ def create_state(optimizer: KeyedOptimizer, content: Any) -> Callable[[], None]:
 
 
 def select_local_state(content: Any, item: Any, state: Mapping[str, Any]) -> Any:
-    """Select the entries for this rank's parameters from an optimizer's saved state dict.
+    """Reduce an optimizer's saved state dict to the parameters trained by this rank.
+
+    A rank of a pipeline stage trains only some parameters, but the checkpoint has the state of all.
 
     Args:
-        content: the optimizer's saved state dict, encoded.
+        content: the optimizer's saved state dict, encoded by ``values.encode``.
         item: optimizer to load.
         state: training state to load, with the modules.
+
+    Returns:
+        State dict with the state and the parameter groups of local parameters.
     """
     target = as_keyed_optimizer(item, state)
     groups = content.get("param_groups", [])[: len(target.param_groups)]

@@ -1,4 +1,4 @@
-"""Publish deltas during training; see ``delta_files.py`` for the format."""
+"""Publish deltas (files with changed weights) during training; ``delta_files.py`` has the format."""
 
 from pathlib import Path
 
@@ -22,18 +22,20 @@ from meshrec.model_parallel import DistributedModelParallel
 
 
 class DeltaPublisher:
-    """Writes model deltas during training. All methods are collective.
+    """Writes deltas of a model during training, from which servers update their copy of the model.
+
+    All methods are collective.
 
     Args:
-        model: the model. Changed rows in fused tables are recorded from now on.
-        folder: folder for deltas. If it has deltas, the next delta follows them.
+        model: the model. From now on, the publisher records which rows of fused tables change.
+        folder: folder for deltas. If it already has deltas, the next delta continues their numbers.
         run: run name, also stored in packages exported from the run's checkpoints.
         step: last training step.
-        after: last delta contained in the weights: the value of `last` when they were saved. None: unknown,
-            so rows from all deltas after ``step`` are published again.
+        after: last delta contained in the model's weights: the value of `last` when they were saved. If None,
+            it is unknown, and the rows in all deltas after ``step`` are published again.
 
     Attributes:
-        last: last published delta; None: none.
+        last: last published delta; None before the first.
 
     Raises:
         ValueError: the existing deltas cannot be continued; raised on every rank.
@@ -51,7 +53,7 @@ class DeltaPublisher:
         self._model, self._folder, self._run = model, Path(folder), run
         self._tracker = RowTracker(model)
         self._axis = ranks_of(None)
-        # Training step and optimizer update number for the last published delta.
+        # Training step and optimizer update number at the last published delta.
         self._step, self._updates = step, self._tracker.step
 
         def read_deltas() -> tuple[Published | None, dict[str, Tensor]]:
@@ -63,12 +65,14 @@ class DeltaPublisher:
                     "export the run again for its servers."
                 ) from error
 
-        # `_ids_to_repeat` are row IDs, by table, which the next delta must contain even if the rows do not
-        # change. Cleared once that delta is published.
+        # `_ids_to_repeat` has, by table, IDs of rows that the next delta must contain even if they do not
+        # change: servers may have newer values for them. Cleared once that delta is published.
         self.last, self._ids_to_repeat = agreed(self._axis, read_deltas, "reading existing deltas")[0]
 
     def publish(self, step: int) -> None:
-        """Write a delta with all changes since the last delta. Does nothing if ``step`` has a delta already.
+        """Write a delta with all weight changes since the last delta.
+
+        Does nothing if the last delta was written at the same ``step``.
 
         Args:
             step: current training step.
@@ -113,11 +117,17 @@ class DeltaPublisher:
     def _find_last_delta(
         self, step: int, after: Published | None
     ) -> tuple[Published | None, dict[str, Tensor]]:
-        """Return the last delta in the folder, and, by table, the IDs in deltas missing from the weights.
+        """Find the last delta in the folder, and the rows changed by deltas that the weights lack.
+
+        A resumed run may start from older weights than servers which applied later deltas. The next delta
+        must then contain these rows, so that the servers get the run's values.
 
         Args:
             step: training step of the weights.
             after: last delta contained in the weights; None: unknown.
+
+        Returns:
+            The last delta (None: no delta), and by table the distinct IDs in deltas that the weights lack.
 
         Raises:
             DeltaError: a delta after ``after`` is missing or damaged.
@@ -140,12 +150,12 @@ class DeltaPublisher:
                 ids.setdefault(name, []).append(rows)
         last = records[-1].published if records else None
         if after is not None and (last is None or last.number < after.number):
-            # The deltas were removed from the folder, but servers with these deltas wait for the next number.
+            # The user removed deltas from the folder, but servers with these deltas wait for the next number.
             last = after
         return last, {name: torch.cat(tensors).unique() for name, tensors in ids.items()}
 
     def _untracked_weights(self) -> dict[str, Tensor]:
-        """Return all weights except tracked tables, as full CPU tensors. Collective."""
+        """Return all parameters and buffers except tracked tables, as full CPU tensors. Collective."""
         tracked = set(self._tracker.names)
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         tensors = {}

@@ -1,4 +1,7 @@
-"""A rank's random number generator states as tensors: Python, NumPy, torch, current CUDA device."""
+"""Read and set a rank's random number generator states: Python, NumPy, torch and the current CUDA device.
+
+The states are tensors, so a checkpoint stores them like weights.
+"""
 
 import logging
 import random
@@ -17,7 +20,7 @@ def seed_python_and_numpy(seed: int, stream: str) -> None:
 
     Args:
         seed: run seed.
-        stream: name of the purpose. Different names give independent random numbers.
+        stream: name of the numbers' purpose. Different names give independent random numbers.
     """
     # random.Random hashes strings with SHA-512, so all processes get the same seed, unlike with `hash`.
     source = random.Random(f"{seed}/{stream}")
@@ -26,7 +29,8 @@ def seed_python_and_numpy(seed: int, stream: str) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the current generator states, by name, such as "python" or "torch"."""
+    """Return the generators' current states as tensors, by name, such as "python" or "torch"."""
+    # `gauss` is the second value of a generated pair of normal values, kept for the next call; or None.
     version, mersenne_words, gauss = random.getstate()
     assert version == 3
     state = {
@@ -48,16 +52,17 @@ def random_state() -> dict[str, Tensor]:
             numpy_state["bit_generator"],
             _MERSENNE,
         )
-    # Reading the state would initialize CUDA in processes not using it.
+    # Only if CUDA is in use: reading the state would initialize CUDA, which takes device memory.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Set the generators to the output of `random_state`. Generators missing from ``state`` are unchanged.
+    """Set the generators to states returned by `random_state`.
 
-    Checkpoints from earlier releases lack NumPy's generator.
+    Generators missing from ``state`` are unchanged: checkpoints from earlier releases lack NumPy's,
+    and "cuda" is missing if the saving process did not use CUDA.
     """
     has_gauss, gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))

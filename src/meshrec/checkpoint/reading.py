@@ -1,4 +1,4 @@
-"""Read checkpoint manifests and data files."""
+"""Read and verify checkpoint manifests and data files."""
 
 import errno
 import os
@@ -29,14 +29,14 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import parse
 
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
-"""Error numbers for a missing file. Other errors: the file exists, but cannot be read."""
+"""Values of ``OSError.errno`` for a missing file. After other errors, the file exists, but cannot be read."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest, and compare it with data file sizes and headers.
+    """Read a checkpoint's manifest, and compare it with the sizes and headers of the data files.
 
-    Then the pieces cover all tensors, and have the listed names, dtypes, shapes and positions. Their contents
-    are verified when they are read.
+    If this succeeds, the data files contain every tensor completely, under the listed names, dtypes, shapes
+    and positions. The tensor values are not read yet; they are verified when they are.
 
     Args:
         folder: checkpoint folder.
@@ -63,15 +63,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextmanager
 def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
-    """Open a data file, and verify size and header.
+    """Open a data file for reading, and verify its size and its header checksum.
 
     Args:
         folder: checkpoint folder.
         manifest: checkpoint manifest.
-        number: index into the manifest's files.
+        number: index of the file in ``manifest.files``.
 
     Yields:
-        File descriptor.
+        File descriptor, which is closed at the end of the ``with`` block.
 
     Raises:
         DamagedCheckpointError: the file is missing, or the size or header differs.
@@ -101,7 +101,7 @@ def verify_data(
     rank: int = 0,
     world_size: int = 1,
 ) -> None:
-    """Read the data files, and compare all block checksums. Ranks can share the work.
+    """Read all blocks of the data files, and compare their checksums. Ranks can share the work.
 
     Args:
         folder: checkpoint folder.
@@ -114,6 +114,7 @@ def verify_data(
         DamagedCheckpointError: a block differs from the bytes written; the message names tensor and rows.
         CheckpointError: a file cannot be read.
     """
+    # Blocks of the selected pieces so far.
     num_blocks = 0
     for number, contents in enumerate(manifest.contents):
         selected = [part for part in contents if names is None or part[0] in names]
@@ -139,14 +140,15 @@ def read_rows(
     *,
     opened: dict[int, int] | None = None,
 ) -> Tensor:
-    """Read and verify tensor rows, from all pieces.
+    """Read and verify a range of a tensor's rows, whichever pieces contain them.
 
     Args:
         folder: checkpoint folder.
         manifest: checkpoint manifest.
         name: tensor name; a 0-d tensor has one row.
-        rows: first row and end row.
-        opened: open data file descriptors by file index; None: files are opened and closed here.
+        rows: first row and end row (exclusive).
+        opened: descriptors of open data files by file index, closed by the caller. If None, the files are
+            opened and closed here.
 
     Returns:
         Tensor [rows[1] - rows[0], ...] with the stored dtype.
@@ -175,7 +177,7 @@ def read_rows(
 
 
 def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
-    """Raise DamageError if the tensors in a data file's header differ from the tensors in the manifest."""
+    """Raise DamageError if a data file's header and the manifest list different tensors for the file."""
     file = manifest.files[number]
     head = _header(descriptor, file.header_bytes, file.name)
     if int.from_bytes(head[:8], "little") != len(head) - 8:
@@ -219,7 +221,7 @@ def _read_error(folder: Path, name: str, error: OSError) -> CheckpointError:
 def stored_rows(
     folder: Path, manifest: Manifest, descriptor: int, name: str, *, record: TensorRecord, piece: StoredPiece
 ) -> StoredRows:
-    """Return a piece in an open data file, for `read_region` and `verify_rows`.
+    """Return a description of a piece in an open data file, as `read_region` and `verify_rows` need it.
 
     Args:
         folder: checkpoint folder.

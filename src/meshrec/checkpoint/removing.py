@@ -1,8 +1,9 @@
-"""Delete checkpoints: only the files written by their saves.
+"""Delete checkpoints. Only files written by a save are deleted.
 
-See [Note: what MeshRec deletes] in ``durable/removal.py``. A save's file names contain the save's random ID.
-Until the save is complete, the save mark has the ID. Afterward, data file names in the manifest have it, also
-if the manifest is damaged or from another version. All other files in the folder belong to the user.
+See [Note: what MeshRec deletes] in ``durable/removal.py``. The names of a save's files contain the random ID
+of the save. Until the save is complete, its mark (a small file that names the save) tells the ID. Afterward,
+the data file names in the manifest tell it, even if the manifest is damaged or from another version. All
+other files in the folder belong to the user.
 """
 
 import logging
@@ -24,7 +25,7 @@ from meshrec.durable import (
 )
 
 KIND = "checkpoint"
-"""Kind of a save's marks."""
+"""Kind of the marks left in the folder by running saves."""
 _DATA = re.compile(rb'"data-([0-9a-f]{8,64})-\d{5,}\.safetensors"')
 _DATA_NAME = re.compile(r"data-[0-9a-f]{8,64}-\d{5,}\.safetensors")
 # A manifest starts with the file names, so 64 KiB contain at least one.
@@ -33,20 +34,25 @@ _log = logging.getLogger(__name__)
 
 
 def names_of(save: str) -> str:
-    """Return a regular expression that matches a save's file names, except the manifest."""
+    """Return a regular expression for the names of a save's files, except the manifest.
+
+    Args:
+        save: random ID of the save.
+    """
     note = rf"note-{save}-\d{{5,}}"
     temporary = rf"\.manifest\.json\.{save}|\.{note}\.json\.[0-9a-f]+"
     return rf"data-{save}-\d{{5,}}\.safetensors|{note}\.(json|failed)|{temporary}"
 
 
 def check_target(folder: Path) -> None:
-    """Check that a checkpoint may be saved to a folder.
+    """Check that a save to a folder would not replace another program's file.
 
     Raises:
         ValueError: the folder has a ``manifest.json`` from another program, which would be replaced.
     """
     head = _read_manifest_start(folder)
-    # With data files, it is a checkpoint's damaged manifest. A resumed run must be able to replace it.
+    # With data files next to it, this is the damaged manifest of a checkpoint, which a resumed run must be
+    # able to replace. An empty file, or one with NUL bytes only, may be left by a crash and be replaced too.
     has_data = any(_DATA_NAME.fullmatch(path.name) for path in folder.glob("data-*"))
     if head.strip(b"\0") and FORMAT.encode() not in head and not has_data:
         raise ValueError(
@@ -56,7 +62,7 @@ def check_target(folder: Path) -> None:
 
 
 def saves_in(folder: Path) -> set[str]:
-    """Return the IDs of all saves with files in a folder: the checkpoint's save, and killed saves."""
+    """Return the IDs of all saves with files in a folder: the finished save, and killed saves."""
     head = _read_manifest_start(folder)
     named = {match.decode() for match in _DATA.findall(head)} if FORMAT.encode() in head else set()
     return named | {save_mark.id for save_mark in marks(folder, KIND, moved=True)}
@@ -69,9 +75,9 @@ def remove_saves(folder: Path, saves: set[str]) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint, finished or not, and the folder if no other files are in it.
+    """Delete a checkpoint, finished or not. Delete the folder as well unless it contains other files.
 
-    If ``folder`` is a link, only the link is deleted.
+    If ``folder`` is a symbolic link, only the link is deleted.
     """
     if remove_link(folder):
         return

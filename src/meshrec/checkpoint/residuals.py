@@ -1,7 +1,8 @@
-"""Save and load error feedback residuals; see ``distributed/error_feedback.py``.
+"""Save and load error feedback residuals: rounding errors in sent gradients, to be added to later gradients.
 
-Residuals belong to the columns sent by a rank, so they can only be loaded under the plan under which they
-were saved. Under another plan, a run starts without residuals, like a new run.
+See ``distributed/error_feedback.py``. Residuals belong to the columns sent by a rank, so they can only be
+loaded under the plan under which they were saved. Under another plan, a run starts without residuals, like a
+new run.
 """
 
 import logging
@@ -18,7 +19,7 @@ _RESIDUALS = f"{RANDOM}.residuals"
 
 
 def residuals_of(entry: str, model: DistributedModelParallel, rank: int) -> dict[str, Tensor]:
-    """Return this rank's residuals, by tensor name in the checkpoint.
+    """Return this rank's error feedback residuals, by tensor name in the checkpoint.
 
     Args:
         entry: model name in the training state.
@@ -33,12 +34,12 @@ def residuals_of(entry: str, model: DistributedModelParallel, rank: int) -> dict
 
 
 def saved_residuals(entry: str, rank: int, names: set[str]) -> list[str]:
-    """Select a rank's residuals from a checkpoint's tensor names.
+    """Return the names of a rank's residuals among tensor names in a checkpoint.
 
     Args:
         entry: model name in the training state.
-        rank: the rank.
-        names: tensor names.
+        rank: saving rank; its residuals are selected.
+        names: tensor names to select from.
     """
     return [name for name in names if name.startswith(_prefix(entry, rank))]
 
@@ -67,7 +68,7 @@ def set_residuals(
 
 
 def warn_residuals_dropped(entry: str) -> None:
-    """Log a warning: the checkpoint's residuals belong to another plan and are not loaded."""
+    """Log a warning that the checkpoint's residuals belong to another plan and are not loaded."""
     _log.warning(
         "the checkpoint's error feedback residuals for %r belong to another plan or world size, and "
         "are not loaded: error feedback restarts from zero.",

@@ -1,7 +1,8 @@
 """Export table rows from a checkpoint to Parquet, and import them into a model.
 
-A file has the columns ``id`` (int64), ``row`` (list of ``dim`` floats) and, if requested, optimizer state.
-Export and import work block by block, so a table may be larger than memory.
+A file has the columns ``id`` (int64), ``row`` (list of ``dim`` floats) and, if requested, a column per
+optimizer state tensor, such as ``exp_avg``. Export and import work block by block, so a table may be larger
+than memory.
 """
 
 import json
@@ -27,15 +28,15 @@ from meshrec.ops.index import unique
 from meshrec.tables.hashed.io import rows_in_rectangle
 from meshrec.tables.hashed.table import IDS
 
-# Rows per record batch, which bound memory use.
+# Rows per record batch, which bounds memory use.
 _BLOCK_ROWS = 1 << 16
 _ID, _ROW = "id", "row"
 
 
 def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer: bool = False) -> int:
-    """Write a checkpoint table's rows to a Parquet file.
+    """Write the rows of a table in a checkpoint to a Parquet file.
 
-    bf16 rows are written as fp32, which is exact.
+    Rows in bf16 are written as fp32, which is exact.
 
     Args:
         folder: checkpoint, saved under any plan.
@@ -44,11 +45,11 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
         optimizer: whether to write optimizer state as well.
 
     Returns:
-        Row count.
+        Number of rows written.
 
     Raises:
-        ValueError: no such table, an ambiguous name, or an existing target.
-        DamagedCheckpointError: damaged data; no file remains.
+        ValueError: the checkpoint has no such table, the name is ambiguous, or ``target`` exists.
+        DamagedCheckpointError: the checkpoint is damaged; no output file remains.
         ModuleNotFoundError: pyarrow is missing.
     """
     pa, parquet = needs("pyarrow", "data"), needs("pyarrow.parquet", "data")
@@ -81,11 +82,11 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
 
 
 def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer: bool = False) -> int:
-    """Replace table rows with rows from a Parquet file. Collective.
+    """Replace a table's rows with rows from a Parquet file. Collective.
 
-    A hashed table then has exactly the IDs in the file, and restarts eviction statistics and counts for
-    waiting IDs. In a fixed table, row i is replaced with the row of ID i, and rows whose ID is not in the
-    file are unchanged. The update count, which some optimizers use, is unchanged.
+    A hashed table then has exactly the IDs in the file. Its eviction statistics, and the counts of IDs
+    waiting for admission, restart. In a fixed table, row i is replaced with the row of ID i, and rows whose
+    ID is not in the file are unchanged. The update count, which some optimizers use, is unchanged.
 
     The file is read twice, because all values are checked before the first row changes.
 
@@ -94,15 +95,15 @@ def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer:
             rank reads it.
         module: model, sharded under any plan or unsharded.
         table: table name, or the end of the module path.
-        optimizer: whether to read optimizer state; otherwise it is reset.
+        optimizer: whether to read optimizer state from the file.
 
     Returns:
-        Row count.
+        Number of rows in the file.
 
     Raises:
-        ValueError: no such table; a missing column, or another type or width; repeated IDs; more than
-            ``max_rows``; IDs outside a fixed table; or a null, NaN or infinite value. Raised on every rank
-            before any change.
+        ValueError: the model has no such table; a column is missing, or has another type or width; IDs are
+            repeated; the file has more than ``max_rows`` rows; an ID is outside a fixed table; or a value is
+            null, NaN or infinite. Raised on every rank before any change.
         CheckpointError: the file cannot be read; raised on every rank. If rows were already replaced, the
             message says so, and the tables refuse to run and to be saved until a load succeeds.
         ModuleNotFoundError: pyarrow is missing.
@@ -128,16 +129,17 @@ def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer:
 
 
 class _FilledTable(NamedTuple):
-    """Table to import rows into.
+    """Table in the model into which rows are imported.
 
     Attributes:
-        module: collection owning the table.
+        module: embedding collection with the table.
         path: module path of the table.
-        tables: this rank's rectangles.
+        tables: rectangles of the table on this rank.
         dim: column count of the unsharded table.
-        max_rows: row count for a fixed table, or maximum row count for a hashed table.
-        seed: key seed for a hashed table; None for a fixed table.
-        columns: row parts to read, ``weight`` first; True if a part has a value per row.
+        max_rows: row count of a fixed table, or maximum row count of a hashed table.
+        seed: seed of the hash from IDs to keys, for a hashed table; None for a fixed table.
+        columns: names of the row parts to read, ``weight`` first, then optimizer state. The value is True if
+            the part has a single value per row, and False if it has ``dim`` values.
         changed: function to call after the import; see `HashedTarget.rows_loaded`.
     """
 
@@ -152,16 +154,20 @@ class _FilledTable(NamedTuple):
 
 
 def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTable:
-    """Find the table to import into.
+    """Find the table in the model into which rows are to be imported.
 
     Args:
         module: the model.
         table: table name, or the end of the module path.
-        optimizer: whether optimizer state is imported.
+        optimizer: whether optimizer state is imported as well.
+
+    Raises:
+        ValueError: no table or several tables match.
     """
     hashed, fixed = hashed_targets(module), fixed_targets(module)
     path = _find_table({*hashed, *fixed}, table, "the model")
     root = module.module if isinstance(module, DistributedModelParallel) else module
+    # A table's path is that of its collection, then the module dict ("embedding_bags"), then the table name.
     collection = root.get_submodule(".".join(path.split(".")[:-2]))
     if path in hashed:
         hashed_target = hashed[path]
@@ -196,7 +202,10 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTabl
 
 
 def _state_of(collection: nn.Module, path: str) -> dict[str, Tensor]:
-    """Return an unsharded table's optimizer state by slot; empty if the collection is not fused."""
+    """Return an unsharded table's optimizer state tensors, by name such as "exp_avg".
+
+    The result is empty if the collection's optimizer is not fused into backward.
+    """
     if not (isinstance(collection, TableCollection) and collection.is_fused):
         return {}
     name = ".".join([*path.split(".")[-2:], "weight"])
@@ -206,6 +215,7 @@ def _state_of(collection: nn.Module, path: str) -> dict[str, Tensor]:
 
 def _load_rows(file: Any, target: _FilledTable) -> None:
     select = rows_by_id if target.seed is None else rows_in_rectangle
+    # Only hashed tables are cleared: a fixed table keeps the rows that are not in the file.
     for table in target.tables if target.seed is not None else ():
         table.clear()
     for ids, parts in _blocks(file, target.columns):
@@ -214,12 +224,12 @@ def _load_rows(file: Any, target: _FilledTable) -> None:
 
 
 def _check_file(file: Any, source: Path, target: _FilledTable) -> None:
-    """Check that all rows of a file can be imported into a table.
+    """Check that every row in a file can be imported into a table.
 
     Args:
         file: open Parquet file.
-        source: file path.
-        target: the table.
+        source: file path, for errors.
+        target: table to import into.
 
     Raises:
         ValueError: the file does not fit the table.
@@ -265,13 +275,13 @@ def _check_finite(source: Path, ids: Tensor, parts: Mapping[str, Tensor]) -> Non
 
 
 def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
-    """Raise ValueError if a column has another Arrow type than needed.
+    """Raise ValueError if a column's Arrow type differs from the type needed by the table.
 
     Args:
-        source: file path.
+        source: file path, for errors.
         name: column name.
         kind: Arrow type of the column.
-        width: floats per row; 0 for the IDs.
+        width: number of floats per row; 0 for the ID column, which must be int64.
     """
     pa = needs("pyarrow", "data")
     is_list = pa.types.is_fixed_size_list(kind) and pa.types.is_floating(kind.value_type)
@@ -286,11 +296,11 @@ def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
 
 
 def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield blocks with IDs, int64 [N], and row parts by name, [N] or [N, dim].
+    """Read a file in blocks. Yield the IDs, int64 [N], and row parts by name, [N] or [N, dim].
 
     Args:
         file: open Parquet file.
-        columns: row parts to read; True if a part has a value per row.
+        columns: names of the row parts to read. The value is True if a part has a single value per row.
 
     Raises:
         ValueError: a value is null.
@@ -335,7 +345,17 @@ def _arrow_array(pa: Any, values: Tensor, kind: Any) -> Any:
 
 
 def _prefix_of(manifest: Manifest, table: str) -> str:
-    """Return the prefix of a table's tensor names in a checkpoint."""
+    """Return the prefix of a table's tensor names in a checkpoint, such as "model.ebc.embedding_bags.items.".
+
+    Args:
+        manifest: checkpoint manifest.
+        table: table name, or the end of the module path.
+
+    Raises:
+        ValueError: no table or several tables match.
+    """
+    # A table cannot be told from a linear layer by its tensor: both are a matrix called "weight". So any
+    # module's float matrix may be exported.
     end = ".weight"
     prefixes = {
         name.removesuffix(end)
@@ -349,12 +369,12 @@ def _prefix_of(manifest: Manifest, table: str) -> str:
 
 
 def _find_table(paths: set[str], table: str, where: str) -> str:
-    """Return the only path that is ``table`` or ends with it.
+    """Return the only path that equals ``table`` or ends with ``.table``.
 
     Args:
         paths: table paths.
         table: table name, or the end of the module path.
-        where: source of the tables, for errors.
+        where: where the tables are, for errors: "the model" or "the checkpoint".
 
     Raises:
         ValueError: no path or several paths match.
@@ -370,7 +390,13 @@ def _find_table(paths: set[str], table: str, where: str) -> str:
 
 
 def _slots_of(manifest: Manifest, prefix: str) -> dict[str, str]:
-    """Return the checkpoint names of a table's optimizer state tensors, by slot."""
+    """Return the names of a table's optimizer state tensors in a checkpoint, by name such as "exp_avg".
+
+    Args:
+        manifest: checkpoint manifest.
+        prefix: prefix of the table's tensor names in the checkpoint.
+    """
+    # Names of optimizer state are <optimizer entry>.state.<parameter>.<slot>; see ``state.py``.
     entry = next(record.entry for name, record in manifest.tensors.items() if name == f"{prefix}weight")
     middle = f".state.{prefix.removeprefix(f'{entry}.')}weight."
     return {

@@ -1,4 +1,4 @@
-"""Safetensors reader that rejects invalid headers, such as byte ranges outside the file."""
+"""Read safetensors files. Invalid headers are rejected, such as byte ranges outside the file."""
 
 import hashlib
 import os
@@ -16,16 +16,16 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import fields, integer, integers, mapping, parse, text
 
 METADATA = "__metadata__"
-"""Header key for free text, which cannot be a tensor name."""
+"""Header key under which the format stores free text. A tensor must not have this name."""
 _MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
 _MAX_DIMS = 64
 
 Entry = tuple[torch.dtype, tuple[int, ...], int, int]
-"""Dtype, shape, first byte and end byte (after the header) of a tensor."""
+"""A tensor's dtype, shape, first byte and end byte. Bytes are counted from the end of the header."""
 
 
 def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Read a file into memory, verify its SHA-256, and return the tensors by name.
+    """Read a safetensors file into memory, verify its SHA-256, and return the tensors by name.
 
     Raises:
         DamageError: the SHA-256 differs, or the file is not a safetensors file.
@@ -47,10 +47,10 @@ def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
 
 
 def read_mapped(path: Path) -> dict[str, Tensor]:
-    """Map a file into memory, and return the tensors by name. Contents are not verified.
+    """Map a safetensors file into memory, and return the tensors by name. Their values are not verified.
 
     Raises:
-        DamageError: not a safetensors file.
+        DamageError: the file is not a safetensors file.
         OSError: the file cannot be read.
     """
     with open_regular(path) as descriptor:
@@ -61,7 +61,11 @@ def read_mapped(path: Path) -> dict[str, Tensor]:
 
 
 def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
-    """Return a safetensors file's tensors by name, as views of ``content``, the file's bytes.
+    """Return the tensors in a safetensors file by name, as views of the file's bytes where possible.
+
+    Args:
+        content: bytes of the file, uint8.
+        path: file path, for errors.
 
     Raises:
         DamageError: the tensors do not tile the file from the header to the file's end.
@@ -78,7 +82,7 @@ def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
 
 
 def _check_before_reading(descriptor: int, size: int, path: str) -> None:
-    """Raise DamageError if an open file's header is invalid."""
+    """Raise DamageError if an open file does not start with a valid safetensors header."""
     first = bytearray(min(8, size))
     read_into(descriptor, memoryview(first), 0, path)
     header = bytearray(_header_length(first, size, path))
@@ -87,7 +91,7 @@ def _check_before_reading(descriptor: int, size: int, path: str) -> None:
 
 
 def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
-    """Return the JSON header size in bytes, from the file's first 8 bytes."""
+    """Return the size of the JSON header in bytes, which the first 8 bytes of the file contain."""
     length = int.from_bytes(first, "little") if size >= 8 else 0
     if length + 8 > size or not 2 <= length <= _MAX_HEADER_BYTES:
         raise DamageError(f"{path} is not a safetensors file: the stated header exceeds the file")
@@ -100,12 +104,12 @@ def _entries(header: bytes, size: int, path: str) -> dict[str, Entry]:
 
 
 def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
-    """Validate a parsed safetensors header, and return the tensors.
+    """Validate a parsed safetensors header, and return where each tensor is.
 
     Args:
         header: parsed JSON.
-        num_bytes: file size after the header.
-        path: file name in errors.
+        num_bytes: number of bytes after the header in the file.
+        path: file name for errors.
 
     Returns:
         Dtype, shape, first byte and end byte by tensor name.
@@ -126,6 +130,7 @@ def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
         if not start <= end <= num_bytes or prod(shape) * dtype.itemsize != end - start:
             raise DamageError(f"{label} has shape {list(shape)} and bytes [{start}, {end}) of {num_bytes}")
         entries[name] = dtype, shape, start, end
+    # Sorted by position, every tensor must start where the previous one ends, and the last end the file.
     position = 0
     for _, _, start, end in sorted(entries.values(), key=lambda entry: entry[2:]):
         if start != position:

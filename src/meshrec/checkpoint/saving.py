@@ -1,15 +1,15 @@
-"""``save``, ``async_save`` and ``load`` of checkpoints.
+"""Save a training state to a checkpoint, in the foreground or background, and load it.
 
-torch.distributed.checkpoint (DCP) plans which rank writes and reads which piece. ``storage.py`` writes and
-reads the files, in MeshRec's format.
+torch.distributed.checkpoint (DCP) plans which rank writes and reads which tensor piece. ``storage.py`` writes
+and reads the files, in MeshRec's format.
 
 [Note: checkpoint guarantees]
 1. Complete or absent. Data files get new names and reach the disk first; then the manifest appears
    atomically. A crash leaves either the old checkpoint or the new.
 2. A single point in time. ``async_save`` writes the state at call time, even if training changes
    it during the write.
-3. Independent of the plan. Names and shapes are the unsharded model's, so any plan with any rank count
-   ranks can load it.
+3. Independent of the plan. Names and shapes are the unsharded model's, so a checkpoint can be loaded under
+   any plan and with any number of ranks.
 4. Verified. Checksums cover block bytes and block positions. No byte is used before it is verified,
    and nothing in a file is executed.
 5. Resumable. Weights, optimizer state, data position and every rank's random numbers are saved. On the same
@@ -54,8 +54,8 @@ from meshrec.durable import Created, Mark, mark, release, remove_named, write_du
 from meshrec.tables.streamed import saves_key_ordered
 
 Group = dist.ProcessGroup | None
-# Intervals at which threads look for notes from background writers, on the disk and in an object store. The
-# interval is longer for a store, because every request costs money.
+# Intervals at which threads look for notes (files saying that a rank's data file is complete), on the disk
+# and in an object store. The interval is longer for a store, because every request costs money.
 _POLL_SECONDS = 0.02
 _STORE_POLL_SECONDS = 0.5
 
@@ -64,7 +64,7 @@ def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None,
     """Save a training state. When the function returns, the checkpoint is on disk. Collective.
 
     An existing checkpoint at ``path`` is replaced atomically. Other files in the folder are kept. The random
-    number generator states from every rank are saved as well.
+    number generator states of every rank are saved as well.
 
     Args:
         path: folder accessible from all ranks.
@@ -110,9 +110,10 @@ def async_save(
 ) -> "PendingSave":
     """Save the current training state in the background. Collective; see `save`.
 
-    Every rank forks a child process, which keeps the memory content from call time, and writes it. The call
-    takes as long as the fork. The kernel copies pages changed by training meanwhile. Device tensors and
-    memory shared between processes are copied before the fork.
+    Every rank forks a child process, whose memory keeps the values from the time of the call, and which
+    writes them to a file. The call returns after the fork. Until the file is written, the kernel copies every
+    memory page changed by training. Device tensors, and memory shared between processes, are copied before
+    the fork.
 
     Call this function from a thread that outlives the save, and ``wait`` for the save before the process
     ends.
@@ -122,9 +123,9 @@ def async_save(
         state: see `save`.
         step: see `save`.
         group: see `save`.
-        after: function called by rank 0 in another thread once the checkpoint is complete.
+        after: function to call on rank 0 once the checkpoint is complete. It is called in another thread.
         store: folder in an object store, to which the files are uploaded. ``path`` is then this rank's
-            scratch folder; see [Note: how a checkpoint reaches a store].
+            scratch folder; see [Note: how a checkpoint reaches a store] in ``stored.py``.
 
     Returns:
         The save in progress.
@@ -137,17 +138,18 @@ def async_save(
 def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, group: Group = None) -> None:
     """Load a checkpoint into a training state, in place. Collective.
 
-    The plan and the rank count may differ from the save. Ranks that existed at the save continue the
-    saved random numbers.
+    The plan and the number of ranks may differ from those at the save. Ranks that existed at the save
+    continue their saved random number sequences.
 
-    All ranks compare the whole state with the checkpoint, and verify all bytes, before any rank writes to a
-    table. Every byte is therefore read twice, the second time from the page cache if it fits there.
+    Before any rank writes to a table, all ranks compare the whole state with the checkpoint and verify all
+    bytes. Every byte is therefore read twice, the second time from the page cache if it fits there.
 
     Args:
-        path: checkpoint, or run folder (its reported weights); see `find_checkpoint`.
+        path: checkpoint, or a run folder, which stands for the run's reported weights; see
+            `find_checkpoint`.
         state: entries to load; see `save`. Plain values are replaced in this mapping.
-        partial: whether modules may have tensors missing from the checkpoint, and vice versa. Modules load
-            the common tensors, such as pretrained tables, and the log lists the other tensors.
+        partial: whether modules may have tensors missing from the checkpoint, and vice versa. If True,
+            modules load the tensors in common, such as pretrained tables, and the log lists the others.
         group: see `save`.
 
     Raises:
@@ -158,6 +160,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
             load succeeds.
     """
     axis = ranks_of(group)
+    # Results of `read_and_prepare`, which cannot return them because `agreed` would send them to all ranks.
     box: dict[str, Any] = {}
     # Functions that restore the state. They run in reverse order if a check fails before tables are written
     # to.
@@ -207,8 +210,11 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
 class PendingSave:
     """A checkpoint save running in the background.
 
+    The phases on every rank: a child process writes the data file and then a note; with a store, a thread
+    uploads both. On rank 0, the thread waits for the notes from all ranks, and then writes the manifest.
+
     Args:
-        job: the save.
+        job: the save, whose writer processes are running.
         after: see `async_save`.
         store: see `async_save`.
     """
@@ -217,10 +223,13 @@ class PendingSave:
         self, job: "_Save", after: Callable[[], None] | None, store: ObjectStore | None = None
     ) -> None:
         self._job, self._after, self._store = job, after, store
+        # Set by `wait` after a failure, or by `kill`, to stop the thread from waiting for notes.
         self._cancelled = threading.Event()
         # Set when this rank's upload has ended, with or without an error, or if this rank uploads nothing.
         self._uploaded = threading.Event()
+        # Error in the thread, raised by `wait`.
         self._error: Exception | None = None
+        # Set by the first `wait` or `kill`. Later calls to `wait` return at once.
         self._is_over = False
         self._thread: threading.Thread | None = None
         if job.axis.rank == 0 or store is not None:
@@ -231,12 +240,12 @@ class PendingSave:
 
     @property
     def path(self) -> Path:
-        """Folder of the files, incomplete while the save runs; with a store, a scratch folder."""
+        """Checkpoint folder, incomplete while the save runs. With a store, this rank's scratch folder."""
         return self._job.path
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is still writing or uploading. Not collective."""
+        """Whether this rank is still writing or uploading its files. Not collective."""
         snapshot = self._job.writer.snapshot
         thread = self._thread is not None and self._thread.is_alive()
         return thread or (snapshot is not None and snapshot.is_running)
@@ -258,7 +267,8 @@ class PendingSave:
             self._uploaded.wait()
             self._raise_error()
 
-        # Two rounds: rank 0 waits for notes from all ranks, so it must learn first whether they will come.
+        # Two rounds. Rank 0's thread waits for notes from all ranks, so it must first be told to stop if a
+        # rank has failed, whose note will never come.
         try:
             agreed(self._job.axis, finish_local_part, "writing a checkpoint")
         except Exception:
@@ -268,9 +278,9 @@ class PendingSave:
         return self.path
 
     def kill(self) -> None:
-        """Stop writing, because this process is about to end.
+        """Stop writing, because this process is about to end. The checkpoint stays incomplete.
 
-        Not collective; the checkpoint stays incomplete.
+        Not collective.
         """
         self._is_over = True
         if self._job.writer.snapshot is not None:
@@ -307,18 +317,19 @@ class PendingSave:
             self._uploaded.set()
 
     def _upload(self, store: ObjectStore) -> None:
-        """Wait for the writer's note, then upload the data file, and then the note."""
+        """Wait for the note of this rank's writer, and then upload the data file and the note."""
         files, rank = self._job.files, self._job.axis.rank
         if self._job.writer.snapshot is None:
             return
         while not files.note(rank).exists():
             if self._cancelled.wait(_POLL_SECONDS):
                 return
+        # The note last, because it tells rank 0 that the data file is in the store.
         for path in (files.data(rank), files.note(rank)):
             store.put(path, path.name)
 
     def _complete(self) -> None:
-        """Wait for all ranks' notes, then write the manifest. Rank 0 only."""
+        """Wait until the notes of all ranks exist, and then write the manifest. Rank 0 only."""
         job, store = self._job, self._store
         notes = {rank: job.files.note(rank) for rank in job.writer.writing_ranks}
         while not self._has_all(notes.values()):
@@ -343,14 +354,14 @@ class PendingSave:
 
 
 class _Save:
-    """A save on this rank.
+    """One rank's work for a save, in the foreground or background. Creating it is collective.
 
     Args:
         path: see `save`.
         state: see `save`.
         step: see `save`.
         axis: participating ranks.
-        background: whether a forked process writes the file.
+        background: whether a forked process writes the data file.
     """
 
     def __init__(
@@ -360,6 +371,7 @@ class _Save:
         self._step, self._background = step, background
         self._collected = Collected()
         self.files = RankFiles(path, secrets.token_hex(4))
+        # Folders created by this save, removed by `clean_up` after a failure. Empty except on rank 0.
         self._created: list[Created] = []
         # Lock on the save's mark, held by rank 0 until the save is complete or has failed.
         self._lock: int | None = None
@@ -397,6 +409,7 @@ class _Save:
 
     def run(self) -> None:
         """Write this rank's data file, or start a process that writes it. Collective."""
+        # Growable tables refuse to be saved by plain DCP, which could not load them. This save can load them.
         can_load = saves_key_ordered.set(True)
         try:
             with _convert_dcp_errors(f"saving to {self.path}"):
@@ -417,7 +430,7 @@ class _Save:
             saves_key_ordered.reset(can_load)
 
     def complete(self) -> None:
-        """Write the manifest, which completes the checkpoint, and remove the replaced files.
+        """Write the manifest, which completes the checkpoint, and remove the files of the replaced one.
 
         Rank 0 only.
         """
@@ -433,6 +446,7 @@ class _Save:
             values=self._collected.values,
             plans=self._collected.plans,
         )
+        # Read before the old manifest is replaced, because only it names the old files.
         replaced = saves_in(self.path) - {self.files.nonce}
         try:
             content = manifest.to_bytes()
@@ -442,12 +456,13 @@ class _Save:
             self.clean_up()
             raise
         notes = [self.files.note(rank).name for rank in self.writer.writing_ranks]
+        # The manifest now names the save's files, so its notes and its mark are not needed any more.
         remove_named(self.path, [*notes, Mark(self.path, self.files.nonce, KIND).path.name])
         self._release()
         remove_saves(self.path, replaced)
 
     def clean_up(self) -> None:
-        """Remove a failed save's files, and the folders created for it."""
+        """Remove the files of this save after a failure, and the folders created for it."""
         remove_saves(self.path, {self.files.nonce})
         self._release()
         for folder in self._created:
@@ -463,9 +478,9 @@ class _RankShare(NamedTuple):
     """Data that a rank sends to all ranks when a save starts.
 
     Attributes:
-        nonce: random ID; rank 0's becomes the save ID.
-        values: plain values of entries of which the rank has only a part.
-        names: entry by tensor name, for the tensors in these entries.
+        nonce: random ID. Rank 0's becomes the ID of the save, which its file names contain.
+        values: kind and plain values of the entries of which the rank has only a part, by entry name.
+        names: entry names of the tensors in these entries, by tensor name.
     """
 
     nonce: str

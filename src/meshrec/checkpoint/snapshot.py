@@ -1,10 +1,11 @@
 """Write a checkpoint while training continues, from a forked process whose memory does not change.
 
-The kernel shares memory pages between both processes, and copies a page when either writes to it. A snapshot
-therefore takes the time to copy page tables, and as much memory as training changes before the file is
-written: none for unchanged rows, at most the saved tensor size. A fork does not freeze all memory.
-Memory shared between processes (mapped files, ``share_memory_()``) is copied before the fork, and tables with
-rows in files provide a snapshot (``ExternalTable.snapshot``).
+The kernel shares memory pages between both processes, and copies a page when either process writes to it. A
+snapshot therefore takes only the time to copy page tables, and additional memory for the pages that training
+changes before the file is written: none for unchanged rows, and at most the size of the saved tensors.
+
+A fork does not freeze memory shared between processes (mapped files, ``share_memory_()``), so such memory is
+copied before the fork. Tables with rows in files provide a snapshot themselves (``ExternalTable.snapshot``).
 
 The child only reads memory and writes a file. It takes no lock that a parent thread may hold, and does not
 communicate with devices or ranks. It closes the parent's sockets, so peers notice if the parent dies.
@@ -38,13 +39,18 @@ from meshrec.tables.streamed import StreamedPart
 from meshrec.tables.table import TableSnapshot
 
 _PR_SET_PDEATHSIG = 1
-# Seconds until a child must report. Usually it takes milliseconds, on a loaded machine seconds.
+# Seconds until a child must report. It usually takes milliseconds, but seconds on a loaded machine.
 _START_TIMEOUT = 10.0
 _TRIES = 3
 
 
 class Snapshot:
-    """Forked process that writes a data file; create it with `start`."""
+    """Forked process writing a data file. Create it with `start`.
+
+    Args:
+        pid: process ID of the child.
+        note: file written by the child after success.
+    """
 
     def __init__(self, pid: int, note: Path) -> None:
         self._pid, self._note = pid, note
@@ -57,8 +63,8 @@ class Snapshot:
     def start(cls, path: Path, parts: Sequence[TensorPart], note: Path) -> "Snapshot":
         """Fork a process that writes ``parts`` to ``path``.
 
-        When the file is on disk, the child writes the part positions to ``note``. Tensors outside contiguous
-        CPU memory, or shared between processes, are copied before the fork.
+        When the file is on disk, the child writes the positions of the parts to the file ``note``. Tensors
+        that are not in contiguous CPU memory, or are shared between processes, are copied before the fork.
 
         Args:
             path: new data file.
@@ -66,7 +72,7 @@ class Snapshot:
             note: file written by the child after success.
 
         Raises:
-            CheckpointError: no child started.
+            CheckpointError: no child started within the timeout.
         """
         frozen = FrozenParts(parts)
         try:
@@ -149,12 +155,16 @@ class Snapshot:
 
 
 class FrozenParts:
-    """Tensor pieces whose memory does not change in a forked process.
+    """Tensor pieces whose values stay the same in a forked process while the parent trains.
 
-    Copies or snapshots tensors whose memory a fork does not freeze; see the module docstring.
+    Tensors whose memory a fork does not freeze are copied, or replaced by a snapshot of their table; see the
+    module docstring.
 
     Args:
         parts: pieces to write.
+
+    Attributes:
+        parts: the same pieces, with tensors that may be read after a fork.
     """
 
     def __init__(self, parts: Sequence[TensorPart]) -> None:
@@ -173,19 +183,20 @@ class FrozenParts:
             if number not in self._snapshots:
                 self._snapshots[number] = tensor.table.snapshot()
             return tensor.frozen(self._snapshots[number])
+        # `copy` is the tensor itself if that is in contiguous CPU memory already.
         copy = tensor.cpu().contiguous()
         address = copy.data_ptr()
         is_shared = any(first < address + copy.nbytes and address < end for first, end in shared)
         return copy.clone() if is_shared and copy is tensor else copy
 
     def close(self) -> None:
-        """Close all table snapshots."""
+        """Close all table snapshots. To be called when the child has ended, or if no child started."""
         while self._snapshots:
             self._snapshots.popitem()[1].close()
 
 
 def shared_memory() -> list[tuple[int, int]]:
-    """Return the address ranges (start, end) of memory shared with other processes."""
+    """Return the address ranges (start, end) of this process that other processes may share."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:  # not Linux: shared mappings are unknown
@@ -200,19 +211,19 @@ def shared_memory() -> list[tuple[int, int]]:
 
 
 def failure_of(note: Path) -> Path:
-    """Return the path of the file to which a failed writer writes the reason."""
+    """Return the path of the file to which a failed writer process writes the reason."""
     return note.with_suffix(".failed")
 
 
 def _write_and_exit(
     parent: int, prctl: Any, begun: int, *, path: Path, parts: Sequence[TensorPart], note: Path
 ) -> None:
-    """Write the data file and the note in the child, and end the process.
+    """Write the data file and the note, and end the process. Runs in the child, and never returns.
 
     Args:
         parent: parent process ID.
-        prctl: prctl(2), or None.
-        begun: pipe on which the child reports when it runs.
+        prctl: function prctl(2), or None if the system lacks it.
+        begun: write end of the pipe on which the child reports that it runs.
         path: data file.
         parts: pieces to write.
         note: file to write after success.
@@ -226,6 +237,7 @@ def _write_and_exit(
         # prctl kills the child when the parent dies, but the parent may have died before.
         if os.getppid() != parent:
             os._exit(1)
+        # Signals to the process group, such as Ctrl-C, are the parent's to handle: it may finish this save.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Peers must see the parent's sockets close when the parent dies.
@@ -238,11 +250,12 @@ def _write_and_exit(
     except BaseException as error:
         _write_reason(note, error)
     finally:
+        # Not sys.exit: exit handlers and buffers belong to the parent.
         os._exit(code)
 
 
 def _write_reason(note: Path, error: BaseException) -> None:
-    """Write the failure reason to a file next to the note."""
+    """Write the reason for a failure to a file next to the note, where the parent's `wait` reads it."""
     with contextlib.suppress(OSError):  # the exit code also reports the failure
         if isinstance(error, OSError):
             name_full_disk(error, [note.parent])
@@ -250,7 +263,7 @@ def _write_reason(note: Path, error: BaseException) -> None:
 
 
 class _InlineExecutor(Executor):
-    """Executor that runs functions at once, because the child has no other threads."""
+    """Executor that runs functions in the calling thread, because a forked child has no other threads."""
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -259,5 +272,8 @@ class _InlineExecutor(Executor):
 
 
 def _prctl() -> Any:
-    """Return prctl(2); None if the system lacks it. The lookup takes locks, so call it before the fork."""
+    """Return the function prctl(2), or None if the system lacks it.
+
+    The lookup takes locks, so it must happen before the fork.
+    """
     return getattr(ctypes.CDLL(None), "prctl", None)

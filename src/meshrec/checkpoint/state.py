@@ -1,9 +1,11 @@
 """Convert a training state to named tensors and plain values, and back.
 
-Names and shapes are the unsharded model's, so a checkpoint does not depend on the plan. Names are
-``<entry>.<parameter>`` for modules, and ``<entry>.state.<parameter>.<slot>`` for optimizers. If a table is
-split by columns, state with a value per row is stored once: row-wise optimizers sum their statistics over all
-columns, so all column shards of a row have equal values.
+A training state maps entry names, such as "model", to modules, optimizers and other objects. Tensor names
+and shapes in a checkpoint are the unsharded model's, so a checkpoint does not depend on the plan. Names are
+``<entry>.<parameter>`` for modules, and ``<entry>.state.<parameter>.<slot>`` for optimizers, where the slot
+is a name such as ``exp_avg``. If a table is split by columns, optimizer state with a single value per row is
+stored once: row-wise optimizers sum their statistics over all columns, so all column shards of a row have
+equal values.
 """
 
 import copy
@@ -54,11 +56,11 @@ class Collected:
     """Everything saved by a rank.
 
     Attributes:
-        tensors: tensors by name.
-        entries: state entry name by tensor name.
-        values: kind and encoded plain values by entry.
-        partial_entries: entries of which this rank has only a part, such as a pipeline stage.
-        plans: sharding plan (JSON) by entry.
+        tensors: tensors by name in the checkpoint.
+        entries: entry names by tensor name.
+        values: kind and encoded plain values, by entry name.
+        partial_entries: names of entries of which this rank has only a part, such as a pipeline stage.
+        plans: sharding plan (JSON) by entry name.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class Collected:
     plans: dict[str, str] = field(default_factory=dict)
 
     def add(self, entry: str, kind: str, content: Any) -> None:
-        """Add a state entry's content.
+        """Add the content of a state entry: its tensors, and its encoded plain values.
 
         Args:
             entry: entry name.
@@ -84,12 +86,12 @@ class Collected:
         """Add a tensor.
 
         Args:
-            entry: name of the state entry owning the tensor.
+            entry: name of the state entry to which the tensor belongs.
             name: tensor name in the checkpoint.
-            tensor: values.
+            tensor: the tensor; it is not copied.
 
         Raises:
-            ValueError: the name is reserved or exists already.
+            ValueError: the name is reserved, or another tensor has it.
         """
         if name == METADATA:
             raise ValueError(
@@ -108,12 +110,12 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
     """Collect everything saved by this rank, without copying tensors.
 
     Args:
-        state: training state.
+        state: training state to save.
         rank: this rank.
 
     Raises:
-        ValueError: checkpoints do not support a value.
-        CheckpointError: a module is partly loaded.
+        ValueError: an entry name is invalid, or checkpoints do not support a value.
+        CheckpointError: a module is only partly loaded; see ``unfinished.py``.
     """
     collected = Collected()
     for entry, item in state.items():
@@ -125,7 +127,7 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
         if isinstance(item, nn.Module):
             check_finished(item)
         collected.add(entry, kind, _content(item, kind, state))
-        # Other ranks' names are merged in `_Save`.
+        # `_Save` in ``saving.py`` merges these entries with the parts on other ranks.
         if _is_part(kind, item, state):
             collected.partial_entries.add(entry)
         if isinstance(item, DistributedModelParallel):
@@ -138,18 +140,19 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
 
 
 class Loading(NamedTuple):
-    """A prepared load: memory to fill and functions to call, in field order.
+    """A prepared load: memory to fill and functions to call. ``checkpoint.load`` uses them in field order.
 
-    Until ``tensors`` are filled, everything can be undone; see ``checkpoint.load``.
+    Until ``tensors`` are filled, everything can be undone.
 
     Attributes:
-        names: all tensor names to read from the checkpoint.
-        fresh: new memory for tensors in plain values, stateful objects and random number generators.
-        accept: passes the values in ``fresh`` to stateful objects, which may raise.
-        tensors: memory of modules and optimizers.
-        fill: reads hashed tables, which DCP cannot read, from the checkpoint folder.
-        exchange_row_counts: counts hashed table rows over all ranks. Collective.
-        finish: passes the filled state to modules and optimizers, and replaces plain values.
+        names: names of all tensors to read from the checkpoint.
+        fresh: newly allocated tensors for values not loaded in place: those in plain values,
+            stateful objects and random number generators. To be filled from the checkpoint.
+        accept: function that passes the filled ``fresh`` to stateful objects, which may raise.
+        tensors: tensors of modules and optimizers, to be filled in place.
+        fill: function that reads tables with rows by ID, which DCP cannot read, from the checkpoint folder.
+        exchange_row_counts: function that counts the rows of hashed tables over all ranks. Collective.
+        finish: function that passes the filled state to modules and optimizers, and replaces plain values.
     """
 
     names: set[str]
@@ -170,7 +173,7 @@ def prepare(
     partial: bool = False,
     undo: list[Callable[[], object]],
 ) -> Loading:
-    """Compare a training state with a checkpoint, and prepare the load.
+    """Compare a training state with a checkpoint, and prepare to load it, without changing values yet.
 
     Args:
         state: training state to load.
@@ -185,7 +188,10 @@ def prepare(
     """
     tensors: dict[str, Tensor] = {}
     fresh: dict[str, Tensor] = {}
+    # Run by `Loading.finish`, when all tensors have been filled.
     jobs: list[Callable[[], None]] = []
+    # Stateful objects with functions that load them, run by `Loading.accept`. They run early, while a load
+    # can be undone, because an object's load_state_dict may raise.
     objects: list[tuple[Any, Callable[[], None]]] = []
     saved = _saved_names(manifest)
     hashed = _find_tables_by_id(state, folder, manifest, saved, partial=partial)
@@ -243,20 +249,25 @@ def prepare(
 
 
 def _accept(objects: list[tuple[Any, Callable[[], None]]], undo: list[Callable[[], object]]) -> None:
-    """Pass loaded values to stateful objects, and append functions to undo this."""
+    """Pass loaded values to stateful objects, and append functions to ``undo`` that restore old values.
+
+    Args:
+        objects: stateful objects, and functions that load them.
+        undo: receives a function per object. It is added before the load, which may fail halfway.
+    """
     for item, job in objects:
         undo.append(functools.partial(item.load_state_dict, copy.deepcopy(item.state_dict())))
         job()
 
 
 def _check_references(entry: str, kind: str, content: Any, held: Any) -> None:
-    """Raise DamagedCheckpointError if tensors are at other positions in the checkpoint than in the state.
+    """Raise DamagedCheckpointError if tensors have other positions in the checkpoint than in the state.
 
     Args:
         entry: entry name.
-        kind: one of `KINDS`.
-        content: encoded content in the checkpoint.
-        held: encoded content of the state.
+        kind: one of `KINDS`, for the error.
+        content: encoded content of the entry in the checkpoint.
+        held: encoded content of the entry in the training state.
     """
     if _references(content) != _references(held):
         raise DamagedCheckpointError(
@@ -265,7 +276,7 @@ def _check_references(entry: str, kind: str, content: Any, held: Any) -> None:
 
 
 def _generators(manifest: Manifest, saved: Mapping[str, set[str]], rank: int) -> dict[str, Tensor]:
-    """Allocate tensors to load this rank's random generator states into.
+    """Allocate tensors into which this rank's random number generator states are loaded.
 
     Args:
         manifest: checkpoint manifest, with shapes and dtypes.
@@ -283,7 +294,18 @@ def _generators(manifest: Manifest, saved: Mapping[str, set[str]], rank: int) ->
 def _residuals(
     entry: str, model: DistributedModelParallel, manifest: Manifest, rank: int
 ) -> dict[str, Tensor]:
-    """Return memory for this rank's residuals; empty if they were saved under another plan."""
+    """Allocate tensors into which this rank's error feedback residuals are loaded.
+
+    Args:
+        entry: model name in the training state.
+        model: sharded model to load.
+        manifest: checkpoint manifest.
+        rank: this rank.
+
+    Returns:
+        Uninitialized tensors by name in the checkpoint. Empty if the plan or the world size differs from the
+        save; then rank 0 logs a warning.
+    """
     names = _saved_names(manifest).get(RANDOM, set())
     if manifest.plans.get(entry) == model.plan.to_json() and manifest.world_size == model.env.world.size:
         return {name: _empty(manifest, name) for name in saved_residuals(entry, rank, names)}
@@ -295,15 +317,16 @@ def _residuals(
 
 
 class _TablesById(NamedTuple):
-    """Tables with rows by ID, which DCP cannot load.
+    """Tables whose rows are found by ID, which DCP cannot load because it only knows row numbers.
 
-    A prefix starts all tensor names of a table in the checkpoint.
+    Tables are identified by the prefix of their tensor names in the checkpoint, such as
+    "model.ebc.embedding_bags.items.".
 
     Attributes:
-        hashed: hashed tables by prefix.
-        fixed: fixed tables that are hashed in the checkpoint, by prefix.
-        slots: by prefix, the checkpoint names of optimizer state tensors by slot.
-        names_by_entry: tensor names of these tables, by entry.
+        hashed: tables that are hashed in the model, by prefix.
+        fixed: tables that are fixed in the model but hashed in the checkpoint, by prefix.
+        slots: by prefix, names of optimizer state tensors in the checkpoint, by slot (such as "exp_avg").
+        names_by_entry: names of all tensors of these tables, by entry of the training state.
     """
 
     hashed: dict[str, HashedTarget]
@@ -312,22 +335,22 @@ class _TablesById(NamedTuple):
     names_by_entry: dict[str, set[str]]
 
     def names(self, entry: str) -> set[str]:
-        """Return the names of an entry's tensors that DCP must not load."""
+        """Return the names of these tables' tensors in an entry, which DCP must not load."""
         return self.names_by_entry.get(entry, set())
 
     def read(self, manifest: Manifest) -> set[str]:
-        """Return the names of all checkpoint tensors for these tables."""
+        """Return the names of all tensors of these tables in the checkpoint."""
         return {name for names in self.names_by_entry.values() for name in names if name in manifest.tensors}
 
     def fill(self, folder: Path, manifest: Manifest) -> None:
-        """Read the rows from the checkpoint."""
+        """Read the rows of all these tables from the checkpoint in ``folder``."""
         for prefix, target in self.hashed.items():
             load_hashed(target, folder, manifest, prefix, self.slots.get(prefix, {}))
         for prefix, fixed in self.fixed.items():
             load_fixed(fixed, folder, manifest, prefix, self.slots.get(prefix, {}))
 
     def exchange_row_counts(self) -> None:
-        """Count rows over all ranks, and notify batches in flight about changed rows. Collective."""
+        """Count rows over all ranks, and make batches in flight look up their rows again. Collective."""
         for hashed in self.hashed.values():
             hashed.rows_loaded()
         for fixed in self.fixed.values():
@@ -383,16 +406,16 @@ def _find_tables_by_id(
 
 
 def _add_slots(tables: _TablesById, state: Mapping[str, Any], path: str, prefix: str) -> dict[str, Tensor]:
-    """Add the checkpoint names of a table's optimizer state to ``tables``.
+    """Add the names of a table's optimizer state tensors in the checkpoint to ``tables``.
 
     Args:
         tables: receives the names.
-        state: training state to load; any optimizer in it may have state of the table.
-        path: table path in the module.
-        prefix: prefix for the table's tensor names in the checkpoint.
+        state: training state to load. Any optimizer in it may have state for the table.
+        path: path of the table in the module.
+        prefix: prefix of the table's tensor names in the checkpoint.
 
     Returns:
-        Current optimizer state tensors by slot.
+        Current optimizer state tensors of the table by slot, such as "exp_avg".
     """
     tensors: dict[str, Tensor] = {}
     for other, optimizer in state.items():
@@ -423,9 +446,10 @@ def _content(item: Any, kind: str, state: Mapping[str, Any]) -> Any:
 
 
 def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
-    """Return whether a state entry is only partly on this rank.
+    """Return whether this rank has only a part of a state entry.
 
-    This is True for a pipeline stage (a module with ``holds_part``), and for optimizers in the same state.
+    This is True for a module with attribute ``holds_part`` (a pipeline stage), and for all optimizers in a
+    state with such a module.
     """
     if kind == _OPTIMIZER:
         return any(getattr(member, "holds_part", False) for member in state.values())
@@ -433,11 +457,14 @@ def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
 
 
 def merge_values(one: Any, other: Any, where: str) -> Any:
-    """Merge the encoded values (JSON) for the same entry from two ranks.
+    """Merge the encoded values (JSON) of a state entry from two ranks that each have a part of it.
+
+    Dicts are merged by key. Lists of dicts, such as parameter groups, are merged by position; of other lists,
+    the result has all distinct items.
 
     Args:
-        one: values of a rank.
-        other: values of another rank.
+        one: values on a rank.
+        other: values on another rank.
         where: position in the state, for errors.
 
     Raises:
@@ -461,19 +488,20 @@ def merge_values(one: Any, other: Any, where: str) -> Any:
 def _fill_targets(
     entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, keeps_names: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
-    """Prepare a module or optimizer to be loaded in place.
+    """Prepare to load a module or optimizer in place: return its tensors, and how to finish.
 
     Args:
         entry: entry name.
         item: module or optimizer.
-        kind: item kind.
+        kind: one of `KINDS`.
         content: encoded content in the checkpoint.
         state: training state to load.
-        keeps_names: whether a module is loaded with current state dict names instead of saved names.
+        keeps_names: whether ``load_state_dict`` is called with the module's current names instead of the
+            saved names. Needed if the module has only some of the saved tensors.
 
     Returns:
-        The item's tensors by name, a function to call once they have been filled, and the item's encoded
-        content.
+        The item's tensors by name in the checkpoint, a function to call once they have been filled, and the
+        item's current content, encoded.
     """
     target = as_keyed_optimizer(item, state) if kind == _OPTIMIZER else item
     tensors: dict[str, Tensor] = {}
@@ -499,7 +527,7 @@ def _fill_targets(
 
 
 def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], str]:
-    """Return the names of all tensors in an encoded value, by position."""
+    """Return the names of all tensors in an encoded value, by position (the path of keys and indices)."""
     if isinstance(value, dict) and list(value) == ["__tensor__"]:
         return {where: value["__tensor__"]}
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -518,21 +546,22 @@ def _select_common(
     *,
     is_only_source: bool,
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Select a module's tensors in common with the checkpoint, and log the other tensors.
+    """Select the module tensors contained in the checkpoint as well, and log all other tensors.
 
     Args:
         entry: entry name.
         module: the module.
-        targets: module tensors by name.
-        saved: tensor names in the checkpoint.
-        rank: this rank; rank 0 logs.
-        is_only_source: whether the module has no hashed tables, which are loaded separately.
+        targets: the module's tensors by name in the checkpoint.
+        saved: names of the entry's tensors in the checkpoint.
+        rank: this rank; only rank 0 logs.
+        is_only_source: whether nothing else of the module is loaded. False if it has hashed tables, which
+            are loaded separately.
 
     Returns:
         The common tensors, and a function to call once they have been filled.
 
     Raises:
-        ValueError: module and checkpoint have no tensor in common.
+        ValueError: the module and the checkpoint have no tensor in common.
     """
     common = {name: tensor for name, tensor in targets.items() if name in saved}
     if not common and is_only_source:
@@ -559,14 +588,14 @@ def _select_common(
 def _restorer(
     state: Mapping[str, Any], entry: str, item: Any, kind: str, *, content: Any, buffers: dict[str, Tensor]
 ) -> Callable[[], None]:
-    """Return a function that restores a stateful object or plain value, which cannot be filled in place.
+    """Return a function that restores a stateful object or a plain value, which cannot be filled in place.
 
-    The function passes the saved value to the object's ``load_state_dict``, or replaces the plain value in
-    ``state``. Call it once ``buffers`` have been filled from the checkpoint.
+    The function must be called after ``buffers`` have been filled from the checkpoint. It passes the saved
+    value to the object's ``load_state_dict``, or replaces the plain value in ``state``.
 
     Args:
         state: training state to load.
-        entry: item name in the state.
+        entry: entry name of the item.
         item: stateful object or plain value.
         kind: one of `KINDS`.
         content: encoded value from the manifest.
@@ -593,7 +622,7 @@ def _restorer(
 
 
 def _saved_content(entry: str, kind: str, manifest: Manifest) -> Any:
-    """Return an entry's encoded content in the checkpoint.
+    """Return the encoded content of a state entry in the checkpoint.
 
     Raises:
         ValueError: the checkpoint lacks the entry, or has it with another kind.
@@ -620,13 +649,13 @@ def _saved_names(manifest: Manifest) -> dict[str, set[str]]:
 
 
 def _compare(entry: str, targets: Mapping[str, Tensor], manifest: Manifest, saved: set[str]) -> None:
-    """Raise ValueError if names or shapes of an entry's tensors differ from the checkpoint.
+    """Raise ValueError if the names or shapes of an entry's tensors differ from the checkpoint.
 
     Args:
         entry: entry name.
-        targets: tensors to load by name.
+        targets: tensors to load, by name in the checkpoint.
         manifest: checkpoint manifest.
-        saved: entry's tensor names in the checkpoint.
+        saved: names of the entry's tensors in the checkpoint.
     """
     missing, unexpected = sorted(set(targets) - saved), sorted(saved - set(targets))
     if missing or unexpected:
@@ -652,6 +681,6 @@ def _list_names(names: list[str]) -> str:
 
 
 def _empty(manifest: Manifest, name: str) -> Tensor:
-    """Allocate memory for a checkpoint tensor."""
+    """Allocate an uninitialized CPU tensor with the shape and dtype of a checkpoint tensor."""
     record = manifest.tensors[name]
     return torch.empty(record.shape, dtype=record.dtype)

@@ -1,7 +1,7 @@
-"""Storage layer of torch.distributed.checkpoint (DCP) for MeshRec's file format.
+"""Storage layer for torch.distributed.checkpoint (DCP) that reads and writes MeshRec's file format.
 
-DCP plans which rank writes a piece (also if several ranks have it), and which pieces every rank must read.
-DCP pickles metadata. MeshRec writes a manifest instead, so loading cannot execute code.
+DCP plans which rank writes a tensor piece if several ranks have it, and which pieces every rank must read.
+DCP's own storage pickles metadata. MeshRec writes a manifest instead, so loading cannot execute code.
 """
 
 import os
@@ -32,7 +32,12 @@ from meshrec.checkpoint.snapshot import Snapshot
 
 
 class RankFiles(NamedTuple):
-    """File names of a save. They contain a new random ``nonce``, so no existing file is overwritten."""
+    """File names of a save.
+
+    Attributes:
+        folder: checkpoint folder.
+        nonce: random ID of the save, part of every file name. No file of an earlier save is overwritten.
+    """
 
     folder: Path
     nonce: str
@@ -42,22 +47,25 @@ class RankFiles(NamedTuple):
         return self.folder / f"data-{self.nonce}-{rank:05d}.safetensors"
 
     def note(self, rank: int) -> Path:
-        """Return the path of the note written by a rank's background writer once data is on disk."""
+        """Return the path of the note, which a rank's background writer writes once its data is on disk."""
         return self.folder / f"note-{self.nonce}-{rank:05d}.json"
 
 
 class Writer(StorageWriter):
-    """Writes this rank's data file. On rank 0, ``records`` then returns all ranks' files and tensors.
+    """DCP storage writer that writes this rank's data file.
+
+    After the save, `records` returns the files and tensors of all ranks on rank 0.
 
     Args:
         files: file names of the save.
         background: whether a forked process writes the file while training continues.
 
     Attributes:
-        snapshot: forked process, from `write_data` on; None without ``background``.
-        written: written files by rank; set on rank 0 by `finish`, or with ``background`` from the notes.
-        items: pieces written by every rank, in order; set on rank 0 by `prepare_global_plan`.
-        metadata: DCP's metadata by tensor name; set on rank 0 by `finish`.
+        snapshot: forked process, set by `write_data`. None without ``background``, or if this rank writes
+            nothing.
+        written: written files by rank. Set on rank 0 by `finish`, or with ``background`` from the notes.
+        items: for every rank, the written pieces, in order. Set on rank 0 by `prepare_global_plan`.
+        metadata: DCP's metadata by tensor name. Set on rank 0 by `finish`.
     """
 
     def __init__(self, files: RankFiles, *, background: bool) -> None:
@@ -82,7 +90,7 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's data file, or start a process that writes it."""
+        """Write this rank's data file, or start a process that writes it. DCP calls this on every rank."""
         parts = []
         for item in plan.items:
             assert item.tensor_data is not None
@@ -106,7 +114,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Record metadata and the files written by all ranks. DCP calls this method on rank 0."""
+        """Record DCP's metadata and the files written by all ranks. DCP calls this on rank 0."""
         self.metadata = {
             name: record
             for name, record in metadata.state_dict_metadata.items()
@@ -120,14 +128,16 @@ class Writer(StorageWriter):
 
     @property
     def writing_ranks(self) -> list[int]:
-        """Ranks writing a data file. Only on rank 0."""
+        """Ranks that write a data file; ranks without pieces do not. Known only on rank 0."""
         return [rank for rank, items in enumerate(self.items) if items]
 
     def records(self, entries: Mapping[str, str]) -> tuple[list[Written], dict[str, TensorRecord]]:
-        """Return the written files in rank order, and the tensor records by name. Only on rank 0.
+        """Return the content of the manifest: the written files in rank order, and tensor records by name.
+
+        Only on rank 0.
 
         Args:
-            entries: state entry name by tensor name.
+            entries: name of the state entry to which a tensor belongs, by tensor name.
         """
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.metadata}
         order = sorted(self.written)
@@ -144,7 +154,12 @@ class Writer(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads the pieces needed by this rank, and verifies every block."""
+    """DCP storage reader that reads the tensor pieces this rank needs, and verifies every block.
+
+    Args:
+        folder: checkpoint folder.
+        manifest: checkpoint manifest.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
@@ -212,6 +227,9 @@ class CheckpointReader(StorageReader):
 
 
 def _piece_at(record: TensorRecord, offset: tuple[int, ...]) -> StoredPiece:
-    """Return the largest piece at an offset, as an empty piece may have the same offset as another."""
+    """Return the piece that starts at an offset.
+
+    An empty piece may start at the same offset as another one, so the largest is returned.
+    """
     pieces = [piece for piece in record.pieces if piece.offset == offset]
     return max(pieces, key=lambda piece: prod(piece.shape))

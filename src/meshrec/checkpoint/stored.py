@@ -2,8 +2,8 @@
 
 [Note: how a checkpoint reaches a store]
 1. Every rank forks a writer, as for a save to a folder (snapshot.py). The writer writes a data file and a
-   note to a host scratch folder. It cannot upload them, because connections to the store do not
-   survive a fork.
+   note (a small file with the positions of the pieces) to a scratch folder on the host. It cannot upload
+   them, because connections to the store do not survive a fork.
 2. A thread on every rank uploads the data file, and then the note, while training continues.
 3. A thread on rank 0 uploads the manifest once the store has all ranks' notes, and removes the notes.
    Stores show an object only when it is complete, so the manifest completes the checkpoint, as on a disk.
@@ -30,15 +30,15 @@ from meshrec.data.faults import needs
 from meshrec.durable import durable_file, make_scratch, remove_scratch
 
 _FILE = re.compile(rf"{re.escape(MANIFEST)}|(?:data|note)-[0-9a-f]{{8,64}}-\d{{5,}}\.(?:safetensors|json)")
-"""A checkpoint's object names. Other objects are never deleted."""
+"""Names of a checkpoint's objects. Objects with other names are never deleted."""
 _KIND = "staged"
-"""Kind of the scratch folders."""
+"""Kind of the scratch folders, which is part of their names; see ``durable.make_scratch``."""
 # Bytes per read and write.
 _BLOCK = 8 << 20
 
 
 class ObjectStore:
-    """Folder in an object store.
+    """Folder in an object store such as S3, accessed through pyarrow.
 
     Args:
         address: address such as ``s3://bucket/runs``; see `meshrec.data` for other schemes.
@@ -60,31 +60,32 @@ class ObjectStore:
         self._fs = fs
 
     def under(self, name: str) -> "ObjectStore":
-        """Return the subfolder ``name``."""
+        """Return the subfolder ``name`` as an ObjectStore."""
+        # The address may have options, such as s3://bucket/runs?region=eu-west-1. They stay at the end.
         plain, question, options = self.address.partition("?")
         return ObjectStore(f"{plain.rstrip('/')}/{name}{question}{options}")
 
     def put(self, local: Path, name: str) -> None:
-        """Upload a file as ``name``. Others see it only when it is complete."""
+        """Upload the file ``local`` as ``name``. Readers see it only when it is complete."""
         self._files.create_dir(self._path(name).rpartition("/")[0], recursive=True)
         with local.open("rb") as source, self._files.open_output_stream(self._path(name)) as target:
             while block := source.read(_BLOCK):
                 target.write(block)
 
     def get(self, name: str, local: Path) -> None:
-        """Download ``name`` to a local file, which appears only when it is complete."""
+        """Download ``name`` to the file ``local``, which appears only when it is complete."""
         local.parent.mkdir(parents=True, exist_ok=True)
         with self._files.open_input_stream(self._path(name)) as source, durable_file(local) as target:
             while block := source.read(_BLOCK):
                 target.write(block)
 
     def read(self, name: str) -> bytes:
-        """Return a small file's content."""
+        """Return the content of a file, which must fit into memory."""
         with self._files.open_input_stream(self._path(name)) as source:
             return bytes(source.read())
 
     def names(self) -> list[str]:
-        """Return all file names in this folder and subfolders, sorted."""
+        """Return the names of all files in this folder and its subfolders, sorted, relative to the folder."""
         selector = self._fs.FileSelector(self._root, recursive=True, allow_not_found=True)
         infos = self._files.get_file_info(selector)
         return sorted(
@@ -97,7 +98,7 @@ class ObjectStore:
             self._files.delete_file(self._path(name))
 
     def check(self) -> None:
-        """Write, read and remove a small file.
+        """Check access to the store: write a small file and remove it.
 
         Raises:
             OSError: the store does not allow these operations.
@@ -113,7 +114,7 @@ class ObjectStore:
 
 
 class StoredCheckpoints:
-    """A run's checkpoints in an object store, for `CheckpointManager`.
+    """Access to a run's checkpoints in an object store, for `CheckpointManager`.
 
     Args:
         store: checkpoint folder.
@@ -128,23 +129,23 @@ class StoredCheckpoints:
         return self.under(step).address
 
     def under(self, step: int) -> ObjectStore:
-        """Return the store folder of a step's checkpoint."""
+        """Return the folder of a step's checkpoint in the store."""
         return self._store.under(step_name(step))
 
     def steps(self) -> dict[int, bool]:
-        """Return, for every step with objects in the store, whether it has a manifest."""
+        """Return the steps with objects in the store, each with whether it has a manifest."""
         complete: dict[int, bool] = {}
         for step, name in self._objects():
             complete[step] = complete.get(step, False) or name == MANIFEST
         return complete
 
     def check(self, step: int) -> None:
-        """Do nothing, because files are checked after the download."""
+        """Do nothing. Checking would need a download; `load` checks the files after it."""
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, finished or not."""
         names = [name for object_step, name in self._objects() if object_step == step]
-        # The manifest first, so after an interrupted removal the checkpoint does not look complete.
+        # The manifest first, so that after an interrupted removal the checkpoint does not look complete.
         for name in sorted(names, key=lambda name: name != MANIFEST):
             self._store.remove(f"{step_name(step)}/{name}")
 
@@ -154,7 +155,10 @@ class StoredCheckpoints:
         return make_scratch(_KIND, self._local, token=token)
 
     def download(self, step: int, to: Path) -> None:
-        """Download a checkpoint to the folder ``to`` if this is local rank 0 on the host. Not collective."""
+        """Download a checkpoint into the folder ``to``, if this is the first rank on its host.
+
+        Other ranks return at once. Not collective.
+        """
         if os.environ.get("LOCAL_RANK", "0") == "0":
             names = [name for object_step, name in self._objects() if object_step == step]
             names = [name for name in names if not name.startswith("note-")]
@@ -164,9 +168,9 @@ class StoredCheckpoints:
 
     @contextmanager
     def opened(self, step: int, axis: Axis) -> Iterator[Path]:
-        """Download a step's checkpoint, yield the folder on this host, and remove it at the end.
+        """Download a step's checkpoint, yield its folder on this host, and remove the folder at the end.
 
-        Collective.
+        Collective: the first rank on every host downloads, and all ranks wait for it.
         """
         # All ranks use the same folder name, because the ranks on a host share the download.
         token = agreed(axis, lambda: secrets.token_hex(8), "loading a checkpoint")[0]

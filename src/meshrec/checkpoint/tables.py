@@ -26,19 +26,19 @@ _log = logging.getLogger(__name__)
 
 
 def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | None = None) -> list[str]:
-    """Write a checkpoint module's tensors to a safetensors file.
+    """Write all tensors of a module in a checkpoint to a safetensors file.
 
     Args:
-        folder: checkpoint.
+        folder: checkpoint folder.
         target: new file.
-        entry: module name in the saved state; None: the only module.
+        entry: name of the module in the saved state. None stands for the only module.
 
     Returns:
-        Written tensor names, without the entry.
+        Names of the written tensors, without the entry name.
 
     Raises:
-        ValueError: the module is missing, or ``target`` exists.
-        DamagedCheckpointError: the checkpoint is damaged; no file is left behind.
+        ValueError: the checkpoint lacks the module, or ``target`` exists.
+        DamagedCheckpointError: the checkpoint is damaged; no output file is left behind.
     """
     folder, target = Path(folder), Path(target)
     manifest = read_manifest(folder)
@@ -62,24 +62,24 @@ def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | N
 def import_weights(
     source: str | Path, folder: str | Path, *, entry: str = "model", rename: Sequence[tuple[str, str]] = ()
 ) -> list[str]:
-    """Create a checkpoint with a single module from a plain state dict file.
+    """Create a checkpoint with a single module, from a file with a plain state dict.
 
-    Load it under any plan with ``load(folder, {entry: model}, partial=True)``. Weights missing from
-    the file are unchanged.
+    To load it under any plan, call ``load(folder, {entry: model}, partial=True)``. Model weights that the
+    file lacks are then unchanged.
 
     Args:
         source: safetensors file, or output of ``torch.save(module.state_dict())``. The latter is read with
             ``weights_only=True``, so no code in it is executed.
-        folder: new checkpoint.
+        folder: folder for the new checkpoint.
         entry: module name in the checkpoint.
         rename: pairs (regular expression, replacement), such as ``(r"^emb\\.(\\w+)\\.weight$",
-            r"ebc.embedding_bags.\\1.weight")``. For every name, the first matching pair is applied.
+            r"ebc.embedding_bags.\\1.weight")``. For every name, only the first matching pair is applied.
 
     Returns:
-        Tensor names in the checkpoint, without the entry.
+        Names of the tensors in the checkpoint, without the entry name.
 
     Raises:
-        ValueError: the file has another format, two tensors get the same name, or ``folder`` has a
+        ValueError: the file has another format, two tensors get the same name, or ``folder`` already has a
             checkpoint.
     """
     source, folder = Path(source), Path(folder)
@@ -111,7 +111,10 @@ def import_weights(
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Map a safetensors file, or a state dict written by ``torch.save``, into memory.
+    """Map a weight file into memory, and return the tensors by name, on the CPU.
+
+    Args:
+        path: safetensors file, or a state dict written by ``torch.save``.
 
     Raises:
         ValueError: the file has another format.
@@ -149,7 +152,7 @@ def _module_entry(manifest: Manifest, entry: str | None) -> str:
 
 
 def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorRecord) -> Iterator[Tensor]:
-    """Read a tensor in blocks of whole rows.
+    """Read a checkpoint tensor completely, in blocks of whole rows.
 
     Args:
         folder: checkpoint folder.

@@ -1,8 +1,9 @@
-"""Block modules that mix old and new values after a failed load.
+"""Prevent the use of modules with a mixture of old and new values, because a load failed halfway.
 
-A load verifies the whole source before it writes to a table. It can then only fail because of the system: a
-full disk, an unreadable disk, or a source changed by another program. To undo the writes, a load would need
-a second copy of every table. Instead, the modules raise in forward passes and saves until a load succeeds.
+A load verifies the whole source before it writes to a table. After that it can only fail because of the
+system: a full disk, an unreadable disk, or a source changed by another program. To undo the writes, a load
+would need a second copy of every table. Instead, a hook makes the modules raise in forward passes and saves
+until a load succeeds.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,14 @@ from meshrec.checkpoint.agreement import CheckpointError
 
 
 class _PartlyLoadedHook:
-    """Forward pre-hook of a partly loaded module, which raises. Copied and pickled with the module."""
+    """Forward pre-hook that raises, because the module is partly loaded.
+
+    A class instead of a closure, so it can be copied and pickled with the module.
+
+    Args:
+        reason: error message.
+        source: path or description of the source whose load failed.
+    """
 
     def __init__(self, reason: str, source: str) -> None:
         self.reason, self.source = reason, source
@@ -26,15 +34,15 @@ class _PartlyLoadedHook:
 
 @contextmanager
 def filling(items: Iterable[object], source: object, *, is_whole: bool = True) -> Iterator[None]:
-    """Enclose writes to modules. After an error, the modules are blocked: their forward pass raises.
+    """Context manager for writing loaded values to modules. If writing fails, it makes the modules unusable.
 
-    If the writes succeed, blocks of earlier failures are removed: all of them if ``is_whole``, else only
-    blocks of the same source.
+    After an error, the modules raise in forward passes. If the writes succeed, hooks from earlier failed
+    loads are removed: all of them if ``is_whole``, else only hooks from loads of the same source.
 
     Args:
-        items: modules to write to; other objects are ignored.
-        source: loaded path.
-        is_whole: whether all module values are written.
+        items: modules to write to. Objects that are not modules are ignored.
+        source: path or description of the loaded source.
+        is_whole: whether all values of the modules are written.
     """
     modules = [part for item in items if isinstance(item, nn.Module) for part in item.modules()]
     try:
@@ -53,7 +61,7 @@ def filling(items: Iterable[object], source: object, *, is_whole: bool = True) -
 
 
 def check_finished(item: nn.Module) -> None:
-    """Raise CheckpointError if a module is blocked because it is partly loaded."""
+    """Raise CheckpointError if a module, or a submodule, is partly loaded after a failed load."""
     for part in item.modules():
         for hook in part._forward_pre_hooks.values():
             if isinstance(hook, _PartlyLoadedHook):
@@ -61,7 +69,7 @@ def check_finished(item: nn.Module) -> None:
 
 
 def _release(module: nn.Module, source: str | None) -> None:
-    """Remove the hooks of failed loads of ``source``; None: of any source."""
+    """Remove a module's hooks from failed loads of ``source``, or from all failed loads if it is None."""
     hooks = module._forward_pre_hooks
     for key, hook in list(hooks.items()):
         if isinstance(hook, _PartlyLoadedHook) and source in (None, hook.source):

@@ -1,7 +1,9 @@
-"""Lossless JSON encoding for plain values in a state. Decoding cannot execute code.
+"""Encode the plain values in a training state as JSON without loss. Decoding cannot execute code.
 
-JSON has no tuples and sets, and only string keys. A tuple is encoded as ``{"__tuple__": [...]}``, and so on.
-A tensor is encoded as the tensor name, ``{"__tensor__": "model.weight"}``.
+JSON has neither tuples nor sets, and only string keys. A tuple is therefore encoded as
+``{"__tuple__": [...]}``, a set as ``{"__set__": [...]}``, and a dict with other keys as
+``{"__items__": [[key, value], ...]}``. A tensor is stored elsewhere, and encoded by name:
+``{"__tensor__": "model.weight"}``.
 """
 
 import json
@@ -15,15 +17,18 @@ _TYPE_TAGS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Convert a value to JSON types, and collect the tensors.
+    """Convert a value to JSON types, and collect the tensors in it.
 
     Args:
-        value: plain value, tensor, or container of these.
-        name: position in the state, such as ``model.weight``, used as tensor name.
+        value: plain value, tensor, or a container of these.
+        name: position of the value in the state, such as ``model.weight``. A tensor gets it as name.
         tensors: receives the tensors by name.
 
+    Returns:
+        Value of JSON types only. Each tensor is replaced by its name.
+
     Raises:
-        ValueError: a value's type is not supported; the message names the position.
+        ValueError: the type of a value is not supported; the message names the position.
     """
     if value is None or isinstance(value, bool | int | float | str):
         # Subclasses (numpy floats, IntEnum) are stored as their base type.
@@ -51,7 +56,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
     Args:
         value: encoded value.
-        tensor: function from a name to the tensor.
+        tensor: function that returns a tensor for its name.
 
     Raises:
         ValueError: the value does not come from `encode`.
@@ -83,6 +88,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor]) -> Any:
     counter = isinstance(value, Counter)
     text_keys = all(isinstance(key, str) for key in value)
+    # A dict that looks like an encoded tuple or tensor must not be stored as it is: decoding would change it.
     if text_keys and not counter and not (len(value) == 1 and next(iter(value)) in _TYPE_TAGS):
         return {(text := str(key)): encode(item, f"{name}.{text}", tensors) for key, item in value.items()}
     pairs = []
