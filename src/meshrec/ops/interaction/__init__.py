@@ -1,4 +1,4 @@
-"""``torch.ops.meshrec.dot_interaction``: pairwise dot products between sample vectors; see ``naive.py``."""
+"""Pairwise dot products between the vectors of a sample, as in DLRM; see ``naive.py`` for the formula."""
 
 import torch
 from torch import Tensor
@@ -14,19 +14,19 @@ __all__ = ["dot_interaction"]
 
 
 def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """Return the dense vector per sample, followed by dot products for all sample vector pairs.
+    """Return the dense vector of each sample, followed by the dot products between all pairs of vectors.
 
-    The sample vectors are one dense and F > 0 sparse ones. Differentiable in both inputs.
+    A sample has 1 + F vectors with D elements: a dense vector and F > 0 sparse vectors. This gives
+    F (F + 1) / 2 pairs. Differentiable in both inputs; gradients have the dtype of the input.
 
     Args:
-        dense: [B, D].
-        sparse: [B, F, D].
+        dense: dense vectors, [B, D].
+        sparse: sparse vectors, [B, F, D].
 
     Returns:
-        [B, D + F (F + 1) / 2], in the dtype of ``dense``.
-
-    Gradients have the input dtypes. If ``dense`` is bf16,
-    products are from bf16 vectors, which a CPU adds in fp32.
+        [B, D + F (F + 1) / 2], in the dtype of ``dense``. If ``dense`` is bf16, all vectors are rounded to
+        bf16,
+            and the CPU kernel adds the products in fp32.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Gradient for ``dot_interaction``, shared by all kernels."""
+"""Gradient registration for ``dot_interaction``, shared by all kernels."""
 
 from typing import Any
 

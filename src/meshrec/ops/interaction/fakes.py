@@ -1,4 +1,4 @@
-"""Fake interaction operator kernels, for tracing."""
+"""Output shapes for the interaction operators (fake kernels), for tracing."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,9 @@
-"""Pairwise dot products between a sample's vectors, in plain torch.
+"""Pairwise dot products between the vectors of a sample, in plain torch.
 
-The reference for the kernels, and the fallback without them. Shape legend: B samples, F sparse vectors per
-sample, D width, V = F + 1 vectors including the dense vector, P = V (V - 1) / 2 pairs. Sparse vectors of
-another type are rounded to the dense vector type.
+The reference for the kernels, and the fallback without them. A sample has a dense vector (number 0) and F
+sparse vectors (numbers 1 to F). Sparse vectors with another dtype are rounded to the dtype of the dense
+vector. Shape legend: B samples, F sparse vectors per sample, D vector width, V = F + 1 vectors,
+P = V (V - 1) / 2 pairs.
 """
 
 import torch
@@ -12,33 +13,35 @@ from meshrec.ops.library import implement
 
 
 def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
-    """Return the dense vector per sample, followed by the dot product per vector pair.
+    """Return the dense vector of each sample, followed by the dot product for each vector pair.
 
     Args:
-        dense_BD: vector 0 per sample.
-        sparse_BFD: vectors 1 to F, F > 0.
+        dense_BD: vector 0 of each sample.
+        sparse_BFD: vectors 1 to F of each sample, F > 0.
 
     Returns:
-        [B, D + P]; pairs (0, 1), (0, 2), ... (0, F), (1, 2), ...
+        [B, D + P]; the pairs are in the order (0, 1), (0, 2), ... (0, F), (1, 2), ...
     """
     vectors_BVD = _vectors(dense_BD, sparse_BFD)
     products_BVV = torch.bmm(vectors_BVD, vectors_BVD.transpose(1, 2))
+    # The products are a symmetric matrix, so keep only the part above the diagonal.
     rows, columns = _pairs(vectors_BVD)
     return torch.cat([dense_BD, products_BVV[:, rows, columns]], dim=1)
 
 
 def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both input gradients.
+    """Return the gradients for both inputs, with the input dtypes.
 
     Args:
         grad: output gradient [B, D + P].
-        dense_BD: forward input.
-        sparse_BFD: forward input.
+        dense_BD: input to the forward pass.
+        sparse_BFD: input to the forward pass.
     """
     vectors_BVD = _vectors(dense_BD, sparse_BFD)
     num_vectors, dim = vectors_BVD.shape[1:]
     rows, columns = _pairs(vectors_BVD)
     products_BVV = grad.new_zeros(grad.shape[0], num_vectors, num_vectors)
+    # The gradient of a product reaches both vectors, so fill both triangles.
     products_BVV[:, rows, columns] = grad[:, dim:]
     products_BVV[:, columns, rows] = grad[:, dim:]
     vectors_grad = torch.bmm(products_BVV, vectors_BVD)
@@ -47,14 +50,14 @@ def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> 
 
 
 def _vectors(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
-    """Return all vectors per sample, the dense vector first: [B, V, D]."""
+    """Return all vectors of each sample, the dense vector first: [B, V, D]."""
     if sparse_BFD.dtype != dense_BD.dtype:
         sparse_BFD = sparse_BFD.to(dense_BD.dtype)
     return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
 
 
 def _pairs(vectors_BVD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the second vector number per pair, int64 [P]."""
+    """Return the first and the second vector number for each pair, int64 [P]."""
     num_vectors = vectors_BVD.shape[1]
     pairs = torch.triu_indices(num_vectors, num_vectors, offset=1, device=vectors_BVD.device)
     return pairs[0], pairs[1]

@@ -1,8 +1,8 @@
 """Jagged operators in plain torch: the reference for the kernels, and the fallback without them.
 
 Shape legend: B bags over all keys, K keys, M keys in a result, N IDs. All bags for key 0 come first, then
-those for key 1, etc. ``segments`` is an int64 tensor [K+1] on the CPU with the first bag index per
-key, followed by B. None: B / K bags per key.
+all bags for key 1, etc. ``segments`` holds the index where the bags for each key start, followed by B; int64
+[K+1] on the CPU. With ``segments=None``, each key has B / K bags.
 """
 
 from typing import Any
@@ -17,13 +17,14 @@ _LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
 def lengths_to_offsets(lengths_B: Tensor) -> Tensor:
-    """Return cumulative length sums, with a leading 0.
+    """Return the cumulative sums of the bag lengths, with a leading 0.
 
     Args:
-        lengths_B: int32 or int64.
+        lengths_B: bag lengths, int32 or int64.
 
     Returns:
-        Offsets [B+1] in the lengths' dtype; bag ``b`` holds the IDs ``offsets[b] ... offsets[b+1]``.
+        Offsets [B+1] in the same dtype. Bag ``b`` holds the IDs ``offsets[b]`` to ``offsets[b+1]``
+        (exclusive).
 
     Raises:
         ValueError: lengths are not an integer vector.
@@ -44,18 +45,18 @@ def permute_jagged(
     num_bags: int,
     num_values: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bags for key ``order[0]``, then for ``order[1]``, etc. Keys may be omitted or repeated.
+    """Return the bags for key ``order[0]``, then for key ``order[1]``, etc. Keys may be omitted or repeated.
 
     Args:
-        order: M keys.
+        order: M keys, each from 0 to K - 1.
         num_keys: K.
-        lengths_B: int32 or int64.
+        lengths_B: bag lengths, int32 or int64.
         values_N: any dtype; may have trailing dimensions.
         weights_N: any dtype and trailing dimensions, or None.
         segments: see the module docstring.
-        num_bags: bags in the result.
-        num_values: values in the result. Passed explicitly, so tracing and allocation know the sizes
-            without reading tensors. B and N if every key occurs once.
+        num_bags: number of bags in the result. B if each key occurs once.
+        num_values: number of values in the result. N if each key occurs once. Both sizes are arguments, so
+            that tracing and memory allocation know them without reading tensors.
 
     Returns:
         Lengths [num_bags], values [num_values, ...], weights [num_values, ...] (without weights: [0]).
@@ -71,8 +72,10 @@ def permute_jagged(
         raise ValueError(f"{op}: {weights_N.size(0)} weights do not match {num_ids} values")
     bags = _first_bags(segments, num_keys, lengths_B.numel(), op)
     offsets = torch.cat([lengths_B.new_zeros(1, dtype=torch.int64), lengths_B.cumsum(0, dtype=torch.int64)])
+    # Where the values for each key start. A single transfer; on a GPU it synchronizes.
     ids = offsets[torch.tensor(bags, device=offsets.device)].tolist()
     for key in range(num_keys):
+        # A key can only shrink the offset if some length is negative.
         if ids[key + 1] < ids[key]:
             total = ids[key + 1] - ids[key]
             raise ValueError(f"{op}: the lengths of key {key} sum to {total}; lengths are 0 or more")
@@ -93,21 +96,22 @@ def permute_jagged(
 
 
 def no_weights(like: Tensor) -> Tensor:
-    """Return the empty float32 tensor standing for absent weights in operator results."""
+    """Return the empty float32 tensor that stands for absent weights in an operator result."""
     return like.new_empty(0, dtype=torch.float32)
 
 
 def _gather_ranges(tensor: Tensor, starts: list[int], order: list[int]) -> Tensor:
-    """Concatenate rows ``starts[i]`` to ``starts[i+1]`` (exclusive), per ``i`` in ``order``."""
+    """Concatenate the rows ``starts[i]`` to ``starts[i+1]`` (exclusive) for each ``i`` in ``order``."""
+    # Slices along the first dimension keep trailing dimensions.
     pieces = [tensor[starts[part] : starts[part + 1]] for part in order]
     return torch.cat(pieces) if pieces else tensor[:0].clone()
 
 
 def _first_bags(segments: Tensor | None, num_keys: int, num_bags: int, op: str) -> list[int]:
-    """Return the first bag index per key, followed by B.
+    """Return the index where the bags for each key start, followed by B.
 
     Raises:
-        ValueError: ``segments`` do not match the key or bag count.
+        ValueError: ``segments`` do not match the key count or bag count.
     """
     if num_keys < 0:
         raise ValueError(f"{op}: num_keys must be 0 or more, got {num_keys}")
@@ -141,7 +145,7 @@ def _check_integers(tensor: Tensor, name: str) -> None:
 
 
 def _num_rows(tensor: Tensor, name: str) -> int:
-    """Return the first dimension size. Raises ValueError for a tensor without dimensions."""
+    """Return the size in the first dimension. Raises ValueError for a tensor without dimensions."""
     if tensor.dim() < 1:
         raise ValueError(f"{name} must have at least 1 dimension")
     return tensor.size(0)
@@ -194,6 +198,7 @@ def _permute_backward(
     def _scatter(grad: Tensor | None, shape: torch.Size | None, needed: bool) -> Tensor | None:
         if grad is None or shape is None or not needed:
             return None
+        # A repeated key receives the sum of the gradients of all copies.
         return grad.new_zeros(shape).index_add(0, sources, grad)
 
     values_grad = _scatter(grad_values, ctx.values_shape, ctx.needs_input_grad[3])

@@ -1,6 +1,6 @@
-"""Quantized rows, with 8, 4 or 2 bits per value: quantization, dequantization, and lookups.
+"""Quantized table rows, with 8, 4 or 2 bits per value: quantization, dequantization and lookups.
 
-A lookup may read quantized and floating-point tables at once.
+A lookup may read quantized and floating-point tables in the same call.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,26 +31,30 @@ _forward: Callable[..., Tensor] = operators.nbit_forward
 
 
 def forward(bits: list[int], weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions) -> Tensor:
-    """Look up and pool rows from several tables, some quantized.
+    """Look up rows in several tables, some of them quantized, and pool the rows in each bag.
 
-    See ``ops.tbe.forward`` for the errors. A backward pass raises ValueError.
+    The result and the errors are as for ``ops.tbe.forward``. A backward pass raises ValueError, because
+    quantized rows cannot be trained.
 
     Args:
-        bits: bits per code and table; 0 for floating-point rows.
+        bits: bits per quantized value (code), for each table; 0 for a floating-point table.
         weights: rows per table: uint8 if quantized.
-        lookups: the batch, and the tables read by the features.
+        lookups: the batch, and the table that each feature reads.
         options: output size and dtype, and whether to check IDs.
     """
     return _forward(list(weights), bits, *lookups, *options)
 
 
 def quantize(weight: Tensor, bits: int, params: Tensor | None = None) -> Tensor:
-    """Quantize a table ``[rows, D]`` to uint8 ``[rows, row_bytes(D, bits)]``; see ``naive.nbit_quantize``.
+    """Quantize a table ``[rows, D]`` row by row to uint8 ``[rows, row_bytes(D, bits)]``.
+
+    ``naive.py`` documents the format.
 
     Args:
         weight: fp32, fp16 or bf16.
-        bits: bits per code: 8, 4 or 2.
-        params: scale and bias per row, fp16 [rows, 2]. None: computed from the row's minimum and maximum.
+        bits: bits per value: 8, 4 or 2.
+        params: scale and bias per row, fp16 [rows, 2]. None: compute them from the minimum and the maximum of
+            the row.
 
     Example::
 
@@ -63,11 +67,11 @@ def quantize(weight: Tensor, bits: int, params: Tensor | None = None) -> Tensor:
 
 
 def dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return quantized row values, fp32 ``[rows, D]``.
+    """Convert quantized rows back to fp32 values, ``[rows, D]``.
 
     Args:
-        rows: uint8 ``[rows, row_bytes(D, bits)]``.
-        bits: bits per code.
+        rows: uint8 ``[rows, row_bytes(D, bits)]``, from ``quantize``.
+        bits: bits per value.
         dim: D.
     """
     result: Tensor = operators.nbit_dequantize(rows, bits, dim)
@@ -75,11 +79,13 @@ def dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def to_fbgemm_bytes(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Convert rows to FBGEMM's ``FloatToFusedNBitRowwiseQuantizedSBHalf`` format: codes, scale, bias.
+    """Convert rows to FBGEMM's ``FloatToFusedNBitRowwiseQuantizedSBHalf`` format.
+
+    FBGEMM stores the scale and bias after the codes, and does not pad rows to 4 bytes.
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``, from ``quantize``.
-        bits: bits per code: 8, 4 or 2.
+        bits: bits per value: 8, 4 or 2.
         dim: values per row, D.
 
     Returns:
@@ -94,12 +100,15 @@ def to_fbgemm_bytes(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def from_fbgemm_bytes(fused: Tensor, bits: int, dim: int) -> Tensor:
-    """Convert rows from FBGEMM's format to the ``quantize`` format: inverse of ``to_fbgemm_bytes``.
+    """Convert rows from FBGEMM's format to the format of ``quantize``. Inverse of ``to_fbgemm_bytes``.
 
     Args:
         fused: uint8 ``[rows, code_bytes(D, bits) + 4]``.
-        bits: bits per code: 8, 4 or 2.
+        bits: bits per value: 8, 4 or 2.
         dim: values per row, D.
+
+    Returns:
+        uint8 ``[rows, row_bytes(D, bits)]``.
 
     Raises:
         ValueError: the rows have another length or dtype.
@@ -113,7 +122,7 @@ def from_fbgemm_bytes(fused: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def _check_rows(rows: Tensor, width: int, description: str) -> None:
-    """Raise ValueError unless rows are uint8 with ``width`` bytes."""
+    """Raise ValueError unless the rows are uint8 with ``width`` bytes per row."""
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != width:
         raise ValueError(
             f"{description} are {width} uint8, got {rows.dtype} {list(rows.shape)}. Give the width and bits "

@@ -1,9 +1,10 @@
 """Quantized rows in plain torch: the reference for the kernels, and the fallback without them.
 
-A quantized table is uint8 ``[rows, row_bytes(D, bits)]``. A row has an fp16 scale, an fp16 bias, and
-one 8, 4 or 2 bit code per value, packed with the first value in the lowest bits and padded with zeros to
-a multiple of 4 bytes. A value is ``scale * code + bias`` in fp32. The product has at most 19 significant
-bits, so only the addition rounds, and all kernels give the same result.
+A quantized table is uint8 ``[rows, row_bytes(D, bits)]``. A row starts with an fp16 scale and an fp16 bias.
+An integer code with 8, 4 or 2 bits follows for each value. Codes are packed with the first value in the
+lowest bits, and padded with zeros to a multiple of 4 bytes. The value for a code is ``scale * code + bias``,
+in fp32. The product has at most 19 significant bits, so only the addition rounds, and all kernels give the
+same result.
 
 Rounding follows FBGEMM (``FloatToFusedNBitRowwiseQuantizedSBHalf``). The bias is the row minimum in fp16. The
 scale is ``(maximum - bias) / (2^bits - 1)`` in fp16, or 1 if that is 0. A code is ``(x - bias) * (1 /
@@ -22,7 +23,7 @@ from meshrec.ops.tbe import naive as tbe
 # Shape legend: D width, T tables.
 
 PARAM_BYTES = 4
-"""Bytes for a row's scale and bias."""
+"""Bytes per row for scale and bias."""
 BITS = (8, 4, 2)
 """Allowed bits per code."""
 
@@ -33,7 +34,7 @@ def row_bytes(dim: int, bits: int) -> int:
 
 
 def code_bytes(dim: int, bits: int) -> int:
-    """Return the code size per row in bytes, without padding."""
+    """Return the bytes per row that the codes need, without padding."""
     return (dim * bits + 7) // 8
 
 
@@ -43,10 +44,10 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     Args:
         weight: fp32, fp16 or bf16.
         bits: bits per code: 8, 4 or 2.
-        params: scale and bias per row, fp16 ``[rows, 2]``. None: computed as in FBGEMM.
+        params: scale and bias per row, fp16 ``[rows, 2]``. None: compute them as FBGEMM does.
 
     Raises:
-        ValueError: a row contains NaN, infinity, or a value outside fp16's range.
+        ValueError: a row contains NaN, infinity, or a value outside fp16's range, or has a scale of 0.
     """
     _check_bits(bits)
     if weight.dim() != 2 or weight.shape[1] == 0:
@@ -61,6 +62,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
         raise ValueError(
             f"params must hold an fp16 scale and an fp16 bias for each of the {len(weight)} rows."
         )
+    # A minimum or maximum outside fp16's range gives infinite parameters.
     bad |= ~params.isfinite().all(1) | (params[:, 0] == 0)
     if bool(bad.any()):
         raise ValueError(
@@ -68,13 +70,14 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
             "(65504), in which its scale and bias are kept, or was given a scale of 0. Repair the row, or "
             "keep the table in fp32."
         )
+    # From the rounded parameters, which a lookup will use.
     scale, bias = params.float().unbind(1)
     codes = ((values - bias[:, None]) * (1 / scale)[:, None]).clamp(0, top).round().to(torch.uint8)
     return join_rows(codes, params, bits)
 
 
 def params_of(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
-    """Return the scale and bias per row, computed as in FBGEMM: fp16 ``[rows, 2]``.
+    """Compute scale and bias per row from the row minimum and maximum, as FBGEMM does: fp16 ``[rows, 2]``.
 
     Args:
         minimum: row minimum, fp32 ``[rows]``.
@@ -87,7 +90,7 @@ def params_of(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
 
 
 def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """Return quantized row values, fp32 ``[rows, D]``.
+    """Convert quantized rows back to fp32 values, ``[rows, D]``.
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
@@ -103,11 +106,11 @@ def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Run ``tbe_forward`` on tables, some quantized.
+    """Look up rows as ``tbe_forward`` does, in tables of which some are quantized.
 
     Args:
-        weights: rows per table.
-        bits: bits per code and table; 0 for floating-point rows.
+        weights: rows per table; uint8 if quantized.
+        bits: bits per code for each table; 0 for a floating-point table.
         arguments: the ``Lookups`` fields, then the remaining arguments to ``tbe_forward``.
 
     Raises:
@@ -116,6 +119,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
     lookups, options = Lookups.split(arguments)
     check_tables(weights, bits, lookups)
     widths = dict(zip(lookups.tables, lookups.dims, strict=True))
+    # The whole table is dequantized: this version is a reference, not meant to be fast.
     floats = [
         rows if table_bits == 0 or table not in widths else nbit_dequantize(rows, table_bits, widths[table])
         for table, (rows, table_bits) in enumerate(zip(weights, bits, strict=True))
@@ -124,12 +128,12 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
 
 
 def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> None:
-    """Raise ValueError unless rows in every table read have the width of the features reading it.
+    """Raise ValueError unless the rows in each table are as wide as the features that read it.
 
     Args:
         weights: rows per table.
-        bits: bits per code and table; 0 for floating-point rows.
-        lookups: the batch.
+        bits: bits per code for each table; 0 for a floating-point table.
+        lookups: the batch, with the widths in ``dims``.
     """
     if len(bits) != len(weights):
         raise ValueError(f"bits must have a number for each of the {len(weights)} weights, got {len(bits)}.")
@@ -150,7 +154,7 @@ def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> No
 
 
 def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Unpack quantized rows. Inverse of ``join_rows``.
+    """Unpack quantized rows into codes and parameters. Inverse of ``join_rows``.
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
@@ -158,9 +162,10 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
         dim: D.
 
     Returns:
-        Codes, one per byte, uint8 ``[rows, D]``; and scales and biases, fp16 ``[rows, 2]``.
+        Codes, one per byte, uint8 ``[rows, D]``; and scale and bias per row, fp16 ``[rows, 2]``.
     """
     packed = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
+    # Bit positions of the codes within a byte.
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
     codes = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
     params = rows[:, :PARAM_BYTES].contiguous().view(torch.float16)
@@ -168,17 +173,18 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
-    """Pack codes, scales and biases into rows, uint8 ``[rows, row_bytes(D, bits)]``.
+    """Pack codes, scales and biases into quantized rows, uint8 ``[rows, row_bytes(D, bits)]``.
 
     Args:
-        codes: uint8 ``[rows, D]``.
-        params: scale and bias, fp16 ``[rows, 2]``.
+        codes: codes, a byte per value, uint8 ``[rows, D]``.
+        params: scale and bias per row, fp16 ``[rows, 2]``.
         bits: bits per code.
     """
     num_rows, dim = codes.shape
     per_byte = 8 // bits
     rows = codes.new_zeros(num_rows, row_bytes(dim, bits))
     rows[:, :PARAM_BYTES] = params.contiguous().view(torch.uint8)
+    # Codes arranged as [row, byte, position within the byte].
     spread = codes.new_zeros(num_rows, code_bytes(dim, bits), per_byte)
     spread.flatten(1)[:, :dim] = codes
     for position in range(per_byte):
@@ -187,10 +193,10 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
 
 
 def check_rows(rows: Tensor, bits: int, dim: int) -> None:
-    """Raise ValueError unless ``rows`` has the dtype and row size for quantized rows with ``dim`` values.
+    """Raise ValueError unless ``rows`` has the dtype and length for quantized rows with ``dim`` values.
 
     Args:
-        rows: rows to check.
+        rows: tensor to check.
         bits: bits per code.
         dim: values per row.
     """

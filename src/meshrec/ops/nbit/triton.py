@@ -1,6 +1,6 @@
-"""Quantized row lookup on GPUs, with the kernel from ``ops.tbe.triton``.
+"""Lookups in quantized tables on GPUs, with the kernel from ``ops.tbe.triton``.
 
-Quantization and dequantization on GPUs use the plain torch versions.
+Quantization and dequantization have no Triton kernel: on GPUs the plain torch versions run.
 """
 
 import importlib.util

@@ -1,4 +1,7 @@
-"""Table rows in fixed-size file records, and the cache replacement policy; ``naive.py`` documents both."""
+"""Table rows in fixed-size file records, and selection of rows to evict from a cache.
+
+``naive.py`` documents the record format and the cache replacement policy.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,20 +25,20 @@ def _transfer(
     in_flight: int = 0,
     ring: bool = True,
 ) -> Tensor:
-    """Copy rows between a file and memory, in the ``operator`` direction.
+    """Copy table rows between a file and memory. The direction is that of ``operator``.
 
     Args:
         operator: ``records_read`` or ``records_write``.
         file: open file descriptor.
-        layout: record layout.
-        keys: record keys, int64 [N], ascending.
-        parts: row memory, one tensor ``[height, ...]`` per row part.
-        slots: row in ``parts`` per key, int64 [N].
-        in_flight: concurrent disk requests; 0: sequential requests by the caller.
+        layout: positions and sizes of the records in the file.
+        keys: key of each row, int64 [N], ascending.
+        parts: memory for the rows, a tensor ``[height, ...]`` per row part (weight, optimizer state).
+        slots: row index in ``parts`` for each key, int64 [N].
+        in_flight: number of concurrent disk requests; 0: the calling thread transfers sequentially.
         ring: use io_uring where available, instead of threads.
 
     Returns:
-        Failures, int64 [failures, 2]: index in ``keys``, and the cause. Empty if all went well.
+        Failures, int64 [number of failures, 2]: index in ``keys``, and cause. Empty if all went well.
     """
     memory = [part.detach() for part in parts]
     return operator(file, list(layout), keys, memory, slots, in_flight, ring)
@@ -46,8 +49,6 @@ read = functools.partial(_transfer, operators.records_read)
 write = functools.partial(_transfer, operators.records_write)
 """Write rows from memory to a file; see ``naive.records_write`` and ``_transfer``."""
 newly_used: Callable[[Tensor, Tensor, int], Tensor] = operators.cache_used
-"""Return the cache slots used by a batch, unless an earlier call for the batch returned them; see
-``naive.cache_used``.
-"""
+"""Return the cache slots that a batch uses for the first time; see ``naive.cache_used``."""
 select_victims: Callable[[Tensor, Tensor, int, int], tuple[Tensor, int]] = operators.cache_victims
 """Select cache slots to evict; see ``naive.cache_victims``."""

@@ -1,9 +1,9 @@
 """Table rows in fixed-size file records, and cache replacement, in plain Python.
 
-The reference for the kernels, and the fallback without them. A record has the bytes from all row parts
-(weights, optimizer state), followed by the CRC-32 over the row key and these bytes. ``block_bytes`` blocks
-hold ``per_block`` records and zero padding. Reads and writes transfer whole blocks, because a disk transfers
-whole sectors.
+The reference for the kernels, and the fallback without them. A row consists of parts: the weight and the
+optimizer state tensors. A record holds the bytes from all parts of a row, followed by a CRC-32 over the row
+key and these bytes. Records are grouped into blocks: a block has ``block_bytes`` bytes, with ``per_block``
+records and zero padding. Reads and writes transfer whole blocks, because a disk transfers whole sectors.
 """
 
 import os
@@ -25,27 +25,29 @@ END_OF_FILE = -2
 
 
 class RecordLayout(NamedTuple):
-    """Where the record for every key is in a file."""
+    """Positions and sizes of the records in a file."""
 
     first_key: int
-    """First record key."""
-    per_block: int  # records per block
-    block_bytes: int  # block size
+    """Key of the first record. Record i is for key ``first_key + i``."""
+    per_block: int
+    """Number of records in a block."""
+    block_bytes: int
+    """Bytes per block, including the padding."""
     record_bytes: int
-    """Bytes per record, including the checksum in the last 4."""
+    """Bytes per record, including the 4 checksum bytes at the end."""
     salt: int
-    """Initial CRC value for all records, so a record copied from another file is detected."""
+    """Initial CRC value. It differs between files, so that a record copied from another file is detected."""
 
     def position(self, key: int) -> int:
-        """Return the file offset for the block with the key record."""
+        """Return the file offset of the block that contains the record for a key."""
         return (key - self.first_key) // self.per_block * self.block_bytes
 
     def offset(self, key: int) -> int:
-        """Return the record offset for a key within the block."""
+        """Return the offset, within the block, of the record for a key."""
         return (key - self.first_key) % self.per_block * self.record_bytes
 
     def checksum(self, key: int, content: bytes) -> int:
-        """Return the checksum over a key and the row bytes."""
+        """Return the CRC-32 over a row key and the row bytes."""
         return zlib.crc32(content, zlib.crc32(key.to_bytes(8, "little", signed=True), self.salt))
 
 
@@ -64,19 +66,21 @@ def records_read(
         file: open file descriptor.
         layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
-        parts: row memory, one tensor ``[height, ...]`` per row part. Modified in place.
-        slots: destination row in ``parts`` per key, int64 [N].
-        in_flight: concurrent disk requests; 0: sequential reads by the caller.
+        parts: memory for the rows, a tensor ``[height, ...]`` per row part. Modified in place.
+        slots: row index in ``parts`` that each key is read to, int64 [N].
+        in_flight: number of concurrent disk requests; 0: the calling thread reads sequentially.
         ring: use io_uring where available, instead of threads.
 
     Returns:
-        Failures, int64 [failures, 2]: index in ``keys``, and ``DAMAGED``, ``END_OF_FILE`` or the errno. One
-            failure may represent all keys read in the same request.
+        Failures, int64 [number of failures, 2]: index in ``keys``, and the cause: ``DAMAGED``,
+        ``END_OF_FILE``
+            or the errno. If a request for several keys fails, only the first key may be listed.
     """
     geometry, failures = RecordLayout(*layout), list[tuple[int, int]]()
     memory = [_as_bytes(part) for part in parts]
     for position, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         try:
+            # A block per key. The kernels join requests for blocks close together in the file.
             block = os.pread(file, geometry.block_bytes, geometry.position(key))
         except OSError as error:
             failures.append((position, error.errno or 0))
@@ -112,13 +116,13 @@ def records_write(
         file: open file descriptor.
         layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
-        parts: row memory, one tensor ``[height, ...]`` per row part.
-        slots: source row in ``parts`` per key, int64 [N].
-        in_flight: concurrent disk requests; 0: sequential writes by the caller.
+        parts: memory with the rows, a tensor ``[height, ...]`` per row part.
+        slots: row index in ``parts`` that each key is written from, int64 [N].
+        in_flight: number of concurrent disk requests; 0: the calling thread writes sequentially.
         ring: use io_uring where available, instead of threads.
 
     Returns:
-        Failures, as ``records_read``.
+        Failures, as for ``records_read``.
     """
     geometry, failures = RecordLayout(*layout), list[tuple[int, int]]()
     memory = [_as_bytes(part) for part in parts]
@@ -128,6 +132,7 @@ def records_write(
         try:
             start = geometry.position(key)
             # Read, modify and write the whole block, to preserve the other records.
+            # A block beyond the end of the file reads short, so fill it with zeros.
             block = bytearray(os.pread(file, geometry.block_bytes, start).ljust(geometry.block_bytes, b"\0"))
             block[geometry.offset(key) : geometry.offset(key) + len(record)] = record
             os.pwrite(file, block, start)
@@ -137,14 +142,14 @@ def records_write(
 
 
 def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the cache slots used by a batch for the first time, and stamp them with the batch number.
+    """Return the cache slots that a batch uses for the first time, and stamp them with the batch number.
 
-    A slot already stamped was returned by an earlier call for the same batch. The result has no
-    duplicates, and is in first use order.
+    If a batch makes several calls, a slot that an earlier call has stamped is not returned again. The result
+    has no duplicates, and lists the slots in the order in which they are first used.
 
     Args:
-        slots: int64 [N]; -1: no slot.
-        stamps: last batch number per cache slot, int64. Modified in place.
+        slots: cache slots that the batch reads, int64 [N]; -1: no slot.
+        stamps: number of the last batch that used each cache slot, int64. Modified in place.
         batch: batch number.
     """
     first_uses = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0 and stamps[slot] != batch))
@@ -154,22 +159,24 @@ def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
 
 
 def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> tuple[Tensor, int]:
-    """Select cache slots to evict with the generalized CLOCK policy.
+    """Select cache slots to evict, with the generalized CLOCK policy.
 
-    The hand circles over the slots. It skips pinned slots, decrements positive reference counts, and selects
-    slots with count 0.
+    A hand moves over the slots in a circle. It skips pinned slots. If a slot's reference count is above 0,
+    the hand decrements it and moves on. If the count is 0, the slot is selected.
 
     Args:
         counts: reference count per slot, uint8. Modified in place.
-        pins: pin count per slot, int32. Slots with pins are not evicted.
+        pins: pin count per slot, int32. A slot with pins is in use and must not be evicted.
         hand: slot at which the hand stands.
-        num_victims: slot count to evict.
+        num_victims: number of slots to evict.
 
     Returns:
-        Victims in hand order, fewer than ``num_victims`` if the other slots are pinned; and the new hand
+        Selected slots in hand order; fewer than ``num_victims`` if all other slots are pinned; and the new
+        hand
             position.
     """
     size, victims, selected = len(counts), list[int](), set[int]()
+    # Without this limit, the hand would circle forever once all unpinned slots are selected.
     free = int((pins == 0).sum())
     while len(victims) < min(num_victims, free):
         slot, hand = hand, (hand + 1) % size
@@ -184,7 +191,7 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
 
 
 def _as_bytes(part: Tensor) -> Tensor:
-    """View a part's memory as uint8 [height, bytes per row]."""
+    """View the memory of a row part as uint8 [height, bytes per row]."""
     assert part.is_contiguous()
     height = part.shape[0]
     return part.detach().view(-1).view(torch.uint8).view(height, -1 if height else 0)
@@ -197,17 +204,21 @@ implement([records_read, records_write, cache_used, cache_victims])
 
 
 def _transfer(file: int, layout: list[int], keys: Tensor, *_: Any) -> Tensor:
-    """Fake ``records_read`` and ``records_write``: a data-dependent failure count."""
+    """Return the result of ``records_read`` and ``records_write`` in tracing: an unknown number of
+    failures.
+    """
     return keys.new_empty(torch.library.get_ctx().new_dynamic_size(), 2)
 
 
 def _used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Fake ``cache_used``: a data-dependent slot count."""
+    """Return the result of ``cache_used`` in tracing: an unknown number of slots."""
     return slots.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
 def _victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
-    """Fake ``cache_victims``: a data-dependent slot count; the hand does not move."""
+    """Return the result of ``cache_victims`` in tracing: an unknown number of slots; the hand does not
+    move.
+    """
     return counts.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64), hand
 
 
