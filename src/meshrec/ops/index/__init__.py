@@ -1,4 +1,8 @@
-"""Hash index from 64-bit IDs to slots, a pseudo-random ID mix, and the distinct IDs in a batch."""
+"""Hash index from 64-bit IDs to slots, and operators on ID batches: mixing, sorting and distinct IDs.
+
+A hashed table accepts any 64-bit ID. The index assigns a slot, which is a row number in the table, to each
+ID that has a row.
+"""
 
 from collections.abc import Sequence
 
@@ -48,15 +52,17 @@ first_left = operators.first_left
 release_slots = operators.release_slots
 
 BYTES_PER_ID = 16
-"""Maximum ``HashIndex`` memory: bytes per ID, for the maximum ID count ever present at once."""
+"""Upper bound for ``HashIndex`` memory in bytes per ID, counting the most IDs ever present at once."""
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:
-    """Map IDs to 64 pseudo-random bits (keys). Every seed permutes the 2^64 values differently.
+    """Hash IDs to pseudo-random 64-bit keys. For any seed, different IDs have different keys.
+
+    The hash is a permutation of the 2^64 values, so `unmix` can invert it.
 
     Args:
         ids_N: int64.
-        seed: any integer; the low 64 bits count.
+        seed: any integer; only the low 64 bits matter.
 
     Returns:
         Keys, int64 [N].
@@ -66,11 +72,11 @@ def mix(ids_N: Tensor, seed: int) -> Tensor:
 
 
 def mix_spans(ids_N: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Mix some batch spans with different seeds, and copy the IDs outside the spans: int64 [N].
+    """Hash the IDs in some spans (position ranges) with a seed per span; other IDs are copied: int64 [N].
 
     Args:
         ids_N: int64.
-        spans: start position, end position and mix seed per span, ascending.
+        spans: start, end (exclusive) and mix seed per span, in ascending order.
     """
     starts, ends, seeds = ([span[k] for span in spans] for k in range(3))
     mixed: Tensor = operators.index_mix_parts(ids_N, starts, ends, list(map(_signed, seeds)))
@@ -78,26 +84,26 @@ def mix_spans(ids_N: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def unmix(keys_N: Tensor, seed: int) -> Tensor:
-    """Invert `mix`: return the IDs whose keys are given, int64 [N]."""
+    """Invert `mix`: return the IDs that have the given keys, int64 [N]."""
     ids: Tensor = operators.index_mix(keys_N, _signed(seed), True)
     return ids
 
 
 def unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs, and the index of every ID in them.
+    """Return the distinct IDs, and for each ID its index among them.
 
     IDs [7, 3, 7] give distinct IDs [3, 7] and indices [1, 0, 1]. The result does not depend on the thread
     count.
 
     Returns:
-        Distinct IDs in ascending order, int64; and the index of every ID among them, int64 [N].
+        Distinct IDs in ascending order, int64; and the index of each ID among them, int64 [N].
     """
     distinct, inverse = operators.index_unique(ids_N)
     return distinct, inverse
 
 
 def order(ids_N: Tensor) -> Tensor:
-    """Return the permutation that sorts distinct IDs (their argsort), int64 [N]."""
+    """Return the permutation that sorts distinct IDs in ascending order (argsort), int64 [N]."""
     positions: Tensor = operators.index_order(ids_N)
     return positions
 

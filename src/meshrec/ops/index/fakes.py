@@ -1,6 +1,6 @@
-"""Fake index operator kernels, for tracing.
+"""Output shapes for the index operators (fake kernels), for tracing.
 
-``schemas.inc`` has the signatures; a fake names only the arguments it needs.
+``schemas.inc`` has the signatures. A fake kernel names only the arguments that it needs.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hash index from arbitrary 64-bit IDs to slots."""
+"""Hash index that maps arbitrary 64-bit IDs to slots."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,16 +18,16 @@ _SEED = 0x51ED270B7F4A9E3D
 
 
 class HashIndex:
-    """Map from IDs to slots (row numbers), for tables without a fixed vocabulary.
+    """Map from IDs to slots, for tables without a fixed vocabulary. A slot is a row number in a table.
 
-    IDs are int64, and all 2^64 values are valid. The same call sequence gives the same slots with any
-    thread count. Only ``find`` and ``ids_of``, which just read, may run concurrently. A forked process
-    keeps a copy.
+    IDs are int64, and all 2^64 values are valid. Equal sequences of calls give equal slots, whatever the
+    thread count. The read-only methods ``find`` and ``ids_of`` may run concurrently; no other methods may. A
+    forked process gets an independent copy.
 
     Args:
         max_slots: maximum slot count, below 2^32.
-        seed: ID mix seed, to spread IDs over buckets.
-        name: index name in messages.
+        seed: seed for the hash that spreads IDs over buckets.
+        name: name of the index in error messages.
 
     Example::
 
@@ -51,34 +51,34 @@ class HashIndex:
 
     @property
     def num_slots(self) -> int:
-        """Highest slot ever assigned, plus 1. Some slots may be free."""
+        """Highest slot ever assigned, plus 1. Some slots below it may be free again."""
         return self._index.num_slots
 
     @property
     def num_bytes(self) -> int:
-        """Memory in bytes: at most 16 per ID, for the maximum ID count ever present at once."""
+        """Memory in bytes: at most 16 per ID, counting the most IDs ever present at once."""
         return self._index.num_bytes
 
     @property
     def growing_regions(self) -> list[GrowingRegion]:
-        """Memory regions growing in place with the slots; empty if the index may move in memory."""
+        """Memory regions that grow in place as slots are assigned; empty if growth may copy the index."""
         return self._index.growing_regions if isinstance(self._index, CompiledIndex) else []
 
     @property
     def kernel_tensors(self) -> tuple[list[Tensor], int] | None:
-        """Tensors and seed searched by operators such as ``index_find``; None without compiled kernels."""
+        """Memory tensors and seed for operators such as ``index_find``; None without compiled kernels."""
         index = self._index
         return (index.memory, index.seed) if isinstance(index, CompiledIndex) else None
 
     def find(self, ids_N: Tensor) -> Tensor:
-        """Return the slot per ID, -1 where missing: int64 [N]. IDs may repeat."""
+        """Return the slot for each ID, or -1 for an ID without a slot: int64 [N]. IDs may repeat."""
         return self._index.find(self._validated(ids_N))
 
     def insert(self, ids_N: Tensor) -> Tensor:
-        """Assign the lowest free slots to new IDs: the lowest slot to the lowest ID.
+        """Assign free slots to new IDs. The lowest ID gets the lowest free slot, and so on.
 
         Args:
-            ids_N: int64, distinct and ascending, none in the index.
+            ids_N: int64, distinct and ascending. None of them may be in the index.
 
         Returns:
             Slots, int64 [N].
@@ -92,10 +92,10 @@ class HashIndex:
         return result if isinstance(result, Tensor) else self._raise_for_status(result, ids_N)
 
     def remove(self, ids_N: Tensor) -> Tensor:
-        """Remove IDs and free their slots.
+        """Remove IDs, which frees their slots.
 
         Args:
-            ids_N: int64, distinct, all in the index.
+            ids_N: int64, distinct. All of them must be in the index.
 
         Returns:
             Freed slots, int64 [N].
@@ -108,10 +108,10 @@ class HashIndex:
         return result if isinstance(result, Tensor) else self._raise_for_status(result, ids_N)
 
     def free(self, slots_N: Tensor) -> Tensor:
-        """Remove the IDs stored at some slots, which become free.
+        """Free slots: remove the IDs that have these slots.
 
         Args:
-            slots_N: int64, distinct, all in use.
+            slots_N: int64, distinct. All of them must be in use.
 
         Returns:
             Removed IDs, int64 [N].
@@ -122,7 +122,7 @@ class HashIndex:
         return free_slots([(self, slots_N)])[0]
 
     def ids_of(self, slots_N: Tensor) -> Tensor:
-        """Return the ID stored per slot, int64 [N]. Slots may repeat.
+        """Return the ID that has each slot, int64 [N]. Slots may repeat.
 
         Raises:
             ValueError: a slot is free.
@@ -136,12 +136,13 @@ class HashIndex:
         return self._index.items()
 
     def marked(self, marks: Tensor, max_id: int = (1 << 63) - 1) -> tuple[Tensor, Tensor]:
-        """Return the IDs stored at marked slots, and these slots, in any order: both int64 [M].
+        """Return the IDs that have a marked slot, and these slots, in any order: both int64 [M].
 
-        Scans the whole index sequentially, which is much faster than ``ids_of`` if most slots are marked.
+        The call scans the whole index in memory order. If most slots are marked, this is much faster than
+        ``ids_of``.
 
         Args:
-            marks: whether to return the ID at a slot: bool on the CPU, at least ``num_slots`` entries.
+            marks: for each slot, whether to return its ID: bool on the CPU, at least ``num_slots`` entries.
             max_id: IDs greater than this are left out.
 
         Raises:
@@ -165,11 +166,11 @@ class HashIndex:
         return integers_N.contiguous()
 
     def _raise_for_status(self, status: Status, given_N: Tensor) -> Tensor:
-        """Raise the exception for a status. Never returns.
+        """Raise the exception for a failed call. Never returns.
 
         Args:
             status: why the call changed nothing.
-            given_N: IDs or slots passed to the call.
+            given_N: the IDs or slots that were passed to the call, to find those to name in the message.
         """
         if status is Status.NO_MEMORY:
             raise MemoryError(f"{self.name}: there is no memory for {len(given_N):,} IDs.")
@@ -196,7 +197,7 @@ class HashIndex:
         raise ValueError(f"{self.name}: {reason}")
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle the IDs and slots, not the memory: pages beyond the used slots are only reserved."""
+        """Pickle the IDs and slots instead of the memory, most of which may be reserved but unused."""
         # Addresses and reserved memory are meaningless in another process.
         return HashIndex.of, (self.max_slots, *self.items(), self.seed, self.name)
 
@@ -207,9 +208,9 @@ class HashIndex:
         Args:
             max_slots: maximum slot count, below 2^32.
             ids_N: int64, distinct and ascending.
-            slots_N: slot per ID, int64, distinct.
-            seed: ID mix seed.
-            name: index name in messages.
+            slots_N: slot for each ID, int64, distinct.
+            seed: seed for the hash that spreads IDs over buckets.
+            name: name of the index in error messages.
 
         Raises:
             ValueError: the IDs are not ascending, or a slot is out of range.
@@ -222,29 +223,36 @@ class HashIndex:
 
 
 class IdSpan(NamedTuple):
-    """A position range in a batch, with IDs all looked up in the same index."""
+    """A range of positions in an ID batch, to be looked up in a single index."""
 
     start: int
+    """First position."""
     end: int
+    """End position, exclusive."""
     owner: HashIndex
+    """The index to search."""
     first: int = 0
-    """Offset added to the IDs before the search."""
+    """Number added to each ID (after the mix) before the search."""
     mix_seed: int | None = None
-    """ID mix seed, or None for unmixed IDs. Either all spans in a call have a seed, or none has."""
+    """Seed to `mix` the IDs before the search; None: no mix. Either all spans in a call have a seed, or
+    none.
+    """
 
 
 def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int]]:
-    """Replace the IDs inside the spans by their slots, -1 where they have none, in one kernel call.
+    """Replace the IDs inside some spans by their slots, with a single kernel call for all spans.
 
     Args:
         ids_N: int64, contiguous.
-        spans: spans to replace, ascending. IDs outside them are copied.
+        spans: spans to replace, ascending. IDs outside the spans are copied.
 
     Returns:
-        Slots inside spans and unchanged IDs elsewhere, int64 [N]; and the unassigned ID count per span.
+        Slots inside spans (-1 for an ID without a slot) and unchanged IDs elsewhere, int64 [N]; and per span
+            the number of IDs without a slot.
     """
     indexes = list({id(span.owner): span.owner for span in spans}.values())
     compiled_indexes = [index._index for index in indexes if isinstance(index._index, CompiledIndex)]
+    # The kernel only searches compiled indexes. Python indexes are searched span by span.
     if len(compiled_indexes) < len(indexes):
         slots = ids_N.clone()
         for span in spans:
@@ -252,6 +260,7 @@ def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int
             keys = ids if span.mix_seed is None else naive.mix(ids, span.mix_seed)
             slots[span.start : span.end] = span.owner.find(keys + span.first)
         return slots, [int((slots[span.start : span.end] < 0).sum()) for span in spans]
+    # Several spans may share an index, so the kernel gets each index once and an index number per span.
     index_of = {id(index): number for number, index in enumerate(indexes)}
     mixes = [span.mix_seed for span in spans if span.mix_seed is not None]
     slots, absent = operators.index_find_parts(
@@ -268,10 +277,11 @@ def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int
 
 
 def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
-    """Remove the IDs stored at some slots in several indexes; see ``HashIndex.free``.
+    """Free slots in several indexes in a single call; see ``HashIndex.free``.
 
     Args:
-        slots: distinct indexes with the slots to free: int64, distinct, all in use.
+        slots: pairs of an index and the slots to free in it: int64, distinct, all in use. No index may occur
+            twice.
 
     Returns:
         Removed IDs per index, int64 [freed slots].
@@ -297,40 +307,41 @@ def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
 
 
 class UnassignedIds(NamedTuple):
-    """Batch IDs in one index, some of which have no slot: the input to `assign_slots`."""
+    """IDs of a batch in a single index, some of which have no slot yet: the input to `assign_slots`."""
 
     owner: HashIndex
+    """The index to insert into."""
     ids: Tensor
     """int64 [N], contiguous."""
     slots: Tensor
-    """Slot per ID, -1 where missing, int64 [N], contiguous. `assign_slots` replaces every -1."""
+    """Slot for each ID, -1 if it has none, int64 [N], contiguous. `assign_slots` replaces every -1."""
     num_absent: int
-    """Number of IDs without a slot."""
+    """How many entries in ``slots`` are -1."""
     first: int = 0
-    """Offset added to the IDs before insertion, see ``IdSpan``."""
+    """Number added to each ID (after the mix) before insertion, see ``IdSpan``."""
     mix_seed: int | None = None
-    """ID mix seed applied before the offset, or None for unmixed IDs."""
+    """Seed to `mix` the IDs before insertion; None: no mix."""
 
 
 class AssignedSlots(NamedTuple):
-    """Slots assigned by `assign_slots` in one index. U distinct IDs."""
+    """Slots that `assign_slots` assigned in an index, for U distinct IDs."""
 
     slots: Tensor
-    """Slots in ascending ID order, int64 [U]."""
+    """New slots, in ascending order of the IDs, int64 [U]."""
     ids: Tensor
-    """Distinct IDs, ascending, after mix and offset, int64 [U]."""
+    """IDs as inserted (after mix and offset), distinct and ascending, int64 [U]."""
     counts: Tensor
-    """Occurrences per ID in the batch, int64 [U]."""
+    """How often each ID occurs in the batch, int64 [U]."""
 
 
 def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
-    """Insert IDs without a slot into several distinct indexes, and write the new slots to the requests.
+    """Insert the IDs without a slot into their indexes, and write the new slots to the requests.
 
     Args:
-        requests: one per index.
+        requests: a request per index; no index may occur twice. ``slots`` are modified in place.
 
     Returns:
-        The newly assigned slots per index, in request order.
+        The newly assigned slots for each request.
 
     Raises:
         ValueError: an index has fewer free slots than new IDs. No index changed.
@@ -376,7 +387,7 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
 
 
 def _assign_one(request: UnassignedIds) -> AssignedSlots:
-    """Insert the IDs in one request step by step, with plain torch and `HashIndex.insert`."""
+    """Insert the IDs of a single request step by step, with plain torch and `HashIndex.insert`."""
     absent = request.slots < 0
     ids = request.ids[absent]
     keys = (ids if request.mix_seed is None else naive.mix(ids, request.mix_seed)) + request.first

@@ -1,4 +1,4 @@
-"""Scans over the scores for all rows, optionally only for marked rows, to find rows to evict.
+"""Scans over the scores of all rows (or of marked rows only) that select the rows to evict.
 
 Plain torch: the reference for the kernels, and the fallback without them. Shape legend: N values.
 """
@@ -12,13 +12,13 @@ _MAX_INT64 = (1 << 63) - 1
 
 
 def marked_range(values_N: Tensor, marks_N: Tensor | None) -> Tensor:
-    """Return the marked value minimum, maximum and count: int64 [3].
+    """Return minimum, maximum and count of the marked values: int64 [3].
 
-    If no value is marked: the greatest int64, the least int64, and 0.
+    If no value is marked: the largest int64, the smallest int64, and 0.
 
     Args:
         values_N: int32 or int64.
-        marks_N: bool; None: all values.
+        marks_N: whether a value is marked, bool; None: all are.
     """
     selected = _marked_values(values_N, marks_N)
     if len(selected) == 0:
@@ -27,19 +27,19 @@ def marked_range(values_N: Tensor, marks_N: Tensor | None) -> Tensor:
 
 
 def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift: int, size: int) -> Tensor:
-    """Return a marked value histogram by the digit ``(value >> shift) - (base >> shift)``.
+    """Return a histogram of the marked values by the digit ``(value >> shift) - (base >> shift)``.
 
-    Used for a radix select: one digit per pass. Values with digits outside [0, size) are skipped.
+    A radix select calls it once per digit. Values whose digit is outside [0, size) are skipped.
 
     Args:
         values_N: int32 or int64.
-        marks_N: bool; None: all values.
+        marks_N: whether a value is marked, bool; None: all are.
         base: any value with digit 0.
         shift: number of low bits to drop.
-        size: digit count.
+        size: number of digits.
 
     Returns:
-        Marked value count per digit, int64 [size].
+        Number of marked values per digit, int64 [size].
     """
     shifted, first = _marked_values(values_N, marks_N) >> shift, base >> shift
     inside = shifted[(shifted >= first) & (shifted <= min(_MAX_INT64, first + size - 1))]
@@ -47,11 +47,11 @@ def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift:
 
 
 def marked_between(values_N: Tensor, marks_N: Tensor | None, min_value: int, max_value: int) -> Tensor:
-    """Return marked value indices in [min_value, max_value], ascending, int64.
+    """Return the indices of the marked values in [min_value, max_value], ascending, int64.
 
     Args:
         values_N: int32 or int64.
-        marks_N: bool; None: all values.
+        marks_N: whether a value is marked, bool; None: all are.
         min_value: lower bound, inclusive.
         max_value: upper bound, inclusive.
     """

@@ -1,4 +1,4 @@
-"""Hash index as a Python dict, ID mix, and distinct IDs, in plain torch.
+"""Hash index as a Python dict, ID hashing, and distinct IDs, in plain torch.
 
 The reference for the kernels, and the fallback without them. Shape legend: N IDs or slots.
 """
@@ -19,16 +19,16 @@ _WORD = (1 << 64) - 1
 
 
 def mix(ids_N: Tensor, seed: int) -> Tensor:
-    """Map IDs to 64 pseudo-random bits (keys). Every seed permutes the 2^64 values differently.
+    """Hash IDs to pseudo-random 64-bit keys. For any seed, different IDs have different keys.
 
     The splitmix64 finalizer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
 
     Args:
         ids_N: int64.
-        seed: any integer; the low 64 bits count.
+        seed: any integer; only the low 64 bits matter.
 
     Returns:
-        int64 [N].
+        Keys, int64 [N].
     """
     mixed = ids_N + _signed(_GAMMA * (seed + 1))
     mixed = (mixed ^ _shift_right(mixed, 30)) * _signed(_MULTIPLIER_1)
@@ -37,32 +37,34 @@ def mix(ids_N: Tensor, seed: int) -> Tensor:
 
 
 def unmix(keys_N: Tensor, seed: int) -> Tensor:
-    """Invert `mix`: return the IDs whose keys are given, int64 [N]."""
+    """Invert `mix`: return the IDs that have the given keys, int64 [N]."""
+    # The steps of `mix` in reverse order. Odd factors have an inverse modulo 2^64.
     ids = _invert_xorshift(keys_N, 31) * _signed(pow(_MULTIPLIER_2, -1, 1 << 64))
     ids = _invert_xorshift(ids, 27) * _signed(pow(_MULTIPLIER_1, -1, 1 << 64))
     return _invert_xorshift(ids, 30) - _signed(_GAMMA * (seed + 1))
 
 
 def _signed(bits: int) -> int:
-    """Return the int64 with the same low 64 bits."""
+    """Return the int64 with the same low 64 bits as an integer of any size."""
     return ((bits & _WORD) ^ (1 << 63)) - (1 << 63)
 
 
 def _shift_right(bits: Tensor, by: int) -> Tensor:
-    """Shift right without sign extension, as if int64 were unsigned."""
+    """Shift right and fill with zeros, as if int64 were unsigned."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _invert_xorshift(mixed: Tensor, by: int) -> Tensor:
-    """Invert ``x ^ (x >> by)``."""
+    """Return the x for which ``x ^ (x >> by)`` is the given value."""
     bits = mixed
+    # Each pass recovers ``by`` more bits, starting at the top bits, which the shift left unchanged.
     for _ in range(64 // by):
         bits = mixed ^ _shift_right(bits, by)
     return bits
 
 
 def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
-    """Return ``mix(ids_N, seed)``, or ``unmix`` for the same arguments. Reference for the kernel.
+    """Return ``mix(ids_N, seed)``, or with ``inverse``, ``unmix(ids_N, seed)``. Reference for the kernel.
 
     Args:
         ids_N: int64.
@@ -73,23 +75,23 @@ def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
 
 
 def index_order(ids_N: Tensor) -> Tensor:
-    """Return the permutation that sorts distinct IDs (their argsort), int64 [N]."""
+    """Return the permutation that sorts distinct IDs in ascending order (argsort), int64 [N]."""
     return ids_N.argsort()
 
 
 def index_unique(ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs in ascending order, and the index of every ID among them, int64 [N]."""
+    """Return the distinct IDs in ascending order, and the index of each ID among them, int64 [N]."""
     distinct, inverse = torch.unique(ids_N, return_inverse=True)
     return distinct, inverse
 
 
 def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
-    """Return the slot per ID in the compiled index memory, -1 where missing.
+    """Return the slot for each ID, searched in the memory of a compiled index; -1 for an ID without a slot.
 
-    Reads the layout in [Note: the hash index] in csrc/index/shard.h.
+    [Note: the hash index] in csrc/index/shard.h describes the memory layout.
 
     Args:
-        memory: header, buckets, tags and free slots, laid out as in `csrc/index/shard.h`.
+        memory: header, buckets, tags and free slots.
         ids_N: int64.
         seed: index seed.
     """
@@ -98,8 +100,10 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     keys = mix(ids_N, seed)
     shards = _shift_right(keys, 64 - shard_bits) if shard_bits else torch.zeros_like(keys)
     _, before, after, moved = header[8:].view(-1, 4)[shards].unbind(1)
+    # The high bits select the shard. The remaining bits, as a fraction of 2^64, select the bucket.
     fractions = keys << shard_bits
     old, new = _scale_fraction(fractions, before), _scale_fraction(fractions, after)
+    # While a shard grows in place, buckets from ``moved`` on already have their new position.
     bucket = shards * room + torch.where(old >= moved, new, old)
     slots, pending = torch.full_like(keys, -1), torch.arange(len(keys), device=keys.device)
     while len(pending):
@@ -121,13 +125,13 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
 
 
 def index_mix_parts(ids_N: Tensor, starts: list[int], ends: list[int], seeds: list[int]) -> Tensor:
-    """Mix batch spans with different seeds, and copy the IDs outside the spans.
+    """Hash the IDs in some spans with a seed per span, and copy the IDs outside the spans.
 
     Args:
         ids_N: int64.
-        starts: start position per span, ascending.
-        ends: end position per span.
-        seeds: mix seed per span.
+        starts: start position of each span, ascending.
+        ends: end position of each span, exclusive.
+        seeds: mix seed of each span.
     """
     mixed = ids_N.clone()
     for start, end, seed in zip(starts, ends, seeds, strict=True):
@@ -145,23 +149,24 @@ def index_find_parts(
     firsts: list[int],
     mixes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Replace the IDs inside spans by their slots, and count the IDs without a slot per span.
+    """Replace the IDs inside some spans by their slots, and count the IDs without a slot in each span.
 
-    The index holds ``mix(id, mixes[span]) + firsts[span]``, or ``id + firsts[span]`` without ``mixes``.
+    An ID is searched as ``mix(id, mixes[span]) + firsts[span]``, or as ``id + firsts[span]`` without
+    ``mixes``.
 
     Args:
         memory: four tensors per index, see ``index_find``.
-        seeds: seed per index.
+        seeds: seed of each index.
         ids_N: int64.
-        starts: start position per span, ascending.
-        ends: end position per span.
-        indexes: index number per span.
-        firsts: offset per span, added after the mix.
+        starts: start position of each span, ascending.
+        ends: end position of each span, exclusive.
+        indexes: number of the index to search, per span.
+        firsts: number to add to the IDs after the mix, per span.
         mixes: mix seed per span; empty: no mix.
 
     Returns:
-        Slots inside spans (-1 where unassigned) and unchanged IDs elsewhere, int64 [N]; and the
-            unassigned ID count per span, int64.
+        Slots inside spans (-1 for an ID without a slot) and unchanged IDs elsewhere, int64 [N]; and per span
+            the number of IDs without a slot, int64.
     """
     result, absent = ids_N.clone(), ids_N.new_zeros(len(starts))
     for part, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -174,13 +179,14 @@ def index_find_parts(
 
 
 def _scale_fraction(fractions: Tensor, sizes: Tensor) -> Tensor:
-    """Return floor(fraction * size / 2^64) for unsigned fractions."""
+    """Return floor(fraction * size / 2^64), with the fractions read as unsigned integers."""
+    # The product has up to 96 bits, so multiply the two halves of the fraction separately.
     low = (fractions & 0xFFFFFFFF) * sizes
     return _shift_right(_shift_right(fractions, 32) * sizes + _shift_right(low, 32), 32)
 
 
 class Status(IntEnum):
-    """Call result: SUCCESS, or why it changed nothing. As in csrc/index/hash_index.h."""
+    """Outcome of a call: SUCCESS, or the reason why it changed nothing. As in csrc/index/hash_index.h."""
 
     NO_MEMORY = -1
     SUCCESS = 0
@@ -195,7 +201,10 @@ class Status(IntEnum):
 
 
 class NaiveIndex:
-    """Map from IDs to slots as a Python dict. ``HashIndex`` documents the methods."""
+    """Map from IDs to slots as a Python dict; the index without compiled kernels.
+
+    ``HashIndex`` documents the methods. Failed calls return a ``Status`` and change nothing.
+    """
 
     def __init__(self, max_slots: int) -> None:
         self._max_slots = max_slots
@@ -222,6 +231,7 @@ class NaiveIndex:
         ids = ids_N.tolist()
         if any(id in self._slots for id in ids):
             return Status.PRESENT
+        # Without given slots, the lowest free slots are filled first, so the count of IDs is what matters.
         end = len(self._slots) + len(ids) if given_N is None else max(given_N.tolist(), default=-1) + 1
         if end > self._max_slots:
             return Status.FULL
@@ -238,7 +248,7 @@ class NaiveIndex:
         return torch.tensor(slots, dtype=torch.int64)
 
     def _lowest_free(self, count: int) -> list[int]:
-        """Take the lowest free slots: first from the heap, then new ones after the last slot."""
+        """Return the lowest free slots: first those that were freed, then new slots after the highest."""
         slots = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         return slots + list(range(len(self._ids), len(self._ids) + count - len(slots)))
 
@@ -274,8 +284,9 @@ class NaiveIndex:
 
 
 def free(indexes: Sequence[NaiveIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
-    """Remove the IDs stored at some slots in several indexes; see ``compiled.free``."""
+    """Free slots in several indexes; see ``compiled.free``."""
     results = [index.ids_of(index_slots) for index, index_slots in zip(indexes, slots, strict=True)]
+    # Check all indexes before any of them changes.
     for number, index_slots in enumerate(slots):
         if isinstance(results[number], Tensor) and len(set(index_slots.tolist())) < len(index_slots):
             results[number] = Status.REPEATS

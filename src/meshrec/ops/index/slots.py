@@ -1,7 +1,7 @@
-"""Operators on the per-slot tensors in hashed tables; a call covers all tables.
+"""Operators on tensors with a value per slot of a hashed table. A single call covers all tables.
 
-Plain torch: the reference for the kernels, and the fallback without them. All lists have an element per
-table, or per row tensor. Shape legend: N slots in a list.
+Plain torch: the reference for the kernels, and the fallback without them. All list arguments have an element
+per table (or per tensor to fill). Shape legend: N slots.
 """
 
 from types import TracebackType
@@ -16,14 +16,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(value: Tensor) -> int:
-    """Return the first tensor element's bits as an integer, for ``Fills.add``."""
+    """Return the bits of the first element in a tensor as an integer, for ``Fills.add``."""
     return int(value.flatten()[:1].view(_INTEGERS[value.element_size()]))
 
 
 class Fills:
-    """Fill operation queue ("set these rows in this tensor to this value"), run in one operator call.
+    """Queue of fills ("set these rows in this tensor to this value"), which run in a single operator call.
 
-    As a context manager it runs the queue on exit, unless an exception was raised.
+    As a context manager, it runs the queue on exit, unless an exception was raised.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,10 @@ class Fills:
         self._values: list[int] = []
 
     def add(self, part: Tensor, slots: Tensor, value: int) -> None:
-        """Queue a fill: set the rows ``slots`` in a tensor to a value.
+        """Queue a fill: set the rows ``slots`` of a tensor to a value.
 
-        Queued fills run in an undefined order. Two fills for the same row must have the same value.
+        Queued fills run in an undefined order. If two fills cover the same row, they must have the same
+        value.
 
         Args:
             part: contiguous tensor with a row per slot.
@@ -66,12 +67,12 @@ class Fills:
 
 
 def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> None:
-    """Fill the rows at some slots with one value, for several tensors. Reference for the kernel.
+    """Set the rows at some slots to a value, in several tensors. Reference for the kernel.
 
     Args:
         parts: contiguous tensors with a row per slot.
-        slots: int64 [N] per tensor; may repeat.
-        values: value per tensor, as the bits of one element.
+        slots: rows to fill in each tensor, int64 [N]; may repeat.
+        values: value for each tensor, as the bits of an element.
     """
     for part, part_slots, value in zip(parts, slots, values, strict=True):
         # Fill bits through an integer view, so one call serves all dtypes.
@@ -79,16 +80,18 @@ def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> N
 
 
 def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Decrement slot pin counts, and return slots now free: without pins or a live row.
+    """Decrement the pin counts of slots, and return the slots that are now free.
+
+    A slot is free if it has no pins and holds no live row. A batch pins the slots that it still needs.
 
     Args:
-        pins: pin count by slot, int32, per table. Modified in place.
-        alive: whether the slot holds a live row, bool, per table.
-        slots: slots to unpin, int64 [N], per table. A slot given n times loses n pins.
+        pins: pin count per slot, int32, for each table. Modified in place.
+        alive: whether a slot holds a live row, bool, for each table.
+        slots: slots to unpin, int64 [N], for each table. A slot that occurs n times loses n pins.
 
     Returns:
-        Freed slots, int64: for the first table, then the second, etc., in the order in which
-            they lost the last pin; and the freed slot count per table, int64.
+        Freed slots, int64, table by table, in the order in which they lost the last pin; and the number of
+            freed slots per table, int64.
     """
     freed: list[int] = []
     counts = []
@@ -112,23 +115,24 @@ def first_left(
     evicted: list[Tensor],
     limits: list[int],
 ) -> list[Tensor]:
-    """Select rows to evict from candidate lists: the first ones still valid.
+    """Select the rows to evict from lists of candidates: in each list, the first ones that are still valid.
 
-    A candidate is valid if the row is live, the score has not changed since the list was built, and it is
-    not protected.
+    A candidate is stale if its row is no longer live, or if its score has changed since the list was built. A
+    candidate is protected if the batch uses it or if it was already selected. Valid candidates are neither.
+
     Args:
-        scores: score per candidate when the list was built, int32 or int64 [N].
-        slots: slot per candidate, int64 [N].
-        scores_now: present score by slot, same dtype.
-        alive: whether the slot holds a live row, bool; may be longer than ``scores_now``.
-        used: slots used by the batch, which are protected, int64; may repeat.
-        evicted: slots already selected for eviction, which are also protected.
-        limits: maximum result count per list.
+        scores: candidate scores when the list was built, int32 or int64 [N], for each list.
+        slots: slots of the candidates, int64 [N], for each list.
+        scores_now: present score per slot, same dtype, for each list.
+        alive: whether a slot holds a live row, bool; may be longer than ``scores_now``.
+        used: slots that the batch uses, int64; may repeat.
+        evicted: slots already selected for eviction.
+        limits: maximum number of rows to select, for each list.
 
     Returns:
-        Indices of selected candidates per list, int64. The last result element counts the leading
-            candidates per list which are stale (dead row or changed score), int64: the caller can
-            drop them from the list.
+        For each list, the positions of the selected candidates, int64. One more tensor at the end holds, for
+        each
+            list, how many candidates at the front are stale, int64: the caller can drop these.
     """
     results, num_stale = [], []
     for score, slot, now, live, *protected, limit in zip(
@@ -136,6 +140,7 @@ def first_left(
     ):
         is_current = (now[slot] == score) & live[slot]
         positions = (is_current & ~torch.isin(slot, torch.cat(protected))).nonzero()[:limit, 0]
+        # The kernel stops reading once it has enough, so count stale candidates only up to there.
         num_read = int(positions[-1]) + 1 if len(positions) == limit > 0 else len(slot) if limit else 0
         num_stale.append(int(is_current[:num_read].logical_not().cumprod(0).sum()))
         results.append(positions)

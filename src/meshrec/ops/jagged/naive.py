@@ -179,6 +179,7 @@ for _name, _fake in (
 
 def _permute_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.order, ctx.num_keys, lengths, values, weights, segments, ctx.num_bags, ctx.num_values = inputs
+    # Only bag lengths are saved: the gradient needs positions, not values.
     ctx.save_for_backward(lengths, segments)
     ctx.values_shape = values.shape
     ctx.weights_shape = None if weights is None else weights.shape

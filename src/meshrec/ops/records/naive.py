@@ -36,7 +36,9 @@ class RecordLayout(NamedTuple):
     record_bytes: int
     """Bytes per record, including the 4 checksum bytes at the end."""
     salt: int
-    """Initial CRC value. It differs between files, so that a record copied from another file is detected."""
+    """Initial CRC value. Cached tables draw a random value per file, which exposes records from another
+    file.
+    """
 
     def position(self, key: int) -> int:
         """Return the file offset of the block that contains the record for a key."""
