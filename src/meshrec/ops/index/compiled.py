@@ -1,8 +1,8 @@
-"""Hash index in the compiled kernels: memory, and the calls that modify it.
+"""Hash index in the compiled kernels: the memory, and the C calls that modify it.
 
-The memory is four tensors, which a forked process sees unchanged, laid out as in [Note: the hash index] in
-csrc/index/shard.h. Where the system allows it, address space is reserved for all slots, so an index uses
-memory only where written to. Elsewhere the tensors are copied to larger ones as they fill.
+The memory is four tensors, laid out as in [Note: the hash index] in csrc/index/shard.h. A forked process sees
+them unchanged. Where the system allows it, address space is reserved for all slots, and only the pages
+written to use memory. Elsewhere the tensors start small and are copied to larger ones as they fill.
 """
 
 import ctypes
@@ -32,7 +32,9 @@ _pointers = ctypes.c_void_p * 4
 
 
 class AssignArgs(ctypes.Structure):
-    """C argument struct for ``meshrec_index_give`` for one index, as in csrc/index/hash_index.h."""
+    """Arguments for an index in a call to ``meshrec_index_give``; the C struct is in
+    csrc/index/hash_index.h.
+    """
 
     _fields_ = (
         ("memory", _pointers),
@@ -50,7 +52,9 @@ class AssignArgs(ctypes.Structure):
 
 
 class FreeArgs(ctypes.Structure):
-    """C argument struct for ``meshrec_index_free`` for one index, as in csrc/index/hash_index.h."""
+    """Arguments for an index in a call to ``meshrec_index_free``; the C struct is in
+    csrc/index/hash_index.h.
+    """
 
     _fields_ = (
         ("memory", _pointers),
@@ -78,12 +82,14 @@ is_compiled: bool = _library is not None
 
 
 class CompiledIndex:
-    """Map from IDs to slots, stored and searched by the kernels. ``HashIndex`` documents the methods.
+    """Map from IDs to slots, stored and searched by the compiled kernels.
+
+    ``HashIndex`` documents the methods. Failed calls return a ``Status`` and change nothing.
 
     Attributes:
-        memory: header, buckets, tags and free slots, read by ``torch.ops.meshrec.index_find``. New tensors
-            replace these when the index outgrows them.
-        seed: ID mix seed.
+        memory: header, buckets, tags and free slots, which ``torch.ops.meshrec.index_find`` reads. Replaced
+            by new tensors when the index outgrows them.
+        seed: seed for the hash that spreads IDs over buckets.
     """
 
     def __init__(self, max_slots: int, seed: int) -> None:
@@ -123,7 +129,7 @@ class CompiledIndex:
 
     @property
     def growing_regions(self) -> list[GrowingRegion]:
-        """Memory regions that grow in place with the slots; empty if the tensors are copied as they fill."""
+        """Memory regions that grow in place as slots are assigned; empty if growth copies the tensors."""
         _, buckets, tags, _ = self.memory
         if not self._is_reserved:
             return []
@@ -143,11 +149,13 @@ class CompiledIndex:
         """Insert IDs, and return their slots. If that fails, return a status and change nothing.
 
         Args:
-            ids_N: int64, contiguous.
-            given_N: free slots to assign, int64 [N]. None: assign the lowest free slots.
+            ids_N: int64, contiguous, distinct and ascending.
+            given_N: free slots to assign to the IDs, int64 [N]. None: the lowest free slots.
         """
         assert _library is not None
         num_live, num_slots, max_slots, _, _, slot_room = self.memory[0][:_HEADER_WORDS].tolist()[:6]
+        # Grow the slot capacity first, because the kernel cannot: it only gets addresses. The capacity
+        # doubles, so that copies stay rare.
         needed = max(num_slots, num_live + len(ids_N))
         if given_N is not None and len(given_N):
             needed = max(needed, int(given_N.max()) + 1)
@@ -202,14 +210,14 @@ class CompiledIndex:
     def assign_args(
         self, ids_N: Tensor, slots_N: Tensor, results: Tensor, mix_seed: int | None, first: int
     ) -> AssignArgs:
-        """Return the C arguments for ``assign`` to insert into this index.
+        """Return the C arguments with which ``assign`` inserts IDs into this index.
 
         Args:
             ids_N: int64, contiguous.
-            slots_N: slot per ID, -1 where unassigned, int64, contiguous. The kernel replaces every -1.
-            results: output buffer, int64 [3, count of IDs without a slot]: distinct IDs, slots, occurrences.
-            mix_seed: ID mix seed, or None for unmixed IDs.
-            first: offset added to the IDs after the mix.
+            slots_N: slot per ID, -1 if it has none, int64, contiguous. The kernel replaces every -1.
+            results: output buffer, int64 [3, number of IDs without a slot]: distinct IDs, slots, occurrences.
+            mix_seed: seed to mix the IDs before insertion, or None.
+            first: number added to the IDs after the mix.
         """
         word = (1 << 64) - 1
         return AssignArgs(
@@ -231,7 +239,7 @@ class CompiledIndex:
         return int(self._words[_ROOM])
 
     def _set_room(self, room: int, slot_room: int, *, reserved: bool) -> bool:
-        """Allocate larger tensors, copy the contents, and switch to them.
+        """Allocate tensors for another capacity, copy the contents, and switch to them.
 
         Args:
             room: buckets per shard.
@@ -253,6 +261,7 @@ class CompiledIndex:
                 return False
             new.append(memory)
         if buckets.numel():
+            # A shard's buckets stay at the start of the shard; only the distance between shards grows.
             new[0][:, : self._room] = buckets
             new[1][: len(tags)] = tags
             new[2][: 8 * old_words] = free[: 8 * old_words]
@@ -260,6 +269,7 @@ class CompiledIndex:
             # bitmap.
             summary = free[8 * old_words :]
             new[2][8 * num_words :][: len(summary)] = summary
+        # The header itself is not replaced: self._words points into it.
         header[_ROOM], header[_SLOT_ROOM] = room, slot_room
         self.memory = [header, *new]
         self._addresses = _pointers(*(tensor.data_ptr() for tensor in self.memory))
@@ -267,14 +277,14 @@ class CompiledIndex:
 
 
 def assign(arguments: Sequence[AssignArgs]) -> list[int]:
-    """Insert IDs without a slot into several indexes, and write their slots.
+    """Insert the IDs without a slot into several indexes, and write their slots.
 
     Args:
-        arguments: results from ``CompiledIndex.assign_args`` for distinct indexes.
+        arguments: results from ``CompiledIndex.assign_args``, for distinct indexes.
 
     Returns:
-        Number of distinct IDs inserted per index. -1 for an unchanged index, which is full or must
-            first be moved to larger memory.
+        Number of distinct IDs inserted per index. -1: the index did not change, because it is full or must
+            first be copied to larger memory.
     """
     assert _library is not None
     array = (AssignArgs * len(arguments))(*arguments)
@@ -283,15 +293,15 @@ def assign(arguments: Sequence[AssignArgs]) -> list[int]:
 
 
 def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
-    """Remove the IDs stored at some slots in several indexes.
+    """Free slots in several indexes: remove the IDs that have these slots.
 
     Args:
         indexes: distinct indexes.
-        slots: slots to free per index, int64 [N], contiguous.
+        slots: slots to free in every index, int64 [N], contiguous.
 
     Returns:
-        Removed IDs per index. If a slot is invalid, no index changes and the results are statuses
-            instead: ``Status.SUCCESS`` for an index whose slots were all valid.
+        Removed IDs per index. If any slot is invalid, no index changes, and the results are statuses:
+            ``Status.SUCCESS`` for an index whose slots were all valid.
     """
     assert _library is not None
     ids = [torch.empty_like(index_slots) for index_slots in slots]
@@ -299,6 +309,7 @@ def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tens
     for item, index, index_slots, out in zip(arguments, indexes, slots, ids, strict=True):
         item.memory, item.seed = index._addresses, index.seed
         item.slots, item.count, item.ids = index_slots.data_ptr(), len(index_slots), out.data_ptr()
+        # What a caller reads if the kernel stops before it reaches this index.
         item.status = Status.NO_MEMORY
     _library.meshrec_index_free(arguments, len(indexes))
     statuses = [Status(item.status) for item in arguments]

@@ -1,7 +1,8 @@
-"""Lookups by raw 64-bit ID, in read-only tables with a key index and in tables with a hash index.
+"""Lookups by raw 64-bit ID: in read-only tables with a key index, and in hashed tables with a hash index.
 
-In a read-only table, an ID without a stored row reads an initial row, computed from the ID. In a
-hashed table, every ID must have a slot.
+A raw ID is any 64-bit integer, not a row number, so the row must be found first. In a read-only (exported)
+table, an ID without a stored row reads an initial row that is computed from the ID. In a hashed table that
+is being trained, every ID must have a slot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,9 @@ _hashed_forward: Callable[..., tuple[Tensor, Tensor]] = operators.hashed_forward
 
 
 class UniformInit(NamedTuple):
-    """Initial row distribution for a table: uniform in [low, high), a function of seed and ID."""
+    """Distribution of a table's initial row values: uniform in [low, high), a function of the seed and the
+    ID.
+    """
 
     seed: int
     low: float
@@ -30,15 +33,18 @@ class UniformInit(NamedTuple):
 
 
 class KeyIndex(NamedTuple):
-    """Tensors mapping keys (mixed IDs) to read-only table rows; see ``naive`` for the layout."""
+    """Tensors that map keys (hashed IDs) to the rows of a read-only table; ``naive`` documents the layout."""
 
     buckets: Tensor
+    """Keys of the exported rows, packed into cache lines, int64 [b, 8]; see ``naive.pack_buckets``."""
     added: Tensor
+    """Keys of rows added after the export, and their positions in ``added_rows``; int64 [2, m]."""
     added_rows: Tensor
+    """Rows added after the export."""
     seed: int
-    """Seed for the mix from IDs to keys."""
+    """Seed for the hash from IDs to keys."""
     first: UniformInit
-    """Initial row for an ID not in the index."""
+    """Initial row values for an ID without a key."""
 
 
 def forward(
@@ -48,13 +54,14 @@ def forward(
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor:
-    """Look up and pool rows from several tables, some read by raw ID, some quantized.
+    """Look up rows in several tables, some of them by raw ID and some of them quantized, and pool them by
+    bag.
 
     Args:
-        bits: bits per code and table; 0 for floating-point rows.
-        keyed: key indexes for tables read by raw ID, by table number.
+        bits: bits per quantized value, per table; 0 for a floating-point table.
+        keyed: key indexes of the tables that are read by raw ID, by table number.
         weights: rows per table.
-        lookups: the batch, and the tables read by the features.
+        lookups: the batch, and the table that every feature reads.
         options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
@@ -63,6 +70,7 @@ def forward(
     Raises:
         ValueError: as for ``ops.tbe.forward``, or a key index does not fit its rows.
     """
+    # The operator takes flat lists: three tensors, two seeds and two floats per keyed table.
     key_tensors = [tensor for index in keyed.values() for tensor in index[:3]]
     seeds = [seed for index in keyed.values() for seed in (index.seed, index.first.seed)]
     firsts = [
@@ -80,17 +88,18 @@ def hashed_forward(
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor | None:
-    """Find slots for raw IDs in hash indexes, and look up and pool the rows, in one call.
+    """Find the slots for raw IDs in hash indexes, then look up and pool the rows, in a single call.
 
     Args:
-        bits: bits per code and table; 0 for floating-point rows.
-        indexes: hash index and mix seed per hashed table, by table number.
+        bits: bits per quantized value, per table; 0 for a floating-point table.
+        indexes: hash index and mix seed of every hashed table, by table number.
         weights: rows per table, by slot.
-        lookups: the batch, and the tables read by the features.
+        lookups: the batch, and the table that every feature reads.
         options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
-        As ``ops.tbe.forward``. None if an ID has no slot, or an index is not a compiled one.
+        As ``ops.tbe.forward``. None if an ID has no slot, or if an index is not a compiled one: then the
+            caller finds the slots first.
 
     Raises:
         ValueError: as for ``ops.tbe.forward``.

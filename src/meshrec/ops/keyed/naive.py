@@ -1,14 +1,14 @@
-"""Lookups by raw 64-bit ID in read-only tables, in plain torch: the reference for the kernel.
+"""Lookups by raw 64-bit ID in plain torch: the reference for the kernels, and the fallback without them.
 
-Three tensors map keys to rows:
+A read-only table has three tensors that map keys (hashed IDs) to rows:
 
-- ``buckets``: int64 [b, 8]: the keys (mixed IDs) for the rows, ascending, in cache-line buckets, see
-  ``pack_buckets``;
-- ``added``: int64 [2, m]: keys for rows added after the export, ascending, and their rows in
+- ``buckets``: int64 [b, 8], the keys of the exported rows in ascending order, packed so that a bucket is a
+  cache line; see ``pack_buckets``.
+- ``added``: int64 [2, m], the keys of rows added after the export, ascending, and their positions in
 - ``added_rows``: [c, columns].
 
-An ID without a key reads the initial row (``ops.first_rows``), in the table's dtype. For quantized tables,
-initial rows are quantized by their minimum and maximum.
+An ID without a key reads its initial row (``ops.first_rows``), in the table's dtype. If the table is
+quantized, the initial row is quantized by its minimum and maximum.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,30 +26,38 @@ from meshrec.ops.tbe import Lookups
 # Shape legend: F features, N IDs, n rows, U unknown IDs, b buckets.
 
 KEYS_PER_BUCKET = 7
-"""Keys per bucket. Together with the first row number, they fill a cache line."""
+"""Keys per bucket. Together with the first row number, they fill a 64-byte cache line."""
 PER_TABLE = 3
-"""Key index tensors per table."""
+"""Number of key index tensors per table."""
 
 
 def num_homes(num_rows: int) -> int:
-    """Return the number of equal intervals that divide all keys: a bucket each, 72 % full."""
+    """Return how many equal intervals the key range is divided into. A bucket per interval is then 72 %
+    full.
+    """
+    # 126 / 25 rows per interval, rounded up: 5.04 keys for the 7 entries of a bucket.
     return max(1, (25 * num_rows + 125) // 126)
 
 
 def _homes(keys_N: Tensor, num_rows: int) -> Tensor:
-    """Return the interval per key, int64 [N]: the top bits in the 96-bit product key times intervals."""
+    """Return the number of the interval that contains each key, int64 [N].
+
+    This is the key times the number of intervals, divided by 2^64. The product has 96 bits, so it is computed
+    from two halves of the key.
+    """
     number, half = num_homes(num_rows), (1 << 32) - 1
+    # Keys are ordered as signed integers, so shift the range to start from 0.
     high = (keys_N >> 32) + (1 << 31)
     return (high * number + ((keys_N & half) * number >> 32)) >> 32
 
 
 def pack_buckets(keys_n: Tensor) -> Tensor:
-    """Pack ascending keys into buckets: int64 [b, 8].
+    """Pack ascending keys into buckets of cache line size: int64 [b, 8].
 
-    A bucket holds a row number, then the keys for that row and the six rows after it. Every key interval (see
-    ``num_homes``) has a bucket starting at or before the interval's first key, and no later than the
-    previous bucket's end. A key therefore lies in the interval's bucket or shortly after. The last bucket
-    repeats the last key.
+    A bucket holds a row number, then the keys of this row and the six rows after it. The key range is divided
+    into equal intervals (see ``num_homes``), and bucket i belongs to interval i. It starts at or before the
+    first key in the interval, and no later than where bucket i - 1 ends. A key is therefore in the bucket of
+    its interval, or shortly after it. The last bucket is filled up with copies of the last key.
 
     Args:
         keys_n: int64 [n], ascending.
@@ -68,37 +76,39 @@ def pack_buckets(keys_n: Tensor) -> Tensor:
 
 
 def find_rows(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
-    """Return the row per key, -1 where absent: int64 [N].
+    """Return the row of every key, or -1 for a key that is absent: int64 [N].
 
     Args:
         buckets_b: int64 [b, 8], from ``pack_buckets``.
-        num_rows: key count in the buckets.
-        keys_N: int64 [N]; may repeat.
+        num_rows: number of keys in the buckets.
+        keys_N: keys to search, int64 [N]; may repeat.
     """
     rows = torch.full_like(keys_N, -1)
     pending, bucket = torch.arange(len(keys_N) if num_rows else 0), _homes(keys_N, num_rows)
     while len(pending):
+        # Search all pending keys in parallel, starting at the bucket of the interval.
         entries, keys = buckets_b[bucket[pending]], keys_N[pending]
         equal = entries[:, 1:] == keys[:, None]
         is_here = equal.any(1)
         rows[pending[is_here]] = entries[is_here, 0] + equal[is_here].to(torch.uint8).argmax(1)
+        # Continue in the next bucket while the last key of this one is smaller than the key.
         bucket[pending] += 1
         pending = pending[~is_here & (entries[:, -1] < keys) & (bucket[pending] < len(buckets_b))]
     return rows
 
 
 def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Run ``nbit_forward`` on tables, some (``keyed``) read by raw ID.
+    """Look up rows as ``nbit_forward`` does, in tables of which some (``keyed``) are read by raw ID.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: as ``nbit_forward``; then the numbers of tables with a key index, three key index
-            tensors per keyed table, two seeds (keys, initial rows) per keyed table, and two floats (minimum
-            initial value, step between values) per keyed table.
+        arguments: as for ``nbit_forward``; then the numbers of the keyed tables, and per keyed table three
+            key index tensors, two seeds (for keys and for initial rows), and two floats (minimum initial
+            value, and distance between adjacent values).
 
     Raises:
-        ValueError: as for ``nbit_forward``, or a table's tensors do not fit together.
+        ValueError: as for ``nbit_forward``, or the tensors of a table do not fit together.
     """
     lookups, options = Lookups.split(arguments)
     *options, keyed, key_tensors, seeds, firsts = options
@@ -112,6 +122,7 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
         k = keyed.index(table)
         tensors = key_tensors[PER_TABLE * k : PER_TABLE * (k + 1)]
         row, slots = _find_rows_and_added(ids, weights[table], tensors, seeds[2 * k], table)
+        # Compute initial rows for unknown IDs, and append them to the rows of the table.
         unknown, dim = slots < 0, lookups.dims[lookups.tables.index(table)]
         low, step = firsts[2 * k : 2 * k + 2]
         first = first_rows(ids[unknown], seeds[2 * k + 1], low, step, 0, dim)
@@ -123,17 +134,18 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
 
 
 def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Run ``nbit_forward`` on tables, some (``hashed``) read through a hash index.
+    """Look up rows as ``nbit_forward`` does, in tables of which some (``hashed``) have a hash index.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: as ``nbit_forward``; then hashed table numbers, four tensors per hashed table
-            (``index_find``), and two seeds per hashed table (index, mix from IDs to keys).
+        arguments: as for ``nbit_forward``; then the numbers of the hashed tables, and per hashed table four
+            index tensors (see ``index_find``) and two seeds (of the index, and for the mix from IDs to keys).
 
     Returns:
-        The result, and the count of IDs without a slot, int64 [1]. If not 0, the result is meaningless and
-            the count is a lower bound.
+        The lookup result, and the number of IDs without a slot, int64 [1]. If it is not 0, the lookup result
+        is
+            meaningless, and the number is only a lower bound.
     """
     lookups, options = Lookups.split(arguments)
     *options, hashed, memory, seeds = options
@@ -164,15 +176,17 @@ def _look_up_by_table(
     indexed_tables: list[int],
     find_rows: Callable[[int, Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Run ``nbit_forward`` table by table, because tables may map equal IDs to different rows.
+    """Run ``nbit_forward`` table by table. A single call would not do: equal IDs have different rows per
+    table.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
         lookups: the batch.
-        options: further arguments to ``nbit_forward``.
+        options: the remaining arguments to ``nbit_forward``.
         indexed_tables: numbers of the tables with an index.
-        find_rows: maps a table number and IDs to all rows in the table, and the row per ID among them.
+        find_rows: called with a table number and all IDs; returns the rows of the table, and the row number
+            for every ID.
     """
     out_size, out_dtype, check_ids, names = options
     layout = lookups.layout()
@@ -200,6 +214,7 @@ def _look_up_by_table(
         result = nbit.nbit_forward(
             rows, bits, *table_lookups, table_layout.out_size, out_dtype, check_ids, table_names
         )
+        # Pieces are in the same order in both layouts: block by block, then by feature.
         targets = [piece for piece in layout.pieces if piece.feature in features]
         for piece, target in zip(table_layout.pieces, targets, strict=True):
             dim = table_lookups.dims[piece.feature]
@@ -210,7 +225,9 @@ def _look_up_by_table(
 def _find_rows_and_added(
     ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int
 ) -> tuple[Tensor, Tensor]:
-    """Return table rows followed by added rows, and the row per ID; -1 for unknown IDs."""
+    """Return the rows of a table followed by the added rows, and the row number per ID; -1 for unknown
+    IDs.
+    """
     buckets, added, added_rows = tensors
     num_rows = len(weight)
     if buckets.dim() != 2 or buckets.shape[1] != 1 + KEYS_PER_BUCKET or len(buckets) < num_homes(num_rows):
@@ -221,6 +238,7 @@ def _find_rows_and_added(
     keys = mix(ids, seed)
     slots = find_rows(buckets, num_rows, keys)
     if added.shape[1]:
+        # Added keys are few, so a binary search will do.
         position = torch.searchsorted(added[0], keys).clamp(max=added.shape[1] - 1)
         slots = torch.where((slots < 0) & (added[0][position] == keys), num_rows + added[1][position], slots)
     return torch.cat([weight, added_rows]), slots
