@@ -1,4 +1,4 @@
-"""Multi-threaded CRC-32 from the compiled library, with zlib as the fallback."""
+"""CRC-32 of memory and of files: multi-threaded in the compiled library, with zlib as the fallback."""
 
 import ctypes
 import os
@@ -19,14 +19,14 @@ _library = c_functions(
 
 
 def crc32(content: memoryview | bytes, before: int = 0) -> int:
-    """Return the CRC-32 of some bytes, equal to ``zlib.crc32(content, before)``.
+    """Return the CRC-32 of ``content``, equal to ``zlib.crc32(content, before)``.
 
-    The compiled kernel hashes writable memory from 4 KiB up on several threads. zlib hashes the remaining
-    input: ctypes cannot take a read-only buffer address.
+    The compiled kernel hashes writable memory from 4 KiB on, with several threads. Smaller or read-only input
+    goes to zlib, because ctypes cannot take the address of a read-only buffer.
 
     Args:
         content: bytes to hash.
-        before: CRC-32 over the bytes before ``content``, to hash a stream piece by piece.
+        before: CRC-32 of the bytes that precede ``content`` in the stream; 0: none.
     """
     view = memoryview(content)
     if _library is None or view.readonly or view.nbytes < _SMALL:
@@ -37,19 +37,20 @@ def crc32(content: memoryview | bytes, before: int = 0) -> int:
 
 
 def crc32_of_file(descriptor: int, offset: int, length: int, before: int = 0) -> int | None:
-    """Return the CRC-32 of a byte range in an open file, or None if the file ends early.
+    """Return the CRC-32 of a byte range in an open file, or None if the file ends before the range does.
 
-    The call releases the GIL.
+    The compiled kernel runs without the GIL.
 
     Args:
-        descriptor: file descriptor open for positioned reads.
-        offset: first byte in the range.
-        length: byte count.
-        before: CRC-32 over the bytes before the range.
+        descriptor: file descriptor, open for reading.
+        offset: position of the first byte.
+        length: number of bytes.
+        before: CRC-32 of the bytes that precede the range; 0: none.
     """
     if _library is not None:
         crc: int = _library.meshrec_crc32_of_file(descriptor, offset, length, before)
         return None if crc < 0 else crc
+    # Without the kernels: read the range piece by piece.
     buffer = memoryview(bytearray(min(length, _BUFFER)))
     while length:
         count = os.preadv(descriptor, [buffer[: min(length, _BUFFER)]], offset)

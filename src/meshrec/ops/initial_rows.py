@@ -1,6 +1,6 @@
-"""Initial row values in hashed tables: a pseudo-random function of (seed, ID, column).
+"""Initial rows of hashed tables: each value is a pseudo-random function of (seed, ID, column).
 
-Any rank or server can compute the initial row for an ID again, in any order, so the values are not stored.
+Any rank or server can compute the initial row for an ID again, in any order, so these rows are never stored.
 """
 
 import torch
@@ -16,19 +16,20 @@ _WORD = (1 << 32) - 1
 
 
 def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int) -> Tensor:
-    """Return initial rows, uniform in ``[low, low + 2^24 step)``, fp32 [N, c1 - c0].
+    """Return the initial rows for some IDs, uniform in ``[low, low + 2^24 * step)``, fp32 [N, c1 - c0].
 
     The reference for the kernel.
 
     Args:
         ids: int64 [N].
         seed: any int64.
-        low: minimum value.
-        step: distance between adjacent values. Must be an fp32 value, so that the product with 24 random bits
-            is exact in fp64.
+        low: smallest possible value.
+        step: distance between adjacent possible values. Must be exact in fp32: then the product with 24
+            random bits is exact in fp64.
         c0: first column to compute.
         c1: end column, exclusive.
     """
+    # Hash the ID to 64 bits once, then hash the column with these bits in 32-bit arithmetic, which is faster.
     bits_N = mix(ids, seed)
     lower_N, upper_N = bits_N & _WORD, (bits_N >> 32) & _WORD
     columns_D = torch.arange(c0, c1, device=ids.device) * 0x9E3779B9
@@ -38,18 +39,19 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
     x_ND = ((x_ND ^ (x_ND >> 16)) * 0x7FEB352D) & _WORD
     x_ND = ((x_ND ^ (x_ND >> 15)) * 0x846CA68B) & _WORD
     x_ND = x_ND ^ (x_ND >> 16)
+    # The top 24 bits, as many as fp32 can represent exactly.
     return (low + (x_ND >> 8).double() * step).float()
 
 
 def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tuple[int, int]) -> Tensor:
-    """Return the initial rows for some IDs, uniform in [low, high), fp32 [N, columns].
+    """Return the initial rows for some IDs, uniform in [low, high), fp32 [N, number of columns].
 
     Args:
         ids: int64 [N].
         seed: any int64.
-        low: minimum value.
+        low: smallest possible value.
         high: upper bound, exclusive.
-        columns: first and end column. A rank with a column shard computes only the shard columns.
+        columns: first and end column. A rank with a column shard computes only its columns.
     """
     rows: Tensor = operators.first_rows(ids, seed, low, value_spacing(low, high), *columns)
     return rows
@@ -58,37 +60,37 @@ def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tu
 def write_uniform_rows(
     rows: Tensor, slots: Tensor, ids: Tensor, *, seed: int, low: float, high: float, column: int
 ) -> None:
-    """Write the initial rows for IDs, uniform in [low, high), to their slots in a table.
+    """Write the initial rows for some IDs, uniform in [low, high), to their slots in a table.
 
     Args:
-        rows: fp32 [S, D], contiguous: columns ``column`` to ``column + D`` of the table. Modified in place.
-        slots: slot per ID, int64 [N].
+        rows: table shard with the columns from ``column`` on, fp32 [S, D], contiguous. Modified in place.
+        slots: row in ``rows`` for each ID, int64 [N].
         ids: int64 [N].
         seed: any int64.
-        low: minimum value.
+        low: smallest possible value.
         high: upper bound, exclusive.
-        column: first table column stored in ``rows``.
+        column: whole-table column at which ``rows`` starts.
     """
     operators.begin_rows(rows, slots, ids, seed, low, value_spacing(low, high), column)
 
 
 def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, step: float, c0: int) -> None:
-    """Write the initial rows for IDs to their slots; see ``first_rows``. Reference for the kernel.
+    """Write the initial rows for some IDs to their slots; see ``first_rows``. Reference for the kernel.
 
     Args:
-        rows: fp32 [S, D], starting at column ``c0``. Modified in place.
-        slots: slot per ID, int64 [N].
+        rows: table shard with the columns from ``c0`` on, fp32 [S, D]. Modified in place.
+        slots: row in ``rows`` for each ID, int64 [N].
         ids: int64 [N].
         seed: any int64.
-        low: minimum value.
-        step: distance between adjacent values, an fp32 value.
-        c0: first column in ``rows``.
+        low: smallest possible value.
+        step: distance between adjacent possible values, exact in fp32.
+        c0: whole-table column at which ``rows`` starts.
     """
     rows[slots] = first_rows(ids, seed, low, step, c0, c0 + rows.shape[1])
 
 
 def value_spacing(low: float, high: float) -> float:
-    """Return the distance between adjacent values of 2^24 in [low, high), rounded to fp32."""
+    """Return the distance between 2^24 evenly spaced values in [low, high), rounded to fp32."""
     return torch.tensor((high - low) * 2.0**-24, dtype=torch.float32).item()
 
 

@@ -1,7 +1,7 @@
-"""Loads the C++ kernels, or declares the operators for the plain torch versions.
+"""Load the C++ kernels, or declare the operators for the plain torch versions.
 
-Set ``MESHREC_LIBRARY`` to load another build, as the sanitizer run does. If that file does not exist, the
-plain torch versions run.
+If the environment variable ``MESHREC_LIBRARY`` is set, it names the library to load, such as a sanitizer
+build. If the file does not exist, the plain torch versions run.
 """
 
 import ctypes
@@ -21,12 +21,14 @@ _KERNELS = Path(os.environ.get("MESHREC_LIBRARY") or _HERE.parent / "libmeshrec.
 
 
 def library_path() -> str:
-    """Return the path to libmeshrec.so, for C++ programs loading it. May not exist without a compiler."""
+    """Return the path of libmeshrec.so, for C++ programs that load it. Without a compiler, no file may be
+    there.
+    """
     return str(_KERNELS)
 
 
 def schemas() -> list[str]:
-    """Return the schemas for all operators in the namespace ``meshrec``, read from ``schemas.inc``."""
+    """Return the schemas of all operators in the namespace ``meshrec``, read from ``schemas.inc``."""
     # The C++ preprocessor reads the same file, so strip comments and join adjacent string literals here.
     text = re.sub(r"//[^\n]*", "", (_HERE / "schemas.inc").read_text())
     calls = re.findall(r"SCHEMA\(((?:\s*\"[^\"]*\")+)\s*\)", text)
@@ -34,7 +36,7 @@ def schemas() -> list[str]:
 
 
 def _load() -> torch.library.Library | None:
-    """Load the compiled kernels and return None; without them, return a library declaring the schemas."""
+    """Load the compiled kernels and return None. Without kernels, return a torch library with all schemas."""
     if _KERNELS.exists():
         torch.ops.load_library(str(_KERNELS))
         return None
@@ -61,12 +63,13 @@ _implementations: list[torch.library.Library] = []
 
 
 def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAutograd") -> None:
-    """Register Python functions as implementations for the operators with the same names.
+    """Register Python functions as implementations of the operators that have the same names.
 
     Args:
-        ops: functions named after an operator in ``schemas.inc``.
-        key: dispatch key. The default covers every backend for which no other implementation is registered.
+        ops: functions, named after operators in ``schemas.inc``.
+        key: dispatch key. The default covers all backends that have no implementation registered.
     """
+    # With the default key, compiled kernels for the CPU and Triton kernels for CUDA take precedence.
     library = torch.library.Library("meshrec", "IMPL")
     for op in ops:
         library.impl(op.__name__, op, key)
@@ -74,14 +77,16 @@ def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAu
 
 
 def c_entry_points() -> ctypes.CDLL | None:
-    """Return the compiled library, to call its C functions without tensor arguments. None without kernels."""
+    """Return the compiled library for calls to its C functions, which take no tensors. None without
+    kernels.
+    """
     return ctypes.CDLL(str(_KERNELS)) if has_kernels else None
 
 
 def c_functions(**signatures: tuple[Any, list[Any]]) -> ctypes.CDLL | None:
-    """Return the compiled library with types declared for some C functions. None if one is missing.
+    """Declare the types of some C functions in the compiled library, and return the library.
 
-    A library named by ``MESHREC_LIBRARY`` may be older than this file, and lack functions.
+    Returns None if a function is missing: without kernels, or if ``MESHREC_LIBRARY`` names an older library.
 
     Args:
         signatures: result type and argument types by function name, without the prefix ``meshrec_``.

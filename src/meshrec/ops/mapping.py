@@ -1,4 +1,4 @@
-"""Memory-mapped files surviving truncation by another process."""
+"""Memory-mapped files: reads do not crash if another process truncates the file."""
 
 import contextlib
 import ctypes
@@ -21,12 +21,12 @@ _library = c_functions(
 
 
 class Mapping(NamedTuple):
-    """Memory-mapped file.
+    """A file mapped into memory.
 
     Attributes:
-        content: file bytes, uint8 [num_bytes]. Private mapping: a write copies the page and never changes the
-            file.
-        guard: mapping number in the compiled library, for `lost_pages`; -1 without the kernels.
+        content: file bytes, uint8 [num_bytes]. The mapping is private: a write changes a copy of the page,
+            never the file.
+        guard: number of the mapping in the compiled library, for `lost_pages`; -1 without the kernels.
     """
 
     content: Tensor
@@ -34,10 +34,10 @@ class Mapping(NamedTuple):
 
 
 def map_file(descriptor: int, num_bytes: int) -> Mapping:
-    """Map the first bytes in an open file into memory.
+    """Map the first ``num_bytes`` bytes of an open file into memory.
 
-    If the file is truncated later, reads past the end return zeros, which `lost_pages` counts. Without the
-    kernels, such a read ends the process (SIGBUS).
+    If the file is truncated later, reads past the new end return zeros, and `lost_pages` counts them. Without
+    the kernels, such a read ends the process (SIGBUS).
 
     Args:
         descriptor: file descriptor. The caller may close it afterwards.
@@ -63,17 +63,17 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
 
 
 def expect_misses(mapping: Mapping) -> None:
-    """Tell the system to expect most mapping reads to miss the page cache: the file exceeds memory.
+    """Tell the system that the file exceeds memory, so most reads will miss the page cache.
 
-    The system then reads single pages without readahead, and lookups request all batch pages before the
-    first read. No effect without the kernels.
+    The system then reads single pages, without readahead, and a lookup requests all pages that it needs
+    before it reads the first. No effect without the kernels.
     """
     if _library is not None:
         _library.meshrec_expect_misses(mapping.guard)
 
 
 def memory_limit() -> int:
-    """Return the process memory limit in bytes: physical memory, or the control group's limit if
+    """Return the memory limit of this process in bytes: physical memory, or the cgroup limit if that is
     lower.
     """
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -84,8 +84,8 @@ def memory_limit() -> int:
 
 
 def lost_pages(mapping: Mapping) -> int:
-    """Return the count of pages read as zeros because another process had truncated the file.
+    """Return how many pages were read as zeros because another process had truncated the file.
 
-    Readers check it after a read: any value above 0 means that the data is not from the file.
+    Readers check it after a read. If it is above 0, the data may not be what was in the file.
     """
     return 0 if _library is None else int(_library.meshrec_lost_pages(mapping.guard))

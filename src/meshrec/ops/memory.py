@@ -1,4 +1,4 @@
-"""Memory for tables and for temporary buffers in a training step."""
+"""Memory allocation for tables, and for temporary buffers in a training step."""
 
 import contextlib
 import ctypes
@@ -26,20 +26,20 @@ _registration.impl("new_buffer", lambda like, size: like.new_empty(size), "Meta"
 
 
 def use_huge_pages(memory: Tensor) -> None:
-    """Advise the system to back a new, untouched CPU tensor with huge pages.
+    """Ask the system to use huge pages for a new CPU tensor that nothing has been written to yet.
 
-    Random row reads then miss the TLB less often. Small tensors, and systems without huge pages, are left
-    unchanged.
+    With huge pages, random row reads miss the TLB less often. No effect on small tensors, and on systems
+    without huge pages.
     """
     if memory.device.type == "cpu":
         operators.use_huge_pages(memory)
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return an uninitialized tensor like ``torch.empty``, page-aligned if it is a large CPU tensor.
+    """Return an uninitialized tensor like ``torch.empty``. A large CPU tensor starts at a memory page.
 
-    Processors fetch cache lines in pairs. Malloc may start a large tensor mid-pair, so a row
-    with 256 bytes touches three pairs instead of two, and random row reads take 20 % longer.
+    Processors fetch cache lines in pairs. malloc may start a large tensor in the middle of a pair. A row with
+    256 bytes then touches three pairs instead of two, and random row reads take 20 % longer.
 
     Args:
         shape: tensor shape.
@@ -57,21 +57,23 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # torch raises its own error about missing memory
         return torch.empty(shape, dtype=dtype, device=device)
+    # The tensor keeps the mapping alive. The system unmaps it when the last tensor is gone.
     tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
     use_huge_pages(tensor)
     return tensor
 
 
 def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor | None:
-    """Return a zero tensor whose memory pages are allocated at their first write. None if not supported.
+    """Return a zero tensor whose memory is allocated page by page, at the first write. None if not supported.
 
-    The call only reserves address space, possibly more than the physical memory.
+    The call reserves only address space, which may exceed the physical memory.
 
     Args:
         shape: tensor shape.
         dtype: element type.
         device: target device, or None for the default device.
     """
+    # As in empty_pages: resolves the default device, and detects modes that replace tensors.
     small = torch.empty(0, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     if type(small) is not Tensor or not small.is_cpu or num_bytes == 0 or _NO_RESERVE is None:
@@ -86,14 +88,14 @@ def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def populate_pages(address: int, num_bytes: int) -> bool:
-    """Allocate memory pages in a reserved address range now instead of at the first write.
+    """Allocate the memory pages in an address range now, instead of at the first write.
 
     Args:
-        address: range start, at a page boundary.
-        num_bytes: range size, a multiple of the page size.
+        address: start, at a page boundary.
+        num_bytes: size, a multiple of the page size.
 
     Returns:
-        Whether the pages were allocated. Needs Linux 5.14 or later, and free memory.
+        Whether the pages were allocated. This needs Linux 5.14 or later, and free memory.
     """
     if sys.platform != "linux":
         return False
@@ -103,10 +105,10 @@ def populate_pages(address: int, num_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Exclude existing Python objects from garbage collection until the block ends.
+    """Exclude the existing Python objects from garbage collection until the with block ends.
 
-    torch alone creates a million objects. A full collection visits them all and stalls a training step or a
-    request for 100 ms.
+    Importing torch creates a million objects. A full collection visits all of them, which stalls a training
+    step or a request for 100 ms.
     """
     gc.collect()
     gc.freeze()
@@ -132,17 +134,18 @@ _USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRE
 
 
 def keep_freed_memory() -> bool:
-    """Let the process retain up to 256 MiB freed by a training step for the next step.
+    """Let the process keep up to 256 MiB that a training step frees, for use in the next step.
 
-    By default, glibc returns multi-megabyte buffers to the system immediately, and every step waits for
-    thousands of page faults to get them back. Blocks above 32 MiB are still returned. The compiled kernels
-    also place large buffers next to each other, outside malloc's heap, so that the phases of a step reuse the
-    same memory (torch 2.11 or later), and retain up to 256 MiB of them. No effect with other C libraries, or
-    if the user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
+    By default, glibc returns large buffers to the system at once, and every step waits for thousands of page
+    faults to get them back. Blocks above 32 MiB are still returned. The compiled kernels also keep up to 256
+    MiB in large buffers outside malloc's heap, placed next to each other, so that the phases of a step reuse
+    the same memory (torch 2.11 or later). No effect with other C libraries, or if the user has set malloc's
+    environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
 
     Returns:
         Whether the settings were applied.
     """
+    # mallopt would override the user's settings.
     set_by_user = any(name in os.environ for name in _USER_SETTINGS)
     if sys.platform != "linux" or set_by_user or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -1,14 +1,14 @@
-"""Operators as Python functions, with translated errors.
+"""The operators as Python functions that raise the same exceptions with all torch versions.
 
 [Note: errors of operators]
 
 Every attribute in this module is the operator ``torch.ops.meshrec.<name>`` wrapped by `checked`. torch
-chooses the Python type for a C++ exception: up to 2.14, ``std::invalid_argument`` becomes a ValueError; from
-2.15, a RuntimeError, as for memory errors. Kernels therefore start messages about invalid input with
-`INVALID`, and a call raises `InputError` or `OutOfMemoryError` with any torch version.
+decides which Python exception a C++ exception becomes. Up to torch 2.14, ``std::invalid_argument`` becomes a
+ValueError; from 2.15 on, a RuntimeError, like memory errors. Kernels therefore start messages about invalid
+input with `INVALID`, and the wrapper raises `InputError` or `OutOfMemoryError` with any torch version.
 
-Compiled and exported graphs, TorchScript and AOTInductor call the operators directly. Code running such a
-program passes exceptions to `translate_error`.
+Compiled and exported graphs, TorchScript and AOTInductor call the operators without the wrapper. Code that
+runs such a program passes exceptions to `translate_error`.
 """
 
 import functools
@@ -28,21 +28,22 @@ _TORCH = "DefaultCPUAllocator: can't allocate memory"
 
 
 class InputError(ValueError):
-    """Invalid input to an operator."""
+    """An operator was called with invalid input."""
 
 
 class OutOfMemoryError(MemoryError, RuntimeError):
-    """Failed memory allocation in an operator. Also a RuntimeError, like torch's error."""
+    """An operator could not allocate memory. Also a RuntimeError, like torch's own error."""
 
 
 def translate_error(error: Exception) -> Exception:
-    """Return an `InputError` or `OutOfMemoryError` for an operator's exception, if translatable.
+    """Return the exception to raise for an exception from an operator: `InputError` or `OutOfMemoryError`.
 
     Other exceptions are returned unchanged. Nothing is raised.
     """
     if isinstance(error, InputError | OutOfMemoryError):
         return error
     text = str(error)
+    # The message may follow text that torch adds.
     _, prefix, message = text.partition(INVALID)
     if prefix:
         return InputError(message)
@@ -54,7 +55,7 @@ def translate_error(error: Exception) -> Exception:
 
 
 def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls an operator, and raises its exceptions as `translate_error` gives them."""
+    """Return a function that calls an operator, and raises errors as translated by `translate_error`."""
 
     @functools.wraps(operator, assigned=("__doc__",), updated=())
     def call(*arguments: Any, **options: Any) -> Any:
@@ -73,7 +74,7 @@ def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Return the operator ``torch.ops.meshrec.<name>``, with errors translate_error."""
+    """Return the operator ``torch.ops.meshrec.<name>``, wrapped by `checked`."""
     if name.startswith("__"):
         raise AttributeError(name)
     # Cached, because every training step calls a dozen operators.

@@ -1,7 +1,7 @@
-"""Planner inner loop: simulated annealing for shard placements.
+"""Inner loop of the planner: simulated annealing that improves where table shards are placed.
 
-Arrays: T tables, Y table types, C sharding candidates, P equal-shard groups, K phases, N shards by rank,
-R ranks. `meshrec.planner.problem` defines candidates, groups and amounts.
+Array dimensions: T tables, Y table types, C sharding candidates, P groups of equal pieces, K phases, N shards
+in a plan, R ranks. `meshrec.planner.problem` explains candidates, pieces and amounts.
 """
 
 from typing import NamedTuple
@@ -23,21 +23,22 @@ MAX_PHASES = 8
 
 
 class AnnealProblem(NamedTuple):
-    """Constant annealing problem part: costs per candidate and group, and allowed candidates.
+    """The part of an annealing problem that stays constant: costs per candidate and piece, and what is
+    allowed.
 
-    The kernel reads the fields in this order.
+    The kernel reads the fields in this order. `meshrec.planner.problem.Problem` documents those without text.
     """
 
     type_T: Ints
-    """Type per table, 0 to Y - 1. Tables with the same type have the same candidates."""
+    """Type of each table, 0 to Y - 1. Tables with the same type have the same candidates."""
     choice_start_Y: Ints
-    """First allowed candidate per type in `choices`; Y + 1 entries."""
+    """Index in ``choices`` where the candidates of each type start; Y + 1 entries."""
     choices: Ints
-    """Candidate numbers allowed for type 0, then for type 1, etc."""
+    """Numbers of the allowed candidates: those of type 0, then those of type 1, etc."""
     scope_C: Ints
-    """Ranks usable by candidate shards: a `Scope` of `meshrec.planner.problem`."""
+    """Which ranks the pieces of a candidate occupy: a `Scope` of `meshrec.planner.problem`."""
     uneven_C: Ints
-    """1 if rows may move between any two shards."""
+    """1 if any two pieces of a candidate may exchange rows or columns, so that sizes become unequal."""
     piece_start_C: Ints
     count_P: Ints
     load_PK: Floats
@@ -47,33 +48,37 @@ class AnnealProblem(NamedTuple):
     common_C: Floats
     common_bytes_C: Floats
     least_P: Floats
-    """Smallest shard amount."""
+    """Smallest amount that a piece may have; 1 is the size in an even split."""
     allowed_YR: Ints
-    """1 for the ranks a type may use; empty if all types may use all ranks."""
+    """1 for the ranks that tables of a type may use; empty if all types may use all ranks."""
     shape_C: Ints
-    """Candidate shape, from 0. Candidates with equal shapes split tables with equal column counts alike."""
+    """Shape number of each candidate. Candidates with equal shapes split tables with equal column counts
+    alike.
+    """
     columns_Y: Ints
-    """Columns per table."""
+    """Columns of a table, per type."""
 
 
 class Assignment(NamedTuple):
-    """Sharding plan: the candidate per table, and all shards, table by table."""
+    """A sharding plan as arrays: the candidate of each table, and all shards, table by table."""
 
     candidate_T: Ints
     start_T: Ints
-    """First shard per table; T + 1 entries."""
+    """Index of the first shard of each table; T + 1 entries."""
     group_N: Ints
+    """Piece group of each shard."""
     rank_N: Ints
     amount_N: Floats
+    """Size of each shard, relative to the size in an even split."""
 
 
 class Annealed(NamedTuple):
-    """Annealing result.
+    """Result of `anneal`.
 
     Attributes:
         assignment: best plan seen.
-        seconds: step time for the plan, without latencies.
-        work: rank load count computed by the kernel.
+        seconds: predicted step time of the plan, without latencies.
+        work: number of rank loads that the kernel computed.
     """
 
     assignment: Assignment
@@ -96,25 +101,26 @@ def anneal(
     exponent: int = 4,
     seed: int = 0,
 ) -> Annealed:
-    """Anneal a plan: move, exchange, resize and re-split shards at a falling temperature.
+    """Improve a plan by simulated annealing.
 
-    The result is the best plan seen, never slower than `assignment`. Equal input gives an equal plan, unless
-    `seconds` run out before `max_work`. Without compiled kernels the plan is returned unchanged.
+    Random changes move, exchange, resize and re-split shards while the temperature falls. The result is the
+    best plan seen, never slower than ``assignment``. Equal input gives an equal plan, unless ``seconds`` run
+    out before ``max_work`` is reached. Without compiled kernels, the plan is returned unchanged.
 
     Args:
-        problem: constant problem part.
-        assignment: initial plan, which must fit into `memory_cap`.
-        num_ranks: rank count.
+        problem: the constant part of the problem.
+        assignment: initial plan, which must fit into ``memory_cap``.
+        num_ranks: number of ranks.
         node_size: ranks per node.
         memory_cap: bytes per rank.
-        max_work: work limit, see `Annealed`.
+        max_work: limit for the number of rank loads to compute, see `Annealed`.
         seconds: time limit.
-        hot: initial temperature, in mean loads per rank.
-        cold: final temperature, in mean loads per rank.
-        placement_share: maximum work share for moves considering all ranks, to place or split a
-            table again. Remaining moves shift one shard or exchange two.
-        exponent: initial exponent for the norm over ranks, a power of two up to 64. It doubles while the
-            temperature falls, up to 16 times the initial value and at most 256.
+        hot: initial temperature, relative to the mean load per rank.
+        cold: final temperature, relative to the mean load per rank.
+        placement_share: maximum share of the work for moves that consider all ranks, to place or split a
+            table again. The other moves shift a single shard or exchange two.
+        exponent: initial exponent of the norm that smooths the maximum over ranks, a power of two up to 64.
+            It doubles while the temperature falls, up to 16 times the initial value and at most 256.
         seed: random seed.
 
     Returns:
@@ -141,7 +147,7 @@ def anneal(
 
 
 def _unchanged(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
-    """Return the initial plan: the implementation without compiled kernels."""
+    """Return the initial plan. The implementation without compiled kernels."""
     candidates, starts, groups, ranks, amounts = (a for a in arguments if isinstance(a, Tensor))
     totals = torch.tensor([float("inf"), 0.0], dtype=torch.float64)
     # New tensors, because an operator must not return its inputs.
@@ -149,7 +155,7 @@ def _unchanged(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
 
 
 def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
-    """Return result shapes for tracing. The result shard count is unknown."""
+    """Return the result shapes for tracing. The number of shards in the result is unknown."""
     candidates, starts, groups, ranks, amounts = (a for a in arguments if isinstance(a, Tensor))
     size = torch.library.get_ctx().new_dynamic_size()
     sized = [tensor.new_empty(size) for tensor in (groups, ranks, amounts)]

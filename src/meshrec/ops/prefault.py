@@ -1,11 +1,11 @@
-"""Prefaulting: memory pages for growing tables are allocated ahead of the first write.
+"""Prefaulting: allocate memory pages for a growing table before they are first written to.
 
 [Note: pages ahead]
 
 The system allocates a page at the first write. Allocating a huge page can take as long as a training step,
 especially on a virtual machine. A hashed table grows in about twenty memory regions at once, and occasionally
-several reach a new page in the same step. Every step therefore populates a few pages ahead: on
-average as many as the new rows fill, starting with the region running out first.
+several regions reach a new page in the same step. Every step therefore allocates (populates) a few pages
+ahead, on average as many as the new rows fill, starting with the region that will run out first.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ _MIN_SHARE = 16  # never populate more than 1/16 of the present rows ahead, so s
 
 
 class GrowingRegion:
-    """Memory region filled front to back as a table grows.
+    """A memory region that is filled from front to back as a table grows.
 
     Args:
-        memory: tensor containing the region, held by a weak reference.
-        row_bytes: region growth per table row, in bytes.
-        offset: region start in the tensor, in bytes.
+        memory: tensor that contains the region. Held by a weak reference.
+        row_bytes: bytes by which the region grows per table row.
+        offset: start of the region in the tensor, in bytes.
 
     Attributes:
-        row_bytes: bytes of region growth per table row.
+        row_bytes: bytes by which the region grows per table row.
     """
 
     def __init__(self, memory: Tensor, row_bytes: float, offset: int = 0) -> None:
@@ -40,23 +40,30 @@ class GrowingRegion:
 
     @property
     def num_rows(self) -> float:
-        """Table row count fitting into the populated pages."""
+        """Number of table rows that fit into the populated pages."""
         return self._populated / self.row_bytes
 
     def mark_populated(self, num_rows: int) -> None:
-        """Record that writes to the first ``num_rows`` rows have populated the pages under them."""
+        """Note that the pages under the first ``num_rows`` rows are populated, because these were written
+        to.
+        """
         missing = max(0.0, num_rows * self.row_bytes - self._populated)
         self._populated += -int(-missing // HUGE_PAGE) * HUGE_PAGE
 
     def populate(self) -> bool:
-        """Populate the next huge page. Returns whether the system could."""
+        """Populate the next huge page. Returns False if the system could not, or if the tensor is gone."""
         memory, first = self._memory(), self._offset + self._populated
+        # Counted even if it fails: the caller then gives up on this region.
         self._populated += HUGE_PAGE
         return memory is not None and populate_pages(memory.data_ptr() + first, HUGE_PAGE)
 
 
 class PagePrefaulter:
-    """Populates pages ahead for the growing regions in one table; see [Note: pages ahead]."""
+    """Populates pages ahead for the growing regions of a table; see [Note: pages ahead].
+
+    Args:
+        regions: memory regions that grow with the table.
+    """
 
     def __init__(self, regions: Sequence[GrowingRegion]) -> None:
         self._regions = list(regions)
@@ -65,7 +72,11 @@ class PagePrefaulter:
         self._num_rows, self._pages_owed = 0, 0.0
 
     def grow(self, num_rows: int) -> None:
-        """Populate pages for future rows. Call it after the table has grown to ``num_rows`` rows."""
+        """Populate pages for future rows. Call it after the table has grown.
+
+        Args:
+            num_rows: present row count.
+        """
         new, self._num_rows = num_rows - self._num_rows, num_rows
         if new <= 0:
             return
@@ -73,9 +84,11 @@ class PagePrefaulter:
         self._pages_owed += 1.25 * needed  # 25 % more than needed, to build up a lead
         if self._pages_owed < 1:
             return
+        # Rows written since the last call have populated their pages themselves.
         for region in self._regions:
             region.mark_populated(num_rows)
         enough = num_rows + min(_STEPS_AHEAD * new, num_rows // _MIN_SHARE)
+        # At most a page more than this step filled, which bounds the time that a step waits.
         for _ in range(1 + int(needed)):
             if not self._regions or self._pages_owed < 1:
                 break

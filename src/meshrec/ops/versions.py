@@ -1,8 +1,8 @@
-"""In-place write detection to a tensor between forward and backward.
+"""Detection of in-place writes to a tensor between the forward and the backward pass.
 
-torch counts in-place writes per tensor (``Tensor._version``) and compares the counts for tensors saved for
-backward. Fused lookups save nothing through torch, because their update writes to the tables in place, and
-compare the counts here instead.
+torch counts the in-place writes to every tensor (``Tensor._version``), and compares the counts for tensors
+that were saved for backward. A fused lookup saves nothing through torch, because its update writes to the
+tables in place. It compares the counts with the functions in this file instead.
 """
 
 import operator
@@ -15,7 +15,9 @@ _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return ``Tensor._version``, the in-place write count, per tensor; -1 for None and inference tensors."""
+    """Return ``Tensor._version`` per tensor, the number of in-place writes; -1 for None and inference
+    tensors.
+    """
     try:
         return list(map(_version, tensors))
     except (AttributeError, RuntimeError):
@@ -27,9 +29,9 @@ def check_unchanged(names: Sequence[str], tensors: Sequence[Tensor | None], befo
     """Raise ValueError if a tensor was written to in place since ``versions_of`` returned ``before``.
 
     Args:
-        names: tensor names for the message.
-        tensors: the tensors passed to ``versions_of``.
-        before: write counts returned by ``versions_of``.
+        names: name of each tensor, for the message.
+        tensors: the tensors that were passed to ``versions_of``.
+        before: the counts that ``versions_of`` returned.
 
     Raises:
         ValueError: a tensor was written to; the message names the first one.
