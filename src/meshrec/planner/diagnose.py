@@ -1,4 +1,4 @@
-"""Diagnose why no plan fits: the missing memory, and the smallest change which would help."""
+"""Explain why no plan fits into memory: how much is missing, and which changes would make a plan fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
-# Multiple of the current nodes up to which more nodes are tried.
 _MOST_NODES = 64
+"""Maximum number of nodes to suggest, as a multiple of the current number."""
 
 
 def diagnose(
@@ -24,14 +24,18 @@ def diagnose(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str:
-    """Explain why no plan fits: missing memory, largest tables, and remedies.
+    """Return an error message for tables that fit into memory under no plan.
+
+    The message has the missing memory, the largest tables, and the remedies after which a plan fits: row-wise
+    sharding, fp16 weights, or more ranks.
 
     Args:
         tables: tables to plan.
-        topology: machine.
+        topology: machine to plan for.
         batch_size: samples per rank.
         constraints: constraints by table name.
     """
+    # Without replication, every rank holds the smallest part of the tables.
     free = replace(topology, replicate=(1,))
     lines = _shortage(tables, free, batch_size, constraints)
     largest = sorted(tables, key=lambda table: -table.num_bytes)[:5]
@@ -59,6 +63,7 @@ def _fits(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> bool:
+    """Return whether a quick search finds a plan that fits into memory."""
     if topology.memory_cap <= 0:
         return False
     try:
@@ -74,7 +79,11 @@ def _shortage(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> list[str]:
-    """Return message lines: whether infeasibility is proven, and how much memory the most even plan lacks."""
+    """Return the first lines of the message.
+
+    They tell whether it is proven that no plan fits, and how much memory is missing on the fullest rank of
+    the plan that spreads memory most evenly.
+    """
     cap = topology.memory_cap
     if cap <= 0:
         return [
@@ -110,9 +119,19 @@ def _row_wise(
     constraints: Mapping[str, ParameterConstraints],
     largest: Sequence[Table],
 ) -> str | None:
-    """Return a remedy which lets constrained tables be sharded row-wise, or None if no plan fits then.
+    """Suggest row-wise sharding for tables whose constraints forbid it; None if no plan fits even then.
 
-    Lifts the constraints of the largest tables one by one until a plan fits. The remedy names these tables.
+    Allows it for the largest tables one by one, until a plan fits.
+
+    Args:
+        tables: tables to plan.
+        topology: machine to plan for.
+        batch_size: samples per rank.
+        constraints: constraints by table name.
+        largest: the largest tables, in descending order.
+
+    Returns:
+        The suggestion with the names of these tables.
     """
     changed = dict(constraints)
     names = []
@@ -135,9 +154,19 @@ def _half_precision(
     constraints: Mapping[str, ParameterConstraints],
     largest: Sequence[Table],
 ) -> str | None:
-    """Return a remedy which stores tables in fp16, or None if no plan fits then.
+    """Suggest fp16 weights; None if no plan fits even then.
 
-    Converts the largest tables one by one until a plan fits, then tries all tables together.
+    Converts the largest tables one by one until a plan fits. If that does not suffice, converts all tables.
+
+    Args:
+        tables: tables to plan.
+        topology: machine to plan for.
+        batch_size: samples per rank.
+        constraints: constraints by table name.
+        largest: the largest tables, in descending order.
+
+    Returns:
+        The suggestion with the names of these tables.
     """
     changed = list(tables)
     names = []
@@ -158,9 +187,10 @@ def _more_ranks(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str | None:
-    """Return a remedy with the smallest sufficient rank count, or None if `_MOST_NODES` times the nodes fail.
+    """Suggest the smallest number of ranks with which a plan fits; None if `_MOST_NODES` times as many do not
+    suffice.
 
-    Ranks are added in whole nodes. The global batch stays the same, so samples per rank decrease.
+    Ranks are added in whole nodes. The global batch stays the same, so there are fewer samples per rank.
     """
     samples = batch_size * topology.world_size
     step = topology.local_size
@@ -170,6 +200,7 @@ def _more_ranks(
         bigger = replace(topology, world_size=ranks, local_world_size=step)
         return _fits(tables, bigger, max(1, samples // ranks), constraints)
 
+    # Double the nodes until a plan fits, then bisect between the last two counts.
     low = topology.world_size // step
     high = low
     while not enough(high):

@@ -1,13 +1,13 @@
-"""Tables larger than memory: select the tables to keep in memory, and cache sizes for the others.
+"""Tables larger than memory: select the tables to keep in memory, and the cache sizes of tables in files.
 
-Hit rates are predicted from a sample of IDs. IDs are assumed to follow Zipf's law, with the exponent for
-which as many draws as in the sample give as many distinct IDs. Che's approximation then gives the hit rate: a
-row hits if it was used within the time in which as many rows were used as the cache holds (Che, Tung, Wang:
-"Hierarchical Web caching systems", 2002). That is the rate of LRU; the actual clock policy, with several
+The hit rate of a cache is predicted from a sample of IDs. IDs are assumed to follow Zipf's law, with the
+exponent that gives as many distinct IDs in as many draws as the sample has. Che's approximation then gives
+the hit rate of an LRU cache: a row is a hit if it was last used within the time in which the cache fills with
+other rows (Che, Tung, Wang: "Hierarchical Web caching systems", 2002). The actual clock policy, with several
 chances per row, keeps frequent rows longer, so measured rates are usually slightly higher.
 
-Memory is assigned greedily: each step gives a hundredth of a table to the cache in which a byte saves most
-reads.
+Memory is assigned greedily: each step gives a hundredth of a table's rows to the cache in which an additional
+byte saves most disk reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,19 @@ import numpy as np
 from meshrec.planner.types import Floats, Table, Topology
 
 _BINS = 400
+"""Maximum number of bins for the rows of a table in `_Law`."""
 _STEPS = 100
+"""Number of equal steps in which a cache may grow to the whole table."""
 # Alignment of records in table files.
 _RECORD_SECTOR = 512
 
 
 class IdSample(NamedTuple):
-    """Statistics for a sample from a table's IDs.
+    """Statistics of a sample of IDs looked up in a table, from which the skew is estimated.
 
     Attributes:
-        draws: ID count.
-        distinct: distinct ID count.
+        draws: number of IDs in the sample.
+        distinct: number of distinct IDs in the sample.
     """
 
     draws: int
@@ -36,15 +38,15 @@ class IdSample(NamedTuple):
 
 
 class PlacedTable(NamedTuple):
-    """Split of a table's rows between memory and file.
+    """How one table is split between memory and a file.
 
     Attributes:
         name: table name.
-        cache_rows: rows in memory; None: all, without a file.
-        memory_bytes: memory over all ranks.
-        file_bytes: file size over all ranks.
-        hit_rate: predicted fraction of a batch's distinct rows in memory.
-        reads: predicted record reads per step, over all ranks.
+        cache_rows: number of rows cached in memory; None: the whole table is in memory, without a file.
+        memory_bytes: bytes in memory, summed over all ranks.
+        file_bytes: bytes in files, summed over all ranks.
+        hit_rate: predicted fraction of a batch's distinct rows that are in the cache.
+        reads: predicted number of records read from files per step, over all ranks.
     """
 
     name: str
@@ -56,11 +58,12 @@ class PlacedTable(NamedTuple):
 
 
 class StoragePlan(NamedTuple):
-    """Split of all tables between memory and files, over all ranks.
+    """How all tables are split between memory and files.
 
     Attributes:
         tables: split per table.
-        disk_seconds: predicted disk time per step, which the pipeline overlaps with the previous step.
+        disk_seconds: predicted seconds of disk reads and writes per step. The train pipeline overlaps them
+            with the previous step.
     """
 
     tables: Sequence[PlacedTable]
@@ -80,7 +83,14 @@ class StoragePlan(NamedTuple):
 
 
 class _Law:
-    """Zipf's law over a table's rows, in bins of about equally likely rows."""
+    """Zipf's law over the rows of a table: the chance of the k-th most frequent row is proportional to k^-s.
+
+    Rows with similar ranks k share a bin, and count as equally likely.
+
+    Args:
+        num_rows: number of rows in the table.
+        exponent: Zipf exponent s; 0 makes all rows equally likely.
+    """
 
     def __init__(self, num_rows: int, exponent: float) -> None:
         edges = np.unique(np.geomspace(1, num_rows + 1, _BINS).astype(np.int64))
@@ -90,14 +100,21 @@ class _Law:
         self.chances = weights / (weights * self.sizes).sum()
 
     def distinct(self, draws: float) -> float:
-        """Return the expected distinct row count in ``draws`` draws."""
+        """Return the expected number of distinct rows in ``draws`` lookups."""
         return float((self.sizes * self._drawn(draws)).sum())
 
     def hit_rate(self, cached: float, draws: float) -> float:
-        """Return the fraction of a batch's distinct rows which a cache of ``cached`` rows holds."""
+        """Return the expected fraction of a batch's distinct rows that are in a cache.
+
+        Args:
+            cached: number of rows in the cache.
+            draws: number of IDs per batch.
+        """
         if cached >= self.sizes.sum():
             return 1.0
         used = self._drawn(draws)  # by a batch
+        # Che's approximation: search the number of batches in which `cached` distinct rows are used. First
+        # double `high` until enough rows are used, then bisect.
         low, high = 0.0, 1.0
         while (self.sizes * (1 - (1 - used) ** high)).sum() < cached and high < 1e15:
             high *= 2
@@ -111,12 +128,19 @@ class _Law:
         return float((used_rows * (1 - (1 - used) ** high)).sum() / used_rows.sum())
 
     def _drawn(self, draws: float) -> Floats:
+        """Return the chance that a row is drawn at least once in ``draws`` lookups, per bin."""
+        # 1 - (1 - chance) ** draws, without rounding small chances to 0.
         chance: Floats = -np.expm1(draws * np.log1p(-np.minimum(self.chances, 1 - 1e-12)))
         return chance
 
 
 def exponent_of(num_rows: int, sample: IdSample) -> float:
-    """Return the Zipf exponent which gives as many distinct IDs as a sample has, by bisection."""
+    """Return the Zipf exponent (0 to 4) for which the sample's number of distinct IDs is expected.
+
+    Args:
+        num_rows: number of rows in the table.
+        sample: statistics of looked-up IDs.
+    """
     low, high = 0.0, 4.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -128,13 +152,13 @@ def exponent_of(num_rows: int, sample: IdSample) -> float:
 
 
 def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> float:
-    """Predict the fraction of a batch's distinct rows which are in a cache.
+    """Predict the fraction of a batch's distinct rows that are in a cache.
 
     Args:
-        num_rows: the table's row count.
-        cached: rows in memory.
-        sample: sample from the table's IDs.
-        draws: IDs per batch.
+        num_rows: number of rows in the table.
+        cached: number of rows in the cache.
+        sample: statistics of looked-up IDs, from which the skew is estimated.
+        draws: number of IDs per batch.
     """
     return _Law(num_rows, exponent_of(num_rows, sample)).hit_rate(cached, draws)
 
@@ -142,17 +166,17 @@ def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> floa
 def place_rows(
     tables: Sequence[Table], topology: Topology, samples: Mapping[str, IdSample], *, batch_size: int
 ) -> StoragePlan:
-    """Select the tables to keep in memory, and cache sizes for the others.
+    """Select the tables to keep in memory, and the cache sizes of tables in files.
 
     Args:
-        tables: tables.
+        tables: all tables of the model.
         topology: machine with a ``disk``.
-        samples: ID sample by table name.
+        samples: statistics of looked-up IDs, by table name.
         batch_size: samples per rank and step.
 
     Raises:
-        ValueError: no disk, a full disk, a table without sample, or too little memory for the rows of two
-            batches of every table.
+        ValueError: the topology has no disk, or too small a disk for the files; a table has no sample; or the
+            memory is too small for the rows of two batches.
     """
     disk = topology.disk
     if disk is None:
@@ -190,7 +214,11 @@ def place_rows(
 
 
 def _rates(topology: Topology) -> tuple[float, float]:
-    """Return the records which a node's disk reads and writes per second."""
+    """Return how many random records a node's disk reads, and writes, per second.
+
+    Raises:
+        ValueError: neither the disk nor the hardware profile has these rates.
+    """
     disk, profile = topology.disk, topology.profile
     assert disk is not None
     reads, writes = disk.reads or profile.disk_reads, disk.writes or profile.disk_writes
@@ -203,13 +231,27 @@ def _rates(topology: Topology) -> tuple[float, float]:
 
 
 def _keep_nearly_whole_tables_in_memory(sizes: Sequence["_CacheSize"]) -> None:
+    """Cache all rows of tables that are 98 % cached, so that they need no file."""
     for size in sizes:
         if size.cached > 0.98 * size.table.num_embeddings:
             size.cached = size.table.num_embeddings
 
 
 class _CacheSize:
-    """Cache size of a table while memory is assigned."""
+    """Cache size of one table while memory is assigned, and the hit rate with this size.
+
+    Args:
+        table: the table.
+        sample: statistics of looked-up IDs.
+        samples_per_step: training samples per step over all ranks.
+
+    Attributes:
+        cached: number of rows in the cache so far.
+        least: initial number of rows in the cache.
+        step: number of rows by which the cache grows.
+        row_bytes: memory bytes per cached row.
+        index_bytes: memory bytes of the hash index, which does not depend on the cache size.
+    """
 
     def __init__(self, table: Table, sample: IdSample, samples_per_step: int) -> None:
         self.table = table
@@ -227,23 +269,23 @@ class _CacheSize:
         self._rate = self._law.hit_rate(self.cached, self._draws)
 
     def gain(self) -> float:
-        """Return the reads saved per additional byte."""
+        """Return the disk reads per step that one more step of growth saves, per byte of memory."""
         more = self._law.hit_rate(self.cached + self.step, self._draws)
         return self._distinct * (more - self._rate) / (self.step * self.row_bytes)
 
     def grow(self) -> float:
-        """Enlarge the cache by a step, and return the bytes used."""
+        """Enlarge the cache by one step, and return the additional bytes of memory."""
         before = self.cached
         self.cached = min(self.table.num_embeddings, self.cached + self.step)
         self._rate = self._law.hit_rate(self.cached, self._draws)
         return (self.cached - before) * self.row_bytes
 
     def placed(self) -> PlacedTable:
-        """Return the split of the table's rows."""
+        """Return how the table is split between memory and a file with the present cache size."""
         table = self.table
         if self.cached >= table.num_embeddings:
             return PlacedTable(table.name, None, table.num_bytes, 0, 1.0, 0.0)
-        # A record has a 4-byte checksum.
+        # A record has a 4-byte checksum. Small records share a disk sector, large records start at a sector.
         record = self._values + 4
         per_block = max(1, int(_RECORD_SECTOR // record))
         block = -(-per_block * record // _RECORD_SECTOR) * _RECORD_SECTOR

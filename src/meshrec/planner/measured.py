@@ -1,8 +1,8 @@
-"""A training run's measured phase times, compared with the plan's predictions.
+"""Compare the phase times that a training run measured with the planner's predictions.
 
 A run writes ``phases.jsonl``, a JSON object per line: ``phase`` (a name in `PHASES`, or ``dense``), ``rank``,
-``seconds``, and ``step`` if there are several. We use the median over lines per phase and rank, so that slow
-first steps do not count.
+``seconds``, and ``step`` if there are several. We use the median over all steps of a phase on a rank, so that
+slow first steps do not count.
 """
 
 import json
@@ -16,12 +16,15 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 
 PHASES_FILE = "phases.jsonl"
 WHOLE_PHASES_FILE = "phases_whole.jsonl"
-"""File with the steps of a pipelined run without overlapping exchanges, comparable with estimates."""
+"""File in which a pipelined run records the steps that it ran without overlap. In these steps, no exchange
+was hidden behind other work, so their phases are comparable with predictions.
+"""
 DENSE = "dense"
+"""Name of the dense part of a step, which the planner does not predict."""
 
 
 class PhaseTime(NamedTuple):
-    """Measured phase seconds in a step on a rank."""
+    """Measured duration of one phase, on one rank, in one step."""
 
     phase: str
     rank: int
@@ -30,12 +33,13 @@ class PhaseTime(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Predicted and measured seconds for a phase or a step.
+    """Predicted and measured seconds of a phase or a whole step.
 
     Attributes:
         phase: name in `PHASES`, ``step``, or ``step, pipelined``. A step excludes the dense part.
-        predicted: seconds estimated by the planner.
-        measured: for a phase, the slowest rank's median. For a step, the median of the rank means.
+        predicted: seconds that the planner predicted.
+        measured: measured seconds. For a phase, the median over steps on the slowest rank. For a step, the
+            median over steps of the mean over ranks.
     """
 
     phase: str
@@ -44,24 +48,29 @@ class Comparison(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative prediction error: 0.25 predicts a quarter too much time, -0.25 a quarter too little."""
+        """Relative error of the prediction: 0.25 if it was 25 % too high, -0.25 if it was 25 % too low."""
         if self.measured == 0:
             return 0.0 if self.predicted == 0 else float("inf")
         return self.predicted / self.measured - 1
 
 
 def write_phases(path: str | Path, times: Iterable[PhaseTime]) -> None:
-    """Append measurements to a run's ``phases.jsonl``."""
+    """Append measurements to a run's ``phases.jsonl``, given by path, as a JSON line per measurement."""
     with Path(path).open("a") as file:
         for time in times:
             file.write(json.dumps(time._asdict()) + "\n")
 
 
 def read_phases(path: str | Path) -> list[PhaseTime]:
-    """Read a ``phases.jsonl``, or the file in a run folder which is comparable with an estimate.
+    """Read measured phase times.
+
+    Args:
+        path: a ``phases.jsonl`` file, or a run folder. In a run folder, ``phases_whole.jsonl`` is read if it
+            has any lines, because only these phases are comparable with predictions; otherwise
+            ``phases.jsonl``.
 
     Raises:
-        ValueError: invalid line; the error has the line number.
+        ValueError: a line is invalid. The message has the line number.
     """
     path = Path(path)
     if path.is_dir():
@@ -85,26 +94,26 @@ def read_phases(path: str | Path) -> list[PhaseTime]:
 def compare_pipelined(
     plan: PlannedShardingPlan, whole: Sequence[PhaseTime], hidden: Sequence[PhaseTime]
 ) -> Comparison:
-    """Compare a pipelined run's step time, without the dense part, with the prediction.
+    """Compare the measured step time of a pipelined run, without the dense part, with the prediction.
 
     Args:
-        plan: the run's plan.
-        whole: times for steps without overlapping exchanges; they give the dense time.
-        hidden: times for pipelined steps: per phase, the part which was not hidden.
+        plan: plan with which the run trained.
+        whole: times from steps that ran without overlap. The duration of the dense part is taken from them.
+        hidden: times from pipelined steps. Of each phase, they have the part that no other work hid.
 
     Raises:
-        ValueError: no times.
+        ValueError: `whole` is empty.
     """
     predicted = plan.estimate().pipelined_seconds(_slowest(whole).get(DENSE, 0.0))
     return Comparison("step, pipelined", predicted, _step_seconds(hidden))
 
 
 def compare(plan: PlannedShardingPlan, times: Sequence[PhaseTime]) -> list[Comparison]:
-    """Compare predicted and measured seconds per measured phase, and for the whole ``step``, without phase
+    """Compare predicted and measured seconds of every measured phase, and of the whole step without
     ``dense``.
 
     Raises:
-        ValueError: no times.
+        ValueError: `times` is empty.
     """
     measured = _slowest(times)
     predicted = plan.estimate().phases
@@ -115,7 +124,7 @@ def compare(plan: PlannedShardingPlan, times: Sequence[PhaseTime]) -> list[Compa
 
 
 def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
-    """Return the slowest rank's median per phase."""
+    """Return the seconds by phase: the median over steps, on the rank where it is largest."""
     by_rank: dict[str, dict[int, list[float]]] = {}
     for time in times:
         by_rank.setdefault(time.phase, {}).setdefault(time.rank, []).append(time.seconds)
@@ -125,10 +134,10 @@ def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
 
 
 def _step_seconds(times: Iterable[PhaseTime]) -> float:
-    """Return the median over steps of the phase sum without ``dense``, averaged over ranks.
+    """Return the step time without the dense part: the median over steps of the mean over ranks.
 
-    A rank which is late in a phase makes others wait in the next phase, so adding up the slowest ranks of all
-    phases would exceed the duration of any step.
+    A rank that is late in a phase makes others wait in the next phase. So if the slowest ranks of all phases
+    were added up, the sum would exceed the duration of any step.
     """
     sums: dict[int, dict[int, float]] = {}
     for time in times:

@@ -1,4 +1,4 @@
-"""Planner input from a model's tables, with pooling factors and skew measured on sample batches."""
+"""Collect the planner's input from a model: its tables, and lookup statistics measured on sample batches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +16,18 @@ from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
 
 
 def optimizer_kind(spec: OptimizerSpec | None) -> OptimizerKind:
-    """Return the kind of an optimizer spec; ``NONE`` for None."""
+    """Return the kind of fused optimizer that a spec describes; ``NONE`` without a spec."""
     return OptimizerKind.NONE if spec is None else spec.formula.kind
 
 
 class EmbeddingModule(NamedTuple):
-    """A model's embedding module and sharder; None without sharders."""
+    """Embedding module in a model.
+
+    Attributes:
+        path: module path, as in ``model.named_modules()``.
+        module: the embedding module.
+        sharder: first sharder that supports the module; None if no sharders were given.
+    """
 
     path: str
     module: Any
@@ -29,7 +35,7 @@ class EmbeddingModule(NamedTuple):
 
 
 def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -> Iterator[EmbeddingModule]:
-    """Yield the embedding modules which a sharder supports (`sharders` None: all embedding modules)."""
+    """Yield the embedding modules that one of the sharders supports, or all if `sharders` is None."""
     for path, module in model.named_modules():
         if _configs(module) is None:
             continue
@@ -49,21 +55,21 @@ def tables_of_model(
     default_optimizer: OptimizerKind = OptimizerKind.NONE,
     default_wire: WireFormats | TableWires = FULL_PRECISION,
 ) -> list[Table]:
-    """List all tables of a model.
+    """Describe all tables of a model for the planner.
 
-    A table's optimizer is the one attached to its weight, else the sharder's, else `default_optimizer`. The
-    wire formats are the sharder's, else `default_wire`. A table name used by several modules becomes
-    ``path.name``, here and in `constraints`.
+    A table's optimizer is the optimizer attached to the weight, otherwise the sharder's, otherwise
+    `default_optimizer`. The wire formats are the sharder's, otherwise `default_wire`. If several modules use
+    the same table name, the names become ``path.name``, here and in `constraints`.
 
     Args:
-        model: model.
-        sharders: sharders; None: all embedding modules.
-        constraints: constraints by table name.
-        default_optimizer: optimizer of tables without one.
+        model: model with embedding modules.
+        sharders: only modules supported by one of these are included; None: all embedding modules.
+        constraints: constraints and lookup statistics by table name.
+        default_optimizer: fused optimizer of tables that have none otherwise.
         default_wire: wire formats of tables whose sharder sets none.
 
     Raises:
-        ValueError: a constraint or wire format for an unknown or ambiguous table name.
+        ValueError: a constraint or wire format is for an unknown or ambiguous table name.
     """
     names_by_path = tables_by_path(model, sharders)
     names = full_names(names_by_path)
@@ -97,7 +103,13 @@ def tables_of_model(
 
 
 def _wires_of(sharder: Any, path: str, names_by_path: Mapping[str, Sequence[str]]) -> TableWires | None:
-    """Return the wire formats a sharder requests for a module; None: none."""
+    """Return the wire formats that a sharder sets for the tables of a module; None if it sets none.
+
+    Args:
+        sharder: the module's sharder, or None.
+        path: module path.
+        names_by_path: table names by module path, to check and shorten names such as ``path.name``.
+    """
     wires: TableWires | None = getattr(sharder, "wires", None)
     if wires is None:
         return None
@@ -107,7 +119,7 @@ def _wires_of(sharder: Any, path: str, names_by_path: Mapping[str, Sequence[str]
 
 
 def tables_by_path(model: nn.Module, sharders: Sequence[Any] | None = None) -> dict[str, list[str]]:
-    """Return table names by embedding module path."""
+    """Return the table names of every embedding module, by module path."""
     return {
         path: [config.name for config in _configs(module) or ()]
         for path, module, _ in embedding_modules(model, sharders)
@@ -125,17 +137,20 @@ def table_of_config(
     module_path: str = "",
     wire: WireFormats = FULL_PRECISION,
 ) -> Table:
-    """Build a table from config and constraints.
+    """Describe one table for the planner.
 
     Args:
-        config: table config.
-        constraints: constraints and assumptions on the table.
-        pooled: whether bags are pooled.
+        config: the table's config in the embedding module, such as an ``EmbeddingBagConfig``.
+        constraints: constraints and lookup statistics of this table.
+        pooled: whether lookups pool the rows of a bag.
         weighted: whether IDs have per-sample weights.
         weight_bytes: bytes per weight.
         optimizer: fused optimizer.
-        module_path: path of the module.
-        wire: wire formats.
+        module_path: path of the embedding module.
+        wire: wire formats for embeddings and gradients.
+
+    Raises:
+        ValueError: the constraints have another number of features than the config.
     """
     num_features = len(config.feature_names)
     pooling = tuple(float(factor) for factor in constraints.pooling_factors or (1.0,) * num_features)
@@ -172,7 +187,10 @@ def table_of_config(
 
 
 def _in_memory(config: Any, table: Table) -> float:
-    """Return the fraction of a table's bytes in memory: the cache, and the whole index of hashed keys."""
+    """Return the fraction of a table's bytes that is in memory: 1, or less for a table in a file.
+
+    A table in a file has the cached rows and, if it is hashed, the whole index in memory.
+    """
     storage = getattr(config, "storage", None)
     if storage is None:
         return 1.0
@@ -183,12 +201,12 @@ def _in_memory(config: Any, table: Table) -> float:
 
 
 def _bits(config: Any) -> int:
-    """Return the bits per code of a quantized table; 0 for floating-point rows."""
+    """Return the bits per quantized weight; 0 for a table with floating-point weights."""
     return getattr(getattr(config, "data_type", None), "bits", 0)
 
 
 def _index_bytes(config: Any) -> float:
-    """Return the bytes per row in the index and policies of a hashed table; 0 for others."""
+    """Return the bytes per row for index, eviction and admission of a hashed table; 0 for other tables."""
     keys = getattr(config, "keys", None)
     if keys is None:
         return 0
@@ -198,16 +216,24 @@ def _index_bytes(config: Any) -> float:
 
 
 def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:
+    """Return the bytes per weight, below 1 for fewer than 8 bits; fp32 is assumed without a weight tensor."""
     if bits := _bits(config):
         return bits / 8
     return torch.float32.itemsize if weight is None else weight.element_size()
 
 
 def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str, ParameterConstraints]:
-    """Measure pooling factors and skew of each table on `KeyedJaggedTensor` batches.
+    """Measure pooling factors and skew of every table on sample batches.
 
-    Keys are table names, ``path.name`` for names used by several modules. Skew is given as effective rows,
-    see `Table`. Merge the result into your constraints with `dataclasses.replace`.
+    Merge the result into your own constraints with `dataclasses.replace`.
+
+    Args:
+        model: model with embedding modules.
+        batches: `KeyedJaggedTensor` batches with all features of the model.
+
+    Returns:
+        Constraints with ``pooling_factors`` and ``effective_rows`` (see `Table`), by table name, or by
+        ``path.name`` if several modules use the name.
 
     Raises:
         ValueError: the batches lack a feature of the model.
@@ -239,8 +265,9 @@ def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str,
 
 
 def _effective_rows(draws: int, distinct: int, rows: int) -> float:
-    """Return the number of equally likely rows for which `draws` draws give `distinct` rows on average, by
-    bisection.
+    """Return the number of equally likely rows among which `draws` lookups would touch `distinct` on average.
+
+    The result is at most `rows`, the table's row count. It is found by bisection.
     """
     if draws == 0 or distinct >= draws:
         return float(rows)
@@ -261,6 +288,7 @@ def _expected_distinct(rows: float, draws: int) -> float:
 
 
 def _configs(module: nn.Module) -> Sequence[Any] | None:
+    """Return the table configs of an embedding module; None for any other module."""
     for name in ("embedding_bag_configs", "embedding_configs"):
         method = getattr(module, name, None)
         if callable(method):

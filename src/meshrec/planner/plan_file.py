@@ -1,4 +1,4 @@
-"""Plans with their planner inputs, and their files."""
+"""Plans together with the inputs from which they were planned, plan files, and task files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,14 @@ from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, To
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerInputs:
-    """Inputs from which a plan was computed."""
+    """Everything from which the planner computed a plan.
+
+    Attributes:
+        tables: all tables of the model.
+        topology: machine to plan for.
+        batch_size: samples per rank.
+        constraints: user constraints by table name.
+    """
 
     tables: tuple[Table, ...]
     topology: Topology
@@ -25,7 +32,7 @@ class PlannerInputs:
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON types."""
+        """Convert to JSON types, with all values of the hardware profile instead of the profile's name."""
         topology = {f.name: getattr(self.topology, f.name) for f in fields(Topology)}
         topology["hardware"] = self.topology.profile.to_json()
         topology["replicate"] = list(self.topology.replicate)
@@ -38,7 +45,7 @@ class PlannerInputs:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlannerInputs":
-        """Parse `to_json` output."""
+        """Create inputs from `to_json` output, including output of older releases."""
         topology = dict(values["topology"])
         # In older plans, the device is only in the topology.
         device = {"device": topology["compute_device"]}
@@ -68,13 +75,13 @@ class PlannerInputs:
 
 @dataclass(frozen=True)
 class PlannedShardingPlan(ShardingPlan):
-    """Plan with a proven bound.
+    """Sharding plan from the planner, with the predicted step time and a proven lower bound.
 
     Attributes:
-        seconds: predicted step time without the dense part.
-        lower_bound: seconds which no plan of the allowed kinds can beat.
-        replicas: ``replicate`` axis size.
-        inputs: planner inputs.
+        seconds: predicted step time in seconds, without the dense part of the model.
+        lower_bound: step time in seconds that no plan under the user's constraints can beat.
+        replicas: size of the ``replicate`` axis.
+        inputs: inputs from which the plan was computed; None if they are not known.
     """
 
     seconds: float = 0.0
@@ -84,7 +91,7 @@ class PlannedShardingPlan(ShardingPlan):
 
     @property
     def gap(self) -> float:
-        """Upper bound on the distance to the best plan, as a fraction of the plan's time."""
+        """Upper bound on the time that a better plan could save, as a fraction of this plan's step time."""
         return max(0.0, 1 - self.lower_bound / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -107,7 +114,7 @@ class PlannedShardingPlan(ShardingPlan):
         return "\n\n".join(lines)
 
     def estimate(self) -> StepEstimate:
-        """Estimate the plan's cost, rank by rank.
+        """Predict the plan's step time and memory per rank, with the inputs from which it was planned.
 
         Raises:
             ValueError: the plan has no inputs.
@@ -118,7 +125,7 @@ class PlannedShardingPlan(ShardingPlan):
         )
 
     def required_inputs(self) -> PlannerInputs:
-        """Return the inputs.
+        """Return the inputs from which the plan was computed.
 
         Raises:
             ValueError: the plan has none.
@@ -129,8 +136,12 @@ class PlannedShardingPlan(ShardingPlan):
 
 
 def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
-    """Write a plan with inputs as JSON, replacing an existing file. `ShardingPlan.load` also reads it,
-    ignoring the inputs.
+    """Write a plan with its inputs as JSON, replacing an existing file.
+
+    `load_plan` reads the file. `ShardingPlan.load` reads it as well, without the inputs.
+
+    Raises:
+        ValueError: the plan has no inputs.
     """
     data = json.loads(plan.to_json())
     inputs = plan.required_inputs()
@@ -148,10 +159,10 @@ def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> PlannedShardingPlan:
-    """Read `save_plan` output.
+    """Read a plan with its inputs from a file that `save_plan` wrote.
 
     Raises:
-        ValueError: damaged file, or a plan without inputs.
+        ValueError: the file is damaged, or has a plan without inputs.
     """
     plan = ShardingPlan.load(path)
     planner = read_json(path, "a saved plan").get("planner")
@@ -186,17 +197,18 @@ def _constraints_to_json(constraints: ParameterConstraints) -> dict[str, Any]:
 
 
 _WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Bytes per weight for every value of ``dtype`` in a task file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerTask:
-    """Tables to plan, and the batch size.
+    """Planning task without a model, for benchmarks and ``meshrec plan``: tables and the batch size.
 
     Attributes:
         name: task name.
-        tables: tables.
+        tables: tables to plan.
         global_batch_size: samples per step over all ranks.
-        world_sizes: intended numbers of ranks.
+        world_sizes: numbers of ranks for which the task is meant to be planned.
     """
 
     name: str
@@ -205,19 +217,19 @@ class PlannerTask:
     world_sizes: tuple[int, ...] = ()
 
     def batch_size(self, world_size: int) -> int:
-        """Return the samples per rank."""
+        """Return the number of samples per rank, at least 1."""
         return max(1, self.global_batch_size // world_size)
 
 
 def load_task(path: str | Path) -> PlannerTask:
-    """Read a task file.
+    """Read a planning task from a JSON file.
 
-    Keys: ``task``, ``global_batch_size``, ``dtype``, ``world_sizes`` and ``tables``; a table has ``name``,
-    ``num_embeddings``, ``embedding_dim`` and ``pooling_factors``. ``optimizer`` and ``wire`` (such as
-    ``"fp16/bf16"``) are optional.
+    The object has the keys ``task`` (the name), ``global_batch_size`` and ``tables``. A table has ``name``,
+    ``num_embeddings``, ``embedding_dim`` and ``pooling_factors``. Optional keys are ``world_sizes``,
+    ``dtype`` (``"fp32"``), ``optimizer`` (row-wise Adagrad) and ``wire`` (such as ``"fp16/bf16"``).
 
     Raises:
-        ValueError: missing or unknown key; the error names it.
+        ValueError: a key is missing, or a value is unknown. The message names it.
     """
     data = read_json(path, "a task file")
     try:

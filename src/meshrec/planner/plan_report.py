@@ -1,4 +1,7 @@
-"""Plan report: ranks, tables and warnings, as data and as an HTML page; `plan_text` prints it."""
+"""Plan report with ranks, tables, alternatives and warnings, as data and as an HTML page.
+
+``plan_text.py`` prints it. This module also plans for other world sizes, and compares two plans.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +20,22 @@ from meshrec.planner.types import OptimizerKind
 from meshrec.reports.page import to_page
 
 _TIGHT_MEMORY = 0.95
+"""Fraction of the memory cap above which the report warns."""
 _LARGE_GAP = 0.05
+"""Gap between plan and lower bound above which the report warns."""
 _SLOW_RANK = 1.25
+"""Ratio of the slowest rank's load to the mean load above which the report warns."""
 
 
 class RankReport(NamedTuple):
-    """A rank's bytes, seconds per phase (without latencies), and tables held at least in part."""
+    """What a plan puts on one rank.
+
+    Attributes:
+        rank: rank in the shard group.
+        num_bytes: bytes of tables, optimizer state and buffers.
+        phases: seconds by phase name, without latencies.
+        tables: names of the tables of which the rank holds a shard, without data-parallel tables.
+    """
 
     rank: int
     num_bytes: float
@@ -31,7 +44,18 @@ class RankReport(NamedTuple):
 
 
 class TableReport(NamedTuple):
-    """A table's rectangles ([first row, first column, rows, columns, rank]), and the cost of alternatives."""
+    """How a plan shards one table.
+
+    Attributes:
+        name: table name.
+        module_path: path of the embedding module.
+        num_embeddings: number of rows.
+        embedding_dim: number of columns.
+        num_bytes: bytes of weights, optimizer state and index.
+        sharding_type: sharding type, such as ``"row_wise"``.
+        rectangles: shards as (first row, first column, number of rows, number of columns, rank).
+        alternatives: other placements of this table, and how they would change the step time.
+    """
 
     name: str
     module_path: str
@@ -47,23 +71,24 @@ class PlanReport(NamedTuple):
     """Content of a plan report. Times are in seconds, memory in bytes.
 
     Attributes:
-        seconds: step time without the dense part.
-        pipelined_seconds: step time with a train pipeline, which hides the ID exchange behind lookups and
-            updates.
-        lower_bound: seconds which no plan can beat.
-        gap: proven distance to the best plan, as a fraction.
-        hardware: profile name.
-        wire: wire formats, such as ``"fp16/bf16"`` (embeddings, then gradients).
-        sent_bytes: bytes sent per step over all ranks, by exchange.
-        world_size: rank count.
-        replicas: ``replicate`` axis size.
+        seconds: predicted step time without the dense part.
+        pipelined_seconds: predicted step time with a train pipeline, which hides the ID exchange behind
+            lookups and updates.
+        lower_bound: step time that no plan can beat.
+        gap: upper bound on the time that a better plan could save, as a fraction of `seconds`.
+        hardware: name of the hardware profile.
+        wire: distinct wire formats of the tables, such as ``"fp16/bf16"`` (embeddings, then gradients).
+        sent_bytes: bytes sent per step, summed over all ranks, by exchange: ``ids``, ``output``,
+        ``gradient``.
+        world_size: number of ranks.
+        replicas: size of the ``replicate`` axis.
         batch_size: samples per rank.
         memory_cap: maximum bytes per rank.
-        phases: seconds per phase.
-        ranks: report per rank.
-        tables: report per table.
-        replicated: data-parallel tables.
-        warnings: warnings.
+        phases: seconds by phase name, on the slowest rank and with latencies.
+        ranks: content of every rank.
+        tables: sharding of every table.
+        replicated: names of the data-parallel tables.
+        warnings: complete sentences to show to the user.
         inputs: planner inputs as JSON types.
     """
 
@@ -97,7 +122,7 @@ class PlanReport(NamedTuple):
 
 
 def make_report(plan: PlannedShardingPlan) -> PlanReport:
-    """Create the report of a plan.
+    """Create the report of a plan, including alternatives for the largest tables.
 
     Raises:
         ValueError: the plan has no inputs.
@@ -153,15 +178,18 @@ def make_report(plan: PlannedShardingPlan) -> PlanReport:
 def what_if(
     plan: PlannedShardingPlan, world_sizes: Sequence[int], effort: Effort
 ) -> list[tuple[int, PlannedShardingPlan | str]]:
-    """Plan the same tables and global batch for other world sizes.
+    """Plan the tables and the global batch of an existing plan for other world sizes.
 
     Args:
-        plan: plan with the tables and global batch.
-        world_sizes: world sizes to try.
-        effort: limits per search.
+        plan: plan with its inputs.
+        world_sizes: numbers of ranks to plan for.
+        effort: limits of every search.
 
     Returns:
-        Pairs of world size and plan, or error message if no plan fits.
+        For every world size, the size and the plan, or an error message if no plan fits.
+
+    Raises:
+        ValueError: the plan has no inputs.
     """
     inputs = plan.required_inputs()
     samples = inputs.batch_size * inputs.topology.world_size
@@ -184,7 +212,14 @@ def what_if(
 
 
 class Move(NamedTuple):
-    """A table's change between two plans: types, and bytes newly received by ranks."""
+    """Difference in one table between two plans.
+
+    Attributes:
+        table: table name.
+        old_type: sharding type in the old plan; None if the old plan lacks the table.
+        new_type: sharding type in the new plan; None if the new plan lacks the table.
+        num_bytes: bytes that ranks must receive, because they did not hold them under the old plan.
+    """
 
     table: str
     old_type: str | None
@@ -193,7 +228,12 @@ class Move(NamedTuple):
 
 
 def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
-    """Return tables placed differently by two plans, largest move first. Bytes include optimizer state."""
+    """Return the tables that two plans place differently, largest move first. Bytes include optimizer state.
+
+    Args:
+        old: plan to compare with.
+        new: plan with its inputs.
+    """
     moves = []
     before = {(path, name): sharding for path, name, sharding in old.tables()}
     for table in new.required_inputs().tables:
@@ -219,7 +259,15 @@ def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
 def _new_elements(
     then: ParameterSharding | None, now: ParameterSharding, rows: int, columns: int, new: PlannedShardingPlan
 ) -> int:
-    """Count the elements which ranks hold in the new plan but not in the old."""
+    """Return the number of table elements that ranks hold under the new plan but not under the old plan.
+
+    Args:
+        then: the table's sharding in the old plan, or None.
+        now: the table's sharding in the new plan.
+        rows: number of table rows.
+        columns: number of table columns.
+        new: the new plan, which determines the ranks that hold a data-parallel table.
+    """
     ranks = range(new.required_inputs().topology.world_size // new.replicas)
     target = _by_rank(now, rows, columns, ranks)
     held = {} if then is None else _by_rank(then, rows, columns, ranks)
@@ -232,6 +280,7 @@ def _new_elements(
 
 
 _Rectangle = tuple[int, int, int, int]
+"""First row, end row, first column, end column; ends are not included."""
 
 
 def _by_rank(
@@ -246,6 +295,7 @@ def _by_rank(
 
 
 def _overlap(a: _Rectangle, b: _Rectangle) -> int:
+    """Return the number of table elements in both rectangles."""
     rows = min(a[1], b[1]) - max(a[0], b[0])
     columns = min(a[3], b[3]) - max(a[2], b[2])
     return max(rows, 0) * max(columns, 0)
@@ -256,6 +306,7 @@ def _rectangles(sharding: ParameterSharding) -> list[tuple[int, int, int, int, i
 
 
 def _warnings(plan: PlannedShardingPlan, ranks: Sequence[RankReport], memory_cap: float) -> list[str]:
+    """Return warnings about tight memory, a large gap, unequal loads, and assumptions in the inputs."""
     inputs = plan.required_inputs()
     warnings = []
     fullest = max(ranks, key=lambda rank: rank.num_bytes)
@@ -284,10 +335,10 @@ def _warnings(plan: PlannedShardingPlan, ranks: Sequence[RankReport], memory_cap
 
 
 def to_html(report: PlanReport) -> str:
-    """Render the page: load and memory per rank, rectangles of every table, and alternatives."""
+    """Render a report as an HTML page: load and memory per rank, rectangles and alternatives per table."""
     return to_page("plan.js", report.to_json())
 
 
 def write_html(report: PlanReport, path: str | Path) -> None:
-    """Write the page."""
+    """Write the page of `to_html` to a file."""
     Path(path).write_text(to_html(report), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Plan reports in the terminal."""
+"""Print plan reports, what-if tables and plan differences in the terminal."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,11 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.plan_report import Move, PlanReport
 
 _MOST_RANKS = 64
+"""Maximum number of ranks to list."""
 _MOST_NAMES = 6
+"""Maximum number of table names to list per rank."""
 _PIPE_WIDTH = 160
+"""Characters per line in files and pipes, so that table columns are not cut."""
 
 
 def render(report: PlanReport, *, console: Console | None = None) -> None:
@@ -30,7 +33,12 @@ def render(report: PlanReport, *, console: Console | None = None) -> None:
 def render_what_if(
     plans: Sequence[tuple[int, PlannedShardingPlan | str]], *, console: Console | None = None
 ) -> None:
-    """Print plans for several world sizes side by side."""
+    """Print a table with a line for each of several world sizes.
+
+    Args:
+        plans: result of `plan_report.what_if`: world size, and the plan or an error message.
+        console: target console; None: standard output.
+    """
     table = Table("ranks", "step, ms", "lower bound, ms", "gap", "fullest rank", "samples/s")
     for world_size, plan in plans:
         if isinstance(plan, str):
@@ -50,7 +58,7 @@ def render_what_if(
 
 
 def render_diff(moves: Sequence[Move], *, console: Console | None = None) -> None:
-    """Print the changes between two plans."""
+    """Print a table of the tables that two plans place differently; see `plan_report.diff`."""
     console = console or _console()
     if not moves:
         console.print("the plans place every table identically")
@@ -66,12 +74,13 @@ def render_diff(moves: Sequence[Move], *, console: Console | None = None) -> Non
 
 
 def _console() -> Console:
-    """Return the terminal, or for files and pipes a console with sufficiently wide lines."""
+    """Return a console for standard output. Files and pipes get wide lines."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPE_WIDTH)
 
 
 def _report(report: PlanReport) -> RenderableType:
+    """Lay out the report: a table of phases, a table of ranks, then warnings and the result in sentences."""
     used = [phase for phase, seconds in report.phases.items() if seconds > 0]
     title = "one training step, without the dense part"
     summary = Table("phase", "slowest rank, ms", title=title, min_width=len(title))

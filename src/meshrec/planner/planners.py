@@ -21,23 +21,23 @@ from meshrec.planner.wire_choice import WireBound, choose_wires
 
 
 class EmbeddingShardingPlanner:
-    """Finds a fast plan, and proves how much faster any other plan could be.
+    """Finds a fast plan for a model's embedding tables, and proves how much faster any other plan could be.
 
     Args:
-        topology: the machine (default: CPUs, with the ranks of the process group, or one rank without a
-            group).
-        constraints: constraints and assumptions, by the table's name, or by ``path.name`` where modules have
-            tables of one name.
+        topology: machine to plan for. Default: CPUs, with as many ranks as the process group has, or one rank
+            without a process group.
+        constraints: constraints and assumptions by table name, or by ``path.name`` if several modules have a
+            table with this name.
         batch_size: samples per rank.
-        time_limit: seconds after which the search returns the best plan.
-        max_work: limit of the search in touched array elements. It does not depend on the machine's speed:
-            unless the time limit ends the search, equal inputs give equal plans on every machine.
-        gap: stop when the plan is proven to be within this fraction of the best one.
-        static_plan: a plan to reuse. `plan` then only checks that it places the model's tables.
-        default_optimizer: optimizer of the tables that have none attached.
-        default_wire: wire formats for embeddings and their gradients, for tables whose sharder sets none.
-        wire_bound: choose the formats of all tables within this bound. ``wire_choice.wires_of(plan)`` has
-            them for the sharders.
+        time_limit: seconds after which the search returns the best plan so far.
+        max_work: work limit of the search, in touched array elements. It does not depend on the machine's
+            speed: unless the time limit ends the search, equal inputs give equal plans on every machine.
+        gap: stop when no other plan can be faster by more than this fraction of the step time.
+        static_plan: plan to reuse. `plan` then only checks that it covers the model's tables.
+        default_optimizer: fused optimizer of tables that have none attached.
+        default_wire: wire formats for embeddings and gradients, for tables whose sharder sets none.
+        wire_bound: if given, select the wire formats of all tables within these accuracy limits. Pass the
+            formats from ``wire_choice.wires_of(plan)`` to the sharders.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class EmbeddingShardingPlanner:
         self._wire_bound = wire_bound
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
-        """Plan all tables of `module` supported by the `sharders` (None: all tables).
+        """Plan all tables in `module` that the sharders support, or all tables if `sharders` is None.
 
         Raises:
-            ValueError: unsatisfiable constraints, or no plan fits into memory; the error suggests remedies.
+            ValueError: constraints cannot be satisfied, or no plan was found that fits into memory. The
+                message suggests remedies.
         """
         tables = tables_of_model(
             module,
@@ -95,16 +96,17 @@ class EmbeddingShardingPlanner:
         sharders: Sequence[Any] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Run `plan` on rank 0 of a group, and return the plan on all ranks. An error on rank 0 is raised on
-        all ranks.
+        """Run `plan` on rank 0, and return the plan on all ranks. Collective.
+
+        An error on rank 0 is raised on all ranks. Without a process group, this is `plan`.
 
         Args:
-            module: model.
-            sharders: see `plan`.
+            module: model with the embedding modules.
+            sharders: sharders, see `plan`.
             pg: process group (default: the default group).
 
         Raises:
-            ValueError: the world size of the topology does not divide the group size.
+            ValueError: the topology's world size does not divide the group's size, or see `plan`.
         """
         size = 1 if pg is None and not dist.is_initialized() else dist.get_world_size(pg)
         if self._topology is not None and size % self._topology.world_size:
@@ -141,17 +143,18 @@ def plan_tables(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlannedShardingPlan:
-    """Plan tables without a model, like `EmbeddingShardingPlanner.plan`.
+    """Plan tables that are given as sizes and statistics, without a model.
 
     Args:
-        tables: tables.
-        topology: machine.
+        tables: tables to plan.
+        topology: machine to plan for.
         batch_size: samples per rank.
         constraints: constraints by table name.
-        effort: search limits.
+        effort: limits of the search.
 
     Raises:
-        ValueError: unsatisfiable constraints, or no plan fits into memory; the error suggests remedies.
+        ValueError: constraints cannot be satisfied, or no plan was found that fits into memory. The message
+            suggests remedies.
     """
     constraints = dict(constraints or {})
     optimized = None
@@ -175,11 +178,18 @@ def plan_tables(
 
 
 class _Planned(NamedTuple):
+    """Result that rank 0 broadcasts: a plan, or the error that planning raised."""
+
     plan: ShardingPlan | None
     error: Exception | None
 
 
 def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
+    """Return `plan` if it covers all tables with their sizes.
+
+    Raises:
+        ValueError: a table is missing, or has another size in the plan.
+    """
     for table in tables:
         module_plan = plan.plan.get(table.module_path)
         sharding = module_plan.get(table.own_name) if module_plan else None

@@ -1,9 +1,9 @@
-"""Select wire formats under an error or AUC bound.
+"""Select the wire formats in which ranks exchange embeddings and gradients, under an error or AUC bound.
 
-A format saves network time and costs two passes over rows at both ends. Both are in the cost model, so each
-table gets the allowed pair of formats with the shortest exchange. The selection happens before the search, on
-whole tables: a rectangle's exchange is proportional to rows and columns, except for a few bytes of scale
-per row.
+A short format such as int8 saves network time, and costs two passes over the rows to encode and decode. The
+cost model knows both, so each table gets the allowed pair of formats with the shortest exchange. The
+selection happens before the plan is searched, on whole tables. That is sufficient, because the cost of a
+shard's exchange is proportional to rows and columns, except for a few bytes of scale per row.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,9 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.types import Table, Topology
 
 AUTO = "auto"
-"""Name of automatic selection in recipes and on the command line."""
+"""Value that requests automatic selection in recipes and on the command line."""
 _EXCHANGES = [PHASES.index("output"), PHASES.index("gradient")]
+"""Phases whose duration depends on the wire formats."""
 AUC_LOSS: dict[WireFormats, float] = {
     WireFormats(FP32, FP32): 0.0,
     WireFormats(BF16, BF16): 1e-4,
@@ -40,16 +41,19 @@ AUC_LOSS: dict[WireFormats, float] = {
     WireFormats(FORMATS["int8+stochastic"], FORMATS["int8+stochastic+feedback"]): 5e-4,
     WireFormats(INT4, INT8): 2e-3,
 }
-"""Upper estimate of the AUC loss per pair of formats, from docs/guides/fewer-bytes.md."""
+"""Upper estimate of the absolute AUC loss, per pair of formats (embeddings, gradients).
+
+From docs/guides/fewer-bytes.md.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireBound:
-    """Limits on the selection.
+    """Accuracy limits on the wire formats that `choose_wires` may select.
 
     Attributes:
-        auc_loss: maximum AUC loss, by ``AUC_LOSS``; None: no limit.
-        error: maximum error of a value relative to the row's largest value; None: no limit.
+        auc_loss: maximum AUC loss, as estimated in ``AUC_LOSS``; None: no limit.
+        error: maximum rounding error of a value, relative to the largest value in the row; None: no limit.
     """
 
     auc_loss: float | None = 5e-4
@@ -62,7 +66,7 @@ class WireBound:
                 raise ValueError(f"{name} of a wire bound is {value}; it must be at least 0.")
 
     def allows(self, wires: WireFormats) -> bool:
-        """Return whether a pair of formats satisfies the bound."""
+        """Return whether a pair of formats, which must be a key of ``AUC_LOSS``, satisfies both limits."""
         errors = [_relative_error(format) for format in wires]
         within = self.error is None or max(errors) <= self.error
         return within and (self.auc_loss is None or AUC_LOSS[wires] <= self.auc_loss)
@@ -71,16 +75,19 @@ class WireBound:
 def choose_wires(
     tables: Sequence[Table], topology: Topology, *, batch_size: int, bound: WireBound, replicas: int = 1
 ) -> list[Table]:
-    """Assign to each table the formats with the shortest exchange within the bound.
+    """Select for each table the wire formats with the shortest exchange within the bound.
 
-    Among equally fast pairs, the first in ``AUC_LOSS`` is used.
+    Among equally fast pairs of formats, the first in ``AUC_LOSS`` is used.
 
     Args:
-        tables: tables.
-        topology: machine.
+        tables: tables; their present wire formats are ignored.
+        topology: machine to plan for.
         batch_size: samples per rank.
-        bound: limits on the selection.
-        replicas: ``replicate`` axis size.
+        bound: accuracy limits.
+        replicas: size of the ``replicate`` axis.
+
+    Returns:
+        Copies of the tables with the selected formats.
     """
     pairs = [wires for wires in AUC_LOSS if bound.allows(wires)]
     number = np.arange(len(tables))
@@ -99,7 +106,11 @@ def choose_wires(
 
 
 def wires_of(plan: PlannedShardingPlan) -> TableWires:
-    """Return a plan's wire formats."""
+    """Return the wire formats of all tables in a plan, in the form that sharders take.
+
+    Raises:
+        ValueError: the plan has no inputs.
+    """
     return TableWires.from_tables({table.name: table.wire for table in plan.required_inputs().tables})
 
 

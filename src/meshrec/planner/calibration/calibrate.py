@@ -1,4 +1,4 @@
-"""Measure this machine and process group as a `HardwareProfile`."""
+"""Measure the speed of this machine and of the links in a process group, as a `HardwareProfile`."""
 
 import logging
 import os
@@ -24,14 +24,23 @@ from meshrec.tables.cached.file import RowFile, new_path
 _logger = logging.getLogger("meshrec")
 # A small message shows the latency. The difference to the large message shows the bandwidth.
 _MESSAGE_BYTES = (1 << 14, 1 << 22)
+# Seconds. Noise may make the computed latency negative, which a Link rejects.
 _LEAST_LATENCY = 1e-7
+# Timed calls per collective and message size.
 _CALLS = 9
 # Values per row of the disk measurement, and rows per transfer.
 _DISK_WIDTH, _DISK_BATCH = 64, 4096
 
 
 class Sizes(NamedTuple):
-    """Measurement sizes: see `make_trials` and `measure`."""
+    """How much `calibrate` measures; see `make_trials` and `measure`.
+
+    Attributes:
+        batch_size: samples per rank in the largest trials.
+        steps: timed steps per trial and round.
+        rounds: maximum number of rounds over all trials.
+        seconds: time limit; no round starts that would end later.
+    """
 
     batch_size: int = 1024
     steps: int = 6
@@ -46,19 +55,22 @@ def calibrate(
     device: torch.device | str = "cpu",
     sizes: Sizes | None = None,
 ) -> HardwareProfile:
-    """Measure a hardware profile in about a minute. Collective; all ranks get the same figures.
+    """Measure a hardware profile of this machine in about a minute. Collective; all ranks get the same
+    profile.
 
-    Training steps of small sharded modules run on all ranks at once. The profile has the figures for which
-    the cost model best explains their phase durations. If nodes have fewer ranks than the group, links are
-    timed within nodes and over all ranks; otherwise a single measured link is used for both. Without a group,
-    links come from a built-in profile (``cpu`` or ``h100``), and so does every figure which the steps cannot
-    determine because of noise. Such figures are logged, and listed in `sources`.
+    Training steps of small sharded modules run on all ranks at once. The profile gets the speeds with which
+    the cost model best explains the measured phase durations. If nodes have fewer ranks than the group, links
+    are timed within nodes and over all ranks. Otherwise one measured link is used for both.
+
+    A built-in profile (``cpu`` or ``h100``) provides the speeds that the steps cannot determine because of
+    noise, and the links if there is no group. Such values are logged, and listed in
+    `HardwareProfile.sources`.
 
     Args:
-        group: process group; None: this process alone.
-        local_size: ranks per node.
+        group: process group of the ranks; None: this process alone.
+        local_size: ranks per node; None: one node.
         device: device to measure.
-        sizes: measurement sizes.
+        sizes: how much to measure.
     """
     device, sizes = torch.device(device), sizes or Sizes()
     on_cpu = device.type == "cpu"
@@ -98,8 +110,16 @@ def calibrate(
 def _link(
     group: dist.ProcessGroup, device: torch.device, measured: str, *, full_duplex: bool
 ) -> tuple[Link, str]:
-    """Measure latency and bandwidths of a group's collectives on the slowest rank; return them with their
-    source.
+    """Measure latency and bandwidths of a group's collectives on the slowest rank. Collective.
+
+    Args:
+        group: process group.
+        device: device of the messages.
+        measured: description of the measurement.
+        full_duplex: whether a rank sends and receives at the same time.
+
+    Returns:
+        The link, and where its values come from: `measured`, with a remark if noise hid some of them.
     """
     size = group.size()
     axis = Axis(size=size, rank=group.rank(), group=group)
@@ -126,16 +146,17 @@ def _link(
 
 
 def link_of(times: Sequence[tuple[float, float]], size: int, *, full_duplex: bool) -> tuple[Link, list[str]]:
-    """Compute a link from the durations of all_to_all, all_gather and all_reduce.
+    """Compute latency and bandwidths from the durations of all_to_all, all_gather and all_reduce.
 
     Args:
-        times: seconds for a small and a large message, per collective.
-        size: ranks in the group.
+        times: for each of the three collectives, seconds for a small and for a large message.
+        size: number of ranks in the group.
         full_duplex: whether a rank sends and receives at the same time.
 
     Returns:
-        The link, and the names of figures which are only bounds. A figure is measured if the large message
-        takes at least a tenth longer than the small message.
+        The link, and the names of fields that are only bounds, because noise hid the actual value. A
+        bandwidth counts as measured if the large message takes at least a tenth longer than the small
+        message.
     """
     peer_share = (size - 1) / size
     # Bytes sent per rank; in half duplex, received bytes count as well.
@@ -165,7 +186,15 @@ def _even(sent: Tensor, size: int) -> Splits:
 def _seconds(
     call: Callable[[Tensor], object], elements: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[float]:
-    """Time several calls after a warm-up, each with a freshly written message."""
+    """Return the seconds of several calls after a warm-up call, each with a freshly written message.
+    Collective.
+
+    Args:
+        call: collective to time.
+        elements: number of fp32 values in the message.
+        group: process group, which starts every call together.
+        device: device of the message.
+    """
     times = []
     for _ in range(_CALLS + 1):
         message = torch.ones(elements, device=device)
@@ -184,6 +213,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _memory_per_rank(device: torch.device, group: dist.ProcessGroup | None, local_size: int | None) -> int:
+    """Return the memory bytes of the GPU, or an equal part of the host memory for every rank of the node."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = local_size or (group.size() if group is not None else 1)
@@ -191,18 +221,18 @@ def _memory_per_rank(device: torch.device, group: dist.ProcessGroup | None, loca
 
 
 def measure_disk(folder: Path, *, num_rows: int = 500_000, batches: int = 8) -> tuple[float, float]:
-    """Measure how many 260-byte records a disk reads and writes per second, at random.
+    """Measure how many random 260-byte records a disk reads, and writes, per second.
 
     Args:
-        folder: folder on the disk. A file with half a KiB per row is created there, and removed.
-        num_rows: the file's row count.
-        batches: 4,096-row batches to read, and to write.
+        folder: folder on the disk. A file with half a KiB per row is created there, and removed at the end.
+        num_rows: number of rows in the file.
+        batches: number of 4,096-row batches to read, and to write.
 
     Returns:
-        Reads and writes per second.
+        Records read per second, and records written per second.
 
     Raises:
-        RowFileError: full or failing disk.
+        RowFileError: the disk is full or fails.
     """
     path = new_path(folder, "calibration")
     file = RowFile(path, "calibration", [4 * _DISK_WIDTH], first_key=0, num_rows=num_rows)

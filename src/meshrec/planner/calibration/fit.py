@@ -1,8 +1,9 @@
-"""Fit machine figures to measured phases of training steps.
+"""Fit the speeds in a hardware profile to measured phases of training steps.
 
-Every phase of the cost model is a sum over profile figures (seconds, or inverse bandwidths), each times an
-amount which depends only on the plan. The model itself provides the amounts: it is evaluated on machines
-where all figures but one are zero. The fit selects the figures whose sums are closest to the measurements.
+In the cost model, the duration of a phase is a sum over the figures of the profile (seconds, or seconds per
+byte), each times an amount that depends only on the plan. The model itself provides the amounts: it is
+evaluated on machines where all figures but one are zero. The fit selects the figures whose sums are closest
+to the measured durations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,8 +34,12 @@ _LINK = ("latency", "all_to_all", "reduce_scatter")  # factors on the separately
 _LEAST = 1e-30  # seconds; not 0, because the model skips work without cost
 _NOTHING = 1e-20  # above any sum of such seconds, below any real amount
 _LEAST_SHARE = 0.01
+"""A figure is undetermined if it accounts for less than this fraction of every phase."""
 _LEAST_OF_LINK = 0.1
+"""A link figure is undetermined if the fit makes it less than this fraction of the separately measured time.
+"""
 _FITS, _SWEEPS = 20, 300
+"""Number of reweighted fits, and number of coordinate descent sweeps per fit."""
 
 
 def fit(
@@ -43,24 +48,27 @@ def fit(
     measured: Sequence[Mapping[str, float]],
     topology: Topology,
 ) -> HardwareProfile:
-    """Return a profile with the figures which best explain measured phase seconds.
+    """Return a profile with the speeds that best explain the measured phase durations.
 
-    Links are corrected by a factor per kind of collective, if there are several ranks. The device description
-    and the all-reduce figure are kept. A figure which the trials do not determine (less than a hundredth of
-    every phase, or a link ten times faster than measured alone) is also kept, or reduced to the limit set by
-    a whole measured phase; other figures are fitted around it. `sources` of the result names exactly these
-    figures.
+    With several ranks, the measured links are corrected by a factor per kind of collective. The device
+    description and the all-reduce bandwidth are kept.
+
+    The trials do not determine a figure that accounts for less than a hundredth of every phase, or a link
+    that seems ten times faster than when measured alone. Such a figure keeps its value in `base`, or is
+    reduced so that it does not exceed a whole measured phase. The other figures are fitted around it.
+    `sources` of the result names exactly the figures that were not determined.
 
     Args:
         base: profile with initial figures and separately measured links.
-        trials: measured trials.
-        measured: seconds by phase, per trial.
-        topology: the trials' machine.
+        trials: trials that were run.
+        measured: for every trial, seconds by phase name.
+        topology: machine on which the trials ran.
 
     Raises:
         ValueError: the trials determine no figure.
     """
     names = [*_SECONDS, *_BANDWIDTHS, *(_LINK if topology.world_size > 1 else ())]
+    # [trials, phases, figures]: the factor of a figure in the duration of a phase.
     amounts = np.stack([_seconds(_machine_of(base, name), trials, topology) for name in names], axis=-1)
     # The other figures are tiny instead of 0 and leave traces in the sums.
     amounts[amounts < _NOTHING] = 0.0
@@ -92,9 +100,13 @@ def fit(
 
 
 def _fallback_reason(base: HardwareProfile, name: str, gave: float | None, part: float) -> str:
-    """Explain why a figure was kept.
+    """Explain to the user why a figure was not fitted, and how to measure it.
 
-    ``gave``: value suggested by the trials, if any; ``part``: fraction of the base time used.
+    Args:
+        base: profile that provides the value instead.
+        name: name of the figure.
+        gave: value that the trials suggested; None if no measured phase depends on the figure.
+        part: fraction of the base value that was used.
     """
     fallback = "what was measured of the link alone"
     if name not in _LINK:
@@ -112,7 +124,7 @@ def _fallback_reason(base: HardwareProfile, name: str, gave: float | None, part:
 
 
 def _cost_of(base: HardwareProfile, name: str) -> float:
-    """Return the fitted quantity: seconds, seconds per byte, or a link factor."""
+    """Return a figure in the unit of the fit: seconds, seconds per byte, or a factor (1) for links."""
     if name in _LINK:
         return 1.0
     figure: float = getattr(base, name)
@@ -120,6 +132,7 @@ def _cost_of(base: HardwareProfile, name: str) -> float:
 
 
 def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
+    """Return a link with every duration multiplied by the fitted factor."""
     return replace(
         link,
         latency=link.latency * factors["latency"],
@@ -129,7 +142,10 @@ def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
 
 
 def _machine_of(base: HardwareProfile, name: str) -> HardwareProfile:
-    """Return a machine on which only the figure `name` takes time. Dense gradients are never summed there."""
+    """Return a profile in which only the figure `name` takes time, with value 1 or the link's value.
+
+    The all-reduce bandwidth is nearly 0, so that the cost model never chooses the dense gradient exchange.
+    """
     none = Link(latency=0.0, all_to_all=np.inf, reduce_scatter=np.inf, all_reduce=_LEAST)
     figures: dict[str, Any] = dict.fromkeys(_SECONDS, _LEAST) | dict.fromkeys(_BANDWIDTHS, np.inf)
     figures |= {"intra": none, "inter": none}
@@ -142,7 +158,7 @@ def _machine_of(base: HardwareProfile, name: str) -> HardwareProfile:
 
 
 def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topology) -> Floats:
-    """Return the seconds [trials, phases] on a machine."""
+    """Return the predicted seconds [trials, phases] of all trials on a machine."""
     topology = replace(topology, hardware=machine)
     return np.stack(
         [
@@ -157,10 +173,21 @@ def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topolo
 def _determined(
     amounts: Floats, seconds: Floats, share: Floats, before: Floats, least: Floats
 ) -> tuple[Floats, dict[int, float | None]]:
-    """Fit by `_closest`, using the values `before` [X] for undetermined figures.
+    """Fit figures with `_closest`, and give undetermined figures the values in `before`.
 
-    These are returned with their fitted value, or None if nothing was measured. They are removed one at a
-    time, smallest part first, because a removal may determine another figure.
+    Undetermined figures are removed from the fit one at a time, smallest contribution first, because a
+    removal may determine another figure.
+
+    Args:
+        amounts: factor of every figure in every measured phase [N, X].
+        seconds: measured seconds [N].
+        share: fraction of the step that the phase takes [N].
+        before: values [X] for undetermined figures.
+        least: values [X] below which a figure counts as undetermined.
+
+    Returns:
+        The values [X], and by index of an undetermined figure, the value that the fit gave before the figure
+        was removed, or None if no measured phase depends on it.
     """
     dropped: dict[int, float | None] = dict.fromkeys(np.flatnonzero(~amounts.any(axis=0)).tolist())
     while True:
@@ -177,11 +204,19 @@ def _determined(
 
 
 def _closest(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Floats) -> Floats:
-    """Return non-negative factors of `amounts` [N, X] whose sum with `fixed_seconds` [N] is closest to
-    `seconds` [N].
+    """Return the values x >= 0 for which ``amounts @ x + fixed_seconds`` is closest to the measured seconds.
 
-    The distance is relative and symmetric: squares of ``predicted - measured`` are divided by both, and
-    weighted by the `share` of their step.
+    The distance is relative and symmetric: the square of ``predicted - measured`` is divided by both, and
+    weighted by the phase's share of the step.
+
+    Args:
+        amounts: factor of every figure in every measured phase [N, X].
+        seconds: measured seconds [N].
+        share: fraction of the step that the phase takes [N].
+        fixed_seconds: seconds [N] due to figures that are not fitted.
+
+    Returns:
+        Values of the figures [X].
     """
     values = np.zeros(amounts.shape[1])
     predicted = seconds
@@ -200,7 +235,7 @@ def _closest(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Flo
 
 
 def _minimum(gram: Floats, right: Floats, start: Floats) -> Floats:
-    """Return the non-negative x which minimizes x gram x / 2 - right x, by coordinate descent."""
+    """Return the x >= 0 that minimizes ``x @ gram @ x / 2 - right @ x``, by coordinate descent."""
     x = start.copy()
     for _ in range(_SWEEPS):
         for i in np.flatnonzero(np.diag(gram) > 0):

@@ -1,6 +1,6 @@
-"""Calibration trials: timed training steps of small sharded modules.
+"""Calibration trials: training steps of small sharded modules, whose phases are timed.
 
-They run all parts of a training step: routing, exchanges, lookups and fused updates, on all ranks at once.
+Like real training, they run routing, exchanges, lookups and fused updates on all ranks at once.
 """
 
 import gc
@@ -29,14 +29,25 @@ _logger = logging.getLogger("meshrec")
 _KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
 _ROWS_PER_ID = 12  # of the global batch: tables exceed the caches, and a batch touches a twelfth
 _MOST_ROWS = 200_000
-# Steps per trial which are not counted.
+# Steps at the start of a trial that are not counted.
 _WARM_UP = 3
+# Distinct batches per trial, used in turn.
 _NUM_BATCHES = 4
+# Bytes of a stand-in for the dense model, see _take_steps.
 _DENSE_BYTES = 1 << 25
 
 
 class Trial(NamedTuple):
-    """Equal tables with one sharding. A rank has ``batch_size`` bags of ``bag`` IDs per table."""
+    """A small module to time: equal tables, all sharded the same way.
+
+    Attributes:
+        kind: sharding type, one of `_KINDS`.
+        num_tables: number of tables.
+        num_rows: rows per table.
+        dim: columns per table.
+        batch_size: bags per rank and table.
+        bag: IDs per bag.
+    """
 
     kind: str
     num_tables: int
@@ -46,7 +57,7 @@ class Trial(NamedTuple):
     bag: int
 
     def tables(self) -> list[Table]:
-        """Return the tables for the cost model."""
+        """Return the tables as the cost model sees them."""
         return [
             Table(
                 name=name,
@@ -59,7 +70,7 @@ class Trial(NamedTuple):
         ]
 
     def plan(self, num_ranks: int) -> EmbeddingModuleShardingPlan:
-        """Return a plan which gives every rank the same amount of work."""
+        """Return the sharding plan of the module, which gives every rank the same amount of work."""
         ranks, size = WorldShape(num_ranks, num_ranks), TableSize(self.num_rows, self.dim)
         builders = {
             "table_wise": lambda number: table_wise(rank=number % num_ranks),
@@ -76,7 +87,14 @@ class Trial(NamedTuple):
 
 
 def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
-    """Return trials: pooled tables of several sizes in every sharding type, and an almost empty step."""
+    """Return the trials to run: tables with several widths and bag sizes, in every sharding type.
+
+    One of them has so few samples that fixed costs dominate.
+
+    Args:
+        num_ranks: number of ranks.
+        batch_size: bags per rank and table in the largest trial.
+    """
     trials = []
     half, few = max(1, batch_size // 2), max(1, batch_size // 32)
     # Column shards are at least as wide as the planner's.
@@ -105,19 +123,23 @@ def measure(
     rounds: int,
     max_seconds: float = math.inf,
 ) -> list[Mapping[str, float]]:
-    """Measure the phase seconds of each trial: medians over all steps of the mean over ranks. Collective.
+    """Run all trials, and measure the seconds of their phases. Collective.
 
-    A rank which is late in a phase makes others wait in the next exchange. So the phases of each rank add up
-    to the whole step, and so do their means; adding up the slowest ranks of all phases would exceed any step.
-    Every round runs all trials, so that disturbances affect all of them.
+    The phases of a rank add up to the whole step, including the time in which it waits for ranks that are
+    late. So do the means over ranks, whereas the slowest ranks of all phases would add up to more than any
+    step. Every round runs all trials, so that disturbances affect all of them.
 
     Args:
-        trials: trials; all ranks have equal work.
+        trials: trials, which give all ranks equal work.
         env: process groups.
         device: device to measure.
-        steps: steps per trial and round.
-        rounds: maximum round count.
-        max_seconds: no further round starts which would end later.
+        steps: timed steps per trial and round.
+        rounds: maximum number of rounds.
+        max_seconds: time limit; no round starts that would probably end later.
+
+    Returns:
+        For every trial, seconds by phase name: the median over all steps of the mean over ranks. Phases that
+        took no time are left out.
     """
     times_by_trial: list[list[list[float]]] = [[] for _ in trials]
     dense = torch.ones(_DENSE_BYTES // 4, device=device)
@@ -144,7 +166,7 @@ def measure(
 
 
 def _largest(seconds: float, env: ShardingEnv, device: torch.device) -> float:
-    """Return the maximum over all ranks, so that they decide alike."""
+    """Return the maximum over all ranks, so that all ranks stop after the same round. Collective."""
     value = torch.tensor(seconds, dtype=torch.float64, device=device)
     if env.world.group is not None:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=env.world.group)
@@ -152,6 +174,17 @@ def _largest(seconds: float, env: ShardingEnv, device: torch.device) -> float:
 
 
 def _take_steps(trial: Trial, env: ShardingEnv, dense: Tensor, steps: int) -> list[dict[str, float]]:
+    """Run training steps of a trial on new tables. Collective.
+
+    Args:
+        trial: module to time.
+        env: process groups.
+        dense: tensor that is read and written between lookup and update, as a dense model would do.
+        steps: number of timed steps, after a few steps to warm up.
+
+    Returns:
+        For every timed step, seconds by phase name on this rank.
+    """
     device = dense.device
     tables = [
         EmbeddingBagConfig(
@@ -182,6 +215,7 @@ def _take_steps(trial: Trial, env: ShardingEnv, dense: Tensor, steps: int) -> li
 
 
 def _batch(trial: Trial, generator: torch.Generator, device: torch.device) -> KeyedJaggedTensor:
+    """Return a batch of uniformly random IDs for all tables of a trial."""
     num_bags = trial.num_tables * trial.batch_size
     ids = torch.randint(0, trial.num_rows, (num_bags * trial.bag,), generator=generator)
     offsets = torch.arange(num_bags + 1) * trial.bag
