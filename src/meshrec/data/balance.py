@@ -1,4 +1,4 @@
-"""Division of a step's samples among ranks, balanced by history cost."""
+"""Division of the samples in a training step among ranks, so that their histories take about equal time."""
 
 import functools
 import heapq
@@ -21,15 +21,16 @@ Fitted to HSTU steps with histories of 32 to 4,096 items: 705 items at width 64,
 
 
 def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) -> list[Ints]:
-    """Divide a step's samples among ranks, so that ranks have about equal history costs.
+    """Divide the samples in a step among ranks, so that the ranks have about equal computing costs.
 
-    A history of length L costs L for token-wise layers, plus ``L**2 / (EVEN_LENGTH * attention_width)`` for
-    attention, if any. Samples are assigned in order of descending cost, each to the cheapest rank with room.
-    A rank has room for its `rank_slice` of samples, so batch sizes do not change.
+    The estimated cost of a history with L items is L for layers that work item by item, plus
+    ``L**2 / (EVEN_LENGTH * attention_width)`` for attention, if any. Samples are assigned in order of
+    descending cost to the rank with the lowest cost so far. A rank gets as many samples as its `rank_slice`
+    has, so batch sizes do not change.
 
     Args:
-        lengths_B: history length per sample.
-        world_size: rank count.
+        lengths_B: history length per sample in the step, [B].
+        world_size: number of ranks.
         attention_width: width of the attention over histories; 0: no attention.
 
     Returns:
@@ -41,7 +42,7 @@ def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) 
     slices = [rank_slice(len(costs), rank, world_size) for rank in range(world_size)]
     room = [stop - start for start, stop in slices]
     shares: list[list[int]] = [[] for _ in range(world_size)]
-    heap = [(0.0, rank) for rank in range(world_size) if room[rank]]
+    heap = [(0.0, rank) for rank in range(world_size) if room[rank]]  # (cost so far, rank) of ranks with room
     # Longest first: greedy assignment in descending order is within 4/3 of the optimum (Graham, 1969).
     for sample in np.argsort(-costs, kind="stable").tolist():
         cost, rank = heapq.heappop(heap)
@@ -52,10 +53,14 @@ def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) 
 
 
 def balanced_reader(dataset: Dataset, attention_width: int) -> Reader:
-    """Return the training reader, balanced by history cost, see `balanced_shares`.
+    """Return the dataset's training reader, with steps divided among ranks by `balanced_shares` if possible.
 
-    Requires `IndexedSamples`, which knows all history lengths of a step. Streamed samples are not
-    balanced, because a rank reads only its own part of the files; a log line says so.
+    Balancing needs an `IndexedSamples` reader, which knows the history lengths of all samples in a step. A
+    reader that streams files is returned unchanged, with a log line, because a rank reads only part of them.
+
+    Args:
+        dataset: dataset; features with ``sequence`` are histories.
+        attention_width: width of the attention over histories; 0: no attention.
     """
     histories = [feature.name for feature in dataset.features if feature.sequence]
     if not histories:

@@ -10,19 +10,20 @@ from meshrec.sparse import KeyedJaggedTensor
 
 @dataclass
 class Batch:
-    """B samples: model inputs and labels.
+    """Model inputs and labels of B samples, as tensors.
 
-    ``DLRMTrain`` accepts a batch directly: ``dense_features`` and ``sparse_features`` are the input names.
+    The attributes ``dense_features`` and ``sparse_features`` have the names of TorchRec's batches, so that
+    ``DLRMTrain`` accepts a batch directly.
     """
 
     dense: Tensor
     """Dense values [B, num_dense], float32."""
     sparse: KeyedJaggedTensor
-    """B bags per key."""
+    """IDs per key, with B bags (lists of IDs) for every key."""
     labels: Tensor
     """Labels [B] float32, or [B, L] for L labels; NaN without labels."""
     rows: Tensor | None = None
-    """Row number in the data per sample, [B] int64 on the CPU; see `meshrec.data.Reader.files`."""
+    """Row number in the data per sample, [B] int64, always on the CPU; see `meshrec.data.Reader.files`."""
     weights: Tensor | None = None
     """Loss weight per sample, [B] float32; None: all 1."""
 
@@ -92,7 +93,7 @@ class Batch:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Inform the allocator that ``stream`` uses the memory."""
+        """Tell the CUDA allocator that ``stream`` uses the tensors, see ``torch.Tensor.record_stream``."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.labels.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Data source interface: features, readers, and a position stored in checkpoints."""
+"""Interface between data and training: datasets, their features and readers, and a reader's position."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,18 +19,19 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Feature description, as needed by models and the planner to size the table.
+    """Feature with IDs, as described to models and to the planner, which size the embedding table by it.
 
     Args:
         name: key in ``Batch.sparse``.
-        num_embeddings: IDs are in ``[0, num_embeddings)``. 0: the values are not IDs, and no table reads
-            them.
-        average_length: mean IDs per sample.
-        sequence: whether the IDs are ordered, oldest first.
-        table: table name. Features with the same table share rows. None: a table with the feature's name.
-        keys: hashed key options: any int64 is an ID, and ``num_embeddings`` is the maximum number of rows.
-            None: IDs are rows.
-        max_length: maximum IDs per sample; None: unknown.
+        num_embeddings: rows of the table; IDs are in ``[0, num_embeddings)``. 0: the values are not IDs, such
+            as timestamps, and have no table.
+        average_length: mean number of IDs per sample.
+        sequence: whether the IDs of a sample are in order of time, oldest first.
+        table: name of the embedding table. Features with the same name share the table. None: the feature has
+            a table of the same name.
+        keys: options of a hashed table, where any int64 is an ID, and ``num_embeddings`` is the maximum
+            number of rows. None: the table has a fixed size, and an ID is a row index.
+        max_length: maximum number of IDs per sample; None: unknown.
     """
 
     name: str
@@ -43,14 +44,16 @@ class Feature:
 
 
 class Position(NamedTuple):
-    """Training progress: samples of this epoch consumed by all ranks together."""
+    """Training progress, as stored in checkpoints."""
 
     epoch: int = 0
+    """Epoch, from 0."""
     sample: int = 0
+    """Samples that all ranks together have consumed in this epoch."""
 
 
 class RowsOfFile(NamedTuple):
-    """Row numbers of a file within a reader: ``[first_row, first_row + num_rows)``."""
+    """Row numbers that a reader gives to the rows in a file: ``[first_row, first_row + num_rows)``."""
 
     name: str
     first_row: int
@@ -58,18 +61,20 @@ class RowsOfFile(NamedTuple):
 
 
 class FileRows(NamedTuple):
-    """File (index into `Reader.files`) and row within it (from 0), for B samples."""
+    """Files and rows from which B samples were read; see `locate`."""
 
     file_B: Tensor
+    """Index into `Reader.files` per sample, int64 [B]."""
     row_B: Tensor
+    """Row number in the file per sample, from 0, int64 [B]."""
 
 
 def locate(files: Sequence[RowsOfFile], rows: Tensor) -> FileRows:
-    """Return the file and the row within it for row numbers in ``Batch.rows``.
+    """Convert the row numbers in ``Batch.rows`` to files, and row numbers in these files.
 
     Args:
-        files: `Reader.files`.
-        rows: row numbers [B], int64.
+        files: ``Reader.files`` of the reader that returned the batch.
+        rows: row numbers, int64 [B].
     """
     starts = torch.tensor([file.first_row for file in files])
     file_B = torch.searchsorted(starts, rows, right=True) - 1
@@ -77,11 +82,11 @@ def locate(files: Sequence[RowsOfFile], rows: Tensor) -> FileRows:
 
 
 class Reader(ABC):
-    """Samples in an order that is a pure function of (seed, epoch).
+    """Reader that divides the samples of an epoch into batches for all ranks.
 
-    Step s of an epoch takes samples ``[s * W * B, (s + 1) * W * B)`` in that order, for W ranks and batches
-    of B samples. A `Position` counts samples, not steps, so training resumes at the exact sample even if W or
-    B changes.
+    The order of samples is a pure function of (seed, epoch). With W ranks and B samples per batch, step s
+    takes the samples ``[s * W * B, (s + 1) * W * B)`` in this order. A `Position` counts samples, not steps,
+    so training resumes at the exact sample even if W or B changes.
     """
 
     @property
@@ -92,7 +97,10 @@ class Reader(ABC):
     @property
     @abstractmethod
     def files(self) -> Sequence[RowsOfFile]:
-        """Files numbered consecutively by ``Batch.rows``, including rows outside this part of the data."""
+        """Files to which the row numbers in ``Batch.rows`` refer, numbered consecutively over all files.
+
+        The files may have more rows than the reader has samples, such as the rows of validation data.
+        """
 
     @abstractmethod
     def batches(
@@ -122,32 +130,35 @@ class Reader(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Readers for training, validation and test samples, and a sample description.
+    """Training, validation and test data for a model, and a description of the samples.
 
     Args:
         name: display name.
-        features: ``Batch.sparse`` keys, in order.
-        num_dense: ``Batch.dense`` columns.
-        train: training reader.
-        validation: reader for samples that select the best weights, in data order.
-        test: reader for samples that evaluate the selected weights once, in data order.
-        item: feature with the recommended item, if any.
-        seen: feature with items that must not be recommended again, if any.
-        times: feature with history timestamps in seconds, if any.
-        catalogue: a sample per recommendable item, with item features. IDs ascend.
-        item_counts: training target counts per catalog item, [items].
-        new_user_scores: scores of all catalog items for a user without a history, [items].
-        best_auc: best possible AUC on ``validation``, if known.
-        open: ``open(paths, labelled)`` reads other files in the same format, in order: with labels for
-            evaluation, or without for scoring. None without files.
+        features: features in ``Batch.sparse``, in the order of the keys.
+        num_dense: number of columns in ``Batch.dense``.
+        train: reader for training samples.
+        validation: reader for the samples on which the best weights are selected, in data order.
+        test: reader for the samples on which the selected weights are evaluated once, in data order.
+        item: name of the feature with the recommended item, if any.
+        seen: name of the feature with items that must not be recommended again, if any.
+        times: name of the feature with the timestamps of a history, in seconds, if any.
+        catalogue: features of all items that can be recommended: a sample per item, by ascending item ID.
+        item_counts: how many training targets are this item, per catalog item, int64 [items].
+        new_user_scores: score per catalog item for a user without a history, float32 [items].
+        best_auc: best possible AUC on ``validation``, if known, as for synthetic data.
+        open: function ``open(paths, labelled)``, which returns a reader for other files in the same format,
+            in file order. ``labelled`` is true for evaluation, and false for scoring files without labels.
+            None if the data is not from files.
         has_id_weights: whether IDs have weights.
         labels: label names, if there are several.
-        id_columns: source columns for IDs, if named differently from the features.
-        number_edges: bin edges per ``Batch.dense`` column, empty for a column without bins. No entries: no
-            bins.
-        dense_names: ``Batch.dense`` column names, if known.
-        num_classes: label classes, with a logit each; 0: a single logit.
-        skipped: damaged rows omitted so far, by file and reason. Rows are counted once.
+        id_columns: columns of the files from which IDs are read, if named differently from the features.
+        number_edges: bin edges per ``Batch.dense`` column, for models that embed numbers; an empty tuple for
+            a column without bins. No entries: no column has bins.
+        dense_names: names of the ``Batch.dense`` columns, if known.
+        num_classes: number of classes of a class label, for which the model needs a logit per class. 0: the
+            model has a single logit.
+        skipped: number of damaged rows omitted so far, by file and reason. A row that is read again is
+            not counted again.
     """
 
     name: str
@@ -173,15 +184,16 @@ class Dataset:
     dense_names: tuple[str, ...] = ()
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
-        """Return a table per feature, or per group of features sharing a table, all with the same width.
+        """Return the configurations of the embedding tables, all with dimension ``embedding_dim``.
 
-        Sequence features are mean-pooled, others sum-pooled.
+        Features with the same table name share a table. A table is mean-pooled if any of its features is a
+        sequence, otherwise sum-pooled.
         """
         return embedding_bag_configs(self.features, embedding_dim)
 
 
 def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> list[EmbeddingBagConfig]:
-    """Return the tables for ``features``; see `Dataset.tables`.
+    """Return the configurations of the embedding tables for ``features``; see `Dataset.tables`.
 
     Raises:
         ValueError: features sharing a table differ in ``num_embeddings`` or ``keys``.

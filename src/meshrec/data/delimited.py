@@ -1,4 +1,4 @@
-"""Line-oriented text, parsed by Arrow."""
+"""Text with a row per line and a delimiter between fields, parsed by Arrow."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,10 +13,11 @@ _PATTERNS = {"int": r"^ *[+-]?[0-9]+ *$", "float": r"^ *[+-]?([0-9]+\.?[0-9]*|\.
 
 
 class Lines(NamedTuple):
-    """Parsed columns, with the line number (from 0) of every row."""
+    """Rows parsed from lines of text. Damaged lines have no row."""
 
     table: "pa.Table"
     lines: Ints
+    """Line number per row, from 0, counted from the start of the parsed text, int64 [n]."""
 
 
 def parse(
@@ -30,17 +31,18 @@ def parse(
     quotes: bool = False,
     first_line: int = 0,
 ) -> Lines:
-    """Parse the columns in ``types``.
+    """Parse some columns of a text.
 
     Args:
         text: whole lines, UTF-8.
-        where: file name for messages.
-        faults: handles lines with a wrong number of fields, and values of the wrong type.
-        columns: all column names. None: the first line is a header.
-        types: Arrow type names by column. Empty fields are null, except in string columns.
-        delimiter: a character.
-        quotes: whether fields may be double-quoted.
-        first_line: first line number, from 0.
+        where: file name, for messages.
+        faults: raises for a line with a wrong number of fields or a value of the wrong type, or counts it.
+        columns: names of all columns in the text. None: the first line has the names.
+        types: name of the Arrow type by column, such as "int64"; columns not named here are not parsed. An
+            empty field is null, except in a string column.
+        delimiter: character between fields.
+        quotes: whether fields may be in double quotes.
+        first_line: number of the first line in the file, from 0, for messages.
     """
     bad_lines: list[tuple[int, int, int]] = []
 
@@ -86,6 +88,13 @@ def _read(text: Any, options: Any, types: Mapping[str, Any]) -> "pa.Table":
 
 
 def _valid_lines(num_rows: int, bad: list[int], *, header: bool) -> Ints:
+    """Return the line number per parsed row.
+
+    Args:
+        num_rows: number of parsed rows.
+        bad: numbers of the lines that Arrow skipped.
+        header: whether the first line is a header.
+    """
     lines = np.ones(num_rows + len(bad) + header, dtype=np.bool_)
     lines[bad] = False
     if header:
@@ -94,7 +103,15 @@ def _valid_lines(num_rows: int, bad: list[int], *, header: bool) -> Ints:
 
 
 def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faults, first_line: int) -> Lines:
-    """Convert strings to numbers, column by column. Rows with other strings are faults."""
+    """Convert columns that were read as strings to their types. Rows with other strings are damage.
+
+    Args:
+        parsed: the parsed rows.
+        types: Arrow type by column.
+        where: file name, for messages.
+        faults: raises for damaged rows, or counts them.
+        first_line: number of the first line in the file, from 0, for messages.
+    """
     table, lines = parsed
     valid: Bools = np.ones(table.num_rows, dtype=np.bool_)
     for name, kind in types.items():

@@ -13,18 +13,21 @@ from meshrec.data.samples import Bools, Samples, Shape
 
 
 class RowOrigin(NamedTuple):
-    """Origin of rows, such as "a.parquet: row group 3", with the number of the first row in the file."""
+    """Where rows were read from, for messages."""
 
     name: str
+    """Display name, such as "a.parquet: row group 3"."""
     first_row: int
+    """Row number in the file of the first row."""
     file: str = ""
+    """File name, by which omitted rows are counted."""
 
 
 class RowChecks(NamedTuple):
-    """Checks of a table's rows while they are encoded."""
+    """Result of checking the rows of a table, updated while the rows are encoded."""
 
     origin: RowOrigin
-    """Row source, for messages."""
+    """Where the rows were read from, for messages."""
     valid: Bools
     """Whether a row is valid so far, [n]; modified in place."""
     faults: Faults
@@ -44,12 +47,15 @@ class RowChecks(NamedTuple):
         self.faults.check(self.valid, good, message, first_row, file, is_allowed=is_allowed)
 
     def of_first(self, num_rows: int) -> "RowChecks":
-        """Return the checks of the first rows, such as the only row that all samples of a request share."""
+        """Return checks for the first rows only. They update the same mask.
+
+        For example, a table with columns that all samples in a request share has a single row.
+        """
         return self._replace(valid=self.valid[:num_rows])
 
 
 class Encoding(ABC):
-    """Column semantics of a table: converts rows to samples."""
+    """Meaning of the columns in a table: converts rows to samples. `Features` implements it."""
 
     @property
     @abstractmethod
@@ -63,7 +69,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def described(self) -> tuple[Feature, ...]:
-        """Return the model's features."""
+        """Return the features in ``Batch.sparse`` as described to models, in the order of ``keys``."""
 
     @abstractmethod
     def columns(self) -> Sequence[str]:
@@ -71,11 +77,11 @@ class Encoding(ABC):
 
     @abstractmethod
     def id_columns(self) -> tuple[str, ...]:
-        """Return the source columns for IDs."""
+        """Return the columns from which IDs are read."""
 
     @abstractmethod
     def labels_of(self) -> tuple[str, ...]:
-        """Return label names if there are several, otherwise nothing."""
+        """Return the label names if there are several labels, otherwise an empty tuple."""
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -94,7 +100,10 @@ class Encoding(ABC):
 
     @abstractmethod
     def fitted_kinds(self) -> Mapping[str, str]:
-        """Return known column kinds by name: text, integer, number, ..., or numeric: any number."""
+        """Return the known kinds of columns, by column name.
+
+        A kind is one of `meshrec.data.features.values.Kind`, or "numeric": an integer or another number.
+        """
 
     @abstractmethod
     def wrong_columns(self, schema: Any) -> list[str]:
@@ -102,12 +111,12 @@ class Encoding(ABC):
 
     @abstractmethod
     def encode(self, table: Any, origin: RowOrigin, faults: Faults) -> Samples:
-        """Encode a table with the right columns. Damaged rows are not ``kept``, or raise an error.
+        """Convert the rows of a table to samples.
 
         Args:
-            table: Arrow table.
-            origin: row source, for messages.
-            faults: handles damage.
+            table: Arrow table without `wrong_columns`.
+            origin: where the rows were read from, for messages.
+            faults: raises for a damaged row, or counts it; then the sample is not ``kept``.
         """
 
     @abstractmethod

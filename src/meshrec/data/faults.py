@@ -1,4 +1,4 @@
-"""Damaged data handling: raise an error, or skip and count."""
+"""Handling of damaged data: raise an error, or skip the rows and count them."""
 
 import importlib
 import logging
@@ -23,11 +23,11 @@ REMEDY = (
     ". Repair the data, or leave such rows out: on_error='skip', which is --data.on-error skip of "
     "`meshrec train` and --on-error skip of `meshrec evaluate` and `meshrec predict`."
 )
-"""Next step for damage in files, appended to messages."""
+"""End of an error message about damaged rows: what the user can do next."""
 REMEDY_OF_COLUMNS = (
     ". Every row of this part has it: give the column what the recipe expects, or change the recipe."
 )
-"""Next step for damage in all rows, of which skipping would leave none."""
+"""End of an error message if all rows are damaged, so that skipping would leave none."""
 
 
 _SHORT = reprlib.Repr()
@@ -35,7 +35,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxlon
 
 
 class DataError(ValueError):
-    """Data that cannot be read as configured. The message names file, location and column."""
+    """Error for data that cannot be read as configured. The message names file, location and column."""
 
 
 class Faults:
@@ -50,24 +50,29 @@ class Faults:
             raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
         self.skipping = on_error == "skip"
         self.skipped: dict[str, int] = {}
-        """Omitted rows by location and reason. Rows are counted once, however often they are read."""
+        """Number of omitted rows, by a message with location and reason. Later epochs are not counted again.
+
+        Only grows, as data is read; readers and datasets keep a reference to show the current counts.
+        """
         self.by_file: dict[str, dict[str, int]] = {}
-        """Omitted rows by file, then by location and reason."""
+        """The same counts by file name, then by message."""
 
     def report(
         self, message: str, rows: int, file: str = "", *, is_allowed: bool = False, every_row: bool = False
     ) -> None:
-        """Report damaged or intentionally omitted rows.
+        """Raise an error for omitted rows, or count them and log a warning.
 
         Args:
             message: problem and location.
-            rows: row count.
+            rows: number of omitted rows.
             file: file name.
-            is_allowed: rows are omitted by configuration, and are not damage.
-            every_row: all rows are damaged, so that skipping would leave none.
+            is_allowed: whether the configuration omits these rows. They are not damage, and are counted even
+                with on_error "raise".
+            every_row: whether all rows of the file or block are damaged, so that skipping would leave none.
+                Changes only the advice in the error message.
 
         Raises:
-            DataError: damaged data is not skipped.
+            DataError: the rows are damaged, and on_error is "raise".
         """
         message = message.rstrip(".")
         if not self.skipping and not is_allowed:
@@ -88,18 +93,20 @@ class Faults:
         *,
         is_allowed: bool = False,
     ) -> None:
-        """Remove invalid samples from ``valid``.
+        """Mark the rows that fail a check as invalid, and `report` them.
+
+        Rows that are invalid already are not reported again.
 
         Args:
-            valid: whether a sample is valid so far; modified in place.
-            good: whether a sample passes this check.
-            message: problem and location; ``{row}`` is replaced by the first bad row.
-            first_row: first sample's row number in the file.
+            valid: whether a row is valid so far, bool [n]; modified in place.
+            good: whether a row passes this check, bool [n].
+            message: problem and location; ``{row}`` is replaced by the number of the first failing row.
+            first_row: row number in the file of the first row.
             file: file name.
-            is_allowed: bad samples are omitted by configuration, and are not damage.
+            is_allowed: whether the configuration omits failing rows, so that they are not damage.
 
         Raises:
-            DataError: damaged data is not skipped.
+            DataError: rows are damaged, and on_error is "raise".
         """
         bad = valid & ~np.asarray(good, dtype=np.bool_)
         num = int(bad.sum())
@@ -117,12 +124,16 @@ def rows_text(num: int) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return an abbreviated representation of a value for messages."""
+    """Return the ``repr`` of a value for messages, abbreviated if it is long."""
     return _SHORT.repr(value)
 
 
 def needs(module: str, extra: str) -> ModuleType:
-    """Import a module installed by an extra.
+    """Import a module that an optional dependency of MeshRec installs.
+
+    Args:
+        module: module name, such as "pyarrow.csv".
+        extra: extra of the package ``meshrec`` that installs the module, such as "data".
 
     Raises:
         ModuleNotFoundError: the module is missing; the message names the extra, and ``name`` is None.

@@ -12,9 +12,16 @@ _FIRST_BYTES = np.array([(1 << 8 * count) - 1 for count in range(9)], dtype=np.u
 
 
 def mix(values: UInt64s, seed: int = 0) -> UInt64s:
-    """Return 64 pseudo-random bits per value; every seed gives a different permutation.
+    """Hash 64-bit integers with splitmix64. For every seed, the hash is a permutation of all 64-bit integers.
 
-    The splitmix64 finalizer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
+    See Steele, Lea, Flood: "Fast splittable pseudorandom number generators" (2014).
+
+    Args:
+        values: uint64 [n].
+        seed: selects one of the permutations.
+
+    Returns:
+        Hashes, uint64 [n].
     """
     mask = (1 << 64) - 1
     mixed = values + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & mask)
@@ -27,7 +34,17 @@ def mix(values: UInt64s, seed: int = 0) -> UInt64s:
 
 
 def codes_of(column: Any) -> tuple[npt.NDArray[np.int64], Any]:
-    """Return codes from 0 in order of first appearance, and the values by code, for an Arrow column."""
+    """Number the distinct values of an Arrow column from 0, in order of first appearance.
+
+    Example: the column ``["b", "a", "b"]`` gives the codes ``[0, 1, 0]`` and the values ``["b", "a"]``.
+
+    Args:
+        column: chunked array with n rows, without nulls.
+
+    Returns:
+        - The code per row, int64 [n].
+        - The distinct values by code, an Arrow array.
+    """
     column = column.combine_chunks()
     if hasattr(column, "dictionary_decode"):
         # A dictionary of the writer has another order, and values that no row has.
@@ -37,7 +54,10 @@ def codes_of(column: Any) -> tuple[npt.NDArray[np.int64], Any]:
 
 
 def to_range(hashes: UInt64s, size: int) -> npt.NDArray[np.int64]:
-    """Map hashes evenly to ``[0, size)``, for sizes up to 2**32: (upper half * size) >> 32."""
+    """Map 64-bit hashes evenly to integers in ``[0, size)``, int64 [n].
+
+    The result is ``(upper 32 bits * size) >> 32``, so ``size`` must not exceed 2**32.
+    """
     scaled = hashes >> np.uint64(32)
     scaled *= np.uint64(size)
     scaled >>= np.uint64(32)
@@ -45,9 +65,14 @@ def to_range(hashes: UInt64s, size: int) -> npt.NDArray[np.int64]:
 
 
 def hash_bytes(array: Any) -> tuple[npt.NDArray[np.int64], UInt64s]:
-    """Return byte lengths and hashes for an Arrow string or binary array. Null hashes like the empty string.
+    """Hash the strings in an Arrow string or binary array. Null has the hash of the empty string.
 
-    The loop processes 8 bytes of every string per iteration.
+    Args:
+        array: n strings.
+
+    Returns:
+        - The length per string in bytes, int64 [n].
+        - The hash per string, uint64 [n].
     """
     large = str(array.type).startswith("large")
     _, offset_buffer, data_buffer = array.buffers()
@@ -60,6 +85,7 @@ def hash_bytes(array: Any) -> tuple[npt.NDArray[np.int64], UInt64s]:
     # Eight zero bytes at the end, so that the last window of a string stays inside the buffer.
     words = np.lib.stride_tricks.sliding_window_view(np.concatenate([data, np.zeros(8, np.uint8)]), 8)
     hashes = mix(lengths.astype(np.uint64))
+    # An iteration hashes the next 8 bytes of all strings at once.
     for start in range(0, int(lengths.max(initial=0)), 8):
         remaining = np.clip(lengths - start, 0, 8)
         word = words[np.where(remaining > 0, starts + start, 0)].view("<u8")[:, 0] & _FIRST_BYTES[remaining]

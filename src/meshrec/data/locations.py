@@ -1,4 +1,7 @@
-"""Data locations: paths, folders and patterns, local or in a store supported by pyarrow."""
+"""Locations of data files: paths, folders and patterns, on local disks or in a store that pyarrow supports.
+
+A store is a remote file system such as S3. A file in a store is named by a URI.
+"""
 
 import fnmatch
 import glob
@@ -15,6 +18,7 @@ File = Path | str
 """Local file, or its URI in a store, such as ``s3://bucket/clicks.parquet``."""
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+"""Compression codec of pyarrow by the last suffix of a file name."""
 
 
 _TSV_SUFFIXES = (".tsv", *(f".tsv{suffix}" for suffix in _CODECS))
@@ -24,16 +28,24 @@ _PARQUET_OR_CSV = ("*.parquet", " ".join(f"*{suffix}" for suffix in _CSV_SUFFIXE
 
 
 def expand(paths: Paths, *patterns: str) -> list[File]:
-    """Return the files matched by paths, folders and patterns; URIs for files in stores.
+    """Return all files that paths, folders and glob patterns stand for.
 
-    A folder expands to files, including those in ``key=value`` subfolders, matching the first of ``patterns``
-    that matches any. An entry of ``patterns`` may hold several patterns, separated by blanks.
+    A folder stands for the files in it and in its ``NAME=VALUE`` subfolders. Only files that match
+    ``patterns`` are used.
 
-    Stores are those of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf and file. Credentials are
-    found as by the store's own tools.
+    URIs may have the schemes of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf and file.
+    Credentials are found in the same way as by the store's command-line tools.
+
+    Args:
+        paths: one or more paths, folders or glob patterns; URIs for files in a store.
+        patterns: file names to use in folders. The first entry that matches any file is used alone, and may
+            hold several glob patterns, separated by blanks.
+
+    Returns:
+        Files, sorted by name for every path; URIs for files in a store.
 
     Raises:
-        DataError: a path matches nothing, or is unreachable.
+        DataError: a path stands for no file, or a store is unreachable.
     """
     files: list[File] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
@@ -52,10 +64,15 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
 
 
 def expand_tables(paths: Paths) -> tuple[list[File], bool]:
-    """Return the Parquet or CSV files matched by paths, and whether they are CSV.
+    """Return the Parquet files or text files that paths stand for; see `expand`.
+
+    In a folder, text files (CSV, TSV or JSON lines) are used only if there are no Parquet files.
+
+    Returns:
+        The files, and whether they are text.
 
     Raises:
-        DataError: as for `expand`, or the files are of both kinds.
+        DataError: as for `expand`, or there are files of both kinds.
     """
     files = expand(paths, *_PARQUET_OR_CSV)
     text = [is_csv(file) for file in files]
@@ -65,22 +82,22 @@ def expand_tables(paths: Paths) -> tuple[list[File], bool]:
 
 
 def is_address(path: str | Path) -> bool:
-    """Return whether a file is in a store."""
+    """Return whether a path is the URI of a file in a store."""
     return isinstance(path, str) and "://" in path
 
 
 def is_csv(path: str | Path) -> bool:
-    """Return whether a file, URI or pattern is named as text: CSV, TSV or JSON lines, possibly compressed."""
+    """Return whether a path, URI or pattern has the suffix of CSV, TSV or JSON lines, possibly compressed."""
     return _has_suffix(path, _CSV_SUFFIXES)
 
 
 def is_tsv(path: str | Path) -> bool:
-    """Return whether a file, URI or pattern is named as tab-separated."""
+    """Return whether a path, URI or pattern has the suffix of tab-separated text, possibly compressed."""
     return _has_suffix(path, _TSV_SUFFIXES)
 
 
 def is_json(path: str | Path) -> bool:
-    """Return whether a file, URI or pattern is named as JSON lines."""
+    """Return whether a path, URI or pattern has the suffix of JSON lines, possibly compressed."""
     return _has_suffix(path, _JSON_SUFFIXES)
 
 
@@ -90,7 +107,10 @@ def _has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def not_parquet(file: File, error: Exception) -> str:
-    """Explain why a file not named as CSV cannot be read, without a remedy for Parquet."""
+    """Return the error message for a file that cannot be read as Parquet.
+
+    For a file name without a Parquet suffix, the message says how to name CSV files.
+    """
     if suffix_of(file).lower() in (".parquet", ".pq", ""):
         return f"{file} cannot be read as Parquet: {error}"
     return (
@@ -100,12 +120,12 @@ def not_parquet(file: File, error: Exception) -> str:
 
 
 def codec_of(file: File) -> str | None:
-    """Return pyarrow's codec for a compressed file name, or None."""
+    """Return the name of the compression codec for a file name, such as "gzip"; None if not compressed."""
     return _CODECS.get(suffix_of(file).lower())
 
 
 def opened(file: File) -> Any:
-    """Open a file for pyarrow. The caller closes it.
+    """Open a local file or a file in a store for reading by pyarrow. The caller closes it.
 
     Raises:
         OSError: the file is unreachable.
@@ -124,7 +144,7 @@ def _local(location: str | Path, patterns: Sequence[str]) -> list[File]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """List a folder, with ``key=value`` subfolders expanded."""
+    """Return the paths in a folder, sorted by name, with the files of ``NAME=VALUE`` subfolders."""
     files: list[Path] = []
     for path in sorted(folder.iterdir()):
         files += _files_in(path) if "=" in path.name and path.is_dir() else [path]
@@ -132,7 +152,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _stored_in(filesystem: Any, folder: str) -> list[Any]:
-    """List a store folder like `_files_in`."""
+    """Return pyarrow's ``FileInfo`` for the files in a store's folder, in the order of `_files_in`."""
     files: list[Any] = []
     selector = pa_fs.FileSelector(folder, allow_not_found=True)
     for info in sorted(filesystem.get_file_info(selector), key=lambda info: str(info.path)):
@@ -142,6 +162,7 @@ def _stored_in(filesystem: Any, folder: str) -> list[Any]:
 
 
 def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
+    """Return the URIs of the files that a URI of a file, folder or pattern stands for."""
     plain, question, options = str(address).partition("?")
     try:
         filesystem, path = pa_fs.FileSystem.from_uri(str(address))
@@ -165,7 +186,13 @@ def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
 
 
 def _first(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]) -> list[T]:
-    """Return the files matching the first pattern that matches any."""
+    """Return the files that match the first entry of ``patterns`` with any match.
+
+    Args:
+        files: files to select from.
+        name: function that returns the name of a file.
+        patterns: entries with one or more glob patterns, separated by blanks.
+    """
     for pattern in patterns:
         matches = [
             file for file in files if any(fnmatch.fnmatch(name(file), part) for part in pattern.split())
@@ -181,10 +208,14 @@ def suffix_of(file: File) -> str:
 
 
 def as_local(files: Sequence[File], description: str) -> list[Path]:
-    """Return files as local paths.
+    """Convert files to local paths.
+
+    Args:
+        files: paths and URIs.
+        description: kind of the files, in plural, for the error message.
 
     Raises:
-        DataError: a file is not local.
+        DataError: a file is in a store.
     """
     for file in files:
         if is_address(file):

@@ -14,18 +14,18 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return `` Did you mean NAME?`` with the most similar name, or an empty string."""
+    """Return `` Did you mean NAME?``, the end of an error message; empty if no name is similar to it."""
     name = nearest(word, names)
     return "" if name is None else f" Did you mean {name}?"
 
 
 def missing_column(location: str, name: str, names: Iterable[str]) -> DataError:
-    """Return the error for a column ``name`` that is not among the columns.
+    """Create the error for a missing column; the message suggests a similar name.
 
     Args:
-        location: file or table, for the message.
+        location: file or table with the missing column.
         name: missing column.
-        names: columns.
+        names: all columns of the file or table.
     """
     return DataError(
         f"{location}: there is no column {name!r} among {list(names)}.{did_you_mean(name, names)}"

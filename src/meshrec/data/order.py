@@ -1,8 +1,10 @@
-"""Sample order and assignment to ranks, as pure functions of (seed, epoch).
+"""Order of samples in an epoch, and their assignment to ranks, as pure functions of (seed, epoch).
 
-An epoch's samples form a sequence (blocks in shuffled order), which is cut into L equal *lanes*. The global
-order takes a sample from every lane in turn: sample p is number p // L in lane p % L. Ranks share a step by
-lanes, so every rank reads contiguous parts of the sequence. L does not depend on the rank count.
+The blocks of the data, in shuffled order, form a sequence of samples. The sequence is cut into L contiguous
+*lanes* whose lengths differ by at most one sample. The global order, in which training consumes samples,
+takes a sample from every lane in turn: position p in the global order is sample p // L of lane p % L. In a
+step, a rank reads some of the lanes, and reads every lane sequentially. L does not depend on the number of
+ranks, so neither does the order.
 """
 
 from collections.abc import Iterator
@@ -16,23 +18,23 @@ from meshrec.data.dataset import Position
 
 
 class Stream(IntEnum):
-    """Random number purposes, with independent streams."""
+    """Purposes of random numbers. Generators with different purposes are independent for equal seeds, too."""
 
-    BLOCKS = 1
-    WINDOW = 2
-    SAMPLES = 3
-    TEACHER = 4
+    BLOCKS = 1  # shuffle the blocks, or all samples, of an epoch
+    WINDOW = 2  # shuffle the rows in a window
+    SAMPLES = 3  # draw synthetic samples
+    TEACHER = 4  # draw the model behind synthetic data
 
 
 class Step(NamedTuple):
-    """A step's samples on all ranks: ``[start, stop)`` in the global order."""
+    """Samples of a step on all ranks: positions ``start`` to ``stop``, exclusive, in the global order."""
 
     start: int
     stop: int
 
 
 class LanePart(NamedTuple):
-    """Samples ``[first, last)`` in a lane."""
+    """Samples ``first`` to ``last``, exclusive, of the lane with number ``lane``."""
 
     lane: int
     first: int
@@ -40,12 +42,12 @@ class LanePart(NamedTuple):
 
 
 def generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
-    """Return a random number generator that depends only on the arguments, which must not be negative.
+    """Return a random number generator whose state depends only on the arguments.
 
     Args:
-        seed: random seed.
-        stream: purpose.
-        counters: further seeds, such as epoch and block.
+        seed: random seed, not negative.
+        stream: purpose of the random numbers.
+        counters: further integers that distinguish generators, such as epoch and block; not negative.
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int(stream), *counters])))
 
@@ -59,15 +61,17 @@ def check_seed(seed: int) -> None:
 def steps(
     num_samples: int, batch_size: int, position: Position, rank: int, world_size: int, *, drop_last: bool
 ) -> Iterator[Step]:
-    """Validate the arguments, and return an epoch's remaining steps.
+    """Return an iterator over the steps of an epoch from ``position`` on.
+
+    The arguments are validated at once, not at the first step.
 
     Args:
-        num_samples: samples per epoch.
+        num_samples: samples per epoch, over all ranks.
         batch_size: samples per batch and rank.
-        position: start position.
-        rank: this rank.
-        world_size: rank count.
-        drop_last: whether to omit an incomplete last step.
+        position: start position, such as that of a checkpoint.
+        rank: this rank; only validated.
+        world_size: number of ranks.
+        drop_last: whether to omit a last step with fewer than ``batch_size * world_size`` samples.
 
     Raises:
         ValueError: a size, rank or position is out of range.
@@ -89,30 +93,33 @@ def steps(
 
 
 def rank_slice(num: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the slice for ``rank`` when ``num`` samples are divided equally among ``world_size`` ranks.
+    """Return the start and the end of this rank's slice when ``num`` samples are divided among ranks.
 
     Args:
-        num: sample count.
+        num: number of samples.
         rank: this rank.
-        world_size: rank count.
+        world_size: number of ranks.
     """
     # Integer arithmetic: slices differ by at most one sample, and cover all.
     return rank * num // world_size, (rank + 1) * num // world_size
 
 
 def lane_sizes(num_samples: int, lanes: int) -> npt.NDArray[np.int64]:
-    """Return the samples per lane."""
+    """Return the number of samples per lane, int64 [lanes]. Numbers differ by at most 1."""
     return (num_samples - np.arange(lanes, dtype=np.int64) + lanes - 1) // lanes
 
 
 def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LanePart]:
-    """Return the lane parts a rank reads for a step: the rank's sample slice, sorted by lane.
+    """Return the samples that a rank reads in a step, as a range of samples per lane.
+
+    The samples of the step are sorted by lane, and every rank takes its `rank_slice` of them. So a rank reads
+    few lanes, at most two of them in part.
 
     Args:
-        step: step samples.
-        lanes: lane count.
+        step: the step.
+        lanes: number of lanes.
         rank: this rank.
-        world_size: rank count.
+        world_size: number of ranks.
     """
     start, end = rank_slice(step.stop - step.start, rank, world_size)
     parts, num_before = [], 0

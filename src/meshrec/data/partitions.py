@@ -1,4 +1,4 @@
-"""Hive partition columns: ``dt=2024-05-01/part-0.parquet`` has the column ``dt``."""
+"""Hive partition columns, from folder names: ``dt=2024-05-01/part-0.parquet`` has a column ``dt``."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,22 +11,23 @@ from meshrec.data.locations import File, is_address
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-"""int64 integers without leading zeros."""
+"""Integers without leading zeros that fit int64."""
 
 Keys = Mapping[str, Any]
-"""Arrow scalar per partition column of a file."""
+"""Values of a file's partition columns: an Arrow scalar by column name. A value is the same for all rows."""
 
 
 def partition_keys(
     files: Sequence[File], kinds: Mapping[str, str] = MappingProxyType({})
 ) -> dict[File, Keys]:
-    """Return the partition columns of files, null where a file lacks the folder.
+    """Return the values of the partition columns of every file.
 
-    A column is int64 if all values are integers without leading zeros, otherwise string.
+    All files have the same partition columns, null where a path lacks the folder. A column is int64 if all
+    values are integers without leading zeros, otherwise string.
 
     Args:
-        files: paths and URIs, as given: parent folders do not count.
-        kinds: known column kinds: "text" columns are strings.
+        files: paths and URIs, as given. Parent folders of a relative path are not searched for columns.
+        kinds: known kinds by column name. A "text" column has strings even if all values are integers.
     """
     values_by_file = {file: _partition_values(str(file)) for file in files}
     names = dict.fromkeys(name for values_of_file in values_by_file.values() for name in values_of_file)
@@ -52,7 +53,7 @@ def partition_keys(
 
 
 def with_keys(table: "pa.Table", keys: Keys) -> "pa.Table":
-    """Add partition columns to a table, unless it has them."""
+    """Add partition columns to a table, except those that the table has already."""
     for name, value in keys.items():
         if name not in table.column_names:
             table = table.append_column(name, pa.repeat(value, table.num_rows))
@@ -60,7 +61,7 @@ def with_keys(table: "pa.Table", keys: Keys) -> "pa.Table":
 
 
 def _partition_values(path: str) -> dict[str, str | None]:
-    """Return the partition values in a path, None for Hive's null."""
+    """Return the values in ``NAME=VALUE`` folders of a path, by name; None for Hive's null."""
     if is_address(path):
         path = unquote(path.partition("?")[0])
     folders = path.replace("\\", "/").split("/")[:-1]

@@ -1,4 +1,4 @@
-"""Prefetching in a background thread."""
+"""Reading ahead from an iterator in a background thread."""
 
 import contextlib
 import queue
@@ -11,15 +11,17 @@ T = TypeVar("T")
 
 
 class _Error(NamedTuple):
+    """Queue entry after an error: the consumer raises it."""
+
     error: BaseException
 
 
 class _End:
-    pass
+    """Queue entry after the last item."""
 
 
 class Prefetch(Generic[T]):
-    """Iterator and context manager that reads ahead; see `prefetch`. ``close`` may be called at any time."""
+    """Iterator and context manager that reads ahead in a background thread; see `prefetch`."""
 
     def __init__(self, iterable: Iterable[T], depth: int) -> None:
         self._queue: queue.Queue[T | _Error | _End] = queue.Queue(depth)
@@ -62,10 +64,14 @@ class Prefetch(Generic[T]):
 
 
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Prefetch[T]:
-    """Read in a background thread, up to ``depth`` items ahead.
+    """Iterate over ``iterable`` in a background thread that reads up to ``depth`` items ahead.
 
-    Errors of the iterator are raised in the consumer, after earlier items. A generator is closed in the
-    background thread.
+    An error in the iterable is raised in the consumer, after the items before it. At the end, a generator is
+    closed in the background thread.
+
+    Args:
+        iterable: what to read. Only the background thread iterates over it.
+        depth: maximum number of items that wait for the consumer.
 
     Raises:
         ValueError: ``depth`` is below 1.
@@ -81,6 +87,7 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Prefetch[T]:
 
 
 def _fill(iterator: Iterator[T], items: "queue.Queue[T | _Error | _End]", stop: threading.Event) -> None:
+    """Run the background thread: put items into the queue until the iterator ends or ``stop`` is set."""
     last: _Error | _End = _End()
     try:
         try:
@@ -99,6 +106,7 @@ def _fill(iterator: Iterator[T], items: "queue.Queue[T | _Error | _End]", stop: 
 
 
 def _shut(items: "queue.Queue[T | _Error | _End]", stop: threading.Event) -> None:
+    """Make the background thread stop."""
     stop.set()
     with contextlib.suppress(queue.Empty):  # unblock a pending put; the thread then sees stop
         while True:

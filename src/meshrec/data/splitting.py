@@ -1,4 +1,4 @@
-"""Row-wise split into training, validation and test data."""
+"""Splits that divide the rows of a data source into training, validation and test data."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ from meshrec.data.samples import Bools, Ints, Samples, rewindowed
 from meshrec.data.streaming import Source
 
 Parts = npt.NDArray[np.int8]
+"""`Part` per row of a block, as integers."""
 
 
 class Part(IntEnum):
-    """Part of the data a row belongs to."""
+    """Part of the data to which a row belongs."""
 
     TRAIN = 0
     VALIDATION = 1
@@ -64,11 +65,14 @@ class Split:
             )
 
     def parts(self, sizes: Ints, values_of: Callable[[int], Any]) -> list[Parts]:
-        """Return the `Part` per row, block by block.
+        """Assign every row to a part.
 
         Args:
-            sizes: rows per block.
-            values_of: returns a block's column as an Arrow array.
+            sizes: number of rows per block.
+            values_of: function that maps a block number to the values of ``column``, an Arrow array.
+
+        Returns:
+            The `Part` per row, int8, in an array per block.
 
         Raises:
             DataError: the column has nulls, or values without an order where required.
@@ -78,6 +82,7 @@ class Split:
             return self._by_time(
                 [self._times(block, starts, sizes, values_of) for block in range(len(sizes))]
             )
+        # A pseudo-random number in [0, 1) per row decides: large ones are test rows.
         quantiles = []
         for block, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
             if self.by == "random":
@@ -95,12 +100,15 @@ class Split:
         return self._by_time(quantiles) if self.by == "random" and empty else parts
 
     def parts_of(self, source: Source) -> list[Parts]:
-        """Return the `Part` per row of a source, block by block; see `parts`."""
+        """Assign every row of a source to a part; returns an array per block, see `parts`."""
         column = self.column or ""
         return self.parts(source.block_sizes, lambda block: source.column(block, column))
 
     def sources(self, source: Source) -> list[Source | None]:
-        """Return the rows of training, validation and test data; None for a part whose share is 0.
+        """Divide a source into sources for training, validation and test data.
+
+        Returns:
+            A source per `Part`; None for validation or test data with the share 0.
 
         Raises:
             ValueError: a part would be empty.
@@ -117,13 +125,20 @@ class Split:
         return sources
 
     def _by_quantile(self, quantiles: npt.NDArray[np.float64]) -> Parts:
-        """Return the parts for quantiles in [0, 1): the last are test data, preceded by validation data."""
+        """Return the part per row, by the row's rank from 0 (first) to 1 (last).
+
+        The highest ranks are test data, the ranks below them validation data, and all others training data.
+        """
         test = quantiles >= 1 - self.test
         validation = ~test & (quantiles >= 1 - self.test - self.validation)
         return np.where(test, Part.TEST, np.where(validation, Part.VALIDATION, Part.TRAIN)).astype(np.int8)
 
     def _by_time(self, times: Sequence[npt.NDArray[Any]]) -> list[Parts]:
-        """Return the parts by time. Simultaneous rows are in the same part."""
+        """Return the part per row, by the row's rank in time. Rows with equal times are in the same part.
+
+        Args:
+            times: any sortable values, in an array per block.
+        """
         ordered = np.sort(np.concatenate(times))
         return [
             self._by_quantile(np.searchsorted(ordered, block_times, side="left") / max(len(ordered), 1))
@@ -133,6 +148,17 @@ class Split:
     def _times(
         self, block: int, starts: Ints, sizes: Ints, values_of: Callable[[int], Any]
     ) -> npt.NDArray[Any]:
+        """Return numbers with the same order as the times in a block; row numbers without a column.
+
+        Args:
+            block: block number.
+            starts: row number of the first row, per block.
+            sizes: number of rows per block.
+            values_of: function that maps a block number to the values of ``column``.
+
+        Raises:
+            DataError: the column has nulls, or values that are neither numbers nor times.
+        """
         if self.column is None:
             return np.arange(starts[block], starts[block] + sizes[block])
         from meshrec.data.features.values import decoded, is_text, microseconds_of, whole
@@ -165,7 +191,10 @@ class Split:
 
 
 def _hashes(array: Any) -> npt.NDArray[np.uint64]:
-    """Hash integers or strings. All nulls have the same hash."""
+    """Return a hash per value, uint64 [n]. Nulls have the hash of 0 or the empty string.
+
+    Numbers that are not integers are hashed as strings.
+    """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_nested(array.type):
@@ -185,11 +214,11 @@ def _has(parts: Sequence[Parts], part: "Part") -> bool:
 
 
 class SelectedRows(Source):
-    """Some rows of a source, with their original row numbers.
+    """Source with some rows of another source. Samples keep their row numbers in the original source.
 
     Args:
-        source: the source.
-        selected: row mask per block.
+        source: original source.
+        selected: mask of the rows to use, a bool array per block.
     """
 
     def __init__(self, source: Source, selected: Sequence[Bools]) -> None:
@@ -212,11 +241,13 @@ class SelectedRows(Source):
         return self._source.column(block, name).filter(pa.array(self._selected[block]))
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Yield windows of selected rows, reading the source from the window with the first of them.
+        """Yield windows of selected rows.
+
+        Reads the original source from its window with the first requested row, not from the start.
 
         Args:
             block: block number.
-            first: first window.
+            first: number of the first window, counted in selected rows.
             size: rows per window.
         """
         selected = self._selected[block]
@@ -228,6 +259,7 @@ class SelectedRows(Source):
         yield from rewindowed(self._pieces(block, start_window, size), first * size - num_before, size)
 
     def _pieces(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        """Yield the selected samples in every window of the original source, from window ``first`` on."""
         selected, start = self._selected[block], first * size
         for samples in self._source.windows(block, first, size):
             num = len(samples.labels)

@@ -1,4 +1,4 @@
-"""Reader for data larger than memory: blocks in shuffled order, rows shuffled within windows."""
+"""Reader for data larger than memory: blocks are read in shuffled order, and rows are shuffled in windows."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -16,16 +16,17 @@ from meshrec.data.samples import Ints, Samples, Shape, group_by_query, to_batch
 
 
 class Source(ABC):
-    """Row blocks, readable from any window on.
+    """Data as blocks of rows, which can be read in any order.
 
-    A block is a position at which a file can be entered: a row group, or a whole file. A subclass sets
-    ``blocks``, or overrides ``block_sizes`` and ``files``.
+    A block is a unit that can be read without the rows before it, such as a Parquet row group or a whole text
+    file. Within a block, rows are read in windows: consecutive rows that are in memory together. A subclass
+    sets ``blocks``, or overrides ``block_sizes`` and ``files``.
     """
 
     keys: tuple[str, ...]
     """ID feature names."""
     shape: Shape
-    """Sample shape."""
+    """Which arrays the samples have, and their widths."""
     blocks: Sequence[tuple[str, int]]
     """File name and row count per block, file by file."""
 
@@ -47,18 +48,23 @@ class Source(ABC):
 
     @abstractmethod
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Yield a block's rows ``[first * size, (first + 1) * size)``, then the next ``size`` rows, to the
-        end.
+        """Yield the windows of a block from window ``first`` to the end. The last window may be smaller.
+
+        Window w has the rows ``[w * size, (w + 1) * size)`` of the block.
 
         Args:
             block: block number.
-            first: first window.
+            first: number of the first window to yield.
             size: rows per window.
         """
 
     @abstractmethod
     def column(self, block: int, name: str) -> Any:
-        """Return a block's original column: an Arrow array with an entry per row.
+        """Return a column of a block as stored, before encoding: an Arrow array with an entry per row.
+
+        Args:
+            block: block number.
+            name: column name.
 
         Raises:
             DataError: the source lacks the column.
@@ -66,19 +72,21 @@ class Source(ABC):
 
 
 class StreamReader(Reader):
-    """Sample reader for a `Source`.
+    """Reader that streams the samples of a `Source`, with bounded memory.
 
-    Memory holds a window per lane read by this rank. A rank reads only its own lanes if the number of lanes
-    is a multiple of the rank count, and the samples per step are a multiple of the lanes.
+    To shuffle, the reader permutes the blocks, and the rows within every window. The permuted data is cut
+    into lanes, and samples are taken from all lanes in turn; see `meshrec.data.order`. A rank has one window
+    in memory for every lane it reads. If the number of lanes is a multiple of the number of ranks, and the
+    samples per step are a multiple of the lanes, ranks read disjoint lanes.
 
     Args:
-        source: sample source.
+        source: source of the samples.
         seed: shuffle seed.
-        shuffle: whether to shuffle. Otherwise samples come in file and row order, and every rank reads all
+        shuffle: whether to shuffle. Otherwise samples are in file and row order, and every rank reads all
             windows.
-        window: rows shuffled among each other.
-        lanes: positions read simultaneously by all ranks together; 1 without ``shuffle``.
-        skipped: damaged rows omitted by the source, by location and reason.
+        window: number of consecutive rows that are shuffled among each other.
+        lanes: positions in the data at which all ranks together read at a time; 1 without ``shuffle``.
+        skipped: number of damaged rows omitted by the source so far, by location and reason.
 
     Raises:
         ValueError: a size is below 1, or the source has no rows.
@@ -103,7 +111,7 @@ class StreamReader(Reader):
         if self._num_samples == 0:
             raise ValueError("there are no samples to read: every block is empty.")
         self.skipped = skipped
-        # One lane keeps file order.
+        # One lane keeps file order. More lanes than samples would leave lanes empty.
         self._lanes = min(lanes, self._num_samples) if shuffle else 1
         self._first_rows = np.cumsum(source.block_sizes) - source.block_sizes
 
@@ -117,7 +125,13 @@ class StreamReader(Reader):
         return self._source.files
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield original columns in file and row order: Arrow arrays, block by block.
+        """Yield columns as stored, before encoding, block by block in file order.
+
+        Args:
+            names: column names.
+
+        Yields:
+            Arrow arrays by column name, with an entry per row of the block.
 
         Raises:
             DataError: the source lacks the column.
@@ -135,21 +149,25 @@ class StreamReader(Reader):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """Yield batches like `Reader.batches`, without skipped damaged rows.
+        """Yield this rank's batches for an epoch; see `Reader.batches`.
+
+        A batch omits damaged rows, and may so have fewer samples.
 
         Args:
-            batch_size: samples per batch and rank.
+            batch_size: samples per batch and rank, including damaged rows.
             position: start position.
             rank: this rank.
-            world_size: rank count.
-            drop_last: whether to omit an incomplete last step.
+            world_size: number of ranks.
+            drop_last: whether to omit the last step if it is not full on all ranks.
         """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)
 
     def _batches(self, plan: Iterator[Step], epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
         order = self._block_order(epoch)
+        # Row in epoch order at which a lane starts.
         starts = np.concatenate([[0], np.cumsum(lane_sizes(self._num_samples, self._lanes))])
+        # Lanes that this rank reads. A lane is opened at its first use and stays open until the epoch ends.
         open_lanes: dict[int, _Lane] = {}
         with ExitStack() as stack:
             for step in plan:
@@ -171,12 +189,19 @@ class StreamReader(Reader):
         return generator(self._seed, Stream.BLOCKS, epoch).permutation(num_blocks).astype(np.int64)
 
     def _windows_from(self, order: Ints, epoch: int, row: int) -> Generator[Samples, None, None]:
-        """Yield shuffled windows to the end of the epoch, from row ``row`` in epoch order."""
+        """Yield the samples from a row to the end of the epoch, window by window.
+
+        Args:
+            order: block numbers in the order of the epoch.
+            epoch: epoch, which seeds the shuffling in windows.
+            row: first row to yield, counted in the order of the epoch.
+        """
         size = self._window
         ends = np.cumsum(self._source.block_sizes[order])
         first_block = int(np.searchsorted(ends, row, side="right"))
         skip = row - (int(ends[first_block - 1]) if first_block else 0)
         for block in order[first_block:].tolist():
+            # A window is shuffled as a whole, so its first rows are skipped only after shuffling.
             first, skip_rows = divmod(skip, size)
             with closing(self._source.windows(block, first, size)) as windows:
                 for number, samples in enumerate(windows, first):
@@ -196,15 +221,22 @@ class StreamReader(Reader):
 
 
 class _Lane:
-    """Forward reader of a lane."""
+    """Reader of a lane, which only moves forward.
+
+    Args:
+        windows: samples of the lane from ``position`` on. The iterator may continue beyond the lane.
+        position: number of the first sample, in the lane.
+    """
 
     def __init__(self, windows: Iterator[Samples], position: int) -> None:
         self._windows = windows
+        # Number of the next sample, in the lane.
         self._position = position
+        # The current window from this sample on; None: the next window must be read.
         self._unread: Samples | None = None
 
     def read(self, part: LanePart) -> list[Samples]:
-        """Return samples ``[first, last)`` of the lane, and skip earlier ones."""
+        """Return the samples of a lane part, in one or more pieces. Skips samples before the part."""
         pieces = []
         while self._position < part.last:
             if self._unread is None:

@@ -1,4 +1,4 @@
-"""Datasets from tables, in files or in memory."""
+"""Datasets from tables in files or in memory, encoded by features."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -18,11 +18,11 @@ from meshrec.data.streaming import Source, StreamReader
 
 
 class EncodedRows(ABC):
-    """Mixin of sources that encode the rows of their blocks with features.
+    """Mixin for a `Source` that implements `Source.windows`. A subclass encodes rows in pieces of any size.
 
     Args:
-        schema: features.
-        faults: handles damage.
+        schema: features that encode the rows.
+        faults: raises for damaged rows, or counts them.
     """
 
     def __init__(self, schema: Encoding, faults: Faults) -> None:
@@ -31,56 +31,58 @@ class EncodedRows(ABC):
 
     @abstractmethod
     def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
-        """Yield a block's samples in pieces of any size; the first ``skip`` ones may be invalid.
+        """Yield all samples of a block, in pieces of any size.
+
+        The first ``skip`` samples may be invalid placeholders, so that skipped rows need not be encoded.
 
         Args:
             block: block number.
-            skip: rows that the caller does not use.
-            size: rows per window of the caller.
+            skip: number of rows at the start that the caller does not use.
+            size: rows per window of the caller, as a hint for the size of pieces.
         """
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Encode the block, and yield windows of ``size`` rows.
+        """Yield the windows of a block from window ``first`` on, see `Source.windows`.
 
         Args:
             block: block number.
-            first: first window.
+            first: number of the first window to yield.
             size: rows per window.
         """
         yield from rewindowed(self.pieces(block, first * size, size), first * size, size)
 
 
 class Tables(ABC):
-    """Source whose blocks are Arrow tables before they become samples."""
+    """Mixin for a `Source` whose blocks can also be read as Arrow tables, before encoding."""
 
     @property
     @abstractmethod
     def arrow_schema(self) -> Any:
-        """Column types."""
+        """Arrow schema of the tables."""
 
     @abstractmethod
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """Yield a block's original columns, ``size`` rows at a time.
+        """Yield the columns of a block that features read, as Arrow tables with at most ``size`` rows.
 
         Raises:
-            DataError: they cannot be read.
+            DataError: the columns cannot be read.
         """
 
 
 OpenSource = Callable[[Any, Encoding, Faults], Source]
-"""Function that opens data, such as paths, with features."""
+"""Function ``open_source(data, schema, faults)`` that opens data, such as paths, as a source of samples."""
 
 
 class ArrowSource(EncodedRows, Tables, Source):
-    """Arrow tables in memory.
+    """Source of samples from Arrow tables in memory. A table is a block.
 
     Args:
-        tables: pairs of a name, for messages, and a table.
-        schema: features.
-        faults: handles damage.
+        tables: pairs of a display name and a table.
+        schema: features that encode the rows.
+        faults: raises for damaged rows, or counts them.
 
     Raises:
-        DataError: columns are missing or of wrong types, or no table has rows.
+        DataError: a column is missing or has a wrong type, or no table has rows.
     """
 
     def __init__(self, tables: Sequence[tuple[str, Any]], schema: Encoding, faults: Faults) -> None:
@@ -96,7 +98,7 @@ class ArrowSource(EncodedRows, Tables, Source):
 
     @property
     def arrow_schema(self) -> Any:
-        """First table's schema."""
+        """Arrow schema of the first table."""
         return self._tables[0][1].schema
 
     def column(self, block: int, name: str) -> Any:
@@ -106,7 +108,7 @@ class ArrowSource(EncodedRows, Tables, Source):
         return table[name].combine_chunks()
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """Yield slices of a table."""
+        """Yield slices of a table, with the columns that features read."""
         table = self._tables[block][1].select(list(self._schema.columns()))
         for first in range(0, table.num_rows, size):
             yield table.slice(first, size)
@@ -146,15 +148,15 @@ def table_dataset(
     window: int = 8192,
     lanes: int = 8,
 ) -> Dataset:
-    """Open a dataset from tables.
+    """Create a dataset with streamed readers for training, validation and test data.
 
     Args:
-        open_source: opens data.
-        train: training data.
+        open_source: function that opens data as a source.
+        train: training data, such as paths.
         validation: validation data, or None.
         test: test data, or None.
         split: as for `meshrec.data.parquet`.
-        schema: features.
+        schema: features that encode the rows, fitted where required.
         name: display name.
         seed: as for `meshrec.data.parquet`.
         on_error: as for `meshrec.data.parquet`.
@@ -207,13 +209,13 @@ def ordered_reader(
     on_error: OnError = "raise",
     window: int = 8192,
 ) -> StreamReader:
-    """Open data in the original order: with labels for evaluation, or without for scoring.
+    """Open data as a reader in file and row order, for evaluation or scoring.
 
     Args:
-        open_source: opens data.
+        open_source: function that opens data as a source.
         data: paths or frames.
-        schema: features.
-        labelled: whether the data has labels.
+        schema: features that encode the rows, fitted where required.
+        labelled: whether the data has labels, as needed for evaluation.
         on_error: as for `meshrec.data.parquet`.
         window: as for `meshrec.data.parquet`.
     """
@@ -223,10 +225,10 @@ def ordered_reader(
 
 
 def described_by(schema: Encoding, train: Reader, name: str) -> Dataset:
-    """Return a dataset with only a training reader.
+    """Create a dataset that has only a training reader, and describes the samples by ``schema``.
 
     Args:
-        schema: features.
+        schema: features that encode the rows.
         train: training reader.
         name: display name.
     """

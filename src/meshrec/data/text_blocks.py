@@ -1,4 +1,4 @@
-"""Large text files in pieces of whole lines, readable from any piece if not gzipped."""
+"""Large text files as blocks of whole lines. A file that is not gzipped can be read from any block on."""
 
 import gzip
 import zlib
@@ -14,32 +14,37 @@ _NEWLINE = 10
 
 
 class TextBlock(NamedTuple):
-    """Block of whole lines within a file."""
+    """Position of consecutive whole lines in a file."""
 
     file: Path
     start: int
-    """First byte."""
+    """Offset of the first byte in the file; 0 for a gzipped file."""
     first_line: int
-    """First line number, from 0."""
+    """Number of the first line in the file, from 0."""
     lines: int
-    """Line count."""
+    """Number of lines."""
 
 
 class WholeLines(NamedTuple):
-    """Piece of text with whole lines."""
+    """Text of consecutive whole lines."""
 
     text: bytes
     first_line: int
+    """Number of the first line in the file, from 0."""
     lines: int
+    """Number of lines."""
 
 
 def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
-    """Count a file's lines; return blocks of about ``size`` bytes, or a single block if gzipped.
+    """Divide a text file into blocks of about ``size`` bytes. Reads the whole file to count the lines.
 
     Args:
-        file: text file.
-        faults: handles damage.
-        size: bytes per block.
+        file: text file, gzipped if its name ends in ``.gz``.
+        faults: raises for a damaged or empty file, or counts it.
+        size: approximate bytes per block.
+
+    Returns:
+        The blocks in order: a single block for a gzipped file, none for an empty file.
     """
     blocks, byte, line = [], 0, 0
     try:
@@ -58,7 +63,12 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
 
 
 def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, None]:
-    """Yield a block's lines, about ``size`` bytes at a time. ``size`` must equal that of `find_blocks`."""
+    """Yield the lines of a block, about ``size`` bytes at a time.
+
+    Args:
+        block: block from `find_blocks`.
+        size: approximate bytes per piece; must be the size given to `find_blocks`.
+    """
     line, last = block.first_line, block.first_line + block.lines
     with _open(block.file, block.start) as stream:
         for text in _whole_lines(stream, size):
@@ -70,6 +80,7 @@ def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, N
 
 
 def _whole_lines(stream: IO[bytes], size: int) -> Generator[bytes, None, None]:
+    """Yield the text of a stream in pieces of whole lines, about ``size`` bytes each."""
     partial_line = b""
     while chunk := stream.read(size):
         end = chunk.rfind(b"\n") + 1
@@ -83,6 +94,7 @@ def _whole_lines(stream: IO[bytes], size: int) -> Generator[bytes, None, None]:
 
 
 def _count_lines(text: bytes) -> int:
+    """Return the number of lines in a text that is not empty. The last line needs no newline."""
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == _NEWLINE)) + (text[-1] != _NEWLINE)
 
 
