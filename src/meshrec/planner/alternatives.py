@@ -19,13 +19,13 @@ _EXPONENT = 32
 
 
 class Alternative(NamedTuple):
-    """Another placement of one table, while all other tables stay where they are.
+    """Another table placement, while all other tables stay where they are.
 
     Attributes:
         sharding_type: sharding type, such as ``"row_wise"``.
-        num_parts: number of rectangles into which the table is split.
-        change: change of the step time in seconds; negative if the step gets faster. Includes the latency of
-            collectives that only this table would need, as the first split or the first data-parallel table.
+        num_parts: rectangles into which the table is split.
+        change: step time change in seconds; negative if the step gets faster. Includes the latency of
+            collectives which only this table needs, as the first split or the first data-parallel table.
     """
 
     sharding_type: str
@@ -50,7 +50,7 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
     estimate = evaluate_placements(placements, model)
     state = State(problem, np.ones(problem.load_PK.shape[1]))
     load_RK = estimate.load_RF @ problem.merge_FK
-    # Phases that no piece uses are not in the problem, but data-parallel tables may cost time there.
+    # Phases which no piece uses are not in the problem, but data-parallel tables may cost time there.
     unmerged = estimate.load_RF[:, ~problem.merge_FK.any(axis=1)].max(axis=0).sum()
     order = sorted(range(len(inputs.tables)), key=lambda index: -inputs.tables[index].num_bytes)[:most_tables]
     by_table = {}
@@ -79,7 +79,7 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
 
 
 class _Latency:
-    """Latency of the collectives in a step, given the other tables of the plan.
+    """Latency for the collectives in a step, given the other tables of the plan.
 
     A collective runs if at least one table needs it, so the first such table adds the latency to the step.
 
@@ -116,8 +116,8 @@ def _best_per_type(
         model: cost model.
         index: table index.
         constraints: constraints by table name.
-        before: step time in seconds with the table's present placement, in the phases that pieces use.
-        latency: latency of the collectives that other tables need.
+        before: step time in seconds with the table's present placement, in the phases which pieces use.
+        latency: latency for the collectives which other tables need.
     """
     weight_K = state.weights()
     best: dict[str, Alternative] = {}
@@ -138,7 +138,7 @@ def _best_per_type(
 
 
 def _only(placements: Placements, index: int) -> Placements:
-    """Return the placements of one table, with the indices of all tables unchanged."""
+    """Return a table's placements, with the table indices unchanged."""
     mine_N = placements.table_N == index
     replicated_T = np.zeros_like(placements.replicated_T)
     replicated_T[index] = placements.replicated_T[index]

@@ -14,11 +14,11 @@ LEAST_AMOUNT = 1e-3
 
 
 class Annealer:
-    """Improves plans of one problem by simulated annealing, in the compiled loop ``ops.planning.anneal``.
+    """Improves plans for one problem by simulated annealing, in the compiled loop ``ops.planning.anneal``.
 
     Args:
         problem: planning problem.
-        admitted_Y: indices of the allowed candidates, per table type.
+        admitted_Y: allowed candidate indices, per table type.
     """
 
     def __init__(self, problem: Problem, admitted_Y: Sequence[Ints]) -> None:
@@ -49,8 +49,8 @@ class Annealer:
             seconds: time limit.
             hot: initial temperature, as a fraction of a rank's mean load.
             seed: random seed.
-            placement_share: maximum fraction of the work for moves that place a whole table again.
-            exponent: initial exponent q of the norm over ranks, see ``state.py``.
+            placement_share: maximum fraction of the work for moves which place a whole table again.
+            exponent: initial exponent q in the norm over ranks, see ``state.py``.
 
         Returns:
             Placement per table in a plan that is at least as fast, and the work spent.
@@ -97,7 +97,7 @@ def _parts(assignment: Assignment) -> list[Parts]:
 
 
 def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
-    """Convert a problem and the allowed candidates per type to the arrays that the compiled loop reads."""
+    """Convert a problem and the allowed candidates per type to the arrays which the compiled loop reads."""
     layouts = problem.layouts_C
     by_rows_C = [layout.row_parts > 1 or layout.scope is Scope.NODES for layout in layouts]
     uneven_C = np.array(

@@ -3,7 +3,7 @@
 Let T_k be the slowest rank's load in phase k. For every plan, (1) T_k is at least the mean load; (2) T_k is
 at least the largest piece of every selected candidate; (3) a rank with a heavy table has little room for
 others. (1) is linear. (2) and (3) become linear once T is known to lie in a small box, lower <= T <= upper: a
-range of T_k for every phase. So branch and bound starts from a root box that contains every plan, and always
+range for T_k for every phase. So branch and bound starts from a root box with every plan, and always
 splits the box with the lowest bound. It drops boxes in which no plan is better than the best known plan.
 Splitting a table unevenly keeps the mean load and increases the largest piece, so the bound also holds for
 uneven plans.
@@ -20,20 +20,17 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import Box, Relaxation
 from meshrec.planner.types import Bools, Floats
 
+# Minimum distance of a requested split from T. If all are closer, the widest side of the box is split.
 _LEAST_CUT = 1e-4
-"""Minimum distance of a requested split from T. If all are closer, the widest side of the box is split."""
+# Minimum width of a box that is still split. T is relative to `LowerBound.scale`, so this is a fraction.
 _LEAST_WIDTH = 1e-4
-"""Minimum width of a box that is still split. T is relative to `LowerBound.scale`, so this is a fraction."""
+# Maximum cutting plane rounds for the root box, from which plans start, and for boxes that must prove a
+# bound.
 _ROOT_ROUNDS, _ROUNDS = 3, 8
-"""Maximum rounds of cutting planes for the root box, from which plans start, and for boxes that must prove a
-bound.
-"""
+# Minimum piece count that must fit on a rank together. Larger pieces leave gaps which others cannot fill.
 _PIECES_IN_MEMORY = 4
-"""Minimum number of pieces that must fit on a rank together. Larger pieces leave gaps that others cannot
-fill.
-"""
+# Load below which a phase does not limit the piece size, as a fraction of `LowerBound.scale`.
 _LEAST_LOAD = 1e-4
-"""Load below which a phase does not limit the piece size, as a fraction of `LowerBound.scale`."""
 
 
 class LowerBound:
@@ -43,11 +40,11 @@ class LowerBound:
 
     Args:
         problem: planning problem.
-        allowed_C: mask of the candidates that plans may use.
+        allowed_C: which candidates plans may use, as a mask.
         deadline: ``time.perf_counter`` time after which no cutting planes are added.
 
     Attributes:
-        scale: unit of all loads in boxes, in seconds, chosen so that a step takes about 1.
+        scale: unit for all loads in boxes, in seconds, chosen so that a step takes about 1.
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, deadline: float = INFINITY) -> None:
@@ -144,9 +141,9 @@ class LowerBound:
             bound: bound of the enclosing box, which also holds here.
             lower_K: lower limits on T.
             upper_K: upper limits on T.
-            admitted_C: mask of the allowed candidates.
+            admitted_C: allowed candidates, as a mask.
             cutoff: maximum step time, in units of `scale`.
-            rounds: maximum rounds of cutting planes.
+            rounds: maximum cutting plane rounds.
         """
         # A phase can use at most the cutoff minus the lower limits of all other phases.
         upper_K = np.minimum(upper_K, cutoff - lower_K.sum() + lower_K)

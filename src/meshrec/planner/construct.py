@@ -14,23 +14,21 @@ from meshrec.planner.state import State
 from meshrec.planner.types import Bools, Floats, Ints
 
 _NO_CAP = 1e30
+# Piece sizes to try for memory-balanced plans, as fractions of the memory cap, and the allowed factor over a
+# table's minimum memory. Small pieces fill ranks evenly; large pieces need less memory in total.
 _PARTS, _THRIFTY = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
-"""Piece sizes to try for memory-balanced plans, as fractions of the memory cap, and the allowed factor over a
-table's minimum memory. Small pieces fill ranks evenly; large pieces need less memory in total.
-"""
+# Work of the first annealing attempt that balances memory, and its initial temperature.
 _BALANCE_WORK, _BALANCE_HOT = 2_000_000, 0.03
-"""Work of the first annealing attempt that balances memory, and its initial temperature."""
 _FITTING_SECONDS = 1.0
+# Annealing is tried if a plan takes at most this multiple of the memory cap, up to this number of times.
+# Every attempt does twice the work of the attempt before.
 _NEAR, _ATTEMPTS = 1.5, 3
-"""Annealing is tried if a plan takes at most this multiple of the memory cap, up to this number of times.
-Every attempt does twice the work of the attempt before.
-"""
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
-    """Return the indices of the allowed candidates, per table type.
+    """Return the allowed candidate indices, per table type.
 
-    A type without an allowed candidate gets all its candidates, so that every table can be placed.
+    A type without an allowed candidate gets all candidates of the type: every table can be placed.
     """
     by_type = []
     for candidates in _split_by_type(problem):
@@ -48,12 +46,12 @@ def _split_by_type(problem: Problem) -> list[Ints]:
 def round_choice(problem: Problem, share_C: Floats) -> Ints:
     """Select a candidate per table by rounding the relaxation.
 
-    The relaxation gives a fractional number of tables per candidate. Round down, then increment the largest
+    The relaxation gives a fractional table count per candidate. Round down, then increment the largest
     fractions until every table has a candidate.
 
     Args:
         problem: planning problem.
-        share_C: number of tables per candidate in the relaxation.
+        share_C: tables per candidate in the relaxation.
 
     Returns:
         Candidate index per table, int64 [T].
@@ -79,13 +77,13 @@ def table_order(problem: Problem, choice_T: Ints) -> Ints:
 
 
 def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> State | None:
-    """Place every table with the candidate that the rounded relaxation suggests, largest pieces first.
+    """Place every table with the candidate which the rounded relaxation suggests, largest pieces first.
 
     If a table does not fit into memory with this candidate, place it with the cheapest other candidate.
 
     Args:
         problem: planning problem.
-        share_C: number of tables per candidate in the relaxation, fractional.
+        share_C: tables per candidate in the relaxation, fractional.
         candidates_Y: candidate indices to use per type.
 
     Returns:
@@ -126,7 +124,7 @@ def fitting_plan(
 
     Args:
         problem: planning problem.
-        allowed_C: mask of the allowed candidates; None: all.
+        allowed_C: allowed candidates, as a mask; None: all.
         seconds: time limit for annealing.
 
     Returns:
@@ -139,22 +137,22 @@ def fitting_plan(
 def most_even_plan(
     problem: Problem, allowed_C: Bools | None = None, seconds: float = _FITTING_SECONDS
 ) -> State:
-    """Search for a plan that minimizes the bytes of the fullest rank, and stop at the first plan that fits.
+    """Search for a plan that minimizes the fullest rank's bytes, and stop at the first plan that fits.
 
     Plans are constructed from candidates with pieces of several sizes. If none of these plans fits, they are
     annealed.
 
     Args:
         problem: planning problem.
-        allowed_C: mask of the allowed candidates; None: all.
+        allowed_C: allowed candidates, as a mask; None: all.
         seconds: time limit for annealing.
 
     Returns:
         The first plan that fits, or the plan with the smallest maximum. Its loads are bytes instead of
-        seconds: `State.seconds` is the bytes of the fullest rank.
+        seconds: `State.seconds` is the fullest rank's bytes.
     """
     deadline = time.perf_counter() + seconds
-    # The same problem with bytes in place of seconds, as the only phase, so that the search minimizes memory.
+    # The same problem with bytes in place of seconds, as the only phase, to minimize memory.
     in_bytes = problem._replace(
         memory_cap=_NO_CAP,
         common_C=problem.common_bytes_C,
@@ -184,7 +182,7 @@ def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
 
     Args:
         problem: planning problem.
-        fits_C: mask of the candidates that fit into memory at all.
+        fits_C: candidates which fit into memory at all.
         part: maximum bytes per piece as a fraction of the memory cap. For a type without such candidates, the
             smallest piece of the type is the maximum.
     """
@@ -198,7 +196,7 @@ def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
 
 
 def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
-    """Place all tables so that bytes are even over ranks, largest pieces first; the plan may exceed `cap`."""
+    """Place all tables, with bytes even over ranks, largest pieces first; the plan may exceed `cap`."""
     state = State(in_bytes, np.array([float(cap)]))
     size_C = in_bytes.largest_load_CK()[:, 0]
     for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in in_bytes.type_T], kind="stable"):

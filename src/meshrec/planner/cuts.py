@@ -1,7 +1,7 @@
-"""Cutting planes ("cuts"): inequalities that hold for every plan in a box but not for the relaxation's
+"""Cutting planes ("cuts"): inequalities which hold for every plan in a box but not for the relaxation's
 optimum.
 
-The relaxation assumes that load can be spread evenly. Actual pieces are indivisible, and leave room on ranks.
+The relaxation spreads load evenly. Actual pieces are indivisible, and leave room on ranks.
 
 If the loads on a rank sum to at most u, then sum_i F(load_i) <= F(u) for every superadditive F with F(0) = 0
 (a *dual feasible function*: Fekete & Schepers, Mathematical Programming 91, 2001; Clautiaux, Alves & Valerio
@@ -21,18 +21,16 @@ import numpy as np
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
 
+# Limits on the search for cuts: number of piece sizes to try, maximum kinds of candidates, largest integer to
+# which a piece size is scaled, and largest scaled load limit of a rank.
 _MOST_SIZES, _MOST_KINDS, _MOST_MULTIPLE, _MOST_ROUNDED = 5, 1000, 6, 200.0
-"""Limits on the search for cuts: number of piece sizes to try, maximum kinds of candidates, largest integer
-to which a piece size is scaled, and largest scaled load limit of a rank.
-"""
+# Range for the fractional part of a rank's scaled load limit. Rounding cuts it off: a small part gains
+# little, and a part near 1 makes the slope 1 / (1 - part) large.
 _MIN_FRACTION, _MAX_FRACTION = 0.01, 0.97
-"""Range for the fractional part of a rank's scaled load limit. Rounding cuts it off: a small part gains
-little, and a part near 1 makes the slope 1 / (1 - part) large.
-"""
+# Tolerance in rounding, so that a value slightly below an integer counts as the integer.
 _NEAR = 1e-6
-"""Tolerance in rounding, so that a value slightly below an integer counts as the integer."""
+# Minimum cut violation worth adding, relative to the objective.
 _LEAST_EXCESS = 1e-4
-"""Minimum cut violation worth adding, relative to the objective."""
 
 
 class Cut(NamedTuple):
@@ -64,7 +62,7 @@ class Rounding:
 
     Args:
         problem: planning problem.
-        scale: unit of all loads, in seconds.
+        scale: unit for all loads, in seconds.
     """
 
     def __init__(self, problem: Problem, scale: float) -> None:
@@ -84,9 +82,9 @@ class Rounding:
         """Return the most violated cut of every phase, if any.
 
         Args:
-            share_C: number of tables per candidate in the relaxation.
+            share_C: tables per candidate in the relaxation.
             upper_K: upper limits on T in the box, which are also the limits on every rank's load.
-            admitted_C: mask of the candidates to include.
+            admitted_C: candidates to include, as a mask.
         """
         cuts = []
         for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
@@ -105,10 +103,10 @@ class Rounding:
 
 
 class _Phase(NamedTuple):
-    """Piece costs in one phase. Candidates with equal costs are grouped into U kinds.
+    """Piece costs in a phase. Candidates with equal costs are grouped into U kinds.
 
     Attributes:
-        count_U: number of pieces per candidate, counting every rank that takes a piece's load.
+        count_U: piece count per candidate, counting every rank that takes a piece's load.
         mean_U: mean load per piece.
         least_U: minimum load per piece in an uneven split.
         kind_C: kind index per candidate.
@@ -124,7 +122,7 @@ class _Phase(NamedTuple):
         """Group candidates with equal piece counts and loads into kinds.
 
         Args:
-            count_C: number of pieces per candidate.
+            count_C: piece count per candidate.
             mean_C: mean load per piece.
             least_C: minimum load per piece.
         """
@@ -186,16 +184,16 @@ def _most_lost(total: Floats, count: Floats, fraction_Q: Floats, slope_Q: Floats
 
 
 _USED = 1e-9
+# Minimum cut violation worth adding, relative to the objective.
 _LEAST_EXCESS = 1e-4
-"""Minimum cut violation worth adding, relative to the objective."""
 
 
 class LargestPieces:
-    """Finds cuts that state that a phase takes at least as long as the largest piece in use.
+    """Finds cuts which state that a phase takes at least as long as the largest piece in use.
 
     Args:
         problem: planning problem.
-        scale: unit of all loads, in seconds.
+        scale: unit for all loads, in seconds.
     """
 
     def __init__(self, problem: Problem, scale: float) -> None:
@@ -210,10 +208,10 @@ class LargestPieces:
         A phase may give a cut per table type, and a cut for all types together.
 
         Args:
-            share_C: number of tables per candidate in the relaxation.
+            share_C: tables per candidate in the relaxation.
             slowest_K: T in the relaxation.
             lower_K: lower limits on T in the box.
-            admitted_C: mask of the candidates to include.
+            admitted_C: candidates to include, as a mask.
         """
         admitted = np.flatnonzero(admitted_C)
         type_C, part_C = self._type_C[admitted], share_C[admitted] / self._tables_C[admitted]

@@ -13,8 +13,8 @@ from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
+# Maximum number of nodes to suggest, as a multiple of the current number.
 _MOST_NODES = 64
-"""Maximum number of nodes to suggest, as a multiple of the current number."""
 
 
 def diagnose(
@@ -103,7 +103,7 @@ def _shortage(
     return [
         "no plan fits into memory."
         if is_proven
-        else "no plan was found that fits into memory, although infeasibility is not proven.",
+        else "no plan was found which fits into memory, although infeasibility is not proven.",
         f"In the most even plan found, rank {rank} needs "
         f"{size_text(bytes_R[rank])} and has {size_text(cap)} (of {size_text(topology.profile.memory)}, less "
         f"the dense model {size_text(topology.dense_bytes)} and a reserve of {topology.reserve:.0%}): "
@@ -187,7 +187,7 @@ def _more_ranks(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str | None:
-    """Suggest the smallest number of ranks with which a plan fits; None if `_MOST_NODES` times as many do not
+    """Suggest the smallest rank count with which a plan fits; None if `_MOST_NODES` times as many do not
     suffice.
 
     Ranks are added in whole nodes. The global batch stays the same, so there are fewer samples per rank.

@@ -17,10 +17,10 @@ import numpy as np
 
 from meshrec.planner.types import Floats, Table, Topology
 
+# Maximum number of bins for the rows of a table in `_Law`.
 _BINS = 400
-"""Maximum number of bins for the rows of a table in `_Law`."""
+# Number of equal steps in which a cache may grow to the whole table.
 _STEPS = 100
-"""Number of equal steps in which a cache may grow to the whole table."""
 # Alignment of records in table files.
 _RECORD_SECTOR = 512
 
@@ -29,8 +29,8 @@ class IdSample(NamedTuple):
     """Statistics of a sample of IDs looked up in a table, from which the skew is estimated.
 
     Attributes:
-        draws: number of IDs in the sample.
-        distinct: number of distinct IDs in the sample.
+        draws: ID count in the sample.
+        distinct: distinct ID count in the sample.
     """
 
     draws: int
@@ -38,14 +38,14 @@ class IdSample(NamedTuple):
 
 
 class PlacedTable(NamedTuple):
-    """How one table is split between memory and a file.
+    """Split of a table between memory and a file.
 
     Attributes:
         name: table name.
-        cache_rows: number of rows cached in memory; None: the whole table is in memory, without a file.
+        cache_rows: row count cached in memory; None: the whole table is in memory, without a file.
         memory_bytes: bytes in memory, summed over all ranks.
         file_bytes: bytes in files, summed over all ranks.
-        hit_rate: predicted fraction of a batch's distinct rows that are in the cache.
+        hit_rate: predicted cached fraction of a batch's distinct rows.
         reads: predicted number of records read from files per step, over all ranks.
     """
 
@@ -62,7 +62,7 @@ class StoragePlan(NamedTuple):
 
     Attributes:
         tables: split per table.
-        disk_seconds: predicted seconds of disk reads and writes per step. The train pipeline overlaps them
+        disk_seconds: predicted disk seconds per step. The train pipeline overlaps them
             with the previous step.
     """
 
@@ -88,7 +88,7 @@ class _Law:
     Rows with similar ranks k share a bin, and count as equally likely.
 
     Args:
-        num_rows: number of rows in the table.
+        num_rows: row count in the table.
         exponent: Zipf exponent s; 0 makes all rows equally likely.
     """
 
@@ -100,20 +100,20 @@ class _Law:
         self.chances = weights / (weights * self.sizes).sum()
 
     def distinct(self, draws: float) -> float:
-        """Return the expected number of distinct rows in ``draws`` lookups."""
+        """Return the expected distinct row count in ``draws`` lookups."""
         return float((self.sizes * self._drawn(draws)).sum())
 
     def hit_rate(self, cached: float, draws: float) -> float:
-        """Return the expected fraction of a batch's distinct rows that are in a cache.
+        """Return the expected cached fraction of a batch's distinct rows.
 
         Args:
-            cached: number of rows in the cache.
-            draws: number of IDs per batch.
+            cached: row count in the cache.
+            draws: ID count per batch.
         """
         if cached >= self.sizes.sum():
             return 1.0
         used = self._drawn(draws)  # by a batch
-        # Che's approximation: search the number of batches in which `cached` distinct rows are used. First
+        # Che's approximation: search how many batches use `cached` distinct rows. First
         # double `high` until enough rows are used, then bisect.
         low, high = 0.0, 1.0
         while (self.sizes * (1 - (1 - used) ** high)).sum() < cached and high < 1e15:
@@ -128,18 +128,18 @@ class _Law:
         return float((used_rows * (1 - (1 - used) ** high)).sum() / used_rows.sum())
 
     def _drawn(self, draws: float) -> Floats:
-        """Return the chance that a row is drawn at least once in ``draws`` lookups, per bin."""
+        """Return the chance for a row to be drawn at least once in ``draws`` lookups, per bin."""
         # 1 - (1 - chance) ** draws, without rounding small chances to 0.
         chance: Floats = -np.expm1(draws * np.log1p(-np.minimum(self.chances, 1 - 1e-12)))
         return chance
 
 
 def exponent_of(num_rows: int, sample: IdSample) -> float:
-    """Return the Zipf exponent (0 to 4) for which the sample's number of distinct IDs is expected.
+    """Return the Zipf exponent (0 to 4) for which the sample's distinct ID count is expected.
 
     Args:
-        num_rows: number of rows in the table.
-        sample: statistics of looked-up IDs.
+        num_rows: row count in the table.
+        sample: statistics on looked-up IDs.
     """
     low, high = 0.0, 4.0
     for _ in range(50):
@@ -152,13 +152,13 @@ def exponent_of(num_rows: int, sample: IdSample) -> float:
 
 
 def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> float:
-    """Predict the fraction of a batch's distinct rows that are in a cache.
+    """Predict the cached fraction of a batch's distinct rows.
 
     Args:
-        num_rows: number of rows in the table.
-        cached: number of rows in the cache.
-        sample: statistics of looked-up IDs, from which the skew is estimated.
-        draws: number of IDs per batch.
+        num_rows: row count in the table.
+        cached: row count in the cache.
+        sample: statistics on looked-up IDs, from which the skew is estimated.
+        draws: ID count per batch.
     """
     return _Law(num_rows, exponent_of(num_rows, sample)).hit_rate(cached, draws)
 
@@ -169,14 +169,14 @@ def place_rows(
     """Select the tables to keep in memory, and the cache sizes of tables in files.
 
     Args:
-        tables: all tables of the model.
+        tables: all tables in the model.
         topology: machine with a ``disk``.
-        samples: statistics of looked-up IDs, by table name.
+        samples: statistics on looked-up IDs, by table name.
         batch_size: samples per rank and step.
 
     Raises:
         ValueError: the topology has no disk, or too small a disk for the files; a table has no sample; or the
-            memory is too small for the rows of two batches.
+            memory is too small for two batches' rows.
     """
     disk = topology.disk
     if disk is None:
@@ -188,7 +188,7 @@ def place_rows(
     left = memory - sum(size.index_bytes + size.least * size.row_bytes for size in sizes)
     if left < 0:
         raise ValueError(
-            f"tables have {memory / 2**20:,.0f} MiB of memory, but the rows of two batches take "
+            f"tables have {memory / 2**20:,.0f} MiB of memory, but two batches' rows take "
             f"{(memory - left) / 2**20:,.0f} MiB. Use smaller batches, or give more memory."
         )
     waiting = set(range(len(sizes)))
@@ -238,17 +238,17 @@ def _keep_nearly_whole_tables_in_memory(sizes: Sequence["_CacheSize"]) -> None:
 
 
 class _CacheSize:
-    """Cache size of one table while memory is assigned, and the hit rate with this size.
+    """Cache size of a table while memory is assigned, and the hit rate with this size.
 
     Args:
         table: the table.
-        sample: statistics of looked-up IDs.
+        sample: statistics on looked-up IDs.
         samples_per_step: training samples per step over all ranks.
 
     Attributes:
-        cached: number of rows in the cache so far.
-        least: initial number of rows in the cache.
-        step: number of rows by which the cache grows.
+        cached: row count in the cache so far.
+        least: initial row count in the cache.
+        step: row count by which the cache grows.
         row_bytes: memory bytes per cached row.
         index_bytes: memory bytes of the hash index, which does not depend on the cache size.
     """
@@ -269,12 +269,12 @@ class _CacheSize:
         self._rate = self._law.hit_rate(self.cached, self._draws)
 
     def gain(self) -> float:
-        """Return the disk reads per step that one more step of growth saves, per byte of memory."""
+        """Return the disk reads which another growth step saves per training step, per byte of memory."""
         more = self._law.hit_rate(self.cached + self.step, self._draws)
         return self._distinct * (more - self._rate) / (self.step * self.row_bytes)
 
     def grow(self) -> float:
-        """Enlarge the cache by one step, and return the additional bytes of memory."""
+        """Enlarge the cache by one step, and return the additional memory bytes."""
         before = self.cached
         self.cached = min(self.table.num_embeddings, self.cached + self.step)
         self._rate = self._law.hit_rate(self.cached, self._draws)
@@ -300,5 +300,5 @@ class _CacheSize:
         )
 
 
+# Bytes per cached row in addition to the values: see ``tables.cached.cache``.
 _CACHE_NOTES = 38
-"""Bytes per cached row in addition to the values: see ``tables.cached.cache``."""

@@ -25,10 +25,10 @@ from meshrec.planner.types import (
     Table,
 )
 
+# Maximum number of column parts per table, which limits the number of candidates.
 _MAX_COLUMN_PARTS = 16
-"""Maximum number of column parts per table, which limits the number of candidates."""
+# Constraints of a table for which the user gave none.
 _FREE = ParameterConstraints()
-"""Constraints of a table for which the user gave none."""
 
 
 def column_widths(columns: int, parts: int) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ def _node_layouts(
     num_nodes: int,
     node_size: int,
 ) -> list[Layout]:
-    """Return the layouts with `Scope.NODES`, whose pieces are split by rows over all ranks of a node.
+    """Return the layouts with `Scope.NODES`, whose pieces are split by rows over all ranks in a node.
 
     Args:
         table: table to split.
@@ -168,14 +168,14 @@ def _node_layouts(
 
 
 class _Pieces(NamedTuple):
-    """Piece groups [P] of all candidates, sorted by candidate.
+    """Piece groups [P] for all candidates, sorted by candidate.
 
     Attributes:
         candidate: candidate index.
         num_equal: number of equal pieces in the group.
         rows: rows per rank that holds a piece; fractional, because an even split is assumed.
         columns: columns per piece.
-        in_node: whether a piece is split by rows over the ranks of a node.
+        in_node: whether a piece is split by rows over the ranks in a node.
     """
 
     candidate: Ints
@@ -186,7 +186,7 @@ class _Pieces(NamedTuple):
 
 
 def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstraints]) -> Problem:
-    """Enumerate the candidates of all tables of a cost model, and compute the cost of every piece.
+    """Enumerate the candidates of all tables in a cost model, and compute the cost per piece.
 
     Args:
         model: cost model with the tables and the machine.
@@ -206,7 +206,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     parts_C = np.array([layout.row_parts for layout in layouts_C])
     by_rows_P = pieces.in_node | (parts_C[pieces.candidate] > 1)
     by_columns_P = ~by_rows_P & np.array([len(layout.widths) > 1 for layout in layouts_C])[pieces.candidate]
-    # Loads are affine in the number of rows (or columns) of a piece. The value at 0 is the fixed part.
+    # Loads are affine in the row count (or columns) of a piece. The value at 0 is the fixed part.
     least_rows = np.where(by_rows_P, 0, pieces.rows)
     least_columns = np.where(by_columns_P, 0, pieces.columns)
     fixed_PF = model.rectangle_loads(table_P, least_rows, least_columns, pieces.in_node)
@@ -250,8 +250,8 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     )
 
 
+# Index of the phase ``row_stats`` in `PHASES`.
 _ROW_STATS = 4
-"""Index of the phase ``row_stats`` in `PHASES`."""
 
 
 def _candidates(
@@ -262,7 +262,7 @@ def _candidates(
     Args:
         model: cost model with the tables and the machine.
         constraints: constraints by table name.
-        examples: index of an example table per type.
+        examples: example table index per type.
     """
     layouts_C: list[Layout] = []
     type_C: list[int] = []
@@ -282,7 +282,7 @@ def _group(
     """Group identical tables with identical constraints into types.
 
     Returns:
-        The type index per table, and the index of an example table per type.
+        The type index per table, and an example table index per type.
     """
     kinds: dict[str, int] = {}
     examples: list[int] = []
@@ -308,7 +308,7 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
     Args:
         model: cost model with the tables and the machine.
         layouts_C: layout per candidate.
-        table_C: index of an example table per candidate.
+        table_C: example table index per candidate.
     """
     pieces: list[tuple[int, int, float, int, bool]] = []
     rows_C = model.arrays.rows_T[table_C]
@@ -332,7 +332,7 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
 def _merge_phases(*loads_PF: Floats) -> Floats:
     """Return a 0/1 matrix [F, K] that merges phases F with proportional loads into phases K.
 
-    If the loads of two phases are proportional for all pieces, the same rank is the slowest in both, whatever
+    If two phases have proportional loads for all pieces, the same rank is the slowest in both, whatever
     the plan. Phases without any load are dropped: their rows are 0.
 
     Args:

@@ -1,9 +1,9 @@
 """Cost model: predicts the seconds per phase, and the memory, that a rectangle of a table costs its rank.
 
-A rectangle is a row range and column range of one table, held by one rank. A training step is a chain of
+A rectangle is a row range and column range of a table, held by a rank. A training step is a chain of
 phases (`PHASES`). Each phase is a collective or ends in one, so all ranks wait for the slowest. The step
 therefore takes the sum over phases of the slowest rank's time. Within a phase, the load of a rank is the sum
-over the rank's rectangles, plus the cost of data-parallel tables, which is equal on all ranks.
+over the rank's rectangles, plus the cost for data-parallel tables, which is equal on all ranks.
 
 Transfers are counted on the owner, the rank that holds the rectangle, because the batch is spread evenly: in
 an all-to-all of embeddings, owners send different amounts, and every rank receives the mean amount. For IDs
@@ -45,17 +45,17 @@ _IDS, _LOOKUP, _OUTPUT, _GRADIENT, _ROW_STATS, _REPLICAS, _DATA_PARALLEL, _UPDAT
 LENGTH_BYTES = 4
 """Bytes per bag length sent with the IDs."""
 VALUE_BYTES = FP32.value_bytes
-"""Bytes of an fp32 value. Results, gradient sums and exchanges between replicas are fp32. Exchanges between
+"""Bytes per fp32 value. Results, gradient sums and exchanges between replicas are fp32. Exchanges between
 replicas have no shorter wire format, because replicas must apply bit-identical updates.
 """
+# Index of the format for embeddings and of the format for gradients in `WireFormats`.
 _FORWARD_WIRE, _BACKWARD_WIRE = range(2)
-"""Index of the format for embeddings and of the format for gradients in `WireFormats`."""
 # Passes over row statistics: copy, sum, divide, sort.
 _STATISTICS_PASSES = 4
 
 
 class UsedCollectives(NamedTuple):
-    """Collectives that a step runs, which follow from the kinds of tables in the plan.
+    """Collectives in a step, which follow from the kinds of tables in the plan.
 
     Attributes:
         sharded: at least one table is sharded, so the step exchanges IDs, embeddings and gradients.
@@ -72,7 +72,7 @@ class UsedCollectives(NamedTuple):
 class CostModel:
     """Predicts what rectangles of the tables cost the ranks that hold them, in seconds and bytes.
 
-    A rectangle is a row range and column range of one table. Methods take N rectangles as arrays [N] of table
+    A rectangle is a row range and column range of a table. Methods take N rectangles as arrays [N] of table
     indices, row counts and column counts; the position within the table does not matter.
 
     Args:
@@ -80,7 +80,7 @@ class CostModel:
         topology: the machine. Its `world_size` ranks form `replicas` shard groups, which all follow the same
             plan.
         batch_size: samples per rank, for tables that do not set their own.
-        replicas: size of the ``replicate`` axis: the number of groups that hold a copy of all tables.
+        replicas: ``replicate`` axis size. Each replica group holds all tables.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Return the seconds that every rectangle costs its rank in every phase.
+        """Return the seconds which every rectangle costs its rank in every phase.
 
         Args:
             table_N: table index per rectangle.
-            rows_N: number of rows per rectangle.
-            columns_N: number of columns per rectangle.
-            in_node_N: whether every rank of the rectangle's node holds other rows of the same columns, so
+            rows_N: rows per rectangle.
+            columns_N: columns per rectangle.
+            in_node_N: whether every rank of the rectangle's node holds other rows with the same columns, so
                 that partial sums are reduced within the node.
 
         Returns:
@@ -196,15 +196,15 @@ class CostModel:
         rows_N: npt.NDArray[np.number],
         columns_N: npt.NDArray[np.number],
     ) -> Floats:
-        """Return the bytes that every rectangle takes on the rank holding it.
+        """Return the bytes which every rectangle takes on the rank holding it.
 
         They comprise weights, optimizer state, incoming IDs, and the buffers for outgoing embeddings and
         incoming gradients.
 
         Args:
             table_N: table index per rectangle.
-            rows_N: number of rows per rectangle.
-            columns_N: number of columns per rectangle.
+            rows_N: rows per rectangle.
+            columns_N: columns per rectangle.
 
         Returns:
             Bytes, float64 [N].
@@ -230,7 +230,7 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Return the bytes that the outputs and gradients of every rectangle take on *every* rank.
+        """Return the bytes for the outputs and gradients of every rectangle on *every* rank.
 
         These are the receive buffers for embeddings, and the send buffers for gradients, of the rank's own
         samples. They arise on all ranks, in addition to `rectangle_bytes` on the rank that holds the
@@ -238,8 +238,8 @@ class CostModel:
 
         Args:
             table_N: table index per rectangle.
-            rows_N: number of rows per rectangle.
-            columns_N: number of columns per rectangle.
+            rows_N: rows per rectangle.
+            columns_N: columns per rectangle.
             in_node_N: see `rectangle_loads`.
 
         Returns:
@@ -261,14 +261,14 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> dict[str, Sent]:
-        """Return the encoded bytes that a step sends for every rectangle, summed over all sending ranks.
+        """Return the encoded bytes sent per step for every rectangle, summed over all sending ranks.
 
         The small all-to-all that announces message sizes is not included.
 
         Args:
             table_N: table index per rectangle.
-            rows_N: number of rows per rectangle.
-            columns_N: number of columns per rectangle.
+            rows_N: rows per rectangle.
+            columns_N: columns per rectangle.
             in_node_N: see `rectangle_loads`.
 
         Returns:
@@ -291,7 +291,7 @@ class CostModel:
         return by_exchange
 
     def replicated_loads(self, table_N: npt.NDArray[np.integer]) -> Floats:
-        """Return the seconds [N, NUM_PHASES] that data-parallel tables, given by index, cost every rank."""
+        """Return the seconds [N, NUM_PHASES] which data-parallel tables cost every rank, by table index."""
         a, p = self.arrays, self.profile
         table = np.asarray(table_N)
         columns = a.columns_T[table].astype(np.float64)
@@ -313,7 +313,7 @@ class CostModel:
         return self._without_backward(table, loads)
 
     def replicated_bytes(self, table_N: npt.NDArray[np.integer]) -> Floats:
-        """Return the bytes [N] that data-parallel tables, given by index, take on every rank.
+        """Return the bytes [N] which data-parallel tables take on every rank, by table index.
 
         Includes optimizer state, outputs and gradients.
         """
@@ -355,7 +355,7 @@ class CostModel:
         return np.where(_IS_EXCHANGE, mean_loads, 0.0)
 
     def fixed_seconds(self, usage: UsedCollectives) -> Floats:
-        """Return the seconds [NUM_PHASES] that every plan with these collectives takes.
+        """Return the seconds [NUM_PHASES] which every plan with these collectives takes.
 
         They comprise kernel launches, the scan of a rank's IDs, and the latencies of collectives.
         """
@@ -386,7 +386,7 @@ class CostModel:
     def _sent_rows(
         self, outputs: Floats, fetched: Floats, columns: Floats, row: RowOnWire, hops: Hops
     ) -> Sent:
-        """Return the bytes [N] of encoded rows that rectangles send, or receive as gradients.
+        """Return the bytes [N] of encoded rows which rectangles send, or receive as gradients.
 
         Args:
             outputs: rows [N] after pooling.
@@ -419,14 +419,14 @@ class CostModel:
         return Sent(inside, (self.num_nodes - 1) * distinct * id_bytes)
 
     def _fetched(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the number of distinct rows [N] that nodes fetch from rectangles, summed over nodes.
+        """Return the count of distinct rows [N] which nodes fetch from rectangles, summed over nodes.
 
-        `ids` [N] counts the lookups of all ranks. Used with ``across_nodes="rows"``.
+        `ids` [N] counts the lookups on all ranks. Used with ``across_nodes="rows"``.
         """
         return self.num_nodes * self._distinct(table, ids / self.num_nodes, share)
 
     def _add_node_work(self, loads: Floats, ids: Floats, fetched: Floats, columns: Floats) -> None:
-        """Add to `loads` the work that only ``across_nodes="rows"`` needs.
+        """Add to `loads` the work which only ``across_nodes="rows"`` needs.
 
         In every node, a representative stands for each owner in another node. It removes duplicate IDs, pools
         bags from the fetched rows, and sums row gradients before they are sent. Nodes are assumed to have
@@ -454,14 +454,14 @@ class CostModel:
         """Return the seconds [N] for fused updates of rectangles.
 
         The gradients of all lookups are summed by table row. Then weights and state of every distinct row,
-        over the lookups of all replicas, are read and written.
+        over the lookups in all replicas, are read and written.
 
         Args:
             table: table index per rectangle.
-            ids: lookups per rectangle from one shard group.
+            ids: lookups per rectangle from a shard group.
             columns: columns per rectangle.
             share: fraction of the table's rows per rectangle.
-            replicas: number of groups whose gradients are applied together.
+            replicas: groups whose gradients are applied together.
         """
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
@@ -505,7 +505,7 @@ class CostModel:
         return result
 
     def _distinct(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the expected number of distinct rows [N] that `ids` lookups touch in rectangles.
+        """Return how many distinct rows [N] `ids` lookups are expected to touch in rectangles.
 
         Lookups are modeled as uniform draws from the effective rows, see `Table.effective_rows`. `share` is
         the fraction of a table's rows in the rectangle.
@@ -515,13 +515,13 @@ class CostModel:
         return distinct
 
     def _without_backward(self, table: npt.NDArray[np.integer], loads: Floats) -> Floats:
-        """Return the loads with 0 in backward and update phases of untrained tables."""
+        """Return the loads with 0 in backward and update phases for untrained tables."""
         is_forward = np.isin(np.arange(NUM_PHASES), _FORWARD)
         result: Floats = np.where(self.arrays.trained_T[table][:, None] | is_forward, loads, 0.0)
         return result
 
     def _row_on_wire(self, table: npt.NDArray[np.integer], columns: Floats, direction: int) -> RowOnWire:
-        """Return the encoded size of rows with ``columns`` values, in the wire formats of their tables.
+        """Return the encoded size of rows with ``columns`` values, in the tables' wire formats.
 
         `direction` is `_FORWARD_WIRE` for embeddings or `_BACKWARD_WIRE` for gradients.
         """
@@ -544,7 +544,7 @@ class CostModel:
         return num_bytes
 
     def _row_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
-        """Return the stored bytes per row that do not depend on the number of columns."""
+        """Return the stored bytes per row that do not depend on the column count."""
         state: Floats = STATE_BYTES * self.arrays.state_per_row_T[table]
         result: Floats = state + self.arrays.row_bytes_T[table] + self.arrays.index_bytes_T[table]
         return result
@@ -567,9 +567,9 @@ class CostModel:
         return result
 
 
+# Bytes per CPU cache line.
 _LINE_BYTES = 64
-"""Bytes per CPU cache line."""
+# Phases that run for untrained tables, too.
 _FORWARD = [_IDS, _LOOKUP, _OUTPUT]
-"""Phases that run for untrained tables, too."""
+# Mask [NUM_PHASES] of the all-to-all phases.
 _IS_EXCHANGE = np.isin(np.arange(NUM_PHASES), [_IDS, _OUTPUT, _GRADIENT])
-"""Mask [NUM_PHASES] of the all-to-all phases."""

@@ -33,10 +33,10 @@ from meshrec.planner.types import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEstimate:
-    """Predicted time and memory of one training step under a plan.
+    """Predicted time and memory of a training step under a plan.
 
     Attributes:
-        seconds: step time without the dense part of the model: the sum of `phase_seconds_F`.
+        seconds: step time without the dense part of the model: the `phase_seconds_F` total.
         phase_seconds_F: latency plus the slowest rank's load, for each phase in `PHASES`.
         load_RF: seconds per rank and phase, without latencies.
         bytes_R: bytes per rank: tables, optimizer state, buffers.
@@ -59,7 +59,7 @@ class StepEstimate:
         """Return the step time, without the dense part, of a pipelined training loop.
 
         The pipeline sends the next batch's IDs while the current batch is looked up and updated, and while
-        the dense part runs. `dense_seconds` is the duration of the dense part.
+        the dense part runs. `dense_seconds` is the dense part's duration.
         """
         phases = self.phases
         computes = phases["lookup"] + phases["update"] + dense_seconds
@@ -67,7 +67,7 @@ class StepEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits into the memory of every rank, up to rounding."""
+        """Whether the plan fits into the memory on every rank, up to rounding."""
         return bool(self.bytes_R.max() <= self.memory_cap * (1 + 1e-9))
 
     @property
@@ -88,10 +88,10 @@ def evaluate(
 
     Args:
         plan: plan of a model, or plans of its embedding modules by module path.
-        tables: all tables of the model.
+        tables: all tables in the model.
         topology: machine on which the plan would run.
         batch_size: samples per rank.
-        replicas: size of the ``replicate`` axis.
+        replicas: ``replicate`` axis size.
 
     Raises:
         ValueError: the plan lacks a table, or uses a rank outside the topology.
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimate:
-    """Predict the step time and memory of a plan given as rectangles (rows x columns of a table on a rank).
+    """Predict the step time and memory of a plan given as rectangles (rows x columns on a rank).
 
     Raises:
         ValueError: a rectangle is on a rank outside the topology.
@@ -157,12 +157,12 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
 
 
 def _sharing(placements: Placements, receiver_N: Ints) -> Ints:
-    """Return, per rectangle, the number of rectangles with the same table, rows and receiver.
+    """Return, per rectangle, how many rectangles have the same table, rows and receiver.
 
     They share an ID message, so each accounts for an equal part of it.
 
     Args:
-        placements: rectangles of the plan.
+        placements: rectangles in the plan.
         receiver_N: rank, or local rank, that receives the IDs of a rectangle.
     """
     key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, receiver_N), axis=1)
@@ -172,7 +172,7 @@ def _sharing(placements: Placements, receiver_N: Ints) -> Ints:
 
 
 def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
-    """Return, per rectangle, whether all ranks in the node hold rows of the same table and columns.
+    """Return, per rectangle, whether all ranks in the node hold rows with the same table and columns.
 
     Partial sums are then added within the node before they cross the network.
     """
@@ -199,7 +199,7 @@ def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Seq
     Args:
         problem: planning problem, for the layouts of candidates.
         parts_T: placement per table.
-        tables: tables, in the order of `parts_T`.
+        tables: tables, in the same order as `parts_T`.
     """
     rectangles: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
@@ -229,7 +229,7 @@ def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Seq
 def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> ShardingType:
     """Return the sharding type that describes a layout.
 
-    If several types fit, return one that the constraints allow: a table on a single rank may be called
+    If several types fit, return an allowed type: a table on a single rank may be called
     table-wise or row-wise, for example.
     """
     split_columns = len(layout.widths) > 1
@@ -263,10 +263,10 @@ def to_plan(
     """Convert rectangles to a sharding plan.
 
     Args:
-        placements: rectangles of all tables.
+        placements: rectangles for all tables.
         tables: tables, by the indices in `placements`.
         types_T: sharding type per table.
-        device: device type of all shards, ``cpu`` or ``cuda``.
+        device: device type for all shards, ``cpu`` or ``cuda``.
 
     Returns:
         Plan per embedding module, by module path.

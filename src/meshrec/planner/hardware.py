@@ -56,7 +56,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """Speed and memory of one rank, and of the links between ranks.
+    """Speed and memory of a rank, and speed of the links between ranks.
 
     ``meshrec calibrate`` measures a profile of the current machine; `BUILTIN_PROFILES` has profiles of common
     machines. Costs are in seconds, bandwidths in bytes/s.
@@ -82,8 +82,8 @@ class HardwareProfile:
         sorts_once: whether updates of a column-split table reuse the IDs sorted for row statistics, as the
             CPU kernels do. Otherwise row gradients are summed to memory and read again.
         memory: bytes per rank for tables, buffers and the dense model.
-        disk_reads: random records in table files that a node's disk reads per second; 0: not measured.
-        disk_writes: random records that the disk writes per second; 0: not measured.
+        disk_reads: records in table files read per second by a node's disk, at random; 0: not measured.
+        disk_writes: records written per second, at random; 0: not measured.
         sources: where the value of a field comes from, by field name: a data sheet, a measurement, or an
             assumption.
     """

@@ -8,22 +8,19 @@ import numpy as np
 from meshrec.planner.types import Floats, Ints
 
 INFINITY = 1e30
+# Work (see `Effort`) per solve and per simplex iteration, as multiples of (rows + columns) ** 0.7. The
+# exponent is below 1 because larger programs are sparser.
 _WORK_PER_SOLVE, _WORK_PER_ITERATION = 400, 15
-"""Work (see `Effort`) per solve and per simplex iteration, as multiples of (rows + columns) ** 0.7. The
-exponent is below 1 because larger programs are sparser.
-"""
+# Iteration limit, in addition to twice the row and column count. A program that needs more iterations is in
+# numerical trouble.
 _LEAST_ITERATIONS = 2000
-"""Iteration limit, in addition to twice the number of rows and columns. A program that needs more iterations
-is in numerical trouble.
-"""
 
+# Statuses with a definite result. No program here is unbounded, so kUnboundedOrInfeasible means infeasible.
 _SETTLED = (
     highspy.HighsModelStatus.kOptimal,
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kUnboundedOrInfeasible,
 )
-"""Statuses with a definite result. No program here is unbounded, so kUnboundedOrInfeasible means infeasible.
-"""
 
 
 class Optimum(NamedTuple):
@@ -116,7 +113,7 @@ class Solver:
         self._num_rows = len(lower)
         self._highs = _SilentHighs()  # type: ignore[no-untyped-call]
         for option, setting in (
-            # One thread and a fixed seed, so that equal inputs give equal plans.
+            # One thread and a fixed seed: equal inputs give equal plans.
             ("threads", 1),
             ("random_seed", 0),
             ("presolve", "choose"),

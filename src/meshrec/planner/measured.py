@@ -1,4 +1,4 @@
-"""Compare the phase times that a training run measured with the planner's predictions.
+"""Compare measured phase times from a training run with the planner's predictions.
 
 A run writes ``phases.jsonl``, a JSON object per line: ``phase`` (a name in `PHASES`, or ``dense``), ``rank``,
 ``seconds``, and ``step`` if there are several. We use the median over all steps of a phase on a rank, so that
@@ -16,7 +16,7 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 
 PHASES_FILE = "phases.jsonl"
 WHOLE_PHASES_FILE = "phases_whole.jsonl"
-"""File in which a pipelined run records the steps that it ran without overlap. In these steps, no exchange
+"""File in which a pipelined run records the steps without overlap. In these steps, no exchange
 was hidden behind other work, so their phases are comparable with predictions.
 """
 DENSE = "dense"
@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         phase: name in `PHASES`, ``step``, or ``step, pipelined``. A step excludes the dense part.
-        predicted: seconds that the planner predicted.
+        predicted: seconds predicted by the planner.
         measured: measured seconds. For a phase, the median over steps on the slowest rank. For a step, the
             median over steps of the mean over ranks.
     """
@@ -98,8 +98,8 @@ def compare_pipelined(
 
     Args:
         plan: plan with which the run trained.
-        whole: times from steps that ran without overlap. The duration of the dense part is taken from them.
-        hidden: times from pipelined steps. Of each phase, they have the part that no other work hid.
+        whole: times from steps without overlap. The dense part's duration is taken from them.
+        hidden: times from pipelined steps. Of each phase, only the part counts which no other work hid.
 
     Raises:
         ValueError: `whole` is empty.

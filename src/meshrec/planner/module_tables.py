@@ -16,7 +16,7 @@ from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
 
 
 def optimizer_kind(spec: OptimizerSpec | None) -> OptimizerKind:
-    """Return the kind of fused optimizer that a spec describes; ``NONE`` without a spec."""
+    """Return the fused optimizer kind which a spec describes; ``NONE`` without a spec."""
     return OptimizerKind.NONE if spec is None else spec.formula.kind
 
 
@@ -35,7 +35,7 @@ class EmbeddingModule(NamedTuple):
 
 
 def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -> Iterator[EmbeddingModule]:
-    """Yield the embedding modules that one of the sharders supports, or all if `sharders` is None."""
+    """Yield the embedding modules which a sharder supports, or all if `sharders` is None."""
     for path, module in model.named_modules():
         if _configs(module) is None:
             continue
@@ -55,7 +55,7 @@ def tables_of_model(
     default_optimizer: OptimizerKind = OptimizerKind.NONE,
     default_wire: WireFormats | TableWires = FULL_PRECISION,
 ) -> list[Table]:
-    """Describe all tables of a model for the planner.
+    """Describe a model's tables for the planner.
 
     A table's optimizer is the optimizer attached to the weight, otherwise the sharder's, otherwise
     `default_optimizer`. The wire formats are the sharder's, otherwise `default_wire`. If several modules use
@@ -65,8 +65,8 @@ def tables_of_model(
         model: model with embedding modules.
         sharders: only modules supported by one of these are included; None: all embedding modules.
         constraints: constraints and lookup statistics by table name.
-        default_optimizer: fused optimizer of tables that have none otherwise.
-        default_wire: wire formats of tables whose sharder sets none.
+        default_optimizer: fused optimizer for tables that have none otherwise.
+        default_wire: wire formats for tables whose sharder sets none.
 
     Raises:
         ValueError: a constraint or wire format is for an unknown or ambiguous table name.
@@ -103,7 +103,7 @@ def tables_of_model(
 
 
 def _wires_of(sharder: Any, path: str, names_by_path: Mapping[str, Sequence[str]]) -> TableWires | None:
-    """Return the wire formats that a sharder sets for the tables of a module; None if it sets none.
+    """Return the wire formats which a sharder sets for a module's tables; None if it sets none.
 
     Args:
         sharder: the module's sharder, or None.
@@ -137,16 +137,16 @@ def table_of_config(
     module_path: str = "",
     wire: WireFormats = FULL_PRECISION,
 ) -> Table:
-    """Describe one table for the planner.
+    """Describe a table for the planner.
 
     Args:
         config: the table's config in the embedding module, such as an ``EmbeddingBagConfig``.
         constraints: constraints and lookup statistics of this table.
-        pooled: whether lookups pool the rows of a bag.
+        pooled: whether lookups pool the rows in a bag.
         weighted: whether IDs have per-sample weights.
         weight_bytes: bytes per weight.
         optimizer: fused optimizer.
-        module_path: path of the embedding module.
+        module_path: embedding module path.
         wire: wire formats for embeddings and gradients.
 
     Raises:
@@ -206,7 +206,7 @@ def _bits(config: Any) -> int:
 
 
 def _index_bytes(config: Any) -> float:
-    """Return the bytes per row for index, eviction and admission of a hashed table; 0 for other tables."""
+    """Return the bytes per row for index, eviction and admission in a hashed table; 0 for other tables."""
     keys = getattr(config, "keys", None)
     if keys is None:
         return 0
@@ -223,7 +223,7 @@ def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:
 
 
 def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str, ParameterConstraints]:
-    """Measure pooling factors and skew of every table on sample batches.
+    """Measure pooling factors and skew per table on sample batches.
 
     Merge the result into your own constraints with `dataclasses.replace`.
 
@@ -265,7 +265,7 @@ def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str,
 
 
 def _effective_rows(draws: int, distinct: int, rows: int) -> float:
-    """Return the number of equally likely rows among which `draws` lookups would touch `distinct` on average.
+    """Return the count of equally likely rows among which `draws` lookups would touch `distinct` on average.
 
     The result is at most `rows`, the table's row count. It is found by bisection.
     """
@@ -288,7 +288,7 @@ def _expected_distinct(rows: float, draws: int) -> float:
 
 
 def _configs(module: nn.Module) -> Sequence[Any] | None:
-    """Return the table configs of an embedding module; None for any other module."""
+    """Return the table configs in an embedding module; None for any other module."""
     for name in ("embedding_bag_configs", "embedding_configs"):
         method = getattr(module, name, None)
         if callable(method):

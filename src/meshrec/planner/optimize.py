@@ -1,4 +1,4 @@
-"""Search for the best plan over all sizes of the ``replicate`` axis and all sets of collectives."""
+"""Search for the best plan over all ``replicate`` axis sizes and all collective sets."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -15,19 +15,19 @@ from meshrec.planner.solver import CollectiveSet, Solution, solve
 from meshrec.planner.types import ParameterConstraints, Placements, Table, Topology
 
 DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
+# Maximum number of searches with a lower memory cap, if rounding to whole rows exceeds the actual cap.
 _MOST_RETRIES = 4
-"""Maximum number of searches with a lower memory cap, if rounding to whole rows exceeds the actual cap."""
 
 
 class Optimized(NamedTuple):
     """Best plan and proven lower bound.
 
     Attributes:
-        placements: rectangles of the plan.
+        placements: rectangles in the plan.
         types_T: sharding type per table.
         estimate: predicted time and memory.
-        lower_bound: step time in seconds that no plan of any allowed replica count can beat.
-        replicas: size of the ``replicate`` axis in this plan.
+        lower_bound: step time in seconds which no plan with any allowed replica count can beat.
+        replicas: ``replicate`` axis size in this plan.
     """
 
     placements: Placements
@@ -38,7 +38,7 @@ class Optimized(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Upper bound on the time that a better plan could save, as a fraction of this plan's step time."""
+        """Upper bound on the time a better plan could save, as a fraction of this plan's step time."""
         return max(0.0, 1 - self.lower_bound / self.estimate.seconds) if self.estimate.seconds else 0.0
 
 
@@ -60,10 +60,10 @@ def optimize(
         topology: machine to plan for.
         batch_size: samples per rank.
         constraints: constraints by table name.
-        effort: limits of the search, for every size of the ``replicate`` axis.
+        effort: search limits, for every ``replicate`` axis size.
 
     Returns:
-        The best plan, or None if no plan was found that fits into memory.
+        The best plan, or None if no plan was found which fits into memory.
 
     Raises:
         ValueError: no tables, or constraints which leave a table without a candidate.
@@ -100,8 +100,8 @@ def _solve(
     Args:
         problem: planning problem.
         model: cost model from which the problem was built.
-        effort: limits of the search.
-        cutoff: step time in seconds of a plan that is already known.
+        effort: search limits.
+        cutoff: step time in seconds for a known plan.
 
     Returns:
         The solution; without parts if no plan fits. The lower bound holds for the actual memory cap.
@@ -128,7 +128,7 @@ def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> flo
 
 
 def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
-    """Return the sets of collectives to try, from all collectives to few.
+    """Return the collective sets to try, from all collectives to few.
 
     Plans that do without a collective save its latency, but can use fewer candidates. A plan belongs to every
     set that allows the plan's candidates, so the lowest bound over the sets holds for all plans.

@@ -20,7 +20,7 @@ class PlannerInputs:
     """Everything from which the planner computed a plan.
 
     Attributes:
-        tables: all tables of the model.
+        tables: all tables in the model.
         topology: machine to plan for.
         batch_size: samples per rank.
         constraints: user constraints by table name.
@@ -79,8 +79,8 @@ class PlannedShardingPlan(ShardingPlan):
 
     Attributes:
         seconds: predicted step time in seconds, without the dense part of the model.
-        lower_bound: step time in seconds that no plan under the user's constraints can beat.
-        replicas: size of the ``replicate`` axis.
+        lower_bound: step time in seconds which no plan under the user's constraints can beat.
+        replicas: ``replicate`` axis size.
         inputs: inputs from which the plan was computed; None if they are not known.
     """
 
@@ -91,7 +91,7 @@ class PlannedShardingPlan(ShardingPlan):
 
     @property
     def gap(self) -> float:
-        """Upper bound on the time that a better plan could save, as a fraction of this plan's step time."""
+        """Upper bound on the time a better plan could save, as a fraction of this plan's step time."""
         return max(0.0, 1 - self.lower_bound / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> PlannedShardingPlan:
-    """Read a plan with its inputs from a file that `save_plan` wrote.
+    """Read a plan with its inputs from a `save_plan` file.
 
     Raises:
         ValueError: the file is damaged, or has a plan without inputs.
@@ -196,8 +196,8 @@ def _constraints_to_json(constraints: ParameterConstraints) -> dict[str, Any]:
     }
 
 
+# Bytes per weight for every value of ``dtype`` in a task file.
 _WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Bytes per weight for every value of ``dtype`` in a task file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ class PlannerTask:
     world_sizes: tuple[int, ...] = ()
 
     def batch_size(self, world_size: int) -> int:
-        """Return the number of samples per rank, at least 1."""
+        """Return the sample count per rank, at least 1."""
         return max(1, self.global_batch_size // world_size)
 
 

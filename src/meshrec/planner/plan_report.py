@@ -19,22 +19,22 @@ from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind
 from meshrec.reports.page import to_page
 
+# Memory cap fraction above which the report warns.
 _TIGHT_MEMORY = 0.95
-"""Fraction of the memory cap above which the report warns."""
+# Gap between plan and lower bound above which the report warns.
 _LARGE_GAP = 0.05
-"""Gap between plan and lower bound above which the report warns."""
+# Slowest rank's load, relative to the mean load, above which the report warns.
 _SLOW_RANK = 1.25
-"""Ratio of the slowest rank's load to the mean load above which the report warns."""
 
 
 class RankReport(NamedTuple):
-    """What a plan puts on one rank.
+    """Load and tables on a rank under a plan.
 
     Attributes:
         rank: rank in the shard group.
-        num_bytes: bytes of tables, optimizer state and buffers.
+        num_bytes: bytes for tables, optimizer state and buffers.
         phases: seconds by phase name, without latencies.
-        tables: names of the tables of which the rank holds a shard, without data-parallel tables.
+        tables: names of the tables with a shard on this rank, without data-parallel tables.
     """
 
     rank: int
@@ -44,16 +44,16 @@ class RankReport(NamedTuple):
 
 
 class TableReport(NamedTuple):
-    """How a plan shards one table.
+    """Sharding of a table under a plan.
 
     Attributes:
         name: table name.
-        module_path: path of the embedding module.
-        num_embeddings: number of rows.
-        embedding_dim: number of columns.
-        num_bytes: bytes of weights, optimizer state and index.
+        module_path: embedding module path.
+        num_embeddings: row count.
+        embedding_dim: column count.
+        num_bytes: bytes for weights, optimizer state and index.
         sharding_type: sharding type, such as ``"row_wise"``.
-        rectangles: shards as (first row, first column, number of rows, number of columns, rank).
+        rectangles: shards as (first row, first column, row count, column count, rank).
         alternatives: other placements of this table, and how they would change the step time.
     """
 
@@ -74,20 +74,20 @@ class PlanReport(NamedTuple):
         seconds: predicted step time without the dense part.
         pipelined_seconds: predicted step time with a train pipeline, which hides the ID exchange behind
             lookups and updates.
-        lower_bound: step time that no plan can beat.
-        gap: upper bound on the time that a better plan could save, as a fraction of `seconds`.
+        lower_bound: step time which no plan can beat.
+        gap: upper bound on the time a better plan could save, as a fraction of `seconds`.
         hardware: name of the hardware profile.
         wire: distinct wire formats of the tables, such as ``"fp16/bf16"`` (embeddings, then gradients).
         sent_bytes: bytes sent per step, summed over all ranks, by exchange: ``ids``, ``output``,
         ``gradient``.
-        world_size: number of ranks.
-        replicas: size of the ``replicate`` axis.
+        world_size: rank count.
+        replicas: ``replicate`` axis size.
         batch_size: samples per rank.
         memory_cap: maximum bytes per rank.
         phases: seconds by phase name, on the slowest rank and with latencies.
-        ranks: content of every rank.
-        tables: sharding of every table.
-        replicated: names of the data-parallel tables.
+        ranks: content per rank.
+        tables: sharding per table.
+        replicated: data-parallel table names.
         warnings: complete sentences to show to the user.
         inputs: planner inputs as JSON types.
     """
@@ -122,7 +122,7 @@ class PlanReport(NamedTuple):
 
 
 def make_report(plan: PlannedShardingPlan) -> PlanReport:
-    """Create the report of a plan, including alternatives for the largest tables.
+    """Create a plan's report, including alternatives for the largest tables.
 
     Raises:
         ValueError: the plan has no inputs.
@@ -183,7 +183,7 @@ def what_if(
     Args:
         plan: plan with its inputs.
         world_sizes: numbers of ranks to plan for.
-        effort: limits of every search.
+        effort: limits per search.
 
     Returns:
         For every world size, the size and the plan, or an error message if no plan fits.
@@ -212,13 +212,13 @@ def what_if(
 
 
 class Move(NamedTuple):
-    """Difference in one table between two plans.
+    """Difference between two plans in a table's placement.
 
     Attributes:
         table: table name.
         old_type: sharding type in the old plan; None if the old plan lacks the table.
         new_type: sharding type in the new plan; None if the new plan lacks the table.
-        num_bytes: bytes that ranks must receive, because they did not hold them under the old plan.
+        num_bytes: bytes which ranks must receive, because they do not hold them under the old plan.
     """
 
     table: str
@@ -228,7 +228,7 @@ class Move(NamedTuple):
 
 
 def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
-    """Return the tables that two plans place differently, largest move first. Bytes include optimizer state.
+    """Return the tables which differ between two plans, largest move first. Bytes include optimizer state.
 
     Args:
         old: plan to compare with.
@@ -259,13 +259,13 @@ def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
 def _new_elements(
     then: ParameterSharding | None, now: ParameterSharding, rows: int, columns: int, new: PlannedShardingPlan
 ) -> int:
-    """Return the number of table elements that ranks hold under the new plan but not under the old plan.
+    """Return how many table elements ranks hold under the new plan but not under the old plan.
 
     Args:
         then: the table's sharding in the old plan, or None.
         now: the table's sharding in the new plan.
-        rows: number of table rows.
-        columns: number of table columns.
+        rows: table row count.
+        columns: table column count.
         new: the new plan, which determines the ranks that hold a data-parallel table.
     """
     ranks = range(new.required_inputs().topology.world_size // new.replicas)
@@ -279,8 +279,8 @@ def _new_elements(
     return missing
 
 
+# First row, end row, first column, end column; ends are not included.
 _Rectangle = tuple[int, int, int, int]
-"""First row, end row, first column, end column; ends are not included."""
 
 
 def _by_rank(

@@ -9,12 +9,12 @@ from meshrec.plan.text import size_text
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.plan_report import Move, PlanReport
 
+# Maximum rank count to list.
 _MOST_RANKS = 64
-"""Maximum number of ranks to list."""
+# Maximum number of table names to list per rank.
 _MOST_NAMES = 6
-"""Maximum number of table names to list per rank."""
+# Characters per line in files and pipes, so that table columns are not cut.
 _PIPE_WIDTH = 160
-"""Characters per line in files and pipes, so that table columns are not cut."""
 
 
 def render(report: PlanReport, *, console: Console | None = None) -> None:
@@ -58,7 +58,7 @@ def render_what_if(
 
 
 def render_diff(moves: Sequence[Move], *, console: Console | None = None) -> None:
-    """Print a table of the tables that two plans place differently; see `plan_report.diff`."""
+    """Print the tables which differ between two plans; see `plan_report.diff`."""
     console = console or _console()
     if not moves:
         console.print("the plans place every table identically")

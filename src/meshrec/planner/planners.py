@@ -33,10 +33,10 @@ class EmbeddingShardingPlanner:
         max_work: work limit of the search, in touched array elements. It does not depend on the machine's
             speed: unless the time limit ends the search, equal inputs give equal plans on every machine.
         gap: stop when no other plan can be faster by more than this fraction of the step time.
-        static_plan: plan to reuse. `plan` then only checks that it covers the model's tables.
-        default_optimizer: fused optimizer of tables that have none attached.
+        static_plan: plan to reuse. `plan` then only checks whether it covers the model's tables.
+        default_optimizer: fused optimizer for tables that have none attached.
         default_wire: wire formats for embeddings and gradients, for tables whose sharder sets none.
-        wire_bound: if given, select the wire formats of all tables within these accuracy limits. Pass the
+        wire_bound: if given, select all tables' wire formats within these accuracy limits. Pass the
             formats from ``wire_choice.wires_of(plan)`` to the sharders.
     """
 
@@ -63,10 +63,10 @@ class EmbeddingShardingPlanner:
         self._wire_bound = wire_bound
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
-        """Plan all tables in `module` that the sharders support, or all tables if `sharders` is None.
+        """Plan all tables in `module` which the sharders support, or all tables if `sharders` is None.
 
         Raises:
-            ValueError: constraints cannot be satisfied, or no plan was found that fits into memory. The
+            ValueError: constraints cannot be satisfied, or no plan was found which fits into memory. The
                 message suggests remedies.
         """
         tables = tables_of_model(
@@ -143,17 +143,17 @@ def plan_tables(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlannedShardingPlan:
-    """Plan tables that are given as sizes and statistics, without a model.
+    """Plan tables given as sizes and statistics, without a model.
 
     Args:
         tables: tables to plan.
         topology: machine to plan for.
         batch_size: samples per rank.
         constraints: constraints by table name.
-        effort: limits of the search.
+        effort: search limits.
 
     Raises:
-        ValueError: constraints cannot be satisfied, or no plan was found that fits into memory. The message
+        ValueError: constraints cannot be satisfied, or no plan was found which fits into memory. The message
             suggests remedies.
     """
     constraints = dict(constraints or {})

@@ -2,20 +2,20 @@
 
 A *type* is a set of identical tables. A *candidate* is one way to split a table of a type, such as "4 column
 parts". It has *pieces*, which the solver assigns to distinct *slots*. A slot is a rank, or a whole node if
-the piece's rows are split over the node's ranks: then every rank of the node takes the piece's load. In
-addition, a candidate may cost every rank the same time and memory (`common_C`). Equal pieces of a candidate
+the piece's rows are split over the node's ranks: then every rank in the node takes the piece's load. In
+addition, a candidate may cost every rank the same time and memory (`common_C`). Equal candidate pieces
 form a *piece group*, so that arrays stay small on large clusters.
 
 [Note: planner arrays]
 The suffix of an array's name gives its axes, a letter per axis: ``load_PK`` has shape [P, K].
 
 - T: tables. Y: table types. C: candidates. P: piece groups.
-- R: ranks of one shard group. F: phases of a training step, see `estimators.PHASES`.
+- R: ranks in a shard group. F: phases of a training step, see `estimators.PHASES`.
 - K: merged phases. Phases whose loads are proportional on every rank are merged into one.
-- N: entries of a list, such as the rectangles of a plan or the pieces of a table. Letters in other names
+- N: entries of a list, such as the rectangles in a plan or the pieces of a table. Letters in other names
   are explained where they occur.
 
-``share_C`` is the fractional number of tables per candidate in a linear relaxation.
+``share_C`` has the tables per candidate, fractional, in a linear relaxation.
 """
 
 from enum import IntEnum
@@ -27,7 +27,7 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 
 class Scope(IntEnum):
-    """Kind of slots that the pieces of a candidate occupy: ranks or nodes, and whether within one node."""
+    """Kind of slots occupied by a candidate's pieces: ranks or nodes, and whether within one node."""
 
     RANKS = 0
     """Distinct ranks."""
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     """Split of a table into column parts, each of which is split into row parts.
 
     Attributes:
-        scope: kind of slots that the pieces occupy.
+        scope: kind of slots occupied by the pieces.
         widths: columns per column part.
         row_parts: row parts per column part; for `Scope.NODES`, nodes per column part.
     """
@@ -66,7 +66,7 @@ class Problem(NamedTuple):
     """
 
     num_ranks: int
-    """Ranks of the shard group to plan."""
+    """Ranks in the shard group to plan."""
     node_size: int
     """Ranks per node."""
     memory_cap: float
@@ -87,16 +87,16 @@ class Problem(NamedTuple):
     count_P: Ints
     """Number of equal pieces in the group."""
     load_PK: Floats
-    """Seconds per phase that a piece costs the rank holding it, or every rank of the node holding it."""
+    """Seconds per phase which a piece costs the rank holding it, or every rank in the node holding it."""
     fixed_PK: Floats
     """Part of ``load_PK`` that does not depend on the piece's size.
 
     In an uneven split, a piece has `amount` times the size of an even split, and costs
-    ``fixed + amount * (load - fixed)``. If there are several row parts, the number of rows is scaled,
-    otherwise the number of columns.
+    ``fixed + amount * (load - fixed)``. If there are several row parts, the row count is scaled,
+    otherwise the column count.
     """
     bytes_P: Floats
-    """Bytes that a piece takes on the rank holding it."""
+    """Bytes which a piece takes on the rank holding it."""
     fixed_bytes_P: Floats
     """Part of ``bytes_P`` that does not depend on the piece's size; see ``fixed_PK``."""
     width_P: Ints
@@ -124,17 +124,17 @@ class Problem(NamedTuple):
         return slice(int(self.piece_start_C[candidate]), int(self.piece_start_C[candidate + 1]))
 
     def ranks_per_piece_C(self) -> Ints:
-        """Return the number of ranks that take the load of one piece: the node size, or 1."""
+        """Return how many ranks take the load of a piece: the node size, or 1."""
         nodes = np.array([layout.scope is Scope.NODES for layout in self.layouts_C], bool)
         return np.where(nodes, self.node_size, 1).astype(np.int64)
 
     def mean_load_CK(self) -> Floats:
-        """Return the seconds [C, K] that all pieces of a candidate cost, averaged over all ranks."""
+        """Return the seconds [C, K] for all pieces of a candidate, averaged over all ranks."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self._sum_over_pieces(self.load_PK * weight_P[:, None])
 
     def mean_bytes_C(self) -> Floats:
-        """Return the bytes [C] that a candidate takes, averaged over all ranks, with the common bytes."""
+        """Return the bytes [C] for a candidate, averaged over all ranks, with the common bytes."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
 
@@ -153,13 +153,13 @@ class Problem(NamedTuple):
         return mean_C
 
     def largest_load_CK(self) -> Floats:
-        """Return the seconds [C, K] that the largest piece of a candidate costs."""
+        """Return the seconds [C, K] for the largest piece of a candidate."""
         largest = np.zeros((len(self.layouts_C), self.load_PK.shape[1]))
         np.maximum.at(largest, self.candidate_P, self.load_PK)
         return largest
 
     def least_load_PK(self) -> Floats:
-        """Return the seconds [P, K] of the smallest piece that an uneven split can have.
+        """Return the seconds [P, K] for the smallest piece possible in an uneven split.
 
         A row part may have no rows, and a column part has at least the minimum columns. The piece of an
         unsplit table is the whole table.

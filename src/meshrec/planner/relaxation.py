@@ -1,6 +1,6 @@
 """Linear relaxation of the planning problem, whose optimum is a lower bound on the step time.
 
-The variables are the number of tables per candidate (`share_C`, fractional) and T_k, the slowest rank's load
+The variables are the table count per candidate (`share_C`, fractional) and T_k, the slowest rank's load
 in phase k. The program minimizes the sum of T_k plus common costs. T_k is at least the mean load, which is
 linear in `share_C`. Cutting planes add constraints on whole pieces (see ``cuts.py``). A type of identical
 tables has a variable per candidate, and ranks need no variables, so the program is small for any cluster.
@@ -19,14 +19,13 @@ from meshrec.planner.highs import INFINITY, Optimum, ProgramRows, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats
 
+# Tolerance when the optimum is compared with the cutoff.
 _MARGIN = 1e-6
-"""Tolerance when the optimum is compared with the cutoff."""
+# Number of tables per candidate above which the relaxation uses the candidate.
 _USED = 1e-7
-"""Number of tables per candidate above which the relaxation uses the candidate."""
+# Minimum relative gain in the objective for another round of cuts, and the number of cuts above which all are
+# removed, because the program has become too large.
 _LEAST_GAIN, _MOST_CUTS = 1e-4, 3000
-"""Minimum relative gain in the objective for another round of cuts, and the number of cuts above which all
-are removed, because the program has become too large.
-"""
 
 
 class Box(NamedTuple):
@@ -36,14 +35,14 @@ class Box(NamedTuple):
 
     Attributes:
         bound: optimum: no plan with T in this box costs less.
-        share_C: number of tables per candidate, fractional, in the optimum before cuts. Plans that are
+        share_C: tables per candidate, fractional, in the optimum before cuts. Plans that are
             rounded from it are better than after cuts.
         slowest_K: T in the optimum.
-        cut_at_K: value of T at which to split the box, so that the relaxation comes closer to a plan; equal
+        cut_at_K: value at which to split the box, so that the relaxation comes closer to a plan; equal
             to `slowest_K` where no split is needed.
         lower_K: lower limits on T in this box.
         upper_K: upper limits on T in this box.
-        admitted_C: mask of the candidates that plans in the box can use within the cutoff.
+        admitted_C: candidates which plans in the box can use within the cutoff.
     """
 
     bound: float
@@ -60,7 +59,7 @@ class Relaxation:
 
     Args:
         problem: planning problem.
-        scale: unit of all loads, in seconds.
+        scale: unit for all loads, in seconds.
         deadline: ``time.perf_counter`` time after which no cuts are added.
     """
 
@@ -92,7 +91,7 @@ class Relaxation:
         Args:
             lower_K: lower limits on T.
             upper_K: upper limits on T.
-            admitted_C: mask of the allowed candidates.
+            admitted_C: allowed candidates, as a mask.
             cutoff: maximum step time, in units of the scale.
             rounds: maximum number of times that cuts are added.
 
@@ -136,7 +135,7 @@ class Relaxation:
         )
 
     def _add_cuts(self, optimum: Optimum, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> bool:
-        """Add cuts that the optimum violates and that hold in the box. Return False if there are none."""
+        """Add cuts which the optimum violates, and which hold in the box. Return False if there are none."""
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         share_C = np.where(admitted_C, share_C, 0.0)
         cuts = self._rounding.violated(share_C, upper_K, admitted_C)
@@ -168,7 +167,7 @@ class Relaxation:
 def _rows(problem: Problem, scale: float) -> ProgramRows:
     """Return the constraints without cuts: tables per type, mean load per phase, mean memory.
 
-    The variables are the number of tables per candidate [C], and T [K].
+    The variables are the table count per candidate [C], and T [K].
     """
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)

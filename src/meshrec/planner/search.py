@@ -12,14 +12,14 @@ from meshrec.planner.relaxation import Box
 from meshrec.planner.state import Parts, State
 from meshrec.planner.types import Bools
 
+# Work of computing a rank's load in the compiled loop, in array elements.
 _WORK_PER_RANK = 2
-"""Work of computing a rank's load in the compiled loop, in array elements."""
 WORK_PER_SECOND = 1e8
 """Work per second, as counted by `Effort`; limits attempts to the remaining time."""
 
 
 class Effort(NamedTuple):
-    """Limits of a search, which ends at the first that is reached.
+    """Limits of a search, which ends at the first limit it reaches.
 
     Attributes:
         time_limit: seconds of wall clock time.
@@ -38,9 +38,9 @@ class AnnealingSettings(NamedTuple):
 
     Attributes:
         hot: initial temperature, as a fraction of a rank's mean load.
-        placement_share: maximum fraction of the work for moves that place a whole table again; other moves
+        placement_share: maximum fraction of the work for moves which place a whole table again; other moves
             shift one piece or swap two.
-        exponent: initial exponent q of the norm over ranks, see ``state.py``.
+        exponent: initial exponent q in the norm over ranks, see ``state.py``.
     """
 
     hot: float
@@ -64,26 +64,26 @@ all settings and 13.7 % with the second.
 """
 
 SETTLED = AnnealingSettings(0.001, 1.0, 32)
-"""Settings for a plan that is already good: a low temperature, which does not destroy it."""
+"""Settings for an already good plan: a low temperature, which does not destroy it."""
 
 
 class Start(NamedTuple):
-    """Initial plan to anneal, and the annealer for the candidates that it may use."""
+    """Initial plan to anneal, and the annealer for the candidates which it may use."""
 
     parts_T: list[Parts]
     annealer: Annealer
 
 
 class Search:
-    """Constructs and anneals plans for one set of allowed candidates, and keeps the best.
+    """Constructs and anneals plans for a set of allowed candidates, and keeps the best.
 
     Args:
         problem: planning problem.
-        allowed_C: mask of the candidates that plans may use.
+        allowed_C: which candidates plans may use, as a mask.
         deadline: ``time.perf_counter`` time at which annealing ends.
 
     Attributes:
-        seconds: step time of the best plan, without latencies; infinite before the first plan.
+        seconds: best plan's step time, without latencies; infinite before the first plan.
         parts_T: placement per table in the best plan; empty before the first plan.
         work: work so far, see `Effort`.
     """
@@ -103,7 +103,7 @@ class Search:
 
         Args:
             box: relaxation optimum.
-            admitted_C: mask of the candidates that the plan and its annealing may use.
+            admitted_C: candidates which the plan and its annealing may use.
 
         Returns:
             The plan as a start, or None if it does not fit into memory or annealing is not available.

@@ -5,12 +5,12 @@ result depends only on input and effort, unless the time limit ends the search.
 
 Plans are improved by simulated annealing, from several initial plans ("starts") with several annealing
 settings. It is unknown beforehand which combination suits an input. So all get a short attempt, the best few
-a longer attempt, the better half of these one twice as long, and so on (successive halving: Karnin, Koren &
+a longer attempt, the better half of these twice as long, and so on (successive halving: Karnin, Koren &
 Somekh, Almost Optimal Exploration in Multi-Armed Bandits, 2013). The next round starts with longer attempts,
 and adds the best plan and the relaxed plans of the bound (`relaxation.Box`) as starts.
 
 A plan without column splits or data-parallel tables saves the latency of some collectives. The problem is
-therefore solved for several sets of collectives (`CollectiveSet`), each with its own candidates and bound.
+therefore solved for several collective sets (`CollectiveSet`), each with its own candidates and bound.
 """
 
 import time
@@ -34,36 +34,31 @@ from meshrec.planner.search import (
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
+# Number of attempts that continue after the first short attempts, and the fraction of the plan work that each
+# gets at first. The fraction doubles every round.
 _FINALISTS, _ROUND = 4, 1 / 64
-"""Number of attempts that continue after the first short attempts, and the fraction of the plan work that
-each gets at first. The fraction doubles every round.
-"""
+# Plan work fraction after which no more first attempts start.
 _FIRST_WORK = 0.25
-"""Fraction of the plan work after which no more first attempts start."""
+# Work per table of the shortest attempts: about the cost of setting up an attempt.
 _WORK_PER_TABLE = 2e4
-"""Work per table of the shortest attempts: about the cost of setting up an attempt."""
+# Limits on the largest pieces of starting plans, as multiples of T, the slowest rank's time per phase. Ranks
+# would wait for a piece that takes longer than T. The relaxation gives only a lower estimate of the final T,
+# so several multiples are tried.
 _SQUEEZES = (1.1, 1.4, np.inf)
-"""Limits on the largest pieces of starting plans, as multiples of T, the slowest rank's time per phase.
-
-Ranks would wait for a piece that takes longer than T. The relaxation gives only a lower estimate of the final
-T, so several multiples are tried.
-"""
+# Number of starts to try with other collective sets, too. The best starts for a set are nearly the best for
+# any.
 _RETRIED_STARTS = 2
-"""Number of starts that are tried with other collective sets, too. The starts that are best for one set are
-nearly the best for any.
-"""
+# Time limit in the search for a first plan that fits into memory. It may exceed the user's time limit,
+# because the search would fail without a plan.
 _FITTING_SECONDS = 5.0
-"""Time limit in the search for a first plan that fits into memory. It may exceed the user's time limit,
-because the search would fail without a plan.
-"""
 
 
 class CollectiveSet(NamedTuple):
-    """Set of collectives that a plan may use.
+    """Collectives which a plan may use.
 
     Attributes:
-        allowed_C: mask of the candidates that need no other collectives.
-        fixed_seconds: seconds that these collectives and kernel launches take in every plan.
+        allowed_C: which candidates need no other collectives.
+        fixed_seconds: seconds for these collectives and kernel launches in every plan.
     """
 
     allowed_C: Bools
@@ -76,7 +71,7 @@ class Solution(NamedTuple):
     Attributes:
         parts_T: placement per table; empty if no plan was found.
         seconds: the plan's step time, with latencies.
-        lower_bound: step time that no plan can beat, with latencies.
+        lower_bound: step time which no plan can beat, with latencies.
         work: work spent on plans and bound, in array elements; see `Effort`.
     """
 
@@ -93,14 +88,13 @@ def solve(
 
     Args:
         problem: planning problem.
-        collective_sets: sets of collectives to try.
-        effort: limits of the search.
-        cutoff: step time in seconds of a plan that is already known. The search ends when it is proven that
-            no plan is faster.
+        collective_sets: collective sets to try.
+        effort: search limits.
+        cutoff: step time in seconds for a known plan. The search ends once no plan can be faster.
 
     Returns:
-        The best plan and the bound. If no plan was found that fits into memory, the solution has no parts. If
-        it is proven that none exists, the bound is infinite.
+        The best plan and the bound. If no plan was found which fits into memory, the solution has no parts.
+        If infeasibility is proven, the bound is infinite.
     """
     search = _HalvingSearch(problem, collective_sets, effort, cutoff, time.perf_counter() + effort.time_limit)
     while search.step():
@@ -109,14 +103,14 @@ def solve(
 
 
 class _Candidate:
-    """Plan search and lower bound for one collective set.
+    """Plan search and lower bound for a collective set.
 
     The bound is computed on first use, because it is expensive. Until then, `floor` serves as the bound:
-    seconds that no plan of any collective set can beat.
+    seconds which no plan with any collective set can beat.
 
     Args:
         problem: planning problem.
-        collectives: collectives that the plans may use.
+        collectives: collectives which the plans may use.
         deadline: ``time.perf_counter`` time at which the search ends.
         floor: lower bound without latencies, until the bound is computed.
     """
@@ -129,9 +123,9 @@ class _Candidate:
         self.first_work = 0
         self._problem, self._floor = problem, floor
         self._bound: LowerBound | None = None
-        # Seconds of the longest bound step so far, to predict whether another one ends before the deadline.
+        # Seconds of the longest bound step so far, to predict whether another step ends before the deadline.
         self._deadline, self._longest = deadline, 0.0
-        # Rounded shares of the boxes from which plans were started, so that no start is repeated.
+        # Rounded shares for the boxes used as starts, to avoid repeated starts.
         self._tried: set[bytes] = set()
         # Set once no box can be split any more.
         self.is_exhausted = False
@@ -169,7 +163,7 @@ class _Candidate:
     def start(self, factor: float) -> Start | None:
         """Construct an initial plan by rounding the relaxation.
 
-        Pieces take at most `factor` times T, the relaxation's time of the slowest rank, in every phase. If
+        Pieces take at most `factor` times T, the relaxation's time on the slowest rank, in every phase. If
         the plan does not fit into memory, try again with smaller pieces, then with a memory-balanced plan.
 
         Returns:
@@ -203,10 +197,10 @@ class _Candidate:
         return attempts if best is None else [*attempts, _Attempt(self, best, SETTLED, np.inf)]
 
     def improve(self, best_seconds: float) -> None:
-        """Raise the lower bound by one branching step.
+        """Raise the lower bound by a branching step.
 
         Args:
-            best_seconds: step time of the best plan so far, with latencies. Boxes above it are dropped.
+            best_seconds: best plan's step time so far, with latencies. Boxes above it are dropped.
         """
         started = time.perf_counter()
         is_begun = self._bound is not None
@@ -238,7 +232,7 @@ class _HalvingSearch:
     """Search over all collective sets, as successive halving of attempts.
 
     The work alternates between the lower bound and the attempts. The bound of the whole problem is the lowest
-    bound over the sets, so this one is raised next. Attempts run only for sets that can still beat the best
+    bound over the sets, so it is raised next. Attempts run only for sets which can still beat the best
     plan.
     """
 
@@ -352,7 +346,7 @@ class _HalvingSearch:
             attempts, work = _best(attempts, (len(attempts) + 1) // 2), 2 * work
 
     def _first_attempts(self) -> Generator[bool, None, list[_Attempt]]:
-        """Run short attempts, to find the starts and settings that suit the input.
+        """Run short attempts, to find the starts and settings which suit the input.
 
         The collective set with the lowest bound gets an attempt from every start with every annealing
         setting. Other sets get only the best combinations so far. Sets that cannot beat the best plan are
@@ -362,7 +356,7 @@ class _HalvingSearch:
             True after every attempt.
 
         Returns:
-            All attempts. If no plan was found, they include a memory-balanced start that did not run yet.
+            All attempts. If no plan was found, they include a memory-balanced start which did not run yet.
         """
         attempts: list[_Attempt] = []
         kinds: list[tuple[float, Sequence[AnnealingSettings]]] = [

@@ -1,4 +1,4 @@
-"""Plan under construction: the ranks of every piece, and the load of every rank.
+"""Plan under construction: the ranks of every piece, and the load per rank.
 
 The step time is a sum over phases of the slowest rank's load. The search minimizes a smooth substitute: per
 phase, the q-norm of the loads over ranks, scaled so that equal loads give the load itself. Unlike the
@@ -16,11 +16,11 @@ from meshrec.planner.types import Floats, Ints
 
 
 class Parts(NamedTuple):
-    """Placement of one table: a candidate, and the ranks of the candidate's pieces.
+    """Placement of a table: a candidate, and the ranks of the candidate's pieces.
 
     Attributes:
-        candidate: index of the candidate in the `Problem`.
-        group_N: piece group per entry. A piece that occupies a node has an entry for every rank of the node.
+        candidate: candidate index in the `Problem`.
+        group_N: piece group per entry. A piece that occupies a node has an entry for every rank in the node.
         rank_N: rank per entry.
         amount_N: size of the piece relative to an even split; see `Problem.fixed_PK`.
     """
@@ -39,20 +39,20 @@ class Placed(NamedTuple):
 
 
 class State:
-    """Tables placed so far, and the resulting load and memory of every rank.
+    """Tables placed so far, and the resulting load and memory on every rank.
 
     Args:
         problem: planning problem.
-        target_K: rough estimate of the slowest rank's final load per phase, in seconds. It makes the smooth
+        target_K: rough estimate for the slowest rank's final load per phase, in seconds. It makes the smooth
             objective weigh phases sensibly while most tables are not placed yet.
 
     Attributes:
         parts_T: placement per table; None until placed.
         load_RK: seconds per rank and phase, without common costs.
         bytes_R: bytes per rank, without common bytes.
-        common: seconds that the placed tables cost every rank alike (`Problem.common_C`).
-        common_bytes: bytes that the placed tables take on every rank alike.
-        work: touched array elements, a measure of effort that does not depend on the machine.
+        common: seconds which the placed tables cost every rank alike (`Problem.common_C`).
+        common_bytes: bytes which the placed tables take on every rank alike.
+        work: touched array elements; unlike seconds, they do not depend on the machine.
     """
 
     def __init__(self, problem: Problem, target_K: Floats | None = None) -> None:
@@ -64,7 +64,7 @@ class State:
         self.common = 0.0
         self.common_bytes = 0.0
         self.work = 0
-        # q of the norm over ranks, until `set_exponent` changes it.
+        # q in the norm over ranks, until `set_exponent` changes it.
         self._exponent = 8
         # Floor for the scale, so that a phase without load does not divide by zero.
         self._least_K = 1e-3 * problem.load_PK.max(axis=0, initial=0) + 1e-30
@@ -85,7 +85,7 @@ class State:
         return [parts for parts in self.parts_T if parts is not None]
 
     def set_exponent(self, exponent: int) -> None:
-        """Set the exponent q of the norm, a power of two, after the caller has set `load_RK`.
+        """Set the exponent q in the norm, a power of two, after the caller has set `load_RK`.
 
         The scale changes as well: the current maximum load of each phase becomes 1.
         """
@@ -114,12 +114,12 @@ class State:
         self._power_RK[parts.rank_N] = self._power(self.load_RK[parts.rank_N])
 
     def loads(self, parts: Parts) -> Floats:
-        """Return the seconds [N, K] per phase that each entry of a placement costs its rank."""
+        """Return the seconds [N, K] per phase which every entry in a placement costs its rank."""
         fixed_NK = self.problem.fixed_PK[parts.group_N]
         return fixed_NK + parts.amount_N[:, None] * (self.problem.load_PK[parts.group_N] - fixed_NK)
 
     def sizes(self, parts: Parts) -> Floats:
-        """Return the bytes [N] that each entry of a placement takes on its rank."""
+        """Return the bytes [N] which every entry in a placement takes on its rank."""
         fixed_N = self.problem.fixed_bytes_P[parts.group_N]
         return fixed_N + parts.amount_N * (self.problem.bytes_P[parts.group_N] - fixed_N)
 
@@ -130,7 +130,7 @@ class State:
     def cheapest_placement(self, table: int, candidate: int, weight_K: Floats) -> Placed | None:
         """Find the ranks on which an even split of a table costs least, without changing this state.
 
-        Piece groups are placed one after another, each on the cheapest ranks that earlier groups have left.
+        Piece groups are placed one after another, each on the cheapest ranks left by earlier groups.
 
         Args:
             table: table index.
@@ -149,7 +149,7 @@ class State:
         allowed_R = problem.ranks_Y[problem.type_T[table]]
         change_K = np.zeros(self.num_phases)
         groups, ranks = [], []
-        # Slots used by earlier groups: pieces of a candidate go to distinct slots.
+        # Slots used by earlier groups: candidate pieces go to distinct slots.
         taken: Ints | None = None
         only: slice | None = None
         for group in range(*problem.pieces(candidate).indices(len(problem.candidate_P))):

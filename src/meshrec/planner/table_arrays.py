@@ -10,8 +10,8 @@ from meshrec.planner.types import Bools, Floats, Ints, Table
 
 ID_BYTES, WIDE_ID_BYTES = 4, 8
 """Bytes per ID on the wire, and for tables with 64-bit keys or too many rows for 32 bits."""
+# Row count above which all IDs of a module are sent as 64-bit integers.
 _WIDE_ROWS = 1 << 31
-"""Row count above which all IDs of a module are sent as 64-bit integers."""
 SAMPLE_WEIGHT_BYTES = 4
 STATISTIC_BYTES = 4
 """Bytes per row statistic, an fp32 value such as the sum of squared gradients of row-wise Adagrad."""
@@ -27,11 +27,11 @@ class TableArrays(NamedTuple):
     rows_T: Ints
     columns_T: Ints
     ids_T: Floats
-    """Mean number of IDs in the batch of a rank."""
+    """Mean ID count in the batch of a rank."""
     bags_T: Floats
     """Mean number of bags in the batch of a rank."""
     outputs_T: Floats
-    """Mean number of rows that a lookup returns for the batch of a rank: one per bag (pooled) or per ID."""
+    """Mean row count returned by a lookup for the batch of a rank: a row per bag (pooled) or per ID."""
     pooled_T: Bools
     weight_bytes_T: Floats
     row_bytes_T: Floats
@@ -41,24 +41,24 @@ class TableArrays(NamedTuple):
     id_bytes_T: Floats
     """Bytes per ID when sent between ranks, including the per-sample weight of weighted tables."""
     bare_id_bytes: int
-    """Bytes per ID when sent between ranks, without per-sample weight. Equal for all tables of a module."""
+    """Bytes per ID when sent between ranks, without per-sample weight. Equal for all tables in a module."""
     state_per_column_T: Floats
     """Optimizer state values (fp32) per row and column."""
     state_per_row_T: Floats
-    """Optimizer state values (fp32) per row, independent of the number of columns."""
+    """Optimizer state values (fp32) per row, independent of the column count."""
     wires_T: Ints
     """Index in ``wires`` of the table's wire formats."""
     wires: list[WireFormats]
     """Distinct wire formats used by the tables."""
     row_statistics_bytes_T: Floats
-    """Bytes per distinct row that column shards all-reduce before the update, because the optimizer needs a
+    """Bytes per distinct row which column shards all-reduce before the update, because the optimizer needs a
     statistic of the whole row's gradient. 0 for optimizers without such a statistic.
     """
     effective_rows_T: Floats
 
 
 def arrays_of(tables: Sequence[Table], batch_size: int) -> TableArrays:
-    """Convert tables to arrays. `batch_size` is the number of samples per rank for tables that set none."""
+    """Convert tables to arrays. `batch_size` is the sample count per rank for tables that set none."""
     batch = np.array([table.batch_size or batch_size for table in tables], np.float64)
     ids = batch * [table.ids_per_sample for table in tables]
     bags = batch * [table.bags_per_sample for table in tables]

@@ -11,12 +11,11 @@ from meshrec.planner.types import Bools, Floats, Topology
 
 
 class RowOnWire(NamedTuple):
-    """Size of an embedding or gradient row when sent between ranks, for N rectangles.
+    """Bytes per embedding or gradient row when sent between ranks, for N rectangles.
 
     Attributes:
         wire_bytes: bytes per encoded row.
-        kernel_bytes: bytes per value that the lookup kernel writes, before a separate encoding if there is
-        one.
+        kernel_bytes: bytes per value as written by the lookup kernel, before a separate encoding, if any.
         is_cast: whether encoding is only a cast, which the lookup kernel does itself. Other formats, such as
             int8 with a scale per row, need a separate pass.
     """
@@ -30,10 +29,10 @@ class Hops(NamedTuple):
     """Path of embedding rows from N rectangles to the ranks that requested them.
 
     Attributes:
-        two_N: whether rows take two hops, first within the owner's node and then between nodes, instead of
-        one.
-        summed_N: whether all ranks of the owner's node hold rows of the same columns. Then their partial sums
-            are added in the first hop, and only the total takes the second hop.
+        two_N: whether rows take two hops instead of a direct one: within the owner's node, then between
+            nodes.
+        summed_N: whether all ranks of the owner's node hold rows with the same columns. Then their partial
+            sums are added in the first hop, and only the total takes the second hop.
     """
 
     two_N: Bools
@@ -48,18 +47,18 @@ class Sent(NamedTuple):
 
 
 class GroupRoutes(NamedTuple):
-    """Links between the ranks of a shard group, and the fractions of the traffic that use them.
+    """Links between the ranks in a shard group, and the traffic fractions that use them.
 
     Attributes:
         outer: slowest link within the shard group.
         replicas: slowest link between ranks with the same rectangles in different shard groups.
         all_ranks: slowest link between any two ranks of the machine.
-        same_node: fraction of the traffic that goes to other ranks in the same node, in (0, 1).
-        other_nodes: fraction of the traffic that goes to other nodes.
+        same_node: traffic fraction that goes to other ranks in the same node, in (0, 1).
+        other_nodes: traffic fraction that goes to other nodes.
         wire: seconds per byte in an all-to-all, over both kinds of links.
         latency: seconds until an embedding exchange starts, over all hops.
         once: factor on work in exchange phases other than transfers: 1, or 0.5 in half duplex. In half
-            duplex, `CostModel.shared_loads` adds the mean of the whole phase again, so without the factor,
+            duplex, `CostModel.shared_loads` adds the whole phase's mean again, so without the factor,
             this work would count twice.
     """
 
@@ -74,7 +73,7 @@ class GroupRoutes(NamedTuple):
 
 
 def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across: bool) -> GroupRoutes:
-    """Return the links of a shard group.
+    """Return the links in a shard group.
 
     Args:
         topology: the machine.
@@ -108,8 +107,8 @@ def packed_id_bytes(num_rows_N: npt.ArrayLike, num_ids_N: npt.ArrayLike) -> Floa
     the expected maximum.
 
     Args:
-        num_rows_N: number of table rows from which the IDs of a list are drawn.
-        num_ids_N: number of distinct IDs in the list, evenly spread over these rows.
+        num_rows_N: table rows from which the IDs of a list are drawn.
+        num_ids_N: distinct IDs in the list, evenly spread over these rows.
     """
     rows, ids = np.asarray(num_rows_N, np.float64), np.asarray(num_ids_N, np.float64)
     group = np.clip(ids, 1.0, GROUP)

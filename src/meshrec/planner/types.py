@@ -38,8 +38,8 @@ class Table:
     Attributes:
         name: unique name: the table's name in its module, or ``module_path.name`` if several modules use that
             name.
-        num_embeddings: number of rows.
-        embedding_dim: number of columns.
+        num_embeddings: row count.
+        embedding_dim: column count.
         pooling_factors: mean IDs per bag, for each feature that looks up the table.
         num_poolings: bags per sample, for each feature; None: 1.
         weight_bytes: bytes per weight; below 1 if several quantized weights share a byte.
@@ -51,7 +51,7 @@ class Table:
         pooled: whether the lookup returns a row per bag; otherwise it returns a row per ID.
         weighted: whether IDs have per-sample weights (4 bytes each).
         optimizer: fused optimizer, which determines the state bytes per row.
-        effective_rows: measure of skew: the number of equally likely rows that would give as many distinct
+        effective_rows: measure of skew: the count of equally likely rows that would give as many distinct
             rows per batch as the actual lookups. Below num_embeddings if a few rows are hot. None: no skew.
         batch_size: samples per rank for the table's features; None: the batch size given to the planner.
         module_path: path to the module with the table, as in ``model.named_modules()``.
@@ -121,7 +121,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterConstraints:
-    """User constraints on one table's placement, and assumptions about its lookups.
+    """User constraints on a table's placement, and assumptions about the lookups.
 
     None leaves a choice to the planner.
 
@@ -167,10 +167,10 @@ class ParameterConstraints:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The machine to plan for: number of ranks and nodes, and the speed and memory of a rank.
+    """The machine to plan for: ranks and nodes, and the speed and memory of a rank.
 
     Attributes:
-        world_size: number of ranks.
+        world_size: rank count.
         compute_device: ``cpu`` or ``cuda``; selects the default profile and the applicable memory cap.
         local_world_size: ranks per node (default: all; on cuda at most 8).
         hbm_cap: memory bytes per rank on cuda (default: the profile's).
@@ -178,9 +178,9 @@ class Topology:
         hardware: `HardwareProfile` or profile name (default: ``h100`` on cuda, ``cpu`` on cpu).
         intra_host_bandwidth: bytes/s within a node (default: the profile's).
         inter_host_bandwidth: bytes/s between nodes (default: the profile's).
-        reserve: fraction of the memory that tables and buffers must leave free.
+        reserve: fraction of the memory which tables and buffers must leave free.
         dense_bytes: bytes per rank of the dense model: parameters, gradients, optimizer state, activations.
-        replicate: sizes of the ``replicate`` axis among which the planner selects; 1 means no replication.
+        replicate: ``replicate`` axis sizes among which the planner selects; 1 means no replication.
         sum_in_node: whether the partial sums of a pooled row are added within a node before they cross the
             network. The mesh then has the axes ``node`` and ``local``.
         across_nodes: sharder option, see ``EmbeddingBagCollectionSharder``: ``"sums"`` sends pooled sums

@@ -1,7 +1,7 @@
 """Select the wire formats in which ranks exchange embeddings and gradients, under an error or AUC bound.
 
 A short format such as int8 saves network time, and costs two passes over the rows to encode and decode. The
-cost model knows both, so each table gets the allowed pair of formats with the shortest exchange. The
+cost model knows both, so each table gets the allowed format pair with the shortest exchange. The
 selection happens before the plan is searched, on whole tables. That is sufficient, because the cost of a
 shard's exchange is proportional to rows and columns, except for a few bytes of scale per row.
 """
@@ -29,9 +29,9 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.types import Table, Topology
 
 AUTO = "auto"
-"""Value that requests automatic selection in recipes and on the command line."""
+"""Value to request automatic selection in recipes and on the command line."""
+# Phases whose duration depends on the wire formats.
 _EXCHANGES = [PHASES.index("output"), PHASES.index("gradient")]
-"""Phases whose duration depends on the wire formats."""
 AUC_LOSS: dict[WireFormats, float] = {
     WireFormats(FP32, FP32): 0.0,
     WireFormats(BF16, BF16): 1e-4,
@@ -41,7 +41,7 @@ AUC_LOSS: dict[WireFormats, float] = {
     WireFormats(FORMATS["int8+stochastic"], FORMATS["int8+stochastic+feedback"]): 5e-4,
     WireFormats(INT4, INT8): 2e-3,
 }
-"""Upper estimate of the absolute AUC loss, per pair of formats (embeddings, gradients).
+"""Upper estimate of the absolute AUC loss, per format pair (embeddings, gradients).
 
 From docs/guides/fewer-bytes.md.
 """
@@ -49,7 +49,7 @@ From docs/guides/fewer-bytes.md.
 
 @dataclass(frozen=True, kw_only=True)
 class WireBound:
-    """Accuracy limits on the wire formats that `choose_wires` may select.
+    """Accuracy limits on the wire formats selected by `choose_wires`.
 
     Attributes:
         auc_loss: maximum AUC loss, as estimated in ``AUC_LOSS``; None: no limit.
@@ -66,7 +66,7 @@ class WireBound:
                 raise ValueError(f"{name} of a wire bound is {value}; it must be at least 0.")
 
     def allows(self, wires: WireFormats) -> bool:
-        """Return whether a pair of formats, which must be a key of ``AUC_LOSS``, satisfies both limits."""
+        """Return whether a format pair, which must be a key of ``AUC_LOSS``, satisfies both limits."""
         errors = [_relative_error(format) for format in wires]
         within = self.error is None or max(errors) <= self.error
         return within and (self.auc_loss is None or AUC_LOSS[wires] <= self.auc_loss)
@@ -77,14 +77,14 @@ def choose_wires(
 ) -> list[Table]:
     """Select for each table the wire formats with the shortest exchange within the bound.
 
-    Among equally fast pairs of formats, the first in ``AUC_LOSS`` is used.
+    Among equally fast format pairs, the first in ``AUC_LOSS`` is used.
 
     Args:
         tables: tables; their present wire formats are ignored.
         topology: machine to plan for.
         batch_size: samples per rank.
         bound: accuracy limits.
-        replicas: size of the ``replicate`` axis.
+        replicas: ``replicate`` axis size.
 
     Returns:
         Copies of the tables with the selected formats.
@@ -106,7 +106,7 @@ def choose_wires(
 
 
 def wires_of(plan: PlannedShardingPlan) -> TableWires:
-    """Return the wire formats of all tables in a plan, in the form that sharders take.
+    """Return all tables' wire formats in a plan, in the form that sharders take.
 
     Raises:
         ValueError: the plan has no inputs.

@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
     Attributes:
         batch_size: samples per rank in the largest trials.
         steps: timed steps per trial and round.
-        rounds: maximum number of rounds over all trials.
-        seconds: time limit; no round starts that would end later.
+        rounds: maximum round count over all trials.
+        seconds: time limit; a round which would end later does not start.
     """
 
     batch_size: int = 1024
@@ -58,12 +58,12 @@ def calibrate(
     """Measure a hardware profile of this machine in about a minute. Collective; all ranks get the same
     profile.
 
-    Training steps of small sharded modules run on all ranks at once. The profile gets the speeds with which
+    Training steps with small sharded modules run on all ranks at once. The profile gets the speeds with which
     the cost model best explains the measured phase durations. If nodes have fewer ranks than the group, links
     are timed within nodes and over all ranks. Otherwise one measured link is used for both.
 
-    A built-in profile (``cpu`` or ``h100``) provides the speeds that the steps cannot determine because of
-    noise, and the links if there is no group. Such values are logged, and listed in
+    A built-in profile (``cpu`` or ``h100``) provides the speeds which the steps cannot determine because of
+    noise, and the links without a group. Such values are logged, and listed in
     `HardwareProfile.sources`.
 
     Args:
@@ -150,7 +150,7 @@ def link_of(times: Sequence[tuple[float, float]], size: int, *, full_duplex: boo
 
     Args:
         times: for each of the three collectives, seconds for a small and for a large message.
-        size: number of ranks in the group.
+        size: rank count in the group.
         full_duplex: whether a rank sends and receives at the same time.
 
     Returns:
@@ -213,7 +213,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _memory_per_rank(device: torch.device, group: dist.ProcessGroup | None, local_size: int | None) -> int:
-    """Return the memory bytes of the GPU, or an equal part of the host memory for every rank of the node."""
+    """Return the memory bytes of the GPU, or an equal part of the host memory for every rank in the node."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = local_size or (group.size() if group is not None else 1)
@@ -225,7 +225,7 @@ def measure_disk(folder: Path, *, num_rows: int = 500_000, batches: int = 8) -> 
 
     Args:
         folder: folder on the disk. A file with half a KiB per row is created there, and removed at the end.
-        num_rows: number of rows in the file.
+        num_rows: row count in the file.
         batches: number of 4,096-row batches to read, and to write.
 
     Returns:

@@ -33,13 +33,12 @@ _BANDWIDTHS = ("read_bandwidth", "update_bandwidth", "stream_bandwidth")
 _LINK = ("latency", "all_to_all", "reduce_scatter")  # factors on the separately measured links
 _LEAST = 1e-30  # seconds; not 0, because the model skips work without cost
 _NOTHING = 1e-20  # above any sum of such seconds, below any real amount
+# A figure is undetermined if it accounts for less than this fraction of every phase.
 _LEAST_SHARE = 0.01
-"""A figure is undetermined if it accounts for less than this fraction of every phase."""
+# A link figure is undetermined if the fit makes it less than this fraction of the separately measured time.
 _LEAST_OF_LINK = 0.1
-"""A link figure is undetermined if the fit makes it less than this fraction of the separately measured time.
-"""
+# Number of reweighted fits, and number of coordinate descent sweeps per fit.
 _FITS, _SWEEPS = 20, 300
-"""Number of reweighted fits, and number of coordinate descent sweeps per fit."""
 
 
 def fit(
@@ -60,7 +59,7 @@ def fit(
 
     Args:
         base: profile with initial figures and separately measured links.
-        trials: trials that were run.
+        trials: the trials.
         measured: for every trial, seconds by phase name.
         topology: machine on which the trials ran.
 
@@ -105,8 +104,8 @@ def _fallback_reason(base: HardwareProfile, name: str, gave: float | None, part:
     Args:
         base: profile that provides the value instead.
         name: name of the figure.
-        gave: value that the trials suggested; None if no measured phase depends on the figure.
-        part: fraction of the base value that was used.
+        gave: value which the trials suggested; None if no measured phase depends on the figure.
+        part: used fraction of the base value.
     """
     fallback = "what was measured of the link alone"
     if name not in _LINK:
@@ -179,14 +178,14 @@ def _determined(
     removal may determine another figure.
 
     Args:
-        amounts: factor of every figure in every measured phase [N, X].
+        amounts: factor per figure in every measured phase [N, X].
         seconds: measured seconds [N].
-        share: fraction of the step that the phase takes [N].
+        share: phase time as a fraction of the step [N].
         before: values [X] for undetermined figures.
         least: values [X] below which a figure counts as undetermined.
 
     Returns:
-        The values [X], and by index of an undetermined figure, the value that the fit gave before the figure
+        The values [X], and by index of an undetermined figure, the value from the fit before the figure
         was removed, or None if no measured phase depends on it.
     """
     dropped: dict[int, float | None] = dict.fromkeys(np.flatnonzero(~amounts.any(axis=0)).tolist())
@@ -210,10 +209,10 @@ def _closest(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Flo
     weighted by the phase's share of the step.
 
     Args:
-        amounts: factor of every figure in every measured phase [N, X].
+        amounts: factor per figure in every measured phase [N, X].
         seconds: measured seconds [N].
-        share: fraction of the step that the phase takes [N].
-        fixed_seconds: seconds [N] due to figures that are not fitted.
+        share: phase time as a fraction of the step [N].
+        fixed_seconds: seconds [N] due to figures outside the fit.
 
     Returns:
         Values of the figures [X].

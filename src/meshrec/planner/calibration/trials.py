@@ -29,7 +29,7 @@ _logger = logging.getLogger("meshrec")
 _KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
 _ROWS_PER_ID = 12  # of the global batch: tables exceed the caches, and a batch touches a twelfth
 _MOST_ROWS = 200_000
-# Steps at the start of a trial that are not counted.
+# Uncounted steps at the start of a trial.
 _WARM_UP = 3
 # Distinct batches per trial, used in turn.
 _NUM_BATCHES = 4
@@ -41,7 +41,7 @@ class Trial(NamedTuple):
     """A small module to time: equal tables, all sharded the same way.
 
     Attributes:
-        kind: sharding type, one of `_KINDS`.
+        kind: sharding type, from `_KINDS`.
         num_tables: number of tables.
         num_rows: rows per table.
         dim: columns per table.
@@ -89,10 +89,10 @@ class Trial(NamedTuple):
 def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
     """Return the trials to run: tables with several widths and bag sizes, in every sharding type.
 
-    One of them has so few samples that fixed costs dominate.
+    In the last, fixed costs dominate, because there are few samples.
 
     Args:
-        num_ranks: number of ranks.
+        num_ranks: rank count.
         batch_size: bags per rank and table in the largest trial.
     """
     trials = []
@@ -134,8 +134,8 @@ def measure(
         env: process groups.
         device: device to measure.
         steps: timed steps per trial and round.
-        rounds: maximum number of rounds.
-        max_seconds: time limit; no round starts that would probably end later.
+        rounds: maximum round count.
+        max_seconds: time limit; a round which would probably end later does not start.
 
     Returns:
         For every trial, seconds by phase name: the median over all steps of the mean over ranks. Phases that
@@ -179,7 +179,7 @@ def _take_steps(trial: Trial, env: ShardingEnv, dense: Tensor, steps: int) -> li
     Args:
         trial: module to time.
         env: process groups.
-        dense: tensor that is read and written between lookup and update, as a dense model would do.
+        dense: tensor to read and write between lookup and update, as a dense model would do.
         steps: number of timed steps, after a few steps to warm up.
 
     Returns:
