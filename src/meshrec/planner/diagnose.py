@@ -103,7 +103,7 @@ def _shortage(
     return [
         "no plan fits into memory."
         if is_proven
-        else "no plan was found which fits into memory, although infeasibility is not proven.",
+        else "no plan was found that fits into memory, although infeasibility is not proven.",
         f"In the most even plan found, rank {rank} needs "
         f"{size_text(bytes_R[rank])} and has {size_text(cap)} (of {size_text(topology.profile.memory)}, less "
         f"the dense model {size_text(topology.dense_bytes)} and a reserve of {topology.reserve:.0%}): "

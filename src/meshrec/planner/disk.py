@@ -188,7 +188,7 @@ def place_rows(
     left = memory - sum(size.index_bytes + size.least * size.row_bytes for size in sizes)
     if left < 0:
         raise ValueError(
-            f"tables have {memory / 2**20:,.0f} MiB of memory, but two batches' rows take "
+            f"tables have {memory / 2**20:,.0f} MiB of memory, but the rows of two batches take "
             f"{(memory - left) / 2**20:,.0f} MiB. Use smaller batches, or give more memory."
         )
     waiting = set(range(len(sizes)))
