@@ -1,4 +1,8 @@
-"""Index protocol: finds slots (memory rows) for keys, where a slot is not simply ``key - r0``."""
+"""Index protocol: maps keys to slots, in tables in which rows can be anywhere in memory.
+
+A *key* identifies a row: its number in the table, or in a hashed table the hash of its ID. A *slot* is a row
+position in the memory that kernels read. A fixed table needs no index, because its slot is ``key - r0``.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
@@ -20,12 +24,12 @@ from meshrec.ops.index import (
 
 
 class Resolved(NamedTuple):
-    """Slots for a key batch, and the pin keeping them valid."""
+    """The slots for a batch of keys, and the pin that keeps these slots from getting other rows."""
 
     slots: Tensor
-    """int64, one slot per key."""
+    """One slot per key, int64 [N]."""
     pin: object = None
-    """A ``Pin`` keeping the slots valid; None if slots never change.
+    """A ``Pin`` on the slots; None if slots never change.
 
     ``release_pins`` ends the pin after the batch's update. Without an update, the pin lives as long as the
     batch. The pin is an ``ArrivingRows`` if rows may still be being read from a file into the slots.
@@ -33,23 +37,23 @@ class Resolved(NamedTuple):
 
 
 class Pin:
-    """Keeps slots used by a batch from being given to other keys."""
+    """Base class for pins. A pin keeps the slots that a batch uses from being given to other keys."""
 
     is_released = False
 
     def release(self) -> None:
-        """Release the slots. Calls after the first do nothing."""
+        """End the pin, so that the slots may be given to other keys. Calls after the first do nothing."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class ArrivingRows(Protocol):
-    """Rows on their way from a file to memory."""
+    """Rows of a batch that a background thread reads from a file into memory."""
 
     band: tuple[int, int, int]
-    """Table number, first row that may arrive, and end row."""
+    """The rectangle's table number, first row, and end row."""
     trace: int
-    """Fingerprint of the slots assigned so far, to compare ranks."""
+    """Fingerprint of the slots assigned so far. Ranks compare it, to check that they assign equal slots."""
 
     def wait(self) -> None:
         """Wait until the rows are in memory. Calls after the first return at once.
@@ -60,36 +64,38 @@ class ArrivingRows(Protocol):
 
 
 class Index(Protocol):
-    """Map from a rectangle's keys to slots.
+    """Map from the keys in a table rectangle to slots.
 
-    The same calls in the same order must assign the same slots: column shards are looked up and compared by
-    slot, on the same rank and across ranks.
+    The same calls in the same order must assign the same slots, because rectangles with other columns of the
+    same rows are looked up and compared by slot, on the same rank and on other ranks.
 
-    An index may have an attribute ``slot_keys``, int64, one key per slot: stochastic rounding for 16-bit
-    rows then depends on the key instead of the slot.
+    An index may have an attribute ``slot_keys``, the key per slot, int64. Stochastic rounding in 16-bit rows
+    then depends on the key instead of the slot.
     """
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return a slot per key, and start to bring the rows there.
+        """Return the slot for each key of a batch, pin the slots, and start to bring the rows there.
 
         Args:
-            keys: int64 [N], whole-table keys within the rectangle's rows; they may repeat.
+            keys: keys within the rectangle, int64 [N]; may repeat.
             train: whether the rows will be updated.
         """
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys with rows in these slots now, int64 [N]."""
+        """Return the keys of the rows that are in these slots now, int64 [N]."""
 
 
 class SearchableIndex(Protocol):
-    """An index based on a `HashIndex`. One kernel call searches several such indexes."""
+    """An index based on a `HashIndex`. A single kernel call can search several such indexes."""
 
     slots: HashIndex
+    """Map from keys to slots."""
 
     def release(self, *more: Self) -> None:
-        """Free slots no longer used by any batch, in this index and in ``more``.
+        """Free the slots that no batch uses any longer. Called before a search.
 
-        Called before a search.
+        Args:
+            more: other indexes to treat in the same call.
         """
 
     def pin_slots(
@@ -101,26 +107,31 @@ class SearchableIndex(Protocol):
         fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> object:
-        """Pin slots for a batch, and return the pin.
+        """Pin the slots that a batch uses, and return the pin.
 
         Args:
-            parts: slots used by the batch.
+            parts: slots used by the batch, in one or more int64 tensors.
             train: whether the rows will be updated.
             fills: queue for writes to the slots.
-            fresh: keys just assigned slots, with rows to initialize.
-            num_absent: entries in ``parts`` for such keys.
+            fresh: slots just assigned for the batch, in which to write initial rows; None: none.
+            num_absent: number of entries in ``parts`` that refer to these slots.
         """
 
 
 class KeyReader(NamedTuple):
-    """Rectangles read by a feature: column shards with the same rows."""
+    """Where a feature finds its rows: the rectangles to read, and how its IDs become keys.
+
+    The rectangles are column shards, with different columns of the same rows.
+    """
 
     indexes: Sequence[Index]
+    """One index per rectangle."""
     first_row: int
+    """Number to add to an ID to get a key."""
     mix_seed: int | None = None
-    """Seed for mixing IDs into keys; None: IDs are keys.
+    """Seed of the hash from IDs to keys. None: IDs are keys, as in a fixed table.
 
-    Either all readers in a call have one, or none.
+    In a single call, either all readers have a seed or none has.
     """
 
 
@@ -133,19 +144,20 @@ def replace_ids_by_slots(
     train: bool,
     at_once: bool = False,
 ) -> tuple[Tensor, list[object]]:
-    """Replace IDs in some features by slots, with one call per index.
+    """Replace the IDs of some features by slots. Calls every index once, with the IDs of all its features.
+
+    The values are blocks (such as one per sending rank), and a block has a segment of IDs per feature.
 
     Args:
-        values: int [N], ordered by block, then by feature. IDs are relative to the reader's first row
-            (``first_row``).
-        bounds: index of the first ID per block and feature, followed by N.
-        readers: rectangles to search, by feature.
-        num_keys: features per block.
+        values: IDs, int [N], ordered by block, then by feature. An ID counts from the reader's ``first_row``.
+        bounds: positions in ``values`` at which the segments start, followed by N.
+        readers: where features find their rows, by feature number. Values of other features stay.
+        num_keys: number of features per block.
         train: whether the rows will be updated.
-        at_once: whether the slots are used before any other call. Existing keys' slots are then not pinned.
+        at_once: whether the slots are used before any other call. Slots of existing keys are then not pinned.
 
     Returns:
-        A copy with IDs replaced by slots for features in ``readers``; and the pins.
+        A copy of the values in which slots replace the IDs of features in ``readers``; and the pins.
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
     replaced, missing = _find_slots(values, bounds, readers, num_keys)
@@ -162,6 +174,7 @@ def replace_ids_by_slots(
         reader = readers[keys[0]]
         segments = [block * num_keys + key for key in keys for block in range(num_blocks)]
         parts = [memory[bounds[segment] : bounds[segment + 1]] for segment in segments]
+        # ``_find_slots`` has searched these indexes already. Only IDs without a slot are left.
         if segments[0] in missing:
             num_missing = sum(missing[segment] for segment in segments)
             indexes: list[SearchableIndex] = list(reader.indexes)  # type: ignore[arg-type]
@@ -178,6 +191,7 @@ def replace_ids_by_slots(
             ]
             unseen.append((parts, indexes, jobs))
             continue
+        # An index that is not searchable, such as a cache: it finds slots itself.
         given = _concatenate(values, bounds, segments).long()
         if reader.mix_seed is not None:
             given = mix(given, reader.mix_seed)
@@ -200,13 +214,18 @@ def replace_ids_by_slots(
 
 
 def _concatenate(values: Tensor, bounds: Sequence[int], segments: Sequence[int]) -> Tensor:
-    """Return values from some segments: a view for a single segment, else a copy."""
+    """Return the values in some segments, concatenated. The result is a view if there is a single segment."""
     parts = [values[bounds[segment] : bounds[segment + 1]] for segment in segments]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _copy_slots(slots: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy concatenated slots to their segments, unless they share memory."""
+    """Split slots into segments, and copy them there. Does nothing if they are already there.
+
+    Args:
+        slots: concatenated slots, int64.
+        parts: memory of the segments.
+    """
     if slots.data_ptr() == parts[0].data_ptr():
         return
     for part, part_slots in zip(parts, slots.split([len(part) for part in parts]), strict=True):
@@ -216,10 +235,17 @@ def _copy_slots(slots: Tensor, parts: Sequence[Tensor]) -> None:
 def _find_slots(
     values: Tensor, bounds: Sequence[int], readers: Mapping[int, KeyReader], num_keys: int
 ) -> tuple[Tensor, dict[int, int]]:
-    """Replace IDs by slots for all hash indexes, in one kernel call. Other IDs are copied.
+    """Replace IDs by slots for all features with searchable indexes, in a single kernel call.
+
+    Args:
+        values: see ``replace_ids_by_slots``.
+        bounds: see ``replace_ids_by_slots``.
+        readers: see ``replace_ids_by_slots``.
+        num_keys: number of features per block.
 
     Returns:
-        The values, and the count of IDs without a slot by searched segment.
+        A copy of the values, with -1 for IDs without a slot. The number of these IDs, by number of a searched
+            segment.
     """
     searched: dict[int, tuple[KeyReader, list[SearchableIndex]]] = {}
     for key, reader in sorted(readers.items()):
@@ -238,6 +264,7 @@ def _find_slots(
             )
     distinct = {id(index): index for _, indexes in searched.values() for index in indexes}
     first, *more = distinct.values()
+    # Free slots before the search, so that new keys can get them.
     first.release(*more)
     slots, missing = find_spans(values.long().contiguous(), list(parts.values()))
     return slots.to(values.dtype), dict(zip(parts, missing, strict=True))
@@ -250,20 +277,28 @@ def _is_searchable(index: Index) -> TypeGuard[SearchableIndex]:
 
 
 def arriving_rows(pins: Sequence[object]) -> list[ArrivingRows]:
-    """Return rows possibly still on their way to pinned slots."""
-    arriving = [getattr(pin, "arriving", pin) for pin in pins]  # rows in hashed tables are pinned twice
+    """Return the pins whose rows may still be being read from a file. Wait for these before a lookup.
+
+    Args:
+        pins: pins of a batch.
+    """
+    # In a hashed table with a file, the pin on the index slots holds the pin on the cache slots.
+    arriving = [getattr(pin, "arriving", pin) for pin in pins]
     return [rows for rows in arriving if isinstance(rows, ArrivingRows)]
 
 
 def release_pins(pins: Sequence[object]) -> None:
-    """Release a batch's slots. Called when the batch ends, after the update."""
+    """Release all slots of a batch. Called after the batch's update."""
     for pin in pins:
         if isinstance(pin, Pin):
             pin.release()
 
 
 def check_pinned(pins: Sequence[object]) -> None:
-    """Check that a batch's slots are still pinned when the backward pass starts.
+    """Check at the start of a backward pass that the slots of the batch are still pinned.
+
+    Args:
+        pins: pins of the batch.
 
     Raises:
         ValueError: the batch has ended, so this is a second backward pass.
@@ -277,7 +312,7 @@ def check_pinned(pins: Sequence[object]) -> None:
 
 
 def pin(slots: Tensor, pins: Sequence[object]) -> None:
-    """Attach pins to a slot tensor, so that they live as long as the tensor."""
+    """Attach pins to a slot tensor, so that the pins live as long as the tensor."""
     vars(slots)["_pins"] = pins
 
 

@@ -1,16 +1,19 @@
-"""Table protocol: the interface for reading, writing and moving rows.
+"""Table protocol: the interface for reading, writing and moving the rows of a table on a rank.
 
 [Note: the parts of a table]
 
-A ``Table`` holds a single rectangle's rows on a single rank. It has three parts: an index (keys to
-slots), the memory read by kernels (``rows`` and ``state``, indexed by slot), and the storage behind that
-memory, such as a file. Only a ``FixedTable`` has rows in parameter memory, at slot ``key - r0``.
-Any other table's parameter has no rows, so DDP, FSDP2, clipping and ``parameters()`` have nothing to
-touch; the name, ``requires_grad`` and optimizer still belong to the table.
+A ``Table`` object holds the rows of a *rectangle*, a row interval times a column interval of an embedding
+table, on a single rank. It has three parts: an index from keys to slots, the memory that kernels read
+(``rows`` and ``state``, indexed by slot), and the storage behind this memory, such as a file. A *key* is a row
+number, or in a hashed table the hash of an ID. A *slot* is a row position in memory.
+
+Only a ``FixedTable`` has rows in the memory of its parameter, at slot ``key - r0``. The parameter of any other
+table has no rows, so DDP, FSDP2, clipping and ``parameters()`` cannot touch them. Such a parameter still
+carries the table's name, ``requires_grad`` and optimizer.
 
 Rows leave a table through ``stream`` and enter it through ``load``, in blocks with ascending keys.
-Checkpoints, resharding and state dicts use nothing else. A fixed table's blocks are views: nothing
-is copied before it is written or sent.
+Checkpoints, resharding and state dicts use only these two methods. The blocks of a fixed table are views, so
+nothing is copied before it is written or sent.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,11 +25,11 @@ from torch import Tensor
 from meshrec.tables.index import Index
 
 Span = tuple[int, int]
-"""A row or column interval: first, and end (exclusive)."""
+"""A row, key or column interval: first, and end (exclusive)."""
 
 
 class Rectangle(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) of a table."""
+    """Rows (in a hashed table: keys) [r0, r1) and columns [c0, c1) of a table."""
 
     table: int  # table number
     r0: int
@@ -36,7 +39,7 @@ class Rectangle(NamedTuple):
 
     @property
     def origin(self) -> Span:
-        """First row and column."""
+        """First row and first column."""
         return self.r0, self.c0
 
     @property
@@ -46,40 +49,40 @@ class Rectangle(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """Name, dtype and shape of a tensor with some row values or optimizer state."""
+    """A row part: the name, dtype and shape of a tensor with row values or optimizer state, a row per key."""
 
     name: str
-    """``weight``, another row part such as a scale, or an optimizer slot."""
+    """``weight``, another part of the row such as a scale, or an optimizer state slot."""
     dtype: torch.dtype
     per_row: bool
-    """Whether the shape is ``[rows]``, one value per row; otherwise ``[rows, width]``."""
+    """Whether the shape is ``[rows]``, a single value per row. Otherwise it is ``[rows, width]``."""
 
 
 class RowBlock(NamedTuple):
-    """Some table rows, or some columns in these rows."""
+    """Some rows of a table, with all or some of their columns and parts."""
 
     keys: range | Tensor
-    """Ascending row keys: a range if they are consecutive, otherwise int64 [n]."""
+    """Row keys, ascending: a range if they are consecutive, otherwise int64 [n]."""
     columns: Span
-    """Table columns in ``parts``."""
+    """Table columns that ``parts`` holds."""
     parts: Mapping[str, Tensor]
-    """Values by ``RowPart`` name, one row per key. A block may have only some parts."""
+    """Values by ``RowPart`` name, one row per key. A block may have only some of the table's parts."""
 
 
 class Table(Protocol):
-    """Table rows on a rank: all or a rectangle. See [Note: the parts of a table]."""
+    """The rows of a table in a rectangle, on a single rank. See [Note: the parts of a table]."""
 
     @property
     def rectangle(self) -> Rectangle:
-        """This table's keys and columns."""
+        """Key and column intervals of the rows."""
 
     @property
     def parts(self) -> Sequence[RowPart]:
-        """Row parts, ``weight`` first, followed by optimizer state."""
+        """Row parts: ``weight`` first, then other row values, then optimizer state."""
 
     @property
     def is_growable(self) -> bool:
-        """Whether the row count changes during training, so only an index knows the keys."""
+        """Whether rows are added and removed during training, so that only the index knows the keys."""
 
     @property
     def index(self) -> Index | None:
@@ -87,68 +90,71 @@ class Table(Protocol):
 
     @property
     def rows(self) -> Tensor:
-        """Memory read by kernels, indexed by slot."""
+        """Memory with the weights, which kernels read, indexed by slot."""
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Optimizer state changed by kernels: one tensor per state slot, indexed like ``rows``."""
+        """Optimizer state that kernels change: one tensor per state slot, indexed like ``rows``."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the parts by name, as a state dict has them: the memory, or ``StreamedPart`` tensors."""
+        """Return the parts by name, as in a state dict: the memory itself, or ``StreamedPart`` tensors."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
         """Yield the rows in blocks with ascending keys.
 
-        A block is valid until the table changes. The table must not change before the last block.
+        The table must not change before the last block is yielded. A block is valid until the table changes.
 
         Args:
-            columns: columns to return; None: all.
-            keys: keys to return, [first, end); None: all.
+            columns: table columns to return; None: all in the rectangle.
+            keys: key interval to return; None: all keys in the rectangle.
         """
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Write the rows, or row parts, from the blocks. Other rows stay.
+        """Write the rows, or the parts and columns of rows, that the blocks hold. Others stay as they are.
 
-        A block is copied before the next block is requested.
+        Copies a block before it requests the next, so a generator may reuse the memory of its blocks.
+
+        Args:
+            blocks: new values.
         """
 
 
 class TableSnapshot(Protocol):
-    """Table rows at a fixed moment, readable while training continues."""
+    """The rows of a table as they were at a fixed moment, which can be read while training continues."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows as ``Table.stream`` would have at that moment.
+        """Yield the rows as ``Table.stream`` would have yielded them at that moment.
 
         A background checkpoint calls this in a forked process. There, memory shared between processes
-        continues to change, and previously open files are closed.
+        continues to change, and files that were open at the fork are closed.
         """
 
     def close(self) -> None:
-        """Free memory or files with the old rows."""
+        """Free the memory or files that hold old rows. The snapshot cannot be read afterward."""
 
 
 class ExternalTable(Table, Protocol):
-    """Table with rows outside parameter memory."""
+    """A table with rows outside the memory of its parameter, such as a hashed table or a table in a file."""
 
     def snapshot(self) -> TableSnapshot:
-        """Snapshot the present rows."""
+        """Return a snapshot of the present rows. It must be closed."""
 
 
 @runtime_checkable
 class LazyRows(Protocol):
-    """A table computing initial rows on first use."""
+    """A table that can compute initial rows on first use, instead of storing them when it is created."""
 
     def set_initial_rows(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
-        """Set the function for the initial rows in a key interval."""
+        """Set the function that returns the initial rows in a key interval."""
 
 
 def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]], *, lazily: bool) -> None:
-    """Write a table's initial rows, or let the table compute them on first use.
+    """Give a table its initial rows: write them now, or let the table compute them on first use.
 
     Args:
         table: the table.
-        initial: returns the initial rows in a key interval.
-        lazily: whether a table may call ``initial`` later, for the rows it needs.
+        initial: function that returns the initial rows in a key interval.
+        lazily: whether the table may call ``initial`` later, if it can (``LazyRows``).
     """
     if lazily and isinstance(table, LazyRows):
         table.set_initial_rows(initial)
@@ -157,12 +163,21 @@ def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]],
 
 
 def read_weights(table: Table, keys: Tensor) -> Tensor:
-    """Return the ``weight`` for some keys, int64 [n], ascending. Every key must have a row."""
+    """Return the part ``weight`` of some rows.
+
+    Args:
+        table: the table.
+        keys: row keys, ascending, int64 [n]. Every key must have a row.
+
+    Returns:
+        [n, columns], in the dtype of the row memory.
+    """
     if len(keys) == 0:
         return table.rows.new_empty(0, table.rows.shape[1])
     weights = []
     for block in table.stream(keys=(int(keys[0]), int(keys[-1]) + 1)):
         here = block.keys
+        # A block may have other keys than those requested, because the interval covers all keys in between.
         if isinstance(here, range):
             first, end = torch.searchsorted(keys, torch.tensor([here.start, here.stop], device=keys.device))
             positions = keys[first:end] - here.start

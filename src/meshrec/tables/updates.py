@@ -1,27 +1,27 @@
-"""Updates for the tables on a rank, unsharded or sharded: from a gradient to changed rows.
+"""Table updates on a rank, for unsharded and sharded tables: from the gradient of a lookup to changed rows.
 
 [Note: what makes an update deterministic]
 
-The same gradient gives the same bits, for any thread count and any message order:
+The same gradient gives the same bits, for any number of threads and any message order:
 
-1. The kernels sort the rows looked up by a batch, add equal rows' gradients in batch order, and
+1. The kernels sort the rows looked up by a batch, add the gradients of the same row in batch order, and
    change every touched row once (``csrc/tbe/fused_update.cpp``). Threads split work by rows, never within
    a row.
 2. Partial sums from several ranks are added in rank order (``distributed/row_stats.py``,
    ``distributed/output_dist.py``).
 3. Stochastic rounding draws from (seed, step, row and column in the whole table), so a rectangle rounds
-   as the whole table would. "step" is the table's own update count.
+   as the whole table would. "step" is the number of the update, counted per table.
 4. An update happens for all tables or for none: ``prepare`` does everything that can fail, including
    collectives and hyperparameter checks, and ``apply`` only writes.
 
 [Note: who may change rows, and when]
 
-Between a forward pass and its backward pass only ``TableUpdates.apply`` may write to a table: a lookup
-gradient does not depend on the rows, so updates from other batches do no harm. ``WriteCounter`` finds all
-other writes, and the backward pass refuses them. Between steps anybody may write in place
-(``load_state_dict``, a checkpoint, resharding); a pipeline that has looked rows up ahead looks them up again,
-because ``ShardedTables.num_changes`` has changed. No caller may replace a parameter's memory: kernels,
-optimizer state and snapshots hold it.
+Between a forward pass and its backward pass, only ``TableUpdates.apply`` may write to a table. (The gradient
+of a lookup does not depend on the row values, so updates from other batches do no harm.) ``WriteCounter``
+detects all other writes, and the backward pass then raises an error. Between steps any code may write to a
+table in place, such as ``load_state_dict``, a checkpoint, or resharding. A pipeline that has looked up rows
+before such a write looks them up again, because ``ShardedTables.num_changes`` has changed. No code may
+replace the memory of a parameter, because kernels, optimizer state and snapshots hold it.
 """
 
 import operator
@@ -46,11 +46,11 @@ _version: Callable[[Tensor], int] = operator.attrgetter("_version")  # in-place 
 
 
 class WriteCounter:
-    """Counts in-place writes made by fused table updates, to detect all other writes.
+    """Detects writes to fused tables that were not made by table updates, such as ``load_state_dict``.
 
-    torch counts all in-place writes to a tensor. A gradient stays valid if another batch's update
-    changes the table in between (it does not depend on the rows), but not if the user loads or writes
-    weights. The difference between the two counts is the count of other writes.
+    torch counts all in-place writes to a tensor (``_version``), and this class counts the writes by updates.
+    The difference is the number of other writes. If it changes between forward and backward pass, the
+    gradient is no longer valid. Writes by updates from other batches do no harm.
 
     Args:
         names: table names for messages.
@@ -59,28 +59,33 @@ class WriteCounter:
 
     def __init__(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         self._names, self._weights = list(names), list(weights)
-        self._counted = [0] * len(self._weights)  # writes made by updates, per table
+        # Number of writes by updates, per table.
+        self._counted = [0] * len(self._weights)
+        # A write raises two counts. The lock keeps other threads from reading them in between.
         self._lock = threading.Lock()
 
     def index_of(self, weight: Tensor) -> int:
-        """Return a parameter's index in ``weights``, for ``count``."""
+        """Return the position of a parameter in ``weights``, by identity. Needed for ``count``."""
         return next(index for index, parameter in enumerate(self._weights) if parameter is weight)
 
     def foreign_writes(self) -> list[int]:
-        """Count in-place writes per table not made by updates."""
+        """Return the number of in-place writes that were not made by updates, per table."""
         with self._lock:
             return list(map(operator.sub, map(_version, self._weights), self._counted))
 
     def count(self, indices: Sequence[int]) -> None:
-        """Count one write by an update for the tables at ``indices`` in ``weights``."""
+        """Count a write by an update, for the tables at these positions in ``weights``."""
+        # Kernels write without torch's knowledge, so raise torch's count here, too.
         with self._lock:
             increment_version([self._weights[index] for index in indices])
             for index in indices:
                 self._counted[index] += 1
 
     def check(self, before: Sequence[int]) -> None:
-        """Raise if anything but an update has written to a table since ``foreign_writes`` returned
-        ``before``.
+        """Check that only updates have written to the tables since an earlier call to ``foreign_writes``.
+
+        Args:
+            before: result of the earlier call.
 
         Raises:
             ValueError: a table was written to; the message names it.
@@ -93,7 +98,10 @@ class WriteCounter:
                 raise ValueError(in_place_change_message(name))
 
     def check_parameters(self, weights: Sequence[Tensor]) -> None:
-        """Raise if a module's parameter is not the one changed by updates.
+        """Check that the parameters in a module are still the objects that updates change.
+
+        Args:
+            weights: the module's present parameters, in the order of the constructor argument.
 
         Raises:
             ValueError: a parameter was replaced; the message names it.
@@ -113,134 +121,149 @@ class WriteCounter:
 
 
 class LookedUp(NamedTuple):
-    """Lookup output gradient, and the lookup. ``lookups.tables`` are rectangle numbers."""
+    """A lookup in several rectangles, and the gradient of its output."""
 
     grad: Tensor
+    """Gradient of the lookup's output."""
     lookups: tbe.Lookups
+    """The lookup. ``lookups.tables`` are rectangle numbers."""
 
 
 class TableGradient(NamedTuple):
-    """Gradient for a rank's tables.
-
-    The lookup output gradient, except for rectangles in ``rows``, where gradients are already summed by
-    row.
-    """
+    """Gradient for the tables on a rank, in one of two forms per rectangle."""
 
     looked_up: LookedUp | None
+    """Gradient of a lookup's output, for all rectangles that are not in ``rows``; None: no such rectangle."""
     rows: Mapping[int, RowGradients]
+    """Gradients already summed by row, by rectangle number."""
     pins: Sequence[object] = ()
-    """Pins keeping the slots valid; see ``tables.index.Resolved``."""
+    """Pins that keep the slots valid until the update; see ``tables.index.Resolved``."""
 
 
 class Touched(NamedTuple):
-    """A rectangle's touched rows, as input to whole-row statistics.
+    """The rows of a rectangle that an update changes (U rows), as input to statistics over whole rows.
 
-    ``rows`` is int64 [U], ``grad`` and ``weight`` are fp32 [U, D], ``slots`` the optimizer state. Weight and
-    state are empty if the statistics need only the gradient (``needs_gradient_only``).
+    Weight and state are empty if the statistics need only the gradient (``needs_gradient_only``).
     """
 
     rows: Tensor
+    """Row positions in the rectangle, int64 [U]."""
     grad: Tensor
+    """Gradient per row, fp32 [U, D]."""
     weight: Tensor
+    """Present row values, fp32 [U, D]."""
     slots: list[Tensor]
+    """Present optimizer state, one tensor with U rows per state slot."""
 
 
 class RowPeers(Protocol):
-    """Ranks with other columns in the same rows, for tables with a common rule.
+    """The ranks that hold other columns of the same rows, and the statistics over whole rows.
 
-    All methods are collective.
+    Some optimizers need such a statistic, such as the mean squared gradient of a row. One object serves all
+    tables with the same update rule. All methods are collective.
     """
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """Return mean squared gradients by whole row; see ``distributed.row_stats``.
+        """Return the mean squared gradient of every whole row, fp32; see ``distributed.row_stats``.
 
         Args:
-            squares: sum of squares over local columns per row, fp32 [total rows].
-            counts: row count per rectangle.
-            row_dims: columns of a whole row, per rectangle.
+            squares: squared gradients per row, summed over the columns on this rank, fp32 [total rows].
+            counts: number of rows per rectangle, in the order of ``squares``.
+            row_dims: number of columns of a whole row, per rectangle.
         """
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """Return the ``row_stats`` argument for ``tbe_update`` per rectangle.
+        """Return the argument ``row_stats`` of the kernel ``tbe_update``, per rectangle.
 
         Args:
             touched: touched rows per rectangle.
-            optimizer: optimizer code.
+            optimizer: number of the optimizer in the kernels.
             hyper: hyperparameters per rectangle.
         """
 
 
 FindPeers = Callable[[UpdateRule, Sequence[int]], "tuple[frozenset[int], RowPeers | None]"]
-"""Given a rule and its table numbers, returns the tables with rows on several ranks, and those ranks."""
+"""Function that takes a rule and its table numbers. Returns the tables split by columns, and the ranks."""
 
 
 class _Group:
-    """Tables and rectangles with a common update rule.
+    """The tables with a common update rule, and their rectangles on this rank. Filled by ``TableUpdates``.
 
-    Rows in ``whole`` rectangles are complete on this rank; rows in ``split`` have columns on other ranks.
+    Args:
+        rule: update rule.
+        tables: table numbers.
+        peers: the ranks with other columns of the rows in ``split``; None: ``split`` is empty on all ranks.
     """
 
     def __init__(self, rule: UpdateRule, tables: list[int], peers: RowPeers | None) -> None:
         self.rule, self.tables, self.peers = rule, tables, peers
         self.whole: list[int] = []
+        """Numbers of the rectangles in tables that are not split by columns."""
         self.split: list[int] = []
+        """Numbers of the rectangles in tables that are split by columns, with columns on other ranks."""
+        # The fields below do not change between updates, and are cached because every update reads them.
         self.state: list[Tensor] = []
-        """Optimizer state for rectangles in ``whole``, cached because every update needs it."""
+        """Optimizer state of the rectangles in ``whole``, ordered as by ``slot_major``."""
         self.origins: list[int] = []
-        """First row and column per rectangle in ``whole``."""
+        """First row and first column of every rectangle in ``whole``."""
         self.weights: list[Tensor] | None = None
-        """Row memory for rectangles in ``whole``; None if it may change, as in packed parameters."""
+        """Row memory of the rectangles in ``whole``; None if it may change, as in packed parameters."""
         self.members: list[tuple[int, FusedTable, dict[str, Any]]] = []
-        """Number, table and state per table, listed once because every step iterates over them."""
+        """Table number, table, and optimizer state of every table."""
 
 
 class _RowUpdate(NamedTuple):
-    """Update for the touched rows in a rectangle, with statistics over whole rows."""
+    """Prepared update of a rectangle that is split by columns."""
 
     rectangle: int
     rows: RowGradients
     hyper: Tensor
-    sums: Tensor  # row_stats argument for tbe_update
+    """Hyperparameters, float64."""
+    sums: Tensor
+    """Argument ``row_stats`` of the kernel ``tbe_update``."""
 
 
 class _RunUpdate(NamedTuple):
-    """Arguments to ``tbe_update`` for rows with columns on other ranks.
-
-    ``runs`` saves the second sort, and ``mean_squares`` covers whole rows; see ``naive.tbe_update``.
-    """
+    """Prepared update of all rectangles in a group that are split by columns, for a single kernel call."""
 
     runs: Tensor
+    """The sorted rows. Saves the kernel another sort; see ``naive.tbe_update``."""
     mean_squares: Tensor
+    """Mean squared gradient of every whole row, fp32."""
 
 
 class Prepared(NamedTuple):
-    """Prepared update for a group: everything except the gradient."""
+    """Prepared update of a group: everything that the kernel calls need in addition to the gradient."""
 
     group: _Group
     steps: dict[int, list[int]]
-    """Tables to update, by their update number."""
+    """Numbers of the tables to update, by the number that this update has in these tables."""
     split: list[_RowUpdate] | _RunUpdate
+    """Updates of the rectangles that are split by columns."""
 
 
 class PreparedUpdates(NamedTuple):
-    """Prepared updates for all groups, and hashed table IDs to admit and evict."""
+    """Prepared update of all tables: the result of ``TableUpdates.prepare``."""
 
     groups: list[Prepared]
     admission_eviction: TableChanges | None
+    """IDs to admit to hashed tables and rows to evict from them; None: no hashed table is updated."""
 
 
 class TableUpdates:
-    """Updates the fused tables looked up together on a rank.
+    """Updates the fused tables on a rank that are looked up together.
 
-    Tables without a rule get ordinary gradients. Every table has an update count: tables frozen
-    for a while, or loaded from different checkpoints, continue from that count.
+    A fused table has an update rule (an optimizer), and kernels update it directly from the gradient of a
+    lookup. Other tables get ordinary gradients. The number of updates is counted per table, so tables that
+    were frozen for a while, or loaded from different checkpoints, continue with their counts.
 
     Args:
-        held: the tables.
-        fused: tables with a rule, by table number, including tables without rows on this rank.
-        writes: counts writes by updates.
-        peers: finds the tables split by columns; None if all rows are whole on this rank.
-        admission_eviction: admits and evicts hashed table IDs at every update; None without such tables.
+        held: all tables on this rank.
+        fused: fused tables by table number, including tables without rows on this rank.
+        writes: counter for writes by updates.
+        peers: function that finds the tables split by columns; None if no table is.
+        admission_eviction: admits IDs to hashed tables and evicts rows at every update; None without such
+            tables.
     """
 
     def __init__(
@@ -255,7 +278,7 @@ class TableUpdates:
         self.admission_eviction = admission_eviction
         self._held, self._fused, self._writes = held, dict(fused), writes
         self._rectangles = held.rectangles
-        # Parameter index in ``writes`` per fused table. Both ``TableUpdates`` in a module share ``writes``.
+        # Position of each fused table's parameter in ``writes``, which several ``TableUpdates`` may share.
         self._write_index = {number: writes.index_of(table.weight) for number, table in fused.items()}
         self._groups: list[_Group] = []
         for rule in distinct_rules([table.rule for table in fused.values()]):
@@ -273,7 +296,8 @@ class TableUpdates:
             self._groups.append(group)
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table not in fused]
         deferred = [group for group in self._groups if group.rule.deferred]
-        # Only 16-bit rows use stochastic rounding, which draws by whole-table row.
+        # Keys per slot, by rectangle. Only 16-bit rows need them: stochastic rounding draws by row number in
+        # the whole table, and slots are not row numbers.
         self._row_keys = {
             i: keys
             for i, index in held.indexes.items()
@@ -288,33 +312,43 @@ class TableUpdates:
         }
 
     def prepare(self, gradient: TableGradient, *, deferred: bool) -> PreparedUpdates:
-        """Prepare an update: do everything that can fail, and change nothing.
+        """Prepare an update: do everything that can fail, without changing a table.
+
+        Collective over the ranks that hold other columns of the same rows.
 
         Args:
             gradient: gradient for all tables.
-            deferred: whether to update tables for ``optimizer.step()``, or for the backward pass.
+            deferred: whether ``optimizer.step()`` calls, which updates the tables with a deferred rule.
+                Otherwise the backward pass calls, and updates the other fused tables.
 
-        Collective over the ranks with other columns in the same rows.
+        Returns:
+            The prepared update, to be passed to ``apply`` with the same gradient.
 
         Raises:
             ValueError: a hyperparameter is out of range, or a hashed table has no room.
         """
         groups = [group for group in self._groups if group.rule.deferred == deferred]
         for group in groups:
-            # Schedulers change the param_group between steps.
+            # A learning rate scheduler may have changed the param_group since the last step.
             group.rule.refresh()
         prepared = [self._prepare_group(group, gradient) for group in groups]
         if self.admission_eviction is None:
             return PreparedUpdates(prepared, None)
-        # Only tables updated now admit and evict; frozen tables keep their rows.
+        # Only tables updated now admit and evict. Frozen tables keep their rows.
         steps = {t: step for update in prepared for step, members in update.steps.items() for t in members}
         hashed = {table: step for table, step in steps.items() if table in self.admission_eviction.live}
         decision = self.admission_eviction.prepare(gradient.pins, hashed) if hashed else None
         return PreparedUpdates(prepared, decision)
 
     def apply(self, prepared: PreparedUpdates, gradient: TableGradient) -> None:
-        """Apply a prepared update: change rows and optimizer state, and increment the step numbers."""
+        """Apply a prepared update: change rows and optimizer state, and increment the tables' update counts.
+
+        Args:
+            prepared: result of ``prepare``.
+            gradient: the gradient that ``prepare`` was called with.
+        """
         decision = prepared.admission_eviction
+        # ``finish`` below undoes the update in rows of refused IDs, so it must follow the kernel calls.
         if self.admission_eviction is not None and decision is not None:
             self.admission_eviction.apply(decision)
         for update in prepared.groups:
@@ -338,15 +372,19 @@ class TableUpdates:
             self.admission_eviction.finish(decision)
 
     def ordinary_gradients(self, gradient: TableGradient) -> list[Tensor | None]:
-        """Return dense gradients by parameter for autograd; None for fused tables."""
+        """Return a dense gradient per parameter, for autograd. None for the parameters of fused tables."""
         if not self._ordinary:
             return [None] * len(self._held.parameters)
         return self._held.gradients(self._dense_gradients(gradient))
 
     def collect(self, gradient: TableGradient) -> bool:
-        """Add deferred tables' gradients to ``parameter.grad``.
+        """Add the gradients of tables with a deferred rule to ``parameter.grad``, until ``optimizer.step()``.
 
-        Returns whether all accumulated gradients are finite.
+        Args:
+            gradient: gradient for all tables.
+
+        Returns:
+            Whether all accumulated gradients are finite.
         """
         if not self._deferred:
             return True
@@ -358,7 +396,7 @@ class TableUpdates:
         return self._held.collect(parts) and finite
 
     def collected(self) -> TableGradient:
-        """Return gradients added by ``collect``, for all deferred tables.
+        """Return the gradients accumulated by ``collect``, for all tables with a deferred rule.
 
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.
@@ -373,7 +411,7 @@ class TableUpdates:
         return TableGradient(None, rows, pins)
 
     def _prepare_group(self, group: _Group, gradient: TableGradient) -> Prepared:
-        """Prepare an update for a rule's tables, without frozen tables."""
+        """Prepare the update of the tables with a common rule. Leaves out frozen tables."""
         members = [member for member in group.members if member[1].weight.requires_grad]
         if group.rule.deferred:
             members = [member for member in members if not self._lacks_gradient(member[1])]
@@ -387,15 +425,22 @@ class TableUpdates:
         )
 
     def _lacks_gradient(self, table: FusedTable) -> bool:
-        """Return whether a deferred table lacks a gradient from the backward pass."""
-        # A rank without rows counts the step along with the other ranks.
+        """Return whether the backward pass has not collected a gradient for a table."""
+        # A rank without rows never has a gradient, but must count the step like the other ranks.
         return table.weight.numel() > 0 and table.weight.grad is None
 
     def _update_whole(self, rectangles: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
-        """Update rectangles with whole rows on this rank, with one kernel call per gradient kind."""
+        """Update rectangles that are not split by columns, with a kernel call per form of the gradient.
+
+        Args:
+            rectangles: numbers of rectangles in ``group.whole``.
+            gradient: gradient for all tables.
+            group: tables with a common rule.
+            step: number of the update in these tables.
+        """
         rule, hyper = group.rule, group.rule.hyper_at(step)
         together = [i for i in rectangles if i not in gradient.rows] if gradient.rows else rectangles
-        # The common case, with the group's cached state and origins.
+        # The common case: all tables in the group get a lookup gradient, so its cached fields fit.
         if together and together is group.whole and gradient.looked_up is not None:
             grad, lookups = gradient.looked_up
             tbe.update(
@@ -432,15 +477,15 @@ class TableUpdates:
         sums: Tensor | None = None,
         runs: tuple[Tensor, Tensor] | tuple[()] = (),
     ) -> None:
-        """Call the update kernel, which changes every touched row in the rectangles once.
+        """Call the update kernel, which changes every touched row in some rectangles once.
 
         Args:
-            looked_up: gradient and lookups.
-            rectangles: rectangles to update.
+            looked_up: lookup, and the gradient of its output.
+            rectangles: numbers of the rectangles to update.
             rule: update rule.
-            hyper: hyperparameters.
-            sums: whole-row statistics per ID, or None.
-            runs: ``runs`` and ``mean_squares``, or empty.
+            hyper: hyperparameters, as ``UpdateRule.hyper_at`` returns them.
+            sums: statistics over whole rows (``_RowUpdate.sums``), if the rows are split by columns.
+            runs: the fields of a ``_RunUpdate``, in place of ``sums``; else empty.
         """
         weights, grad, lookups = self._held.weights, *looked_up
         tbe.update(
@@ -458,14 +503,21 @@ class TableUpdates:
     def _trailing_arguments(
         self, rectangles: Sequence[int], runs: tuple[Tensor, Tensor] | tuple[()] = ()
     ) -> Sequence[object]:
-        """Return the last kernel arguments, as far as these rectangles need them."""
+        """Return the last arguments of the update kernel: ``runs``, and keys for stochastic rounding."""
+        # Without keys, the remaining arguments keep their defaults.
         if not self._row_keys:
             return runs
         nothing = torch.empty(0, dtype=torch.int64)
         return *(runs or (None, None)), [self._row_keys.get(i, nothing) for i in rectangles]
 
     def _update_split(self, prepared: Prepared, gradient: TableGradient, tables: set[int]) -> None:
-        """Update the group's rectangles whose rows have columns on other ranks."""
+        """Update the rectangles of a group that are split by columns.
+
+        Args:
+            prepared: prepared update of the group.
+            gradient: gradient for all tables.
+            tables: numbers of the tables to update.
+        """
         group, split = prepared.group, prepared.split
         if isinstance(split, _RunUpdate):
             assert gradient.looked_up is not None
@@ -484,10 +536,15 @@ class TableUpdates:
     def _prepare_split(
         self, group: _Group, peers: RowPeers, gradient: TableGradient
     ) -> list[_RowUpdate] | _RunUpdate:
-        """Prepare updates for rectangles whose rows have columns on other ranks. Collective.
+        """Prepare the update of the rectangles that are split by columns. Collective.
 
-        One kernel call updates them all if the statistics need only the gradient. The ranks exchange the
-        same data either way.
+        If the statistics over whole rows need only the gradient, a single kernel call can update all
+        rectangles (``_RunUpdate``). The ranks exchange the same data in both cases.
+
+        Args:
+            group: tables with a common rule.
+            peers: the ranks with the other columns.
+            gradient: gradient for all tables.
         """
         rule, split, looked_up = group.rule, group.split, gradient.looked_up
         dims = [self._fused[self._rectangles[i].table].dim for i in split]
@@ -499,19 +556,19 @@ class TableUpdates:
         if not split or looked_up is None or not at_once:
             return self._prepare_row_updates(group, peers, gradient, hypers)
         lookups = looked_up.lookups.of_tables(split)
-        # The kernel sorts the rows once here; ``runs`` saves the second sort in the update.
+        # The kernel sorts the rows here. With ``runs``, the update need not sort them again.
         squares, counts, runs = tbe.row_squares(looked_up.grad, lookups, self._heights(split))
         return _RunUpdate(runs, peers.mean_squares(squares, counts.tolist(), dims))
 
     def _prepare_row_updates(
         self, group: _Group, peers: RowPeers, gradient: TableGradient, hypers: Sequence[Tensor]
     ) -> list[_RowUpdate]:
-        """Prepare an update per split rectangle, with row statistics over all ranks. Collective.
+        """Prepare an update for every rectangle that is split by columns, with its statistics. Collective.
 
         Args:
-            group: the group.
-            peers: ranks with other columns in the same rows.
-            gradient: gradient for this rank's tables.
+            group: tables with a common rule.
+            peers: the ranks with the other columns.
+            gradient: gradient for all tables.
             hypers: hyperparameters per rectangle in ``group.split``.
         """
         weights, rule = self._held.weights, group.rule
@@ -528,7 +585,13 @@ class TableUpdates:
         ]
 
     def _touched_rows(self, i: int, part: RowGradients, with_weights: bool) -> Touched:
-        """Return touched rows for rectangle ``i``, with weights and state if needed."""
+        """Return the touched rows of a rectangle, as input to statistics.
+
+        Args:
+            i: rectangle number.
+            part: rows and their gradients.
+            with_weights: whether to include row values and optimizer state.
+        """
         rows, grad = part
         if not with_weights:
             return Touched(rows, grad, grad.new_empty(0), [])
@@ -536,7 +599,7 @@ class TableUpdates:
         return Touched(rows, grad, weight[rows].float(), [slot[rows] for slot in self._held.state[i]])
 
     def _row_gradients(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
-        """Return the gradients by rectangle, summed by touched row."""
+        """Return gradients summed by touched row, by rectangle number."""
         by_rectangle = {i: gradient.rows[i] for i in rectangles if i in gradient.rows}
         if gradient.looked_up is not None and (remaining := [i for i in rectangles if i not in by_rectangle]):
             grad, lookups = gradient.looked_up
@@ -545,7 +608,7 @@ class TableUpdates:
         return by_rectangle
 
     def _dense_gradients(self, gradient: TableGradient) -> dict[int, Tensor]:
-        """Return dense gradients for ordinary (not fused) tables, by rectangle."""
+        """Return the dense gradients of tables that are not fused, by rectangle number."""
         weights = self._held.weights
         trained = self._trained(self._ordinary)
         by_rectangle = {
@@ -560,17 +623,17 @@ class TableUpdates:
         return by_rectangle
 
     def _heights(self, rectangles: Sequence[int]) -> list[int]:
-        """Return in-memory row counts by rectangle."""
+        """Return the number of rows in memory, per rectangle."""
         weights = self._held.weights
         return [weights[i].shape[0] for i in rectangles]
 
     def _trained(self, rectangles: Sequence[int]) -> list[int]:
-        """Return the rectangles in tables not frozen now."""
+        """Return the rectangles whose parameter requires a gradient now (is not frozen)."""
         return [i for i in rectangles if self._held.is_trained(i)]
 
 
 def _no_rows(weight: Tensor) -> RowGradients:
-    """Return an empty gradient."""
+    """Return a gradient without rows, for a rectangle that a batch does not touch."""
     return RowGradients(
         torch.empty(0, dtype=torch.int64, device=weight.device),
         torch.empty(0, weight.shape[1], device=weight.device),
@@ -581,14 +644,15 @@ def _no_rows(weight: Tensor) -> RowGradients:
 
 
 def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequence[int]) -> tbe.Lookups:
-    """Return lookups reading every row once, without pooling: the lookup gradient is the row gradient.
+    """Return a lookup that reads each given row once, without pooling.
 
-    The matching output gradient has all row gradients ``[U, D]``, flattened and concatenated.
+    It lets the update kernel, which takes the output gradient of a lookup, apply gradients that are given by
+    row: the output gradient is then the row gradients ``[U, D]`` of all tables, flattened and concatenated.
 
     Args:
-        rows: touched rows per table, int64 [U]. Gradients for repeated rows are added.
-        dims: width per table.
-        tables: table indices.
+        rows: touched rows per table, int64 [U]. If a row is repeated, the kernel adds its gradients.
+        dims: number of columns per table.
+        tables: table numbers for the field ``tables`` of the result.
     """
     counts = torch.tensor([0, *(len(rows_U) for rows_U in rows)], dtype=torch.int64)
     num_tables = len(tables)
@@ -615,20 +679,24 @@ def update_rows(
     optimizer: int,
     hyper: Tensor,
 ) -> None:
-    """Apply an optimizer step to distinct rows in a whole table, in place.
+    """Apply an optimizer step to some rows of an unsharded table, in place.
 
     Args:
         weight: the table, [rows, D].
-        state: optimizer state, one tensor per slot.
-        rows: distinct rows, int64 [U].
+        state: optimizer state, one tensor per state slot.
+        rows: distinct rows to change, int64 [U].
         grad: gradient per row, fp32 [U, D].
-        optimizer: optimizer code.
-        hyper: hyperparameters.
+        optimizer: number of the optimizer in the kernels (``OptimizerSpec.code``).
+        hyper: hyperparameters, as ``UpdateRule.hyper`` returns them.
     """
     lookups = rows_as_lookups([rows], [grad.shape[1]], [0])
     tbe.update(grad.reshape(-1), *lookups, [weight], list(state), optimizer, hyper, None, [])
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Reorder optimizer state from tables to slots: first slot 0 for all tables, then slot 1."""
+    """Flatten optimizer state in the order of the kernels: first state slot 0 of all tables, then slot 1, ...
+
+    Args:
+        state: per table, one tensor per state slot.
+    """
     return [slot for slots in zip(*state, strict=True) for slot in slots]

@@ -1,4 +1,4 @@
-"""Cache of table rows in memory, with CLOCK eviction."""
+"""Cache of table rows in memory. The CLOCK algorithm, an approximation of LRU, selects the rows to evict."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,42 +12,52 @@ from meshrec.ops.index import HashIndex
 from meshrec.ops.memory import empty_pages
 from meshrec.tables.table import RowPart
 
-_MOST_CHANCES = 3  # maximum reference count per row
+_MOST_CHANCES = 3  # greatest reference count per row
 _SERIAL_ELEMENTS = 1 << 15
-"""Element count from which torch copies with several threads."""
+"""Number of elements from which a torch copy uses several threads."""
 _BYTES_PER_SLOT = 16 + 8 + 1 + 4 + 8 + 1
 """Bytes per slot in addition to the row: index, key, dirty flag, pins, stamp, and reference count."""
 
 
 def slot_bytes(part_bytes: int) -> int:
-    """Return the memory per cached row in bytes: parts, key, and bookkeeping."""
+    """Return the bytes of memory that the cache takes per row.
+
+    Args:
+        part_bytes: bytes of the row itself, with optimizer state.
+    """
     return part_bytes + _BYTES_PER_SLOT
 
 
 class Misses(NamedTuple):
-    """Rows entering the cache, and the dirty rows replaced by them."""
+    """Rows that have just entered the cache (M rows), and the dirty rows they replaced (E rows)."""
 
     keys: Tensor
-    """int64 [M], ascending: keys of entering rows."""
+    """Keys of the entering rows, ascending, int64 [M]."""
     slots: Tensor
-    """int64 [M]: slots assigned to these keys."""
+    """Slots assigned to these keys, int64 [M]. The caller must bring the rows there."""
     old_keys: Tensor
-    """int64 [E], ascending: keys of evicted rows to write to the file."""
+    """Keys of the evicted dirty rows, ascending, int64 [E]. The caller must write the rows to the file."""
     old_rows: list[Tensor]
-    """Copies of these rows, one tensor per part."""
+    """Copies of the evicted dirty rows, one tensor with E rows per row part."""
 
 
 class RowCache:
-    """Rows in memory, in slots found by key with an index.
+    """A fixed number of rows in memory (slots), found by key.
 
-    The CLOCK policy selects victims: every batch using a row increments the row's reference count, up to
-    three. New keys take slots in ascending order, so equal calls give equal slots. Slots used by batches
-    in flight are pinned.
+    The cache assigns slots and selects victims, but does not read or write the file. Slots used by batches in
+    flight are pinned and cannot be evicted. The CLOCK algorithm selects victims: every batch that uses a row
+    increments the row's reference count, up to three, and a hand that moves over the slots decrements the
+    counts and takes unpinned rows with count 0. New keys get slots in ascending key order. So the same calls
+    give the same slots on every rank.
 
     Args:
-        parts: row parts.
-        width: column count.
-        num_slots: row count in memory.
+        parts: row parts, such as the weight and optimizer state.
+        width: number of columns.
+        num_slots: number of rows in memory.
+
+    Attributes:
+        memory: one tensor with a row per slot, per row part.
+        pins: how many batches in flight use a slot, int32 [num_slots].
     """
 
     def __init__(self, parts: Sequence[RowPart], width: int, *, num_slots: int) -> None:
@@ -56,24 +66,33 @@ class RowCache:
             empty_pages(shape, part.dtype, None) for shape, part in zip(shapes, parts, strict=True)
         ]
         self.keys = torch.full((num_slots,), -1, dtype=torch.int64)
-        """Key per slot; -1: free."""
+        """Key of the row in a slot, int64; -1 for a free slot."""
         self.dirty = torch.zeros(num_slots, dtype=torch.bool)
-        """Whether the row in a slot may differ from the file."""
+        """Whether the row in a slot may differ from the file. Set by ``FileTable``, cleared on eviction."""
         self.pins = torch.zeros(num_slots, dtype=torch.int32)
         self.released: deque[Tensor] = deque()
-        """Slots from finished batches. The pins are removed at the next ``use``."""
-        # CLOCK state by slot: reference count, and number of the last batch using the slot.
+        """Slots of finished batches, one tensor per batch. Pins may be released in any thread (by garbage
+        collection), so they are only listed here, and removed from ``pins`` by the next ``use``."""
+        # CLOCK state by slot: reference count, and number of the last batch that used the slot.
         self._counts = torch.zeros(num_slots, dtype=torch.uint8)
         self._stamps = torch.full((num_slots,), -1, dtype=torch.int64)
         self._index = HashIndex(num_slots, name="the cache of rows")
+        # The slot at which the next search for victims starts, and the number of batches so far.
         self._hand, self._batch = 0, 0
 
     def find(self, keys: Tensor) -> Tensor:
-        """Return the slot per key, int64; -1 for rows not in memory."""
+        """Return the slot per key, int64 [N]; -1 for keys that are not in the cache."""
         return self._index.find(keys.contiguous())
 
     def use(self, slots: Tensor) -> Tensor:
-        """Register a new batch. Returns its distinct slots, without -1; they are pinned until released."""
+        """Register a new batch: pin the slots it uses, and count them as used.
+
+        Args:
+            slots: result of ``find`` for the batch, int64 [N]; may repeat, and -1 is ignored.
+
+        Returns:
+            The distinct slots, int64. They stay pinned until they are added to ``released``.
+        """
         while self.released:
             self.pins[self.released.popleft()] -= 1
         self._batch += 1
@@ -83,44 +102,47 @@ class RowCache:
         return used
 
     def admit(self, keys: Tensor) -> Misses | None:
-        """Assign slots to keys without one, and pin them. Evicts rows if necessary.
+        """Assign slots to keys that have none, and pin the slots. Evicts other rows if necessary.
 
         Args:
-            keys: int64 [M], ascending.
+            keys: distinct keys, ascending, int64 [M].
 
         Returns:
-            The rows to read and to write. None if too many slots are pinned; nothing has changed then.
+            The assigned slots, and the evicted dirty rows. None if too many slots are pinned; then only the
+                CLOCK state has changed.
         """
         num_free = len(self.keys) - self._index.num_live
         victims = keys[:0]
         if (num_victims := len(keys) - num_free) > 0:
-            # Free slots are not victims: mask them as pinned.
+            # A free slot cannot be a victim, so treat it as pinned.
             stays = self.pins if num_free == 0 else self.pins.masked_fill(self.keys < 0, 1)
             victims, self._hand = records.select_victims(self._counts, stays, self._hand, num_victims)
             if len(victims) < num_victims:
                 return None
+        # The file already has the other victims.
         leaving = victims[self.dirty[victims]]
         old_keys, order = self.keys[leaving].sort()
         leaving = leaving[order]
-        # Copy before the slots are reused; the writer thread reads the copy.
+        # Copy now, because the slots are reused before the writer thread writes the rows.
         old_rows = [_copy_rows(part, leaving) for part in self.memory]
         self._index.remove(self.keys[victims])
         self.keys[victims] = -1
         slots = self._index.insert(keys)
         self.dirty[slots] = False
         self.keys[slots] = keys
-        # A new row has no chance yet; the next use gives it the first.
+        # The next batch that uses the row increments the count, so rows used by a single batch leave first.
         self._counts[slots] = 0
         self._stamps[slots] = self._batch
         self.pins[slots] += 1
         return Misses(keys, slots, old_keys, old_rows)
 
     def forget(self, misses: Misses) -> None:
-        """Free slots for rows that could not be read. Pins stay until the batch releases them."""
+        """Free the slots of rows that could not be read. Their pins stay until the batch is released."""
+        # A slot may have been freed and reassigned since.
         self.drop(misses.keys[self.keys[misses.slots] == misses.keys])
 
     def drop(self, keys: Tensor) -> None:
-        """Free slots for keys, where present, without writing the rows to the file."""
+        """Free the slots of some keys, int64, without writing the rows. Keys without a slot are ignored."""
         slots = self.find(keys)
         here = slots >= 0
         self._index.remove(keys[here])
@@ -129,25 +151,26 @@ class RowCache:
 
     @property
     def trace(self) -> int:
-        """Fingerprint of the slots assigned so far."""
+        """Fingerprint of the calls so far. Ranks with other columns of the same rows compare it: if it
+        differs, the rows may be in different slots."""
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:
-        """Return the slots used by batches in flight, int64."""
+        """Return the slots that batches in flight use, int64."""
         while self.released:
             self.pins[self.released.popleft()] -= 1
         return ((self.pins > 0) & (self.keys >= 0)).nonzero()[:, 0]
 
     @property
     def num_pinned(self) -> int:
-        """Count of slots used by batches in flight."""
+        """Number of slots that batches in flight use."""
         return int((self.pins > 0).sum())
 
 
 def _copy_rows(part: Tensor, slots: Tensor) -> Tensor:
-    """Copy the rows at some slots in the calling thread only."""
-    # Reader and writer threads keep the processors busy, and a torch thread may wait milliseconds for
-    # a processor.
+    """Copy the rows in some slots, in the calling thread only."""
+    # Torch's worker threads compete with the reader and writer threads, and may wait milliseconds for a
+    # processor. Copies of few elements run in the calling thread.
     copied = part.new_empty(len(slots), *part.shape[1:])
     rows = max(1, (_SERIAL_ELEMENTS - 1) // max(1, part[:1].numel()))
     for to, some in zip(copied.split(rows), slots.split(rows), strict=True):

@@ -1,15 +1,15 @@
-"""File with rows and optimizer state for a table larger than memory, in fixed-width records.
+"""File with the rows and optimizer state of a table larger than memory, a fixed-width record per row.
 
 [Note: the scratch file of a table]
 
-The file belongs to a single process, in a scratch folder inside the folder named in FileRows. A resumed run
-writes a new file from its checkpoint, which has separate files. So the file is never the only copy of
-anything a checkpoint promises, and need not survive a crash. When the table's next file is created in that
-folder, the scratch folders left by killed processes are removed.
+The file belongs to a single process. It lies in a scratch folder inside the folder named in ``FileRows``.
+Checkpoints are separate files, and a resumed run writes a new scratch file from its checkpoint. So the
+scratch file need not survive a crash. If a process is killed, its scratch folder stays, until the table's
+next file is created in the same folder.
 
-Rows are grouped in regions. A region is written whole before any record in it is read: with initial values,
-which are a function of the seed, the table and the row, or with loaded values. So a record that does not
-match its checksum is damaged, even if all its bytes are zero.
+Rows are grouped in *regions* of consecutive rows. A region is written whole before any record in it is read:
+with initial values, which are a function of the seed, the table and the row, or with loaded values. So a
+record that does not match its checksum is damaged, even if all its bytes are zero.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from meshrec.ops import records
 from meshrec.ops.library import has_kernels
 from meshrec.tables.table import RowPart
 
-_SECTOR = 512  # unit of direct I/O
-_NAME = "rows"
+_SECTOR = 512  # unit of direct I/O, in bytes
+_NAME = "rows"  # name of the file in its scratch folder
 IN_FLIGHT = 128
-"""Concurrent disk requests. More requests did not increase throughput on the disks that were measured."""
+"""Number of concurrent disk requests. More did not increase throughput on the disks that were measured."""
 
 
 class RowFileError(RuntimeError):
@@ -39,21 +39,26 @@ class RowFileError(RuntimeError):
 
 
 class RowFile:
-    """File with one record per key in [first_key, first_key + num_rows).
+    """File with a fixed-width record, found by key, for every key in [first_key, first_key + num_rows).
+
+    The file is removed when this object is dropped or closed. Reads and writes may come from several threads.
 
     Args:
-        path: new file, from `new_path`.
+        path: path for the new file, from `new_path`.
         label: table name in messages.
-        part_bytes: bytes per row, for every part.
+        part_bytes: bytes per row for every row part.
         first_key: first key.
-        num_rows: row count.
+        num_rows: number of keys.
+
+    Raises:
+        RowFileError: the file cannot be created.
     """
 
     def __init__(
         self, path: Path, label: str, part_bytes: Sequence[int], *, first_key: int, num_rows: int
     ) -> None:
         self.path, self._label = path, label
-        record = sum(part_bytes) + 4
+        record = sum(part_bytes) + 4  # with a checksum
         # Blocks are whole sectors, as O_DIRECT requires, and hold as many records as fit in a sector.
         per_block = max(1, _SECTOR // record)
         block = -(-per_block * record // _SECTOR) * _SECTOR
@@ -64,16 +69,16 @@ class RowFile:
             self._file, self.is_direct = _create_file(path, self.num_bytes)
         except OSError as error:
             raise self._error(error.errno or 0, 0, "make") from error
-        # Removes the file when the table is dropped, in the owner process only.
+        # Removes the file when this object is dropped or at exit, in the owner process only.
         self._close = weakref.finalize(self, _remove, self._file, path.parent, self._owner)
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Read rows from the file to slots in memory.
+        """Read the rows under some keys from the file to slots in memory.
 
         Args:
-            keys: row keys, int64 [N], ascending.
-            parts: memory per part, indexed by slot.
-            slots: slot per row, int64 [N].
+            keys: row keys, ascending, int64 [N].
+            parts: memory to fill, one tensor per row part, indexed by slot.
+            slots: slot for the row under each key, int64 [N].
 
         Raises:
             RowFileError: a record is damaged, or the disk fails.
@@ -86,9 +91,9 @@ class RowFile:
         """Write rows from slots in memory to the file.
 
         Args:
-            keys: row keys, int64 [N], ascending.
-            parts: memory per part, indexed by slot.
-            slots: slot per row, int64 [N].
+            keys: row keys, ascending, int64 [N].
+            parts: memory to read, one tensor per row part, indexed by slot.
+            slots: slot with the row under each key, int64 [N].
 
         Raises:
             RowFileError: the disk is full, or fails. Some rows may have been written.
@@ -98,13 +103,13 @@ class RowFile:
         self._check(failures, keys, "write")
 
     def close(self) -> None:
-        """Remove the file and the folder."""
+        """Close and remove the file and its scratch folder."""
         self._close()
 
     @contextlib.contextmanager
     def _open_file(self) -> Iterator[tuple[int, int]]:
-        """Yield a file descriptor, and the number of concurrent requests to use."""
-        # A forked child has neither the threads nor, in a background checkpoint, the open file.
+        """Yield a file descriptor, and the number of concurrent disk requests (0 in a forked child)."""
+        # A forked child has no worker threads, and in a background checkpoint not even the open file.
         if os.getpid() == self._owner:
             yield self._file, IN_FLIGHT
             return
@@ -115,13 +120,25 @@ class RowFile:
             os.close(file)
 
     def _check(self, failures: Tensor, keys: Tensor, verb: str) -> None:
-        """Raise RowFileError for the first read or write failure."""
+        """Raise RowFileError for the first failure, if any.
+
+        Args:
+            failures: pairs (position in ``keys``, cause), int64 [F, 2], from ``ops.records``.
+            keys: keys read or written.
+            verb: "read" or "write", for the message.
+        """
         if len(failures):
             number, cause = failures[0].tolist()
             raise self._error(cause, int(keys[number]), verb)
 
     def _error(self, cause: int, key: int, verb: str) -> RowFileError:
-        """Return the exception for a failure: ``verb`` is "make", "read" or "write"."""
+        """Return the exception for a failure.
+
+        Args:
+            cause: ``errno`` of the failure, or a code in ``ops.records`` for a damaged record.
+            key: key of the row; unused if the file cannot be created.
+            verb: failed action: "make" (create the file), "read" or "write".
+        """
         if verb == "make":
             return RowFileError(
                 f"{self._label}: its file {self.path} cannot be made: {os.strerror(cause)}. Give FileRows a "
@@ -148,7 +165,13 @@ class RowFile:
 
 
 def new_path(folder: Path, name: str) -> Path:
-    """Create a scratch folder for table rows in ``folder``. Returns the path for the new file.
+    """Create a scratch folder for the rows of a table, and return the path for the new file in it.
+
+    Also removes the scratch folders that killed processes left for the same table.
+
+    Args:
+        folder: folder in which to create the scratch folder; created if it does not exist.
+        name: start of the scratch folder's name, which identifies the table and rectangle.
 
     Raises:
         RowFileError: the folder cannot be created.
@@ -165,17 +188,25 @@ def new_path(folder: Path, name: str) -> Path:
 
 
 def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
-    """Return the size of a single row in bytes, for every row part.
+    """Return the bytes per row for every row part.
 
     Args:
         parts: row parts.
-        width: column count.
+        width: number of columns.
     """
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
 
 def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
-    """Return the index per requested key in ascending ``keys``, int64 [N]; -1 if it is missing."""
+    """Return the position of each requested key in a sorted list of keys; -1 if the list lacks it.
+
+    Args:
+        keys: list of keys, distinct, ascending, int64 [M].
+        requested: int64 [N].
+
+    Returns:
+        int64 [N].
+    """
     if len(keys) == 0:
         return torch.full_like(requested, -1)
     positions = torch.searchsorted(keys, requested).clamp_(max=len(keys) - 1)
@@ -183,12 +214,12 @@ def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
 
 
 def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tensor]:
-    """Allocate an uninitialized tensor per row part, to hold rows in memory.
+    """Allocate uninitialized memory for some rows, one tensor per row part.
 
     Args:
-        parts: row parts: weights and optimizer slots.
-        num_rows: row count.
-        width: column count.
+        parts: row parts: the weight and optimizer state.
+        num_rows: number of rows.
+        width: number of columns.
 
     Returns:
         A tensor per part: [num_rows, width], or [num_rows] for parts with one value per row.
@@ -199,7 +230,11 @@ def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tens
 
 
 def _create_file(path: Path, num_bytes: int) -> tuple[int, bool]:
-    """Create a sparse file. Returns the descriptor, and whether I/O bypasses the page cache (O_DIRECT)."""
+    """Create a file of a given size, which takes disk space only once it is written.
+
+    Returns:
+        The file descriptor, and whether reads and writes bypass the page cache (``O_DIRECT``).
+    """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(file, num_bytes)
@@ -216,7 +251,11 @@ def _create_file(path: Path, num_bytes: int) -> tuple[int, bool]:
 
 
 def _open_direct(path: Path) -> int | None:
-    """Open a file for I/O bypassing the page cache. Returns None if the system does not support it."""
+    """Open a file for reads and writes that bypass the page cache (``O_DIRECT``).
+
+    Returns:
+        The file descriptor; None if the system does not support this.
+    """
     if not hasattr(os, "O_DIRECT") or not has_kernels:
         return None  # plain Python cannot allocate sector-aligned memory
     try:
@@ -234,7 +273,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _remove(file: int, folder: Path, owner: int) -> None:
-    """Close and remove the file, in the process that created it."""
+    """Close and remove the file and its folder. Does nothing in a forked child of the process ``owner``."""
     if os.getpid() == owner:
         remove_scratch(folder)
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which regions in a table's file are written, and initial values for all others."""
+"""Regions (blocks of consecutive rows) in a table's file. A region gets initial values on first use."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
@@ -10,52 +10,62 @@ from meshrec.tables.cached.file import RowFile, memory_for
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 FirstBlocks = Callable[[Span], Iterable[RowBlock]]
-"""Returns blocks with the initial rows in a key interval."""
+"""Function that returns blocks with the initial rows in a key interval."""
 
 
 class StoredRows:
-    """Rows in a file, for a table that writes every row before reading it."""
+    """Rows in a file, for a table that writes every row before reading it, such as a hashed table.
+
+    This base class has no regions to initialize; ``RowRegions`` has.
+
+    Args:
+        file: the file.
+    """
 
     def __init__(self, file: RowFile) -> None:
         self.file = file
-        self.first: FirstBlocks | None = None  # set by FileTable.set_initial_rows
+        # Returns initial rows. Set by ``FileTable.set_initial_rows`` before rows are used; None: the default
+        # values of the row parts.
+        self.first: FirstBlocks | None = None
 
     def unwritten(self, keys: Tensor) -> list[int]:
-        """Return the regions to write before rows with these keys are read or written."""
+        """Return the numbers of the regions to initialize before rows with these keys are read or written."""
         return []
 
     def write_initial(self, regions: Iterable[int]) -> None:
-        """Write initial values to regions."""
+        """Write initial values to the regions with these numbers."""
 
     def mark_written(self, first: int, end: int) -> None:
-        """Record that all rows in [first, end) are written."""
+        """Record that the file has all rows in [first, end)."""
 
     def partly_covered(self, first: int, end: int) -> list[int]:
-        """Return the unwritten regions that [first, end) covers only partly."""
+        """Return the numbers of the unwritten regions of which only a part lies in [first, end)."""
         return []
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Read rows to slots in memory.
+        """Read rows from the file to slots in memory.
 
         Args:
-            keys: row keys, int64 [N], ascending.
-            parts: memory per part, indexed by slot.
-            slots: slot per row, int64 [N].
+            keys: row keys, ascending, int64 [N].
+            parts: memory to fill, one tensor per row part, indexed by slot.
+            slots: slot for the row under each key, int64 [N].
         """
         self.file.read(keys, parts, slots)
 
 
 @final
 class RowRegions(StoredRows):
-    """Rows [r0, r1) in a file in which only regions with requested rows are written.
+    """Rows of a table rectangle in a file, in regions that get their initial values on first use.
 
-    See [Note: the scratch file of a table] in ``file.py``.
+    So a new table needs no time and no disk space for rows that are never used. See
+    [Note: the scratch file of a table] in ``file.py``.
 
     Args:
-        file: file.
-        parts: row parts, with default initial values.
-        rectangle: rows and columns.
-        region_rows: rows per region. Regions start at multiples of it, counted from row 0 of the table.
+        file: the file.
+        parts: row parts with default initial values.
+        rectangle: row and column intervals.
+        region_rows: rows per region. In the whole table, regions start at row 0, ``region_rows``,
+            ``2 * region_rows``, ...
     """
 
     def __init__(
@@ -68,25 +78,30 @@ class RowRegions(StoredRows):
         super().__init__(file)
         self._parts, self._rectangle = list(parts), rectangle
         self._region_rows = region_rows
-        self._offset = rectangle.r0 // region_rows  # the first region's number in the table
+        # Number of the first region that overlaps the rectangle, counted in the whole table. Elsewhere in
+        # this class, region numbers count from this region.
+        self._offset = rectangle.r0 // region_rows
+        # Whether the file has a region, by region number.
         self._is_written = torch.zeros(-(-rectangle.r1 // region_rows) - self._offset, dtype=torch.bool)
-        # ``first`` supplies initial values; None: the defaults in ``parts``.
 
     def unwritten(self, keys: Tensor) -> list[int]:
-        """Return the regions that contain these rows and are not yet written to the file.
+        """Return the numbers of the regions that contain some rows and are not in the file yet.
 
         Args:
             keys: row keys, int64 [N].
 
         Returns:
-            Region indices, ascending, from the first region with rows of this table shard.
+            Region numbers, ascending, counted from the first region that overlaps the rectangle.
         """
         regions = keys.div(self._region_rows, rounding_mode="floor").unique() - self._offset
         unwritten: list[int] = regions[~self._is_written[regions]].tolist()
         return unwritten
 
     def write_initial(self, regions: Iterable[int]) -> None:
-        """Write initial values to regions.
+        """Write initial values to all rows of some regions.
+
+        Args:
+            regions: region numbers, as ``unwritten`` returns them.
 
         Raises:
             RowFileError: the disk is full, or fails.
@@ -95,18 +110,21 @@ class RowRegions(StoredRows):
             first, end = self._span(number)
             rows = self.initial_rows(first, end)
             self.file.write(torch.arange(first, end), rows, torch.arange(end - first))
-            # Only after the write succeeded: a failed region is written again.
+            # Only after a successful write, so that a region that failed is written again.
             self._is_written[number] = True
 
     def mark_written(self, first: int, end: int) -> None:
-        """Record that all rows in [first, end) are written."""
+        """Record that the file has all rows in [first, end), after these were loaded."""
         for number in self._within(first, end):
             start, last = self._span(number)
-            # Regions at either end may be covered only partly.
+            # The interval may cover only a part of the regions at its ends.
             self._is_written[number] |= first <= start and last <= end
 
     def partly_covered(self, first: int, end: int) -> list[int]:
-        """Return the unwritten regions that [first, end) covers only partly."""
+        """Return the numbers of the unwritten regions of which only a part lies in [first, end).
+
+        Before the interval is loaded, these regions must be initialized. Regions inside it need not be.
+        """
         spans = [(number, *self._span(number)) for number in self._within(first, end)]
         return [
             number
@@ -115,12 +133,12 @@ class RowRegions(StoredRows):
         ]
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Read rows to slots in memory. Rows in unwritten regions get initial values.
+        """Read rows to slots in memory. Rows in regions that are not in the file get their initial values.
 
         Args:
-            keys: row keys, int64 [N], ascending.
-            parts: memory per part, indexed by slot.
-            slots: slot per row, int64 [N].
+            keys: row keys, ascending, int64 [N].
+            parts: memory to fill, one tensor per row part, indexed by slot.
+            slots: slot for the row under each key, int64 [N].
 
         Raises:
             RowFileError: a record is damaged, or the disk fails.
@@ -128,7 +146,7 @@ class RowRegions(StoredRows):
         regions = keys.div(self._region_rows, rounding_mode="floor") - self._offset
         on_file = self._is_written[regions]
         self.file.read(keys[on_file], parts, slots[on_file])
-        # Compute unwritten regions without writing them: a snapshot may read in a forked process.
+        # Compute initial values without writing them: a forked process that reads a snapshot must not write.
         for number in regions[~on_file].unique().tolist():
             first, end = self._span(number)
             rows = self.initial_rows(first, end)
@@ -137,7 +155,7 @@ class RowRegions(StoredRows):
                 part[slots[selected]] = values[keys[selected] - first]
 
     def initial_rows(self, first: int, end: int) -> list[Tensor]:
-        """Return initial values for rows [first, end), one tensor per part."""
+        """Return the initial values of rows [first, end), one tensor per row part."""
         width = self._rectangle.c1 - self._rectangle.c0
         parts = memory_for([part for part, _ in self._parts], end - first, width)
         for (_, value), tensor in zip(self._parts, parts, strict=True):
@@ -150,13 +168,13 @@ class RowRegions(StoredRows):
         return parts
 
     def _span(self, number: int) -> Span:
-        """Return a region's rows, [first, end)."""
+        """Return the first and end row of a region, as far as it lies in the rectangle."""
         start = (number + self._offset) * self._region_rows
         r = self._rectangle
         return max(start, r.r0), min(start + self._region_rows, r.r1)
 
     def _within(self, first: int, end: int) -> Iterator[int]:
-        """Yield the regions containing any of the rows [first, end)."""
+        """Yield the numbers of all regions that overlap the rows [first, end)."""
         yield from range(
             first // self._region_rows - self._offset, -(-end // self._region_rows) - self._offset
         )

@@ -20,17 +20,17 @@ from meshrec.tables.table import Rectangle, RowPart, Span
 
 @dataclass(frozen=True, kw_only=True)
 class FileRows:
-    """Table option: rows and optimizer state in a file, with a row cache in memory.
+    """Table option: keep rows and optimizer state in a file, and only the rows in use in a cache in memory.
 
-    Give the cache size in rows or bytes, for the whole table: if the table is split over ranks, every
-    rank has a proportional share. Training gives the same bits as with the table in memory.
+    Give the cache size either in rows or in bytes, for the whole table. If the table is split over ranks,
+    every rank has a proportional share. Training gives the same bits as with the table in memory.
 
-    The files are scratch: they are created when the module is sharded, removed with it, and rewritten from a
-    checkpoint. Use a local disk.
+    The files are temporary: they are created when the module is sharded and removed with it. A resumed run
+    writes new files from its checkpoint. Use a local disk.
 
     Args:
         path: folder for the files; created if it does not exist.
-        cache_rows: rows in memory. The cache must hold two batches' distinct rows.
+        cache_rows: number of rows in the cache. It must hold the distinct rows of two batches.
         cache_bytes: cache memory in bytes, including optimizer state and bookkeeping.
 
     Raises:
@@ -53,7 +53,11 @@ class FileRows:
                 raise ValueError(f"FileRows: {name} must be an integer >= 1, got {value!r}.")
 
     def num_cached(self, row_bytes: int) -> int:
-        """Return the row count in memory, given the bytes per whole row with optimizer state."""
+        """Return how many rows of the whole table are in the cache.
+
+        Args:
+            row_bytes: bytes per whole row, including optimizer state.
+        """
         if self.cache_rows is not None:
             return self.cache_rows
         assert self.cache_bytes is not None
@@ -62,13 +66,13 @@ class FileRows:
 
 @dataclass(frozen=True)
 class FileBackedRows(ExternalRows, DenseRows):
-    """Storage for floating-point rows in a file; see ``FileRows``.
+    """Storage for fixed tables with floating-point rows in a file; see ``FileRows``.
 
     Args:
-        dtype: row dtype.
-        options: file and cache.
+        dtype: dtype of the rows: fp32, fp16 or bf16.
+        options: folder for the file, and cache size.
         name: table name.
-        size: whole-table rows and columns.
+        size: numbers of rows and columns in the whole table.
     """
 
     options: FileRows
@@ -81,15 +85,16 @@ class FileBackedRows(ExternalRows, DenseRows):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> FileTable:
-        """Create a rectangle's table, with a new file.
+        """Create the table of a rectangle, with a new file.
 
         Args:
-            rectangle: rows and columns.
-            spec: row optimizer; None: no state.
-            device: module device, which must be the CPU.
+            rectangle: row and column intervals.
+            spec: optimizer; None: no optimizer state.
+            device: device of the module, which must be the CPU; None is the CPU.
 
         Raises:
             ValueError: the device is not the CPU.
+            RowFileError: the file cannot be created.
         """
         if device is not None and device.type != "cpu":
             raise ValueError(
@@ -102,21 +107,31 @@ class FileBackedRows(ExternalRows, DenseRows):
         label = f"table {self.name!r}"
         path = new_path(Path(self.options.path), name)
         file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
-        # Regions match the blocks of ``initial_rows``, so a region draws only its own block.
+        # Regions match the random blocks of ``initial_rows``, so that a region draws a single block.
         starts = _initial_values(parts, spec)
         stored = RowRegions(file, starts, rectangle, block_rows(*self.size))
         return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=label)
 
     def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
-        """Return the in-memory row count for a rectangle."""
+        """Return the number of cached rows for a rectangle.
+
+        Args:
+            rectangle: row and column intervals.
+            parts: row parts, from which the bytes per row follow.
+        """
         num_rows, dim = self.size
         height = rectangle.r1 - rectangle.r0
         cached = self.options.num_cached(sum(part_bytes(parts, dim)))
-        # Proportional share of the whole table's cache, at least a row.
+        # The rectangle's share of the cache is its share of the table's rows, at least a single row.
         return max(1, min(height, -(-cached * height // num_rows)))
 
 
 def _initial_values(parts: list[RowPart], spec: OptimizerSpec | None) -> list[RowPartStart]:
-    """Return parts with initial values: 0 for weights, the spec's values for optimizer state."""
+    """Return row parts with initial values: 0 for weights, the optimizer's values for its state.
+
+    Args:
+        parts: row parts.
+        spec: optimizer; None: no optimizer state.
+    """
     values = {slot.name: slot.initial_value for slot in spec.state_slots()} if spec is not None else {}
     return [RowPartStart(part, float(values.get(part.name, 0.0))) for part in parts]

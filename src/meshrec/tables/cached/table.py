@@ -1,24 +1,31 @@
-"""Table larger than memory: all rectangle rows in a file, and a cache in memory.
+"""Table larger than memory: all rows are in a file, and the rows in use are also in a cache in memory.
+
+A *slot* is a row position in the cache. A *dirty* row may differ from the file, because it was trained. A
+*victim* is a row that the cache evicts to make room. A batch is *in flight* from ``resolve``, which looks up
+its slots, until its pin is released; meanwhile its slots are *pinned* and cannot get other rows.
 
 [Note: rows on their way to the cache]
 
-``resolve`` assigns cache slots to a batch's IDs and returns at once. Missing rows are read in the background,
-once per batch, with neighbors together; the lookup first waits for the batch's pin. So a pipeline that
-resolves a batch ahead reads while the previous batch computes. Slots used by batches in flight are pinned. A
-dirty victim is copied out of its slot at once, written in the background, and taken from that copy if it is
-needed before it is written. Reads and writes have separate threads, which keep many requests in flight
+``resolve`` assigns slots to the IDs of a batch and returns at once. A reader thread then reads the missing
+rows from the file, rows next to each other in a single request. The lookup waits for the batch's pin before
+it uses the rows. So a pipeline that resolves the next batch early reads while the present batch computes.
+
+A dirty victim is copied out of its slot at once, and a writer thread writes the copy to the file. If the row
+is needed before it is written, it is taken from the copy. Both threads keep many disk requests in flight
 (``file.IN_FLIGHT``).
 
-Results do not depend on any of this: a row has the same bits in its slot, in a copy, and in the file.
+Results do not depend on any of this: a row has the same bits in a slot, in a copy, and in the file.
 
 [Note: how a table in a file is frozen]
 
-From the moment of the snapshot on, the first batch that may change a row first writes the unchanged row to
-the snapshot's log. (Rows in use by batches in flight at that moment are logged at once.) So a row's state at
-that moment is in the log; or else the row is unchanged, and is where the table has it, in memory or in the
-file. A background checkpoint reads all this in a forked process, in which memory stays as at the fork while
-training continues to change the files. It reads a row from the table's file first and checks the log
-afterward: a row overwritten during the read is in the log by then.
+A snapshot must show every row as it was at the moment of the snapshot, while training continues. Every
+snapshot has a log file. Before a batch changes a row for the first time after that moment, the unchanged row
+is written to the log. (Rows used by batches in flight at that moment are logged at once.) So either the log
+has the old row, or the row is unchanged and is where the table has it, in memory or in the file.
+
+A background checkpoint reads the snapshot in a forked process. There, memory stays as it was at the fork,
+while the parent continues to change the files. The process reads a row from the table's file first and looks
+into the log afterward: if the row was overwritten during the read, it is in the log by then.
 """
 
 import dataclasses
@@ -44,36 +51,47 @@ from meshrec.tables.index import Pin, Resolved
 from meshrec.tables.streamed import streamed_parts
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
-_SECTOR = 512
-_STREAM_BYTES = 1 << 22  # file bytes per stream block
+_SECTOR = 512  # log entries are padded to whole disk sectors
+_STREAM_BYTES = 1 << 22  # file bytes per block in ``stream``
+# Greatest number of batches whose victims are being written. Further batches wait, which bounds the memory
+# for copies of victims.
 _MOST_WRITES = 4
-"""Maximum number of batches whose victims are being written. Further batches wait."""
 
 
 class RowPartStart(NamedTuple):
-    """A row part, and the initial value in rows without other initial values."""
+    """A row part, and its initial value in rows that get no other initial values."""
 
     part: RowPart
     value: float
 
 
 class _UncachedRows(NamedTuple):
-    """Rows neither in the cache nor in the file: evicted and being written, or new."""
+    """Rows in memory outside the cache: victims being written to the file, or new rows not used yet.
+
+    The file has no row, or an older version, under these keys.
+    """
 
     keys: Tensor
-    """int64 [N], ascending."""
+    """Row keys, ascending, int64 [N]."""
     rows: list[Tensor]
-    written: "Future[None]"  # done when the rows are in the file
+    """Row values, one tensor with N rows per row part."""
+    written: "Future[None]"
+    """Finished when the rows of a victim are in the file. Unused for new rows."""
 
     def without(self, keys: Tensor) -> "_UncachedRows":
-        """Return these rows except those with the given keys, which ascend."""
+        """Return these rows without the rows under some keys, int64, ascending."""
         stays = positions_in(keys, self.keys) < 0
         return (
             self if stays.all() else self._replace(keys=self.keys[stays], rows=[p[stays] for p in self.rows])
         )
 
     def plus(self, keys: Tensor, rows: Sequence[Tensor]) -> "_UncachedRows":
-        """Return these rows merged with new rows, which replace rows with the same keys."""
+        """Return these rows and other rows, which replace rows under the same keys.
+
+        Args:
+            keys: keys of the other rows, ascending, int64 [M].
+            rows: values of the other rows, one tensor per row part.
+        """
         both = self.without(keys)
         ascending, order = torch.cat([both.keys, keys]).sort()
         joined = [torch.cat(pair)[order] for pair in zip(both.rows, rows, strict=True)]
@@ -82,30 +100,36 @@ class _UncachedRows(NamedTuple):
 
 @dataclasses.dataclass
 class RowCounts:
-    """Counters for rows used, read and written since the table was created."""
+    """Cache statistics of a table in a file, counted since the table was created.
+
+    A row counts once per batch, even if the batch uses it several times.
+    """
 
     num_used: int = 0
-    """Distinct batch rows found in memory."""
+    """Rows that batches found in the cache."""
     num_read: int = 0
-    """Distinct batch rows not found in memory."""
+    """Rows that batches did not find in the cache."""
     num_written: int = 0
-    """Dirty rows evicted from memory."""
+    """Dirty rows that the cache has evicted."""
     num_snapshots: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of distinct batch rows found in memory."""
+        """Fraction of the batches' rows that were in the cache, from 0 to 1."""
         return self.num_used / max(1, self.num_used + self.num_read)
 
 
 class _Workers:
-    """A table's reader thread and writer thread, and failed reads."""
+    """The reader thread and the writer thread of a table, and the reads that failed."""
 
     def __init__(self) -> None:
+        # A single thread each, so that reads run in order, and so do writes.
         self.reader = ThreadPoolExecutor(1, "meshrec-rows-read")
         self.writer = ThreadPoolExecutor(1, "meshrec-rows-write")
-        self.owner = os.getpid()  # a forked child has no threads
-        # Set by the reader thread, cleared by _finish_reads.
+        # A forked child compares this with its process ID: it has no threads.
+        self.owner = os.getpid()
+        # Rows that could not be read, and the error of the last failed read. Set by the reader thread,
+        # cleared by ``FileTable._finish_reads``.
         self.failed: list[Misses] = []
         self.error: RowFileError | None = None
 
@@ -115,7 +139,14 @@ class _Workers:
 
 
 class RowsInFlight(Pin):
-    """Pin on a batch's rows in a cache. Some rows may still be being read."""
+    """Pin on the cache slots that a batch uses. Its rows may still be being read from the file.
+
+    Args:
+        band: table number, first row and end row of the rectangle.
+        cache: the cache.
+        used: distinct slots used by the batch, int64.
+        arrival: future that finishes when the rows are in the cache, or the error to raise on ``wait``.
+    """
 
     def __init__(
         self, band: tuple[int, int, int], cache: RowCache, used: Tensor, arrival: "Future[None] | Exception"
@@ -124,11 +155,11 @@ class RowsInFlight(Pin):
         self.band, self.trace = band, cache.trace
 
     def wait(self) -> None:
-        """Wait until the rows are in memory.
+        """Wait until all rows of the batch are in the cache.
 
         Raises:
             RowFileError: rows cannot be read, or victims cannot be written.
-            ValueError: the cache has no room.
+            ValueError: the cache has no room for the batch.
         """
         if isinstance(self._arrival, Exception):
             raise self._arrival
@@ -146,13 +177,16 @@ class RowsInFlight(Pin):
 
 @final
 class FileTable:
-    """A table rectangle with rows in a file; see [Note: rows on their way to the cache].
+    """A table rectangle with all rows in a file and some of them in a cache in memory.
+
+    See [Note: rows on their way to the cache]. The key of a row is its number in the whole table, or, in a
+    hashed table, its slot in the hash index.
 
     Args:
-        rectangle: rows and columns.
-        starts: row parts and optimizer state.
-        stored: the rows in the file.
-        num_slots: row count in memory.
+        rectangle: row and column intervals of the table.
+        starts: row parts (``weight`` first, then optimizer state) with initial values.
+        stored: the file.
+        num_slots: number of rows in the cache.
         name: table name in messages.
     """
 
@@ -175,50 +209,64 @@ class FileTable:
         self._new_rows = _UncachedRows(
             torch.empty(0, dtype=torch.int64), memory_for(self.parts, 0, r.c1 - r.c0), _finished()
         )
-        """Rows set by ``start_rows``, neither in memory nor in the file."""
-        # Victims being written, in write order: a later copy of a row must reach the file last.
+        """Rows set by ``start_rows`` and neither in the cache nor in the file. A row leaves when a batch
+        resolves it, or by ``load`` or ``drop``."""
+        # Victims being written, in write order, until ``_check_written`` or ``_finish_writes``. If a row was
+        # evicted twice, the later copy must reach the file last.
         self._victims: deque[_UncachedRows] = deque()
         # Open snapshots, from ``snapshot`` until ``end_snapshot``.
         self._snapshots: list[RowLog] = []
+        # Guards the cache and the lists above. Held by public methods, never by the two worker threads.
         self._lock = threading.RLock()
         self._workers = _Workers()
-        # The reader runs reads in order, so the last read's end is the end of all reads.
+        # The most recent read. The reader runs reads in order, so when this one ends, all have ended.
         self._last_read: Future[None] = _finished()
         self.counts = RowCounts()
 
     @property
     def index(self) -> "FileTable":
-        """The table itself, which is also the index."""
+        """Index from keys to slots: the table itself."""
         return self
 
     @property
     def rows(self) -> Tensor:
-        """Memory for cached rows."""
+        """Weights of the cached rows, indexed by slot."""
         return self._cache.memory[0]
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Memory for cached optimizer state."""
+        """Optimizer state of the cached rows, indexed by slot."""
         return self._cache.memory[1:]
 
     @property
     def slot_keys(self) -> Tensor:
-        """Key per slot."""
+        """Key of the row in each slot, int64; -1 for a free slot."""
         return self._cache.keys
 
     def set_initial_rows(self, first: FirstBlocks) -> None:
-        """Set the function for initial rows. It is called when rows are first needed."""
+        """Set the function that returns initial rows. It is called later, when rows are first needed."""
         self.stored.first = first
 
     def keys_of(self, slots: Tensor) -> Tensor:
-        """Return the keys with rows in these slots now."""
+        """Return the keys of the rows that are in these slots now, int64; -1 for a free slot."""
         return self._cache.keys[slots]
 
     @torch.no_grad()
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Assign slots to keys, and start to bring the rows there. The pin's ``wait`` waits for the rows."""
+        """Assign slots to the keys of a batch, pin them, and start to read missing rows in the background.
+
+        Errors are raised by the pin's ``wait``, not here.
+
+        Args:
+            keys: row keys, int64 [N]; may repeat.
+            train: whether the rows will be updated.
+
+        Returns:
+            The slots, int64 [N], and a pin (``RowsInFlight``) to wait for before the rows are used.
+        """
         with self._lock:
             cache = self._cache
+            # Does not wait here; frees the slots of reads that failed.
             if self._last_read.done():
                 self._finish_reads()
             slots = cache.find(keys)
@@ -231,35 +279,41 @@ class FileTable:
                 self.counts.num_read += len(missing)
                 self._check_written()
                 if regions := self.stored.unwritten(missing):
-                    self._finish_writes()  # a single thread must write blocks with rows from two regions
+                    # A disk block at a region boundary has rows from both regions. A single thread must write
+                    # it, so let the writer thread finish before this thread writes.
+                    self._finish_writes()
                     self.stored.write_initial(regions)
                 misses = self._admit(missing) if len(missing) else None
-            except Exception as error:  # raised when the rows are waited for, on all ranks
+            except Exception as error:
+                # The pin's ``wait`` raises the error, where all ranks learn of it. Until then, the slots are
+                # placeholders within the cache.
                 return Resolved(slots.clamp_(min=0), RowsInFlight(self.rectangle[:3], cache, used, error))
             if misses is not None:
                 slots[absent] = cache.find(keys[absent])
                 used = torch.cat([used, misses.slots])
             if train:
-                # Before the update, which will change these rows.
+                # Set before the update, because the cache cannot see when the update changes the rows.
                 cache.dirty[used] = True
             arrival = self._start_reads(misses, used, train)
             return Resolved(slots, RowsInFlight(self.rectangle[:3], cache, used, arrival))
 
     @torch.no_grad()
     def start_rows(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
-        """Set new rows for keys, replacing any previous rows.
+        """Set the rows under some keys to new values, without reading or writing the file.
 
-        Rows not in memory are kept separately until a batch resolves them, or until ``drop``.
+        Rows already in the cache are replaced there. Other rows are kept in memory outside the cache, until a
+        batch resolves them.
 
         Args:
-            keys: int64 [N], ascending.
-            rows: one tensor per part.
+            keys: row keys, ascending, int64 [N].
+            rows: new values, one tensor with N rows per row part.
         """
         with self._lock:
             slots = self._cache.find(keys)
             here = slots >= 0
             if here.any():
-                self._last_read.exception()  # an old row may be in flight to the slot
+                # The reader may still write an old row to the slot. ``exception`` waits without raising.
+                self._last_read.exception()
                 for part, values in zip(self._cache.memory, rows, strict=True):
                     part[slots[here]] = values[here]
                 self._cache.dirty[slots[here]] = True
@@ -267,16 +321,22 @@ class FileTable:
                 self._new_rows = self._new_rows.plus(keys[~here], [values[~here] for values in rows])
 
     def drop(self, keys: Tensor) -> None:
-        """Remove rows by key, int64 [N], ascending. No batch in flight may use them.
+        """Forget the rows under some keys, which then have no defined value until ``start_rows`` or ``load``.
 
-        They must not be read before ``start_rows`` or ``load`` has replaced them.
+        Args:
+            keys: row keys, ascending, int64 [N]. No batch in flight may use them.
         """
         with self._lock:
             self._cache.drop(keys)
             self._new_rows = self._new_rows.without(keys)
 
     def log(self, keys: Tensor) -> None:
-        """Write rows to all snapshot logs, before they are dropped or replaced.
+        """Write the present rows under some keys to the logs of all open snapshots.
+
+        Must be called before the rows are dropped or replaced.
+
+        Args:
+            keys: row keys, ascending, int64 [N].
 
         Raises:
             RowFileError: a row cannot be read, or a log cannot be written.
@@ -288,21 +348,30 @@ class FileTable:
                     log.append_rows(some, rows)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the parts by name, as ``StreamedPart`` tensors."""
+        """Return the row parts by name, as ``StreamedPart`` tensors, which read values on demand."""
         return streamed_parts(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows in blocks."""
+        """Yield copies of the present rows in blocks with ascending keys.
+
+        Args:
+            columns: table columns to return; None: all.
+            keys: key interval to return; None: all.
+        """
         for first, end in self.spans(keys):
             yield self.make_block(range(first, end), self.rows_at(torch.arange(first, end)), columns)
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Replace rows, in memory and in the file.
+        """Replace rows, or some parts and columns of rows, in the file and in the cache.
+
+        Args:
+            blocks: new values.
 
         Raises:
             RowFileError: the file cannot be written or read.
         """
+        # Split large blocks, so that the copies stay small.
         for block in blocks:
             for start in range(0, len(block.keys), self._rows_per_block):
                 rows = slice(start, start + self._rows_per_block)
@@ -313,7 +382,14 @@ class FileTable:
                     self._load(RowBlock(block.keys[rows], block.columns, parts))
 
     def snapshot(self) -> "RowLog":
-        """Snapshot the present rows; see [Note: how a table in a file is frozen]."""
+        """Start a snapshot of the present rows; see [Note: how a table in a file is frozen].
+
+        Returns:
+            The snapshot's log, from which the rows are read. It must be closed.
+
+        Raises:
+            RowFileError: the log cannot be written.
+        """
         with self._lock:
             self._finish_reads()
             self.counts.num_snapshots += 1
@@ -327,24 +403,29 @@ class FileTable:
             return log
 
     def end_snapshot(self, snapshot: "RowLog") -> None:
-        """Stop writing to a snapshot's log."""
+        """Stop writing rows to the log of a snapshot. Called by ``RowLog.close``."""
         with self._guard():
             self._snapshots = [log for log in self._snapshots if log is not snapshot]
-            self._last_read.exception()  # a read in flight may write to the log
+            # The reader may still have rows to write to the log. ``exception`` waits without raising.
+            self._last_read.exception()
 
     def spans(self, keys: Span | None) -> Iterator[Span]:
-        """Yield the intervals, one per block, into which a key interval is split."""
+        """Split a key interval into the intervals of single blocks in ``stream``.
+
+        Args:
+            keys: key interval, of which only the part inside the rectangle counts; None: all keys.
+        """
         r, step = self.rectangle, self._rows_per_block
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         for start in range(first, end, step):
             yield start, min(start + step, end)
 
     def make_block(self, keys: range, parts: Sequence[Tensor], columns: Span | None) -> RowBlock:
-        """Return a row block, given rows with all columns.
+        """Return a row block with views of some columns.
 
         Args:
-            keys: consecutive keys.
-            parts: rows, one tensor per part.
+            keys: consecutive row keys.
+            parts: rows with all columns in the rectangle, one tensor per row part.
             columns: table columns to include; None: all.
         """
         c0, _ = self.rectangle.columns
@@ -357,11 +438,18 @@ class FileTable:
 
     @torch.no_grad()
     def rows_at(self, keys: Tensor, unneeded: Tensor | None = None) -> list[Tensor]:
-        """Return the present rows by key, one tensor per part, wherever they are.
+        """Return copies of the present rows under some keys, wherever they are: in memory or in the file.
 
         Args:
-            keys: int64 [N], ascending.
-            unneeded: bool [N], keys whose rows are not needed: the result has arbitrary values there.
+            keys: row keys, ascending, int64 [N].
+            unneeded: whether the row under each key may be left out, bool [N]. The result has undefined
+                values there. None: all rows are needed.
+
+        Returns:
+            One tensor with N rows per row part.
+
+        Raises:
+            RowFileError: a row cannot be read.
         """
         with self._guard():
             self._finish_reads()
@@ -369,7 +457,7 @@ class FileTable:
             absent = torch.ones(len(keys), dtype=torch.bool) if unneeded is None else ~unneeded
             slots = self._cache.find(keys)
             sources = [(slots, self._cache.memory)]
-            # Newest copy first, then the file.
+            # The newest version of a row first: cache, new rows, later victims, earlier victims, file.
             copies = (self._new_rows, *reversed(self._victims))
             sources += [(positions_in(copy.keys, keys), copy.rows) for copy in copies]
             for positions, rows in sources:
@@ -382,12 +470,12 @@ class FileTable:
             return parts
 
     def close(self) -> None:
-        """Stop the threads and remove the file."""
+        """Stop the worker threads and remove the file. The table cannot be used afterward."""
         self._workers.close()
         self.stored.file.close()
 
     def __reduce__(self) -> NoReturn:
-        """Raise ValueError: copying and pickling call this."""
+        """Raise ValueError, because a copy or pickle of the table cannot include its file."""
         raise ValueError(
             f"{self._name} keeps its rows in a file, which is not copied along with a model. Save a "
             f"checkpoint, "
@@ -396,24 +484,27 @@ class FileTable:
 
     @property
     def _rows_per_block(self) -> int:
-        """Rows per stream block."""
+        """Number of rows in a block of ``stream``."""
         return max(1, _STREAM_BYTES // self.stored.file.layout.record_bytes)
 
     def _guard(self) -> AbstractContextManager[Any]:
-        """Return the lock; a forked child, which reads alone, must not wait for it."""
+        """Return the lock as a context manager, or in a forked child one that does nothing."""
+        # A thread of the parent may have held the lock at the fork, and would never release it in the child.
         return self._lock if os.getpid() == self._workers.owner else nullcontext()
 
     def _finish_reads(self) -> None:
-        """Wait until all reads have ended, and free slots for rows that could not be read."""
+        """Wait until all reads have ended, and free the slots of rows that could not be read."""
         if os.getpid() != self._workers.owner:
-            return  # a snapshot was made before the fork, and waited
+            return  # the snapshot was made before the fork, and has waited
         self._last_read.exception()
         while self._workers.failed:
             self._cache.forget(self._workers.failed.pop())
         self._workers.error = None
 
     def _check_written(self) -> None:
-        """Forget victims already in the file, and retry failed writes.
+        """Drop the copies of victims that are in the file by now, and write those again that failed.
+
+        Waits if too many batches' victims are being written.
 
         Raises:
             RowFileError: a write fails again.
@@ -427,10 +518,10 @@ class FileTable:
             self._victims.popleft()
 
     def _finish_writes(self) -> None:
-        """Wait until all victims are in the file.
+        """Wait until all victims are in the file. Writes that failed are tried again in this thread.
 
         Raises:
-            RowFileError: rows cannot be written. They stay in memory.
+            RowFileError: rows cannot be written. They stay in memory, in ``_victims``.
         """
         for leaving in self._victims:
             leaving.written.exception()
@@ -438,18 +529,31 @@ class FileTable:
         while self._victims:
             leaving = self._victims[0]
             again |= leaving.written.exception() is not None
-            if again:  # in order: a later copy of a row goes last
+            # After a failure, write all later victims again, too: a later copy of a row must be written last.
+            if again:
                 self._write(leaving.keys, leaving.rows)
             self._victims.popleft()
 
     def _write(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
-        """Write rows to the file."""
+        """Write rows to the file.
+
+        Args:
+            keys: row keys, ascending, int64 [N].
+            rows: one tensor with N rows per row part.
+        """
         self.stored.file.write(keys, rows, torch.arange(len(keys)))
 
     def _admit(self, missing: Tensor) -> Misses:
-        """Assign slots to keys without one, and start to write dirty victims.
+        """Assign slots to keys that have none, and start to write the dirty victims to the file.
 
-        Raises ValueError if full.
+        Args:
+            missing: row keys, distinct, ascending, int64.
+
+        Returns:
+            The keys with slots, whose rows must still be brought there.
+
+        Raises:
+            ValueError: batches in flight use too many slots.
         """
         misses = self._cache.admit(missing)
         if misses is None:
@@ -466,9 +570,17 @@ class FileTable:
         return misses
 
     def _start_reads(self, misses: Misses | None, used: Tensor, train: bool) -> "Future[None]":
-        """Start to bring a batch's rows to slots.
+        """Bring the rows of a batch to its slots: copy rows from memory now, and start to read the others.
 
-        The returned future covers all earlier batches too.
+        Also starts to log rows for open snapshots, which must happen before the batch changes them.
+
+        Args:
+            misses: keys just assigned slots; None: none.
+            used: distinct slots that the batch uses, int64.
+            train: whether the batch may change the rows.
+
+        Returns:
+            A future that finishes when all reads so far have ended, including those for earlier batches.
         """
         new = misses.slots if misses is not None else used[:0]
         logs = [(log, log.mark_logged(used, new, train=train)) for log in self._snapshots]
@@ -478,18 +590,28 @@ class FileTable:
         return self._last_read
 
     def _take_from_copies(self, misses: Misses) -> Misses | None:
-        """Copy rows not in the file to slots. Returns the rows to read, or None."""
+        """Copy rows that are in memory outside the cache to their slots.
+
+        Args:
+            misses: keys just assigned slots.
+
+        Returns:
+            The keys whose rows must be read from the file; None if there are none.
+        """
         absent = torch.ones(len(misses.keys), dtype=torch.bool)
         for copy in (self._new_rows, *reversed(self._victims)):
+            # The victims evicted for these very keys cannot include them.
             if copy.keys is misses.old_keys:
                 continue
             positions = positions_in(copy.keys, misses.keys)
             here = absent & (positions >= 0)
             if not here.any():
                 continue
-            self._last_read.exception()  # a read for an abandoned batch may go to these slots
+            # Wait: the reader may still write rows of an abandoned batch to these slots.
+            self._last_read.exception()
             for part, rows in zip(self._cache.memory, copy.rows, strict=True):
                 part[misses.slots[here]] = rows[positions[here]]
+            # New rows are not in the file, so the cache must write them when it evicts them.
             if copy is self._new_rows:
                 self._cache.dirty[misses.slots[here]] = True
             absent &= ~here
@@ -497,11 +619,17 @@ class FileTable:
         return misses._replace(keys=misses.keys[absent], slots=misses.slots[absent]) if absent.any() else None
 
     def _read_and_log(self, reads: Misses | None, logs: "Sequence[tuple[RowLog, Tensor]]") -> None:
-        """Read rows to slots, and log rows about to change. Runs in the reader thread."""
+        """Read rows from the file to slots, then log rows that a batch may change. Runs in the reader thread.
+
+        Args:
+            reads: keys to read, and their slots; None: none.
+            logs: pairs of a log and the slots whose rows to write to it.
+        """
         workers, cache = self._workers, self._cache
         try:
             if workers.error is not None:
-                raise workers.error  # a previous batch's row, which this batch may need, is missing
+                # An earlier read failed, and this batch may have found the missing row's slot as a hit.
+                raise workers.error
             if reads is not None:
                 self.stored.file.read(reads.keys, cache.memory, reads.slots)
             for log, slots in logs:
@@ -513,15 +641,16 @@ class FileTable:
             raise
 
     def _load(self, block: RowBlock) -> None:
-        """Replace a block's rows, in memory and in the file."""
+        """Replace the rows in a block, in the file and in the cache. No reads or writes may be in flight."""
         span = block.keys if isinstance(block.keys, range) else None
         keys = torch.arange(span.start, span.stop) if span is not None else block.keys
         assert isinstance(keys, Tensor)
         r, stored = self.rectangle, self.stored
         is_whole = block.columns == r.columns and all(part.name in block.parts for part in self.parts)
-        # Snapshots need the old rows.
+        # Open snapshots need the old rows.
         self.log(keys)
-        is_new = span is not None and is_whole  # then regions within it need no initial values
+        # If the block has whole rows, regions inside it need no initial values.
+        is_new = span is not None and is_whole
         stored.write_initial(
             stored.partly_covered(span.start, span.stop) if span and is_new else stored.unwritten(keys)
         )
@@ -542,23 +671,27 @@ class FileTable:
 
 @final
 class RowLog:
-    """Log of rows changed since a snapshot; see [Note: how a table in a file is frozen].
+    """Snapshot of a table in a file: a log with the old versions of rows that changed since.
+
+    An entry in the log is a key and the row under this key. See [Note: how a table in a file is frozen].
 
     Args:
-        table: table.
+        table: the table.
         path: new file for the log.
-        parts: row parts, and column count.
-        num_slots: slots in the table's cache.
+        parts: the row parts, and the number of columns.
+        num_slots: number of slots in the table's cache.
     """
 
     def __init__(
         self, table: FileTable, path: Path, parts: tuple[Sequence[RowPart], int], num_slots: int
     ) -> None:
         self._table, self._path, self._parts = table, path, parts
-        # Whether the row in a slot is in the log.
+        # Whether the row now in a slot is in the log, or about to be written to it.
         self._is_logged = torch.zeros(num_slots, dtype=torch.bool)
-        # Entry count written, and keys of entries read.
+        # Number of entries written, for the writing process; keys of the entries read so far, for the reading
+        # process.
         self._num_rows, self._seen = 0, torch.empty(0, dtype=torch.int64)
+        # Per entry: key (8 bytes), row parts, and checksum (4 bytes), padded to whole sectors.
         kinds, width = parts
         record = 8 + sum((1 if part.per_row else width) * part.dtype.itemsize for part in kinds) + 4
         self._layout = records.RecordLayout(0, 1, -(-record // _SECTOR) * _SECTOR, record, 0)
@@ -566,12 +699,12 @@ class RowLog:
         self._end = weakref.finalize(self, _remove, self._file, created, os.getpid())
 
     def mark_logged(self, slots: Tensor, new: Tensor, *, train: bool = True) -> Tensor:
-        """Return the slots to log before a batch changes the rows, and mark them as logged.
+        """Return the slots whose rows must be logged before a batch changes them, and mark them as logged.
 
         Args:
-            slots: slots used by the batch.
-            new: slots that have just got another row.
-            train: whether the batch may change rows.
+            slots: distinct slots used by the batch, int64.
+            new: slots that have just been assigned to other keys, int64.
+            train: whether the batch may change rows. If not, nothing must be logged.
         """
         self._is_logged[new] = False
         unlogged = slots[~self._is_logged[slots]] if train else slots[:0]
@@ -579,18 +712,18 @@ class RowLog:
         return unlogged
 
     def append(self, keys: Tensor, memory: Sequence[Tensor], slots: Tensor) -> None:
-        """Write the rows at some slots to the log.
+        """Append the rows in some slots to the log.
 
         Args:
-            keys: key per slot.
-            memory: memory per part, indexed by slot.
-            slots: slots to write.
+            keys: row key per slot of the whole memory, int64.
+            memory: memory per row part, indexed by slot.
+            slots: slots with the rows to write, int64.
 
         Raises:
             RowFileError: the disk is full, or fails.
         """
         entries = torch.arange(self._num_rows, self._num_rows + len(slots))
-        # In order: the file never has a later row without all earlier rows.
+        # Entries are written in order: a reader takes the file size as the number of complete entries.
         failures = records.write(self._file, self._layout, entries, [keys, *memory], slots)
         if len(failures):
             cause = os.strerror(int(failures[0, 1]))
@@ -601,22 +734,33 @@ class RowLog:
         self._num_rows += len(slots)
 
     def append_rows(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
-        """Write rows outside slots to the log."""
+        """Append rows to the log.
+
+        Args:
+            keys: row keys, int64 [N].
+            rows: one tensor with N rows per row part.
+        """
         self.append(keys, rows, torch.arange(len(keys)))
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows at the snapshot's moment; see ``tables.table.TableSnapshot``."""
+        """Yield the rows as they were at the snapshot, in blocks; see ``tables.table.TableSnapshot``."""
         for first, end in self._table.spans(keys):
             parts = self.rows_at(torch.arange(first, end))
             yield self._table.make_block(range(first, end), parts, columns)
 
     def rows_at(self, keys: Tensor) -> list[Tensor]:
-        """Return the rows by key (int64 [N], ascending) at the snapshot's moment, one tensor per part.
+        """Return the rows under some keys as they were at the snapshot.
+
+        Args:
+            keys: row keys, ascending, int64 [N].
+
+        Returns:
+            One tensor with N rows per row part.
 
         Raises:
             RowFileError: a row or a log entry is damaged.
         """
-        # The table first, the log afterward: see the note.
+        # Read the table before looking into the log again: rows overwritten meanwhile are in the log by then.
         parts = self._table.rows_at(keys, self._entries(keys) >= 0)
         entries = self._entries(keys)
         logged = (entries >= 0).nonzero()[:, 0]
@@ -626,23 +770,24 @@ class RowLog:
         return parts
 
     def close(self) -> None:
-        """Stop logging, and remove the log."""
+        """End the snapshot: stop logging, and remove the log file."""
         self._table.end_snapshot(self)
         self._end()
 
     def _entries(self, keys: Tensor) -> Tensor:
-        """Return the first log entry per key; -1 for keys without an entry."""
+        """Return the number of the first log entry per key, int64 [N]; -1 for keys without an entry."""
+        # The file is missing if the snapshot was closed.
         with suppress(FileNotFoundError):
             self._read_new_entries()
         positions = positions_in(keys, self._seen)
         here = (positions >= 0).nonzero()[:, 0]
         none = len(self._seen)
-        # The first entry counts: later entries have rows changed after the mark.
+        # A row may be logged again after it left the cache and changed. Only the first entry has the old row.
         first_entries = torch.full_like(keys, none).scatter_reduce_(0, positions[here], here, "amin")
         return torch.where(first_entries < none, first_entries, -1)
 
     def _read_new_entries(self) -> None:
-        """Read keys from log entries written since the last call."""
+        """Read the keys of the log entries written since the last call, and append them to ``_seen``."""
         count = os.stat(self._path).st_size // self._layout.block_bytes
         entries = torch.arange(len(self._seen), count)
         if len(entries):
@@ -650,7 +795,11 @@ class RowLog:
             self._seen = torch.cat([self._seen, new_keys])
 
     def _read(self, entries: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return keys and rows from log entries."""
+        """Read log entries by number, int64 [N].
+
+        Returns:
+            Row keys, int64 [N], and rows, one tensor with N rows per row part.
+        """
         kinds, width = self._parts
         keys, rows = torch.empty(len(entries), dtype=torch.int64), memory_for(kinds, len(entries), width)
         if len(entries):
@@ -670,14 +819,14 @@ class RowLog:
 
 
 def _remove(file: int, created: Created, owner: int) -> None:
-    """Close and remove the log, in the process that created it."""
+    """Close and remove the log file. Does nothing in a forked child of the process ``owner``."""
     if os.getpid() == owner:
         os.close(file)
         created.remove()
 
 
 def _finished() -> "Future[None]":
-    """Return a finished future."""
+    """Return a future that has finished without an error."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
