@@ -4,12 +4,12 @@
 
 A ``Table`` object holds the rows of a *rectangle*, a row interval times a column interval of an embedding
 table, on a single rank. It has three parts: an index from keys to slots, the memory that kernels read
-(``rows`` and ``state``, indexed by slot), and the storage behind this memory, such as a file. A *key* is a row
-number, or in a hashed table the hash of an ID. A *slot* is a row position in memory.
+(``rows`` and ``state``, indexed by slot), and the storage behind this memory, such as a file. A *key* is a
+row number, or in a hashed table the hash of an ID. A *slot* is a row position in memory.
 
-Only a ``FixedTable`` has rows in the memory of its parameter, at slot ``key - r0``. The parameter of any other
-table has no rows, so DDP, FSDP2, clipping and ``parameters()`` cannot touch them. Such a parameter still
-carries the table's name, ``requires_grad`` and optimizer.
+Only a ``FixedTable`` has rows in the memory of its parameter, at slot ``key - r0``. The parameter of any
+other table has no rows, so DDP, FSDP2, clipping and ``parameters()`` cannot touch them. Such a parameter
+still carries the table's name, ``requires_grad`` and optimizer.
 
 Rows leave a table through ``stream`` and enter it through ``load``, in blocks with ascending keys.
 Checkpoints, resharding and state dicts use only these two methods. The blocks of a fixed table are views, so
