@@ -86,6 +86,6 @@ def memory_limit() -> int:
 def lost_pages(mapping: Mapping) -> int:
     """Return how many pages were read as zeros because another process had truncated the file.
 
-    Readers check it after a read. If it is above 0, the data may not be what was in the file.
+    Readers check it after a read. If it is above 0, the data may contain zeros instead of the file's bytes.
     """
     return 0 if _library is None else int(_library.meshrec_lost_pages(mapping.guard))

@@ -23,7 +23,7 @@ MAX_PHASES = 8
 
 
 class AnnealProblem(NamedTuple):
-    """The part of an annealing problem that stays constant: costs per candidate and piece, and what is
+    """The constant part of an annealing problem: costs per candidate and piece, and which candidates are
     allowed.
 
     The kernel reads the fields in this order. `meshrec.planner.problem.Problem` documents those without text.
@@ -38,7 +38,7 @@ class AnnealProblem(NamedTuple):
     scope_C: Ints
     """Which ranks the pieces of a candidate occupy: a `Scope` of `meshrec.planner.problem`."""
     uneven_C: Ints
-    """1 if any two pieces of a candidate may exchange rows or columns, so that sizes become unequal."""
+    """1 if rows may move between any two pieces of a candidate, so that pieces become unequal."""
     piece_start_C: Ints
     count_P: Ints
     load_PK: Floats

@@ -1,4 +1,4 @@
-"""``torch.ops.meshrec.jagged_attention``: attention within jagged samples; see ``naive.py``."""
+"""Attention within the samples of a jagged batch; ``naive.py`` has the formula."""
 
 import functools
 import logging
@@ -19,35 +19,41 @@ __all__ = ["Bias", "Mask", "jagged_attention", "num_time_buckets", "time_buckets
 
 
 class Mask(NamedTuple):
-    """Which sample tokens every token attends to.
+    """Which tokens of a sample each token attends to.
 
-    A sample has contextual tokens, a history in time order, and candidate targets to score. Targets
-    attend to themselves, contextual tokens and the history. No other token attends to a target, so a target's
-    result does not depend on the other targets.
+    A sample consists of contextual tokens, a history in time order, and targets: candidate items to score. A
+    target attends to itself, to contextual tokens and to the history. No other token attends to a target, so
+    the result for a target does not depend on the other targets.
     """
 
     causal: bool = True
     """Whether a history token attends only to itself and earlier tokens."""
     window: int = 0
-    """A token attends to tokens less than ``window`` positions away and to contextual tokens. 0: no window.
+    """If above 0, tokens attend only to tokens less than ``window`` positions away, and to contextual
+    tokens.
     """
     num_contextual: int = 0
-    """Contextual token count at the start of every sample. They attend to all tokens except targets."""
+    """Number of contextual tokens at the start of every sample. They attend to all tokens except targets."""
 
 
 class Bias(NamedTuple):
-    """Learned biases added to the attention scores, shared by all heads. None: no such bias."""
+    """Learned biases that are added to the attention scores of all heads. A field that is None adds
+    nothing.
+    """
 
     position_P: Tensor | None = None
-    """fp32 [2 max_length - 1]. Query i and key j, positions in a sample, use entry max_length - 1 + j - i."""
-    time_T: Tensor | None = None
-    """fp32 [T], indexed by the time difference bucket between query and key; see `time_buckets`.
+    """Bias per relative position, fp32 [2 max_length - 1].
 
-    A history query uses the timestamp of the next token, which is known when the next item is requested. The
-    last history token and the targets use their own timestamps.
+    For query position i and key position j in a sample, the entry is max_length - 1 + j - i.
+    """
+    time_T: Tensor | None = None
+    """Bias per time difference between query and key, fp32 [T]. `time_buckets` maps a difference to an entry.
+
+    The time of a query in the history is the timestamp of the next token, which is known when the next item
+    is requested. The last history token and the targets use their own timestamps.
     """
     timestamps_N: Tensor | None = None
-    """Token timestamps in seconds, int64. Required with ``time_T``."""
+    """Timestamp of every token in seconds, int64 [N]. Required with ``time_T``."""
 
 
 _CAUSAL, _NO_BIAS = Mask(), Bias()
@@ -68,32 +74,34 @@ def jagged_attention(
     num_targets_B: Tensor | None = None,
     query_offsets_B1: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention within jagged samples; differentiable in queries, keys, values and biases.
+    """Compute attention within every sample of a jagged batch.
 
-    The kernels compute query and key tiles whose scores stay in cache, and the backward pass recomputes
-    the scores. Samples are not padded, and memory does not grow quadratically with sample length. On a GPU,
-    checking the offsets synchronizes once.
+    Differentiable in queries, keys, values and biases. The kernels process tiles (a block of queries by a
+    block of keys), whose scores stay in cache; the backward pass computes the scores again. Samples are
+    therefore not padded, and memory does not grow with the square of the sample length. On a GPU, checking
+    the offsets synchronizes once.
 
     Args:
         query_MHQ: queries, fp32.
         key_NHQ: keys, fp32.
         value_NHV: values, fp32.
-        offsets_B1: first token index per sample, followed by N; int64 [B + 1].
-        max_length: maximum tokens per sample. ``"silu"`` divides weights by it.
-        kind: weights are ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed keys.
+        offsets_B1: token index where each sample starts, followed by N; int64 [B + 1].
+        max_length: maximum number of tokens in a sample. ``"silu"`` divides the weights by it.
+        kind: attention weights: ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed
+            keys.
         scale: factor for the dot products.
         mask: which keys a query attends to.
-        bias: additive biases.
-        num_targets_B: number of targets at the end of every sample, int64 [B]; None: no targets.
-        query_offsets_B1: first query index per sample, followed by M; int64 [B + 1]. Queries
-            belong to the last tokens in a sample: with cached history keys and values, only the new
-            tokens need queries. None: all tokens have queries.
+        bias: biases to add to the scores.
+        num_targets_B: number of targets at the end of every sample, int64 [B]. None: no targets.
+        query_offsets_B1: query index where each sample starts, followed by M; int64 [B + 1]. The queries of a
+            sample belong to its last tokens. With cached keys and values for the history, only new tokens
+            need queries. None: all tokens have queries.
 
     Returns:
         fp32 [M, H, V].
 
     Raises:
-        ValueError: argument sizes do not match, or a sample is longer than max_length.
+        ValueError: argument sizes do not match, or a sample is longer than ``max_length``.
 
     Example::
 
@@ -104,6 +112,7 @@ def jagged_attention(
         assert torch.allclose(out[0], tokens[0])  # the first token attends only to itself
     """
     queries = offsets_B1 if query_offsets_B1 is None else query_offsets_B1
+    # Checks read tensors, which tracing cannot do.
     if not torch.compiler.is_compiling():
         if not query_MHQ.is_cpu and not triton.has_kernel_for(query_MHQ, value_NHV):
             _warn_about_fallback(query_MHQ.device.type)
@@ -129,12 +138,13 @@ def jagged_attention(
 
 
 def num_time_buckets(max_seconds: float) -> int:
-    """Return the time bucket count (T) to cover time differences up to ``max_seconds``."""
+    """Return how many time buckets (T) cover time differences up to ``max_seconds``."""
     return int(math.log(max(max_seconds, 1)) / BUCKET_WIDTH) + 1
 
 
 @functools.cache  # warn once per device type
 def _warn_about_fallback(device: str) -> None:
+    """Warn, once per device type, that the slow plain torch version runs."""
     _logger.warning(
         "jagged attention has no kernel for these tensors on %s: plain torch computes it, one sample at a "
         "time, with all scores of a sample in memory. The kernels for GPUs need Triton, float32, and head "
@@ -154,7 +164,7 @@ def _check(
     max_length: int,
     bias: Bias,
 ) -> None:
-    """Check argument sizes for ``jagged_attention``. Raises ValueError."""
+    """Raise ValueError unless the argument sizes for ``jagged_attention`` match."""
     if query.dim() != 3 or query.shape[1:] != key.shape[1:] or key.shape[:2] != value.shape[:2]:
         raise ValueError(
             f"queries {[*query.shape]}, keys {[*key.shape]} and values {[*value.shape]}: allowed are "
@@ -165,6 +175,7 @@ def _check(
     # tensors.
     bounds, query_bounds = (tensor.numpy() for tensor in copy_to_host([offsets, query_offsets]))
     lengths, nums = bounds[1:] - bounds[:-1], query_bounds[1:] - query_bounds[:-1]
+    # The kernels index the position bias without bounds checks, so longer samples must not reach them.
     longest = lengths.max(initial=0)
     if bounds[-1] != len(key) or query_bounds[-1] != len(query) or longest > max_length:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Attention over jagged sequences in plain torch, sample by sample.
 
 The reference for the kernels, and the fallback without them. Shape legend: N tokens and M queries in all
-samples, B samples, H heads, Q query and key width, V value width, L max_length, P = 2 L - 1 relative
-positions, T time buckets; r queries and l tokens in a sample.
+samples, B samples, H heads, Q width of queries and keys, V width of values, L max_length, P = 2 L - 1
+relative positions, T time buckets; r queries and l tokens in a sample.
 """
 
 import math
@@ -16,7 +16,7 @@ from meshrec.ops import operators
 from meshrec.ops.library import implement
 
 BUCKET_WIDTH = 0.301
-"""Time bucket width in natural logarithm units: bucket k starts at e^(0.301 k) = 1.35^k seconds."""
+"""Width of a time bucket on a logarithmic scale: bucket k starts at e^(0.301 k) = 1.35^k seconds."""
 
 
 def jagged_attention(
@@ -34,16 +34,17 @@ def jagged_attention(
     and time bias as in the public configurations.
 
     Args:
-        query_MHQ: queries of the last tokens in every sample. Earlier tokens are only keys.
+        query_MHQ: queries for the last tokens in every sample. Earlier tokens have only keys and values.
         key_NHQ: keys for all tokens.
         value_NHV: values for all tokens.
-        offsets_B1: first token index per sample, followed by N; int64.
-        query_offsets_B1: first query index per sample, followed by M; int64.
+        offsets_B1: token index where each sample starts, followed by N; int64.
+        query_offsets_B1: query index where each sample starts, followed by M; int64.
         options: num_targets_B, position_P, time_T, timestamps_N, max_length, scale, softmax, causal, window,
             num_contextual; see `Mask` and `Bias`.
 
     Returns:
-        [M, H, V]; and for softmax the score log-sum-exp [M, H], else [0, H].
+        The output [M, H, V]; and for the backward pass of softmax the log-sum-exp of the scores [M, H], else
+            [0, H].
     """
     out = value_NHV.new_empty(query_MHQ.shape[:2] + value_NHV.shape[2:])
     parts, log_sums = [], []
@@ -67,11 +68,12 @@ def jagged_attention_grad(
     query_offsets_B1: Tensor,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Return gradients for queries, keys, values, position bias and time bias. Empty for an absent bias.
+    """Return the gradients for queries, keys, values, position bias and time bias (empty if there is no
+    bias).
 
     Args:
-        grad_MHV: output gradient.
-        out_MHV: forward output.
+        grad_MHV: gradient for the output.
+        out_MHV: output of the forward pass.
         log_sums_MH: log-sum-exp from the forward pass.
         query_MHQ: see ``jagged_attention``.
         key_NHQ: see ``jagged_attention``.
@@ -89,6 +91,7 @@ def jagged_attention_grad(
         key, value = (tensor[sample.tokens].transpose(0, 1) for tensor in (key_NHQ, value_NHV))
         weights, weight_grads = sample.weights(), grad @ value.transpose(1, 2)
         if settings.softmax:
+            # The softmax derivative: a row's weights sum to 1, so their gradients are centered.
             score_grads = weights * (weight_grads - (weights * weight_grads).sum(2, keepdim=True))
         else:
             sigmoid = sample.scores.sigmoid()
@@ -97,6 +100,7 @@ def jagged_attention_grad(
         value_grad[sample.tokens] = (weights.transpose(1, 2) @ grad).transpose(0, 1)
         query_grad[sample.queries] = settings.scale * (score_grads @ key).transpose(0, 1)
         key_grad[sample.tokens] = settings.scale * (score_grads.transpose(1, 2) @ query).transpose(0, 1)
+        # All heads share the biases.
         grad_sum = score_grads.sum(0).flatten()
         if sample.distance_rl is not None:
             position_grad.index_add_(0, sample.distance_rl.flatten(), grad_sum)
@@ -106,7 +110,7 @@ def jagged_attention_grad(
 
 
 class _Options(NamedTuple):
-    """Arguments after the offsets, in schema order; see ``jagged_attention``."""
+    """The operator arguments after the offsets, in schema order; see ``jagged_attention``."""
 
     num_targets_B: Tensor
     position_P: Tensor | None
@@ -121,15 +125,20 @@ class _Options(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """Attention scores for one sample, with backward pass inputs."""
+    """Attention scores for a single sample, and what the backward pass needs to differentiate them."""
 
-    tokens: slice  # the sample's rows in keys and values
-    queries: slice  # the sample's rows in queries
+    tokens: slice
+    """The sample's rows in keys and values."""
+    queries: slice
+    """The sample's rows in queries."""
     scores: Tensor
-    """[H, r, l]; -inf at masked softmax positions."""
-    seen_rl: Tensor  # the attention mask
-    distance_rl: Tensor | None  # index into the position bias
-    bucket_rl: Tensor | None  # index into the time bias
+    """Scores [H, r, l]; for softmax, -inf at masked positions."""
+    seen_rl: Tensor
+    """Attention mask: whether the query attends to the key, bool."""
+    distance_rl: Tensor | None
+    """Index into the position bias; None: no such bias."""
+    bucket_rl: Tensor | None
+    """Index into the time bias; None: no such bias."""
     options: _Options
 
     def weights(self) -> Tensor:
@@ -142,7 +151,7 @@ class _Sample(NamedTuple):
 def _samples(
     query_MHQ: Tensor, key_NHQ: Tensor, offsets_B1: Tensor, query_offsets_B1: Tensor, options: _Options
 ) -> Iterator[_Sample]:
-    """Yield the scores sample by sample. Samples without queries are skipped."""
+    """Yield the attention scores sample by sample. Samples without queries are skipped."""
     bounds, query_bounds = offsets_B1.tolist(), query_offsets_B1.tolist()
     for sample, num_targets in enumerate(options.num_targets_B.tolist()):
         tokens, queries = slice(*bounds[sample : sample + 2]), slice(*query_bounds[sample : sample + 2])
@@ -152,6 +161,7 @@ def _samples(
         query, key = query_MHQ[queries].transpose(0, 1), key_NHQ[tokens].transpose(0, 1)
         scores = options.scale * query @ key.transpose(1, 2)
         column = torch.arange(length, device=query.device)
+        # The queries belong to the last tokens.
         row = column[length - num_queries :, None]
         distance = bucket = None
         if options.position_P is not None:
@@ -159,6 +169,7 @@ def _samples(
             scores = scores + options.position_P[distance]
         if options.time_T is not None:
             assert options.timestamps_N is not None
+            # A history token uses the time of its successor; the last one and the targets have none.
             times, is_followed = options.timestamps_N[tokens], row + 1 < length - num_targets
             bucket = time_buckets(times[row + is_followed.long()] - times, len(options.time_T))
             scores = scores + options.time_T[bucket]
@@ -172,23 +183,24 @@ def attention_mask(row: Tensor, column: Tensor, length: int, num_targets: int, o
     """Return whether the token at position ``row`` attends to the token at position ``column``: bool [r, l].
 
     Args:
-        row: query positions within the sample, int64, broadcast with ``column``.
-        column: key positions within the sample, int64.
-        length: tokens in the sample.
-        num_targets: targets at the end of the sample.
+        row: query positions in the sample, int64, broadcast against ``column``.
+        column: key positions in the sample, int64.
+        length: number of tokens in the sample.
+        num_targets: number of targets at the end of the sample.
         options: mask settings.
     """
     seen = column <= row if options.causal else column < length
     if options.window:
         seen = seen & ((row - column).abs() < options.window)
         seen = seen | (column < options.num_contextual)
+    # Contextual tokens attend to all tokens, even later ones and those outside the window.
     seen = seen | (row < options.num_contextual)
     # Targets come last. Only the target itself attends to it.
     return seen & (column < length - num_targets) | (row == column)
 
 
 def time_buckets(seconds: Tensor, num_buckets: int) -> Tensor:
-    """Return the bucket per time difference: floor(log(max(|seconds|, 1)) / 0.301), at most T - 1.
+    """Return the bucket for each time difference: floor(log(max(|seconds|, 1)) / 0.301), at most T - 1.
 
     Args:
         seconds: time differences, any integer or float dtype.
@@ -242,6 +254,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     *token_grads, position_grad, time_grad = operators.jagged_attention_grad(grad, *saved, *ctx.options)
     position, time = saved[-3:-1]
     bias_grads = (None if position is None else position_grad, None if time is None else time_grad)
+    # No gradient for offsets, query offsets, target counts, timestamps and options.
     return (*token_grads, None, None, None, *bias_grads, *(None,) * (num_inputs - 8))
 
 

@@ -1,8 +1,8 @@
-"""Triton kernels for attention within jagged samples on GPUs. ``naive.py`` documents the operators.
+"""Attention operators on GPUs, launched as Triton kernels. ``naive.py`` documents the operators.
 
-The kernels never synchronize with the GPU. If `torch.get_float32_matmul_precision` is "highest" (the
-default), three TF32 products emulate an fp32 product at full precision; otherwise a single TF32 product is
-used.
+Nothing here synchronizes with the GPU. If `torch.get_float32_matmul_precision` is "highest" (the default),
+matrix products have full fp32 precision, emulated with three TF32 products. Otherwise a single TF32 product
+is used.
 """
 
 import functools
@@ -21,30 +21,31 @@ from meshrec.ops.library import implement
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 MAX_WIDTH = 128
-"""Maximum head width for the kernels: a program keeps block rows in registers."""
+"""Maximum head width for the kernels, because a program keeps a block of rows in registers."""
 _PART_BYTES = 1 << 27
-"""Maximum bytes for partial bias gradients held at once; more samples are processed in several launches."""
+"""Maximum memory for partial bias gradients, in bytes. With more samples, the kernel runs several times."""
 
 
 class _Launch(NamedTuple):
-    """Arguments shared by all kernels in a forward or backward call."""
+    """Arguments that all kernels in a forward or backward call share."""
 
     tokens: Any  # AttentionTokens
-    samples: Any  # AttentionSamples, with num_blocks still 0: it differs between kernels
+    samples: Any  # AttentionSamples; num_blocks is 0 until grid_and_samples sets it, per kernel
     biases: Any  # AttentionBiases
     constants: dict[str, Any]  # compile-time arguments, by name
 
     def grid_and_samples(
         self, num_tokens: int, num_samples: int, num_heads: int = 1
     ) -> tuple[tuple[int], Any]:
-        """Return the launch grid, and the samples with ``num_blocks`` set.
+        """Return the launch grid for a kernel, and the samples with ``num_blocks`` set.
 
-        The grid has one program per sample, head and token block. Sample lengths stay on the GPU, so
-        all samples get as many blocks as the longest may need; programs past the end return at once.
+        The grid has a program per sample, head and token block. Sample lengths are known only on the GPU, so
+        every sample gets as many blocks as the longest possible sample. Surplus programs return at once.
+
         Args:
-            num_tokens: tokens in all samples.
-            num_samples: sample count.
-            num_heads: head count.
+            num_tokens: number of tokens in all samples.
+            num_samples: number of samples.
+            num_heads: number of heads.
         """
         max_tokens = min(self.biases.max_length, num_tokens)
         num_blocks = -(-max_tokens // self.constants["BLOCK"])
@@ -105,6 +106,7 @@ def jagged_attention_grad(
     grid, samples = launch.grid_and_samples(len(query), num_samples, num_heads)
     if query_grad.numel():
         kernels.query_gradients[grid](launch.tokens, samples, *shared, query_grad, **launch.constants)
+    # Key gradients need a program per key block instead of per query block.
     grid, samples = launch.grid_and_samples(len(key), num_samples, num_heads)
     if key_grad.numel():
         kernels.key_gradients[grid](launch.tokens, samples, *shared, key_grad, value_grad, **launch.constants)
@@ -114,12 +116,13 @@ def jagged_attention_grad(
 
 
 def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
-    """Return the position or time bias gradient, [len(bias)]. Empty without such a bias."""
+    """Return the gradient for the position or time bias, [len(bias)]. Empty if there is no such bias."""
     from meshrec.ops.attention import triton_bias_kernels
 
     size = 0 if bias is None else len(bias)
     total: Tensor = results.grad.new_zeros(size)
     (num_blocks,), samples = launch.grid_and_samples(len(results.grad), 1)
+    # A part for the position bias has two rows, see bias_gradients.
     rows = 1 if is_time else 2
     step = max(1, _PART_BYTES // (4 * max(1, num_blocks * rows * size)))
     # Partial gradients for all samples may not fit in memory, so process samples in batches.
@@ -141,7 +144,7 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
 
 
 def has_kernel_for(query: Tensor, value: Tensor) -> bool:
-    """Return whether a Triton kernel supports the tensor device, dtype and width."""
+    """Return whether a Triton kernel supports these tensors: device, dtype and widths."""
     return query.is_cuda and _HAS_TRITON and _has_kernel(query, value)
 
 
@@ -151,7 +154,7 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def _prepare_launch(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> _Launch:
-    """Bring the operator's arguments into the form for the kernels."""
+    """Convert the operator's arguments to those of the kernels."""
     from meshrec.ops.attention import triton_kernels as kernels
 
     offsets, query_offsets, num_targets, position, time, timestamps, max_length, scale, *mask = options
@@ -186,7 +189,8 @@ def _prepare_launch(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
 
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(num_buckets: int, device: torch.device, stream: int) -> Tensor:
-    """Return the smallest time difference per bucket in seconds, fp32 [num_buckets], on the device."""
+    """Return the smallest time difference in each bucket, in seconds: fp32 [num_buckets], on the device."""
+    # From float64, so that the fp32 bounds equal those in naive.time_buckets.
     bounds = [math.exp(naive.BUCKET_WIDTH * k) for k in range(num_buckets)]
     starts = torch.tensor(bounds, dtype=torch.float64)
     return copy_to_device(starts.float(), device)

@@ -1,4 +1,6 @@
-"""Triton kernel for attention bias gradients; see [Note: attention tiles] in ``triton_kernels.py``."""
+"""Triton kernel for the gradients of attention biases; see [Note: attention tiles] in
+``triton_kernels.py``.
+"""
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 
@@ -21,10 +23,11 @@ from meshrec.ops.attention.triton_kernels import (
 
 @triton.jit
 def _sums_by_distance(tile, min_distance, BLOCK: tl.constexpr):
-    """Sum tile elements with equal distance (key position minus query position).
+    """Sum the tile elements that have equal distances (key position minus query position).
 
-    Returns [BLOCK]: the sums for distances ``min_distance`` to ``min_distance + BLOCK - 1``.
+    Returns [BLOCK]: the sums for the distances ``min_distance`` to ``min_distance + BLOCK - 1``.
     """
+    # Shift every tile row so that equal distances share a column, then sum the columns.
     key = tl.arange(0, BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :] + min_distance
     inside = (key >= 0) & (key < BLOCK)
     return tl.sum(tl.where(inside, tl.gather(tile, tl.where(inside, key, 0), 1), 0.0), 0)
@@ -32,7 +35,7 @@ def _sums_by_distance(tile, min_distance, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_to_histogram(histogram, tile, buckets, allowed, num_buckets, BUCKETS: tl.constexpr):
-    """Add tile elements to a histogram, by time bucket."""
+    """Add the elements of a tile to a histogram over time buckets."""
     # Times within a tile are close together, so few buckets occur: loop over these only.
     low = tl.min(tl.min(tl.where(allowed, buckets, num_buckets), 1), 0)
     high = tl.max(tl.max(tl.where(allowed, buckets, -1), 1), 0)
@@ -55,7 +58,7 @@ def _sum_over_heads(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Return tile score gradients, summed over all heads: [BLOCK, BLOCK]."""
+    """Return the score gradients for a tile, summed over all heads: [BLOCK, BLOCK]."""
     first_query, index, is_row = rows
     first, column, is_key = keys
     bias, allowed, max_length = shared_state
@@ -93,12 +96,13 @@ def bias_gradients(
     VALUE_WIDTH: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    """Write one query block's contribution to a bias gradient, summed over heads.
+    """Write what a query block contributes to a bias gradient, summed over heads.
 
-    BUCKETS selects the time bias, or the position bias if 0: Triton does not finish compiling a kernel for
-    both. For the position bias, a block's part has two rows with 2 max_length - 1 zeros. A tile writes the
-    lower half of the distances to one row and the upper half to the other, so that no two tiles write the
-    same element.
+    BUCKETS selects the bias: the time bias, or the position bias if BUCKETS is 0. Triton does not finish
+    compiling a kernel that does both. Every program writes to a separate part of ``parts``. For the position
+    bias, a part has two rows with 2 max_length - 1 zeros. A tile writes the lower half of its distances to
+    the first row, and the upper half to the second row: the upper half overlaps the lower half of the next
+    tile, and no element may be written twice.
 
     Args:
         tokens: `AttentionTokens`.
@@ -115,7 +119,7 @@ def bias_gradients(
         BLOCK: tokens per block.
         QUERY_WIDTH: query width, padded to a power of two.
         VALUE_WIDTH: value width, padded to a power of two.
-        BUCKETS: time buckets, padded to a power of two; 0: position bias.
+        BUCKETS: number of time buckets, padded to a power of two; 0: position bias.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks
     first, length, history, first_query, queries = load_sample(samples, first_sample + program // num_blocks)
@@ -132,6 +136,7 @@ def bias_gradients(
         start + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
     )
     if BUCKETS:
+        # Accumulated in registers over all key blocks, and written once.
         histogram = tl.zeros([BUCKETS], tl.float32)
     else:
         num_positions = 2 * biases.max_length - 1
@@ -151,6 +156,7 @@ def bias_gradients(
         else:
             # The smallest distance in the tile: last query and first key.
             min_distance = biases.max_length - 1 + first_column - start - before - (BLOCK - 1)
+            # A tile of BLOCK by BLOCK tokens has 2 BLOCK - 1 distances.
             for half in tl.static_range(2):
                 distance = min_distance + half * BLOCK + lanes
                 totals = _sums_by_distance(sums, half * BLOCK - (BLOCK - 1), BLOCK)

@@ -1,7 +1,8 @@
-"""Triton kernels for jagged attention: query and key tiles whose scores stay in registers.
+"""Triton kernels for jagged attention: tiles of queries and keys, whose scores stay in registers.
 
-[Note: attention tiles] A program handles one query block (or key block, for key and value gradients) in one
-head and sample, and iterates over the key (or query) blocks allowed by the mask. Every element is
+[Note: attention tiles] A sample is cut into blocks of ``BLOCK`` tokens. A tile is a query block by a key
+block. A program handles a query block for a head and sample, and loops over the key blocks that the mask
+allows. For key and value gradients, it handles a key block and loops over query blocks. Every element is
 written by a single program and summed in a fixed order, so equal calls give equal bits. Floats are never
 added atomically: query blocks write partial bias gradients, which torch sums.
 """
@@ -20,7 +21,9 @@ _MASKED_SCORE = tl.constexpr(-1e30)
 
 
 class AttentionTokens(NamedTuple):
-    """Kernel argument: queries, keys and values, with their token and head strides, and sizes."""
+    """Kernel argument: queries, keys and values; their strides per token and per head; sizes and score
+    scale.
+    """
 
     query: Any
     key: Any
@@ -38,7 +41,7 @@ class AttentionTokens(NamedTuple):
 
 
 class AttentionSamples(NamedTuple):
-    """Kernel argument: offsets for all samples, and the maximum block count per sample."""
+    """Kernel argument: the offsets and target counts for all samples, and the number of blocks per sample."""
 
     offsets: Any
     query_offsets: Any
@@ -47,7 +50,9 @@ class AttentionSamples(NamedTuple):
 
 
 class AttentionBiases(NamedTuple):
-    """Kernel argument: biases. ``starts`` has the smallest time difference per bucket, in seconds."""
+    """Kernel argument: the biases. ``starts`` holds the smallest time difference in each bucket, in
+    seconds.
+    """
 
     position: Any
     time: Any
@@ -58,9 +63,11 @@ class AttentionBiases(NamedTuple):
 
 
 class AttentionResults(NamedTuple):
-    """Kernel argument for the backward pass: output gradient, and for softmax per-query values [M, H].
+    """Kernel argument for the backward pass: the output gradient, and for softmax two values per query [M,
+    H].
 
-    ``log_sums`` are score log-sum-exp values, ``deltas`` dot products between output and output gradient.
+    ``log_sums`` is the log-sum-exp of the scores. ``deltas`` is the dot product of output and output
+    gradient.
     """
 
     grad: Any
@@ -70,7 +77,7 @@ class AttentionResults(NamedTuple):
 
 @triton.jit
 def load_sample(samples, number):
-    """Return a sample's first token, length, length without targets, first query, and query count."""
+    """Return a sample's first token, length, length without targets, first query, and number of queries."""
     first = tl.load(samples.offsets + number)
     length = (tl.load(samples.offsets + number + 1) - first).to(tl.int32)
     first_query = tl.load(samples.query_offsets + number)
@@ -80,7 +87,7 @@ def load_sample(samples, number):
 
 @triton.jit
 def _load(tokens, first, positions, stride, width, inside, WIDTH: tl.constexpr):
-    """Load rows for one head at some token positions, [BLOCK, WIDTH]. Zeros where ``inside`` is false."""
+    """Load rows for a head at some token positions, [BLOCK, WIDTH]. Zeros where ``inside`` is false."""
     lanes = tl.arange(0, WIDTH)
     rows = tokens + (first + positions)[:, None] * stride
     return tl.load(rows + lanes[None, :], inside[:, None] & (lanes < width)[None, :], 0.0)
@@ -153,7 +160,7 @@ def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH: tl.constexpr):
-    """Store rows for one head to a contiguous tensor [tokens, heads, width]."""
+    """Store rows for a head to a contiguous tensor [tokens, heads, width]."""
     lanes = tl.arange(0, WIDTH)
     rows_at = target + ((first + positions)[:, None] * num_heads + head) * width
     tl.store(rows_at + lanes[None, :], rows, inside[:, None] & (lanes < width)[None, :])
@@ -161,8 +168,7 @@ def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH
 
 @triton.jit
 def query_times(biases, first, row, is_row, history):
-    """Return the timestamp per query: from the next token; for targets and the last history token, their
-    own.
+    """Return a timestamp per query: that of the next token. The last history token and targets use their own.
 
     Args:
         biases: `AttentionBiases`.
@@ -171,6 +177,7 @@ def query_times(biases, first, row, is_row, history):
         is_row: mask for valid rows.
         history: sample length without targets.
     """
+    # A placeholder of the right type, which is not read without a time bias.
     times = row.to(tl.int64)
     if biases.time is not None:
         times = tl.load(biases.timestamps + first + tl.where(row + 1 < history, row + 1, row), is_row, 0)
@@ -179,10 +186,10 @@ def query_times(biases, first, row, is_row, history):
 
 @triton.jit
 def _buckets(biases, apart):
-    """Return the time bucket per difference ``apart`` in seconds.
+    """Return the bucket for each time difference ``apart``, in seconds.
 
-    A logarithm gives an estimate, which is corrected by comparing with the bucket starts: rounding the
-    logarithm must not decide at a boundary.
+    A logarithm gives an estimate. Comparing with the bucket starts corrects it, because a rounded logarithm
+    must not decide at a bucket boundary: all versions must agree there.
     """
     seconds = tl.maximum(tl.abs(apart).to(tl.float32), 1.0)
     last = biases.num_buckets - 1
@@ -206,9 +213,9 @@ def tile_bias_and_mask(
     WINDOW: tl.constexpr,
     CONTEXTUAL: tl.constexpr,
 ):
-    """Return the tile data shared by all heads: bias, time buckets, and mask.
+    """Return what all heads share in a tile: the sum of the biases, the time buckets, and the mask.
 
-    The mask matches ``naive.attention_mask``.
+    The mask equals ``naive.attention_mask``.
 
     Args:
         biases: `AttentionBiases`.
@@ -228,6 +235,7 @@ def tile_bias_and_mask(
     if WINDOW > 0:
         allowed = (allowed & (tl.abs(apart) < WINDOW)) | (column < CONTEXTUAL)[None, :]
     allowed = allowed | (row < CONTEXTUAL)[:, None]
+    # Only a target itself attends to a target.
     allowed = (allowed & (column < history)[None, :]) | (apart == 0)
     allowed = allowed & is_row[:, None] & (column < length)[None, :]
     bias = tl.zeros(allowed.shape, tl.float32)
@@ -245,25 +253,27 @@ def tile_bias_and_mask(
 def weights_and_score_grads(
     score, weight_grad, allowed, results, position, is_row, max_length, SOFTMAX: tl.constexpr
 ):
-    """Return the attention weights and the score gradients for a tile, both [BLOCK, BLOCK].
+    """Return the attention weights and the gradients of the scores for a tile, both [BLOCK, BLOCK].
 
     Args:
-        score: scores, [BLOCK, BLOCK] queries by keys.
-        weight_grad: attention weight gradients, [BLOCK, BLOCK].
-        allowed: attention mask, [BLOCK, BLOCK].
+        score: scores, queries by keys.
+        weight_grad: gradients of the attention weights.
+        allowed: attention mask.
         results: `AttentionResults`; read for softmax only.
-        position: element offset per query in the [M, H] tensors, for this head, [BLOCK].
+        position: index per query in the [M, H] tensors, for this head, [BLOCK].
         is_row: mask for valid rows.
         max_length: divisor for SiLU weights.
         SOFTMAX: softmax instead of SiLU weights.
     """
     if SOFTMAX:
+        # The forward pass saved the log-sum-exp, so the weights need no second pass over the keys.
         log_sum = tl.load(results.log_sums + position, is_row, 0.0)
         weight = tl.where(allowed, tl.exp(tl.where(allowed, score - log_sum[:, None], 0.0)), 0.0)
         score_grad = weight * (weight_grad - tl.load(results.deltas + position, is_row, 0.0)[:, None])
     else:
         sigmoid = tl.sigmoid(score)
         weight = tl.where(allowed, score * sigmoid / max_length, 0.0)
+        # The derivative of SiLU.
         score_grad = tl.where(allowed, sigmoid * (1 + score * (1 - sigmoid)) * weight_grad / max_length, 0.0)
     return weight, score_grad
 
@@ -281,9 +291,9 @@ def key_blocks(
 ):
     """Return the key blocks to visit for queries in [start, end), as three ranges for `nth_block`.
 
-    The ranges are contextual tokens, history, and targets (a target attends to itself). Returns the end of
-    the first range, the second start, the first two lengths combined, the third start, and the
-    total block count.
+    The ranges are contextual tokens, history, and targets (a target attends to itself). The result holds: the
+    end of the first range, the start of the second, the length of the first two combined, the start of the
+    third, and the total number of blocks.
 
     Args:
         start: first query position within the sample.
@@ -301,10 +311,13 @@ def key_blocks(
     if WINDOW > 0:
         low = tl.maximum(start - WINDOW + 1, 0)
         high = tl.minimum(high, end - 1 + WINDOW)
+        # Contextual tokens are visible from outside the window, so they are a separate range.
         contextual = tl.cdiv(tl.minimum(CONTEXTUAL, history), BLOCK)
     if CONTEXTUAL > 0:
+        # A block with contextual queries visits everything, since these attend to all tokens.
         low = tl.where(start < CONTEXTUAL, 0, low)
         high = tl.where(start < CONTEXTUAL, length, high)
+    # No block is visited twice: a range starts where the previous range ends, or later.
     past = tl.maximum(contextual, low // BLOCK)
     past_end = tl.maximum(past, tl.cdiv(tl.minimum(high, history), BLOCK))
     targets = tl.maximum(past_end, tl.maximum(start, history) // BLOCK)
@@ -327,8 +340,8 @@ def _query_blocks(
 ):
     """Return the query blocks to visit for keys in [start, end), as two ranges for `nth_block`.
 
-    The ranges are contextual tokens, and the other queries. Returns the end of the first range, the start of
-    the second, and the total block count.
+    The ranges are contextual tokens, and the other queries. The result holds: the end of the first range, the
+    start of the second, and the total number of blocks.
     """
     low = start if CAUSAL else 0
     high = length
@@ -336,6 +349,7 @@ def _query_blocks(
         if not CAUSAL:
             low = tl.where(start < CONTEXTUAL, 0, tl.maximum(start - WINDOW + 1, 0))
         high = tl.where(start < CONTEXTUAL, length, tl.minimum(length, end - 1 + WINDOW))
+    # Only the targets themselves attend to a block of targets.
     only_targets = start >= history
     low = tl.where(only_targets, start, low)
     high = tl.where(only_targets, end, high)
@@ -349,14 +363,14 @@ def _query_blocks(
 
 @triton.jit
 def nth_block(n, first_range, second, num_before, third):
-    """Return the number of the n-th block to visit, in the concatenation of three ranges.
+    """Return the number of the n-th block to visit, counted through three ranges in turn.
 
     Args:
         n: index.
         first_range: end of the first range, which starts at 0.
-        second: second range start.
-        num_before: combined length for the first two ranges.
-        third: third range start.
+        second: start of the second range.
+        num_before: combined length of the first two ranges.
+        third: start of the third range.
     """
     return tl.where(
         n < first_range, n, tl.where(n < num_before, second + n - first_range, third + n - num_before)
@@ -379,10 +393,10 @@ def attend(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the attention output for one query block, and for softmax the score log-sum-exp.
+    """Write the attention output for a query block, and for softmax the log-sum-exp of the scores.
 
-    Online softmax: keep running maxima, and rescale earlier sums when they rise. Late query
-    blocks start first, because they take longest with a causal mask.
+    Softmax is computed online: the loop keeps running maxima, and rescales the sums so far when a maximum
+    rises.
 
     Args:
         tokens: `AttentionTokens`.
@@ -403,6 +417,7 @@ def attend(
     head = program // num_blocks % tokens.num_heads
     number = program // num_blocks // tokens.num_heads
     first, length, history, first_query, queries = load_sample(samples, number)
+    # Late query blocks start first, because with a causal mask they take longest.
     start = (num_blocks - 1 - program % num_blocks) * BLOCK
     if start >= queries:
         return
@@ -428,6 +443,7 @@ def attend(
         score = tl.dot(queries_BQ, tl.trans(keys_BQ), input_precision=PRECISION) * tokens.scale + bias
         if SOFTMAX:
             score = tl.where(allowed, score, _MASKED_SCORE)
+            # Sums so far are relative to the old maxima: rescale them to the new ones.
             raised = tl.maximum(maxima, tl.max(score, 1))
             weight = tl.where(allowed, tl.exp(score - raised[:, None]), 0.0)
             factor = tl.exp(maxima - raised)
@@ -438,6 +454,7 @@ def attend(
             weight = tl.where(allowed, score * tl.sigmoid(score), 0.0)
         sums += tl.dot(weight, values_BV, input_precision=PRECISION)
     if SOFTMAX:
+        # Rows past the end saw no key. Avoid a division by 0.
         total = tl.where(is_row, total, 1.0)
         sums = sums / total[:, None]
         tl.store(log_sums + (first_query + index) * tokens.num_heads + head, maxima + tl.log(total), is_row)
@@ -462,7 +479,7 @@ def query_gradients(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the gradients for one query block.
+    """Write the query gradients for a query block.
 
     Args:
         tokens: `AttentionTokens`.
@@ -534,7 +551,7 @@ def key_gradients(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Write the key and value gradients for one key block.
+    """Write the key and value gradients for a key block.
 
     Args:
         tokens: `AttentionTokens`.
@@ -556,6 +573,7 @@ def key_gradients(
     head = program // num_blocks % tokens.num_heads
     number = program // num_blocks // tokens.num_heads
     first, length, history, first_query, queries = load_sample(samples, number)
+    # Early key blocks start first: with a causal mask, most queries see them.
     start = program % num_blocks * BLOCK
     if start >= length:
         return
