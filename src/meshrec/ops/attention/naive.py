@@ -125,7 +125,7 @@ class _Options(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """Attention scores for a single sample, and what the backward pass needs to differentiate them."""
+    """Attention scores for a single sample, and inputs for the backward pass."""
 
     tokens: slice
     """The sample's rows in keys and values."""

@@ -116,7 +116,7 @@ def jagged_attention_grad(
 
 
 def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
-    """Return the gradient for the position or time bias, [len(bias)]. Empty if there is no such bias."""
+    """Return the gradient for the position or time bias, [len(bias)]. Empty if ``bias`` is None."""
     from meshrec.ops.attention import triton_bias_kernels
 
     size = 0 if bias is None else len(bias)

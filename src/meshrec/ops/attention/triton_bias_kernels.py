@@ -96,7 +96,7 @@ def bias_gradients(
     VALUE_WIDTH: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    """Write what a query block contributes to a bias gradient, summed over heads.
+    """Write a query block's contribution to a bias gradient, summed over heads.
 
     BUCKETS selects the bias: the time bias, or the position bias if BUCKETS is 0. Triton does not finish
     compiling a kernel that does both. Every program writes to a separate part of ``parts``. For the position

@@ -1,4 +1,4 @@
-"""Mean over ranks in rank order, in plain torch: the reference for the kernel, and the fallback."""
+"""Mean over ranks, added in rank order, in plain torch: the reference for the kernel, and the fallback."""
 
 import torch
 from torch import Tensor
@@ -11,20 +11,21 @@ from meshrec.ops.library import implement
 def average_ranks(
     mean: Tensor, terms: list[Tensor], num_ranks: int, link: int = 0, exchange: int = 0
 ) -> None:
-    """Write the mean over R tensors, one per rank, to ``mean``.
+    """Write the mean over R tensors, one from each rank, to ``mean``.
 
-    Terms are added in order, then the sum is multiplied once by 1 / R. Both steps use float32 (float64 for
-    float64 values), so the result bits do not depend on the instruction set.
+    The tensors are added in rank order, then the sum is multiplied once by 1 / R. Both steps use float32
+    (float64 if the values are float64). The result bits therefore depend neither on timing nor on the
+    instruction set.
 
     Args:
-        mean: [N], contiguous, float64, float32, float16 or bfloat16. May be a term.
-        terms: R tensors like ``mean``, in rank order. Empty if the kernel reads them from a link.
+        mean: output [N], contiguous, float64, float32, float16 or bfloat16. May be one of the terms.
+        terms: R tensors like ``mean``, in rank order. Empty if the kernel reads them through a link.
         num_ranks: R.
-        link: handle of a ``HostLink`` with the terms; 0: none.
-        exchange: exchange number on the link.
+        link: handle of a ``HostLink`` through which to read the terms; 0: none.
+        exchange: number of the exchange on the link.
 
     Raises:
-        ValueError: wrong number, size or dtype for terms.
+        ValueError: wrong number, size or dtype of the terms.
     """
     assert link == 0, "only compiled kernels open links"
     if len(terms) != num_ranks:
@@ -33,6 +34,7 @@ def average_ranks(
         raise ValueError(
             f"terms must be contiguous, and have the type and the {mean.numel()} elements of the mean"
         )
+    # A copy, because ``mean`` may be a term, and is written only at the end.
     total = terms[0].to(torch.float64 if mean.dtype == torch.float64 else torch.float32, copy=True)
     for term in terms[1:]:
         total += term

@@ -1,4 +1,4 @@
-"""Fake dist operator kernels, for tracing."""
+"""Output shapes for the dist operators (fake kernels), for tracing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ _register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fak
 @_register_fake("meshrec::route_ids")
 def _route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch = IdsToRoute(*arguments)
+    # The message size depends on the IDs.
     words = torch.library.get_ctx().new_dynamic_size()
     return (
         batch.values.new_empty(words, dtype=torch.int32),

@@ -1,11 +1,11 @@
-"""Distinct IDs within a node, and their compressed encoding for transfers, in plain torch.
+"""Distinct IDs, and a compressed encoding in which ranks exchange them, in plain torch.
 
 The reference for the kernels, and the fallback without them.
 
-A message has consecutive runs. A run has distinct IDs, ascending from 0. It is split into groups of
-``GROUP`` IDs. A group is a byte with a bit width w, then per ID the gap to the previous ID minus one, in w
-bits (the first ID's predecessor is -1). Bits fill bytes from the lowest up, and the last byte of a group is
-padded with zeros.
+A message consists of runs, end to end. A run is a list of distinct IDs in ascending order, from 0 on, which
+is split into groups of ``GROUP`` IDs. A group starts with a byte that holds a bit width w. Then follows, for
+each ID, the gap to the previous ID minus 1, in w bits. (The first ID of a run has the predecessor -1.) Bits
+fill the bytes from the lowest bit up, and zeros pad the last byte of a group.
 """
 
 import torch
@@ -17,20 +17,21 @@ from meshrec.ops.library import implement
 
 # One large gap widens only the codes in the same group.
 GROUP = 128
-"""IDs sharing a bit width."""
+"""Number of IDs that share a bit width."""
 
 
 def distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct IDs, ascending, and the index of every ID among them: int64 [N].
+    """Return the distinct IDs in ascending order, and for each ID its index among them: int64 [N].
 
-    Time and memory are proportional to ``num_rows``: a bit per row in the kernel, an integer per row here.
+    Time and memory are proportional to ``num_rows``: the kernel uses a bit per row, this version an integer.
 
     Args:
         ids: int64 [N], in [0, ``num_rows``).
-        num_rows: possible ID count.
+        num_rows: number of possible IDs.
     """
     marks = ids.new_zeros(num_rows, dtype=torch.int32)
     marks[ids] = 1
+    # The number of marked rows before a row is its index among the distinct IDs.
     position = marks.cumsum(0) - 1
     return marks.nonzero()[:, 0], position[ids]
 
@@ -40,10 +41,10 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: int32 or int64 [N], run by run.
-        counts: IDs per run.
+        counts: number of IDs in each run.
 
     Returns:
-        The message, uint8, and bytes per run, int64.
+        The message, uint8, and the number of bytes for each run, int64.
 
     Raises:
         ValueError: a run is not ascending.
@@ -60,21 +61,22 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
-    """Decode a message from ``pack_ids``.
+    """Decode a message from ``pack_ids``, and return the IDs run by run.
 
     Args:
         message: uint8.
-        counts: IDs per run.
+        counts: number of IDs in each run.
         wide: return int64 instead of int32.
 
     Raises:
-        ValueError: the message has another ID count.
+        ValueError: the message has another number of IDs.
     """
     parts, position = [], 0
     for count in counts:
         last_id = -1
         for first in range(0, count, GROUP):
             n = min(GROUP, count - first)
+            # 64 is an invalid width, which reports a message that ends early.
             width = int(message[position]) if position < len(message) else 64
             size = (n * width + 7) // 8
             if width > 63 or position + 1 + size > len(message):
@@ -96,7 +98,7 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
 
 
 def _pack_run(run: Tensor) -> list[Tensor]:
-    """Encode one run: a list of uint8 tensors, to be concatenated."""
+    """Encode a run as a list of uint8 tensors, to be concatenated."""
     # Gaps between sorted distinct IDs are small, so they need few bits.
     gaps = run.diff(prepend=run.new_full((1,), -1)) - 1
     if bool((gaps < 0).any()):

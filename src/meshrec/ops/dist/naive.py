@@ -1,23 +1,31 @@
 """Dist operators in plain torch: the reference for the kernels, and the fallback on other devices.
 
-Terms shared by the operators (U uses, Q routes, K keys, R ranks, N IDs, B bags per use, D width):
+These operators run before and after the all-to-alls of sharded tables. A rank packs its IDs into a message
+for every rank, receives messages in return, looks up the rows of its shards, sends them back, and assembles
+the rows that it gets. Terms that the operators share (U uses, Q routes, K keys, R ranks, N IDs, B bags per
+use, D width):
 
-- A *use* is a feature read from a table; its IDs belong to key ``keys[u]``. ``values_N``, ``offsets`` and
-  ``segments`` (int64 [K + 1] on the CPU: first bag per key; None: equal bag counts per key) describe the
-  IDs.
-- A *route* sends the IDs from one use that fall into one shard to the shard's rank.
-- ``router``: five int64 tensors on the CPU: ``cut_start``, ``cuts``, ``interval_start``,
-  ``interval_routes``, ``routes``. The row cuts 0 = c_0 < ... < c_P = row count are, for use u,
-  ``cuts[cut_start[u] : cut_start[u + 1]]``. (Hashed keys have cuts from -2^63 to 2^63 - 1, which means
-  unbounded: every int64 is inside.) Adjacent cuts delimit an interval; intervals are numbered across all
-  uses. The routes taking IDs in interval i are listed in ``interval_routes``, from
-  ``interval_start[i]``. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
-- A *message* is a sequence of int32 words: [bags per route, if they differ between uses][lengths, route by
-  route][IDs minus the route's first row, as int32, or int64 with ``wide``][weights, fp32]. ``header`` int64
-  [R, 4] has per message: status (0), words, IDs, bags per route (-1: they differ).
-- ``pieces`` int64 [P, 6]: (source, first source column, width, first result column, whether to add, use whose
-  bag lengths divide or -1). Sources are the ranks, with ``dims[r]`` columns; source R is ``local``.
-- ``lookups`` int64 [L, 4]: (route, use, first column, width), by rank: row pieces for sequence lookups.
+- A *use* is a pair of a feature and the table that it reads. Use u reads the IDs of key ``keys[u]``. The IDs
+  are given by ``values_N``, ``offsets`` and ``segments`` (bag index where each key starts, followed by the
+  bag count, int64 [K + 1] on the CPU; None: equal bag counts for all keys).
+- A *route* connects a use to a table shard. It sends the IDs that fall into the shard to the shard's rank.
+- ``router`` is the plan as five int64 tensors on the CPU: ``cut_start``, ``cuts``, ``interval_start``,
+  ``interval_routes``, ``routes``. The rows of a table are divided into intervals at the cuts 0 = c_0 < ... <
+  c_P = row count. The cuts for use u are ``cuts[cut_start[u] : cut_start[u + 1]]``. (Hashed keys have cuts
+  from -2^63 to 2^63 - 1, which means unbounded: every int64 is inside.) Intervals are numbered across all
+  uses. The routes that take the IDs in interval i are listed in ``interval_routes``, starting at
+  ``interval_start[i]``. ``routes`` [Q, 3] holds the rank, the use and the first row of each route, and is
+  ordered by rank.
+- A *message* is a sequence of int32 words: [bags per route, if they differ between uses] [bag lengths, route
+  by route] [IDs minus the route's first row, as int32, or as int64 with ``wide``] [weights, fp32]. ``header``
+  int64 [R, 4] holds for each message: status (0), number of words, number of IDs, bags per route (-1: they
+  differ).
+- ``pieces`` int64 [P, 6] says where the columns of a pooled output come from: (source, first column in the
+  source, width, first column in the output, whether to add, use). Sources are the ranks, with ``dims[r]``
+  columns from rank r; source R is ``local``. If the use is not -1, the piece is divided by the bag lengths of
+  that use.
+- ``lookups`` int64 [L, 4] says where the rows of sequence lookups come from, ordered by rank: (route, use,
+  first column, width).
 """
 
 from collections.abc import Sequence
@@ -37,14 +45,14 @@ class _Router(NamedTuple):
     """The ``router`` tensors as nested lists."""
 
     cuts: list[list[int]]
-    """[U]: row cuts per use."""
+    """Row cuts of each use; [U]."""
     intervals: list[list[int]]
-    """[Q]: intervals per route, numbered within the use."""
+    """Intervals whose IDs each route takes, numbered within the use; [Q]."""
     routes: list[list[int]]
-    """[Q]: rank, use, first row."""
+    """Rank, use and first row of each route; [Q]."""
 
     def num_rows(self, use: int) -> int:
-        """Return the row count in the table read by a use."""
+        """Return the number of rows in the table that a use reads."""
         return self.cuts[use][-1]
 
 
@@ -66,31 +74,31 @@ def _parse_router(router: list[Tensor]) -> _Router:
 
 
 class _UseIds(NamedTuple):
-    """IDs for one use."""
+    """The IDs that a use reads."""
 
     ids: slice
-    """The use's IDs in ``values_N``."""
+    """Range of the IDs in ``values_N``."""
     lengths_B: Tensor
     """IDs per bag, int64."""
     rows: Tensor
-    """int64: IDs, with 0 for IDs outside the table."""
+    """The IDs as table rows, int64. An ID outside the table becomes row 0."""
     intervals: Tensor
-    """int64: interval per ID."""
+    """Interval that each ID falls into, int64."""
     bad: Tensor
-    """bool: whether an ID is outside the table."""
+    """Whether an ID is outside the table, bool."""
 
 
 def _ids_of_use(
     values: Tensor, offsets: Tensor, bounds: list[int], keys: list[int], use: int, router: _Router
 ) -> _UseIds:
-    """Return the IDs for one use, and their intervals.
+    """Return the IDs that a use reads, and the intervals that they fall into.
 
     Args:
         values: IDs [N].
-        offsets: first ID index per bag, followed by N.
-        bounds: first bag per key, followed by the bag count.
-        keys: key per use.
-        use: use number.
+        offsets: ID index where each bag starts, followed by N.
+        bounds: bag index where each key starts, followed by the bag count.
+        keys: key of each use.
+        use: number of the use.
         router: row cuts.
     """
     start, end = bounds[keys[use]], bounds[keys[use] + 1]
@@ -107,36 +115,37 @@ def _ids_of_use(
 
 
 class IdsToRoute(NamedTuple):
-    r"""Arguments of ``route_ids``: a batch, and the plan by which to route it."""
+    r"""Arguments for ``route_ids``: a batch, and the plan by which to route it."""
 
     values: Tensor
     """IDs, int32 or int64 [N]."""
     offsets: Tensor
-    """First ID index per bag, followed by N."""
+    """ID index where each bag starts, followed by N."""
     weights: Tensor | None
     """Per-sample weights, fp32 [N]."""
     segments: Tensor | None
-    """First bag index per key, followed by the bag count."""
+    """Bag index where each key starts, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key per use."""
+    """Key that each use reads; [U]."""
     router: list[Tensor]
-    """See the module docstring."""
+    """The plan, see the module docstring."""
     num_ranks: int
     wide: bool
-    """Whether to send int64 IDs."""
+    """Whether to send IDs as int64 instead of int32."""
     check_ids: bool
-    """Whether to raise for IDs outside the table and NaN weights. If not, such IDs are replaced by row 0."""
+    """Whether to raise for IDs outside the table and for NaN weights. If not, such IDs read row 0."""
     names: Tensor
     r"""UTF-8 bytes of ``"table\tfeature\n"`` per use, uint8, for messages."""
 
 
 def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pack the batch IDs into one message per rank. The arguments are the fields of ``IdsToRoute``.
+    """Pack the IDs of a batch into a message for every rank. The arguments are the fields of ``IdsToRoute``.
 
     Returns:
-        Payload (int32), header [R, 4], ID count per route [Q], and count of IDs outside the table per
-            use [U].
+        All messages, end to end, int32; header [R, 4]; number of IDs on each route [Q]; and number of IDs
+        outside
+            the table for each use [U].
 
     Raises:
         ValueError: invalid offsets; or, with ``check_ids``, an ID outside the table or a NaN weight.
@@ -151,6 +160,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if check_ids:
         for use, ids in enumerate(uses):
             _check_ids_and_weights(ids, use, values, weights, plan.num_rows(use), names)
+    # If all uses have the same bag count, the header holds it. Otherwise each message starts with the counts.
     batches = {ids.lengths_B.numel() for ids in uses}
     batch = batches.pop() if len(batches) == 1 else (-1 if batches else 0)
     header = torch.zeros(num_ranks, 4, dtype=torch.int64)
@@ -163,6 +173,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             if plan.routes[route][0] != rank:
                 continue
             ids = uses[use]
+            # Several routes may take the same interval: shards that hold other columns of the same rows.
             taken = torch.isin(ids.intervals, torch.tensor(plan.intervals[route], device=values.device))
             bags = torch.repeat_interleave(ids.lengths_B)[taken]
             local = ids.rows[taken] - first_row
@@ -185,13 +196,15 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unpack the ID messages received from all ranks into a batch for the TBE operators.
+    """Unpack the messages received from all ranks into a batch for the TBE operators.
+
+    In this batch, a block is the message from a rank, and a key is a route to this rank.
 
     Args:
-        received: words from all messages, int32.
-        header: int64 [R, 4].
-        blocks: source rank per result block, in order.
-        num_routes: routes to this rank.
+        received: all messages, end to end, int32.
+        header: header of each message, int64 [R, 4].
+        blocks: source rank of each block in the result, in order.
+        num_routes: number of routes to this rank.
         weighted: whether messages contain weights.
         wide: whether IDs are int64.
 
@@ -215,6 +228,7 @@ def unpack_ids(
         bags += block_bags
         lengths.append(message[prefix:ids_start])
         ids = message[ids_start:ids_end]
+        # clone() aligns the words: a message may start at an odd word, which cannot be viewed as int64.
         values.append(ids.clone().view(torch.int64) if wide else ids)
         weights.append(message[ids_end:].clone().view(torch.float32))
         if int(lengths[-1].sum()) != num_ids[rank]:
@@ -227,45 +241,47 @@ def unpack_ids(
 
 
 class PooledRows(NamedTuple):
-    """Pooled columns from all ranks, and the output they form: arguments of ``gather_pooled`` and
-    ``gather_coded``.
+    """Arguments for ``gather_pooled`` and ``gather_coded``: pooled columns from all ranks, and where they
+    go.
     """
 
     received: Tensor
-    """Pooled rows from all ranks, flat."""
+    """Pooled rows from all ranks, end to end: a matrix [B, dims[r]] from rank r."""
     local: Tensor | None
-    """Pooled rows from tables on this rank, fp32 [B, columns]."""
+    """Pooled rows from tables that this rank holds itself, fp32 [B, columns]."""
     pieces: Tensor
-    """See the module docstring."""
+    """Positions of columns, see the module docstring."""
     dims: list[int]
-    """Column count sent by every rank."""
-    batch: int  # B
+    """Number of columns from each rank; [R]."""
+    batch: int
+    """B, the number of samples."""
     out_dim: int
-    """Output columns."""
+    """Number of columns in the output."""
     offsets: Tensor | None
-    """First ID index per bag, for mean pooling."""
+    """ID index where each bag starts, followed by N; needed for mean pooling."""
     segments: Tensor | None
-    """First bag index per key."""
+    """Bag index where each key starts, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key per use."""
+    """Key that each use reads; [U]."""
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["PooledRows", Sequence[Any]]:
-        """Split operator arguments into ``PooledRows`` and the arguments after them."""
+        """Split the arguments of an operator into the ``PooledRows`` fields and the remaining arguments."""
         shared = len(cls._fields)
         return cls(*arguments[:shared]), arguments[shared:]
 
 
 def gather_pooled(*arguments: Any) -> Tensor:
-    """Assemble the pooled output from the columns sent by all ranks, fp32 [B, out_dim].
+    """Assemble the pooled output from the columns that all ranks sent, fp32 [B, out_dim].
 
-    A piece is copied, or added to earlier pieces if so marked. The arguments are the fields of
-    ``PooledRows``, and:
+    A piece is copied to the output, or added to earlier pieces if it is marked so. The arguments are the
+    fields of ``PooledRows``, and:
 
-    - ``link``: handle of a ``HostLink``: the compiled kernel reads the other ranks' rows in place
-      (comms/host_link.py). ``received`` is then empty, and only gives the dtype.
-    - ``exchange``: exchange number on the link.
+    - ``link``: handle of a ``HostLink``, through which the compiled kernel reads the rows of the other ranks
+      from their memory (comms/host_link.py). ``received`` is then empty, and only gives the dtype. 0: no
+      link.
+    - ``exchange``: number of the exchange on the link.
     """
     rows, _ = PooledRows.split(arguments)
     received, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys = rows
@@ -288,9 +304,9 @@ def gather_pooled(*arguments: Any) -> Tensor:
 
 
 def gather_coded(*arguments: Any) -> Tensor:
-    """Run ``gather_pooled`` on rows encoded by ``wire_encode``, uint8, with a block per source.
+    """Run ``gather_pooled`` on rows that ``wire_encode`` has encoded: uint8, with a block per source.
 
-    The fields of ``PooledRows`` are followed by ``starts`` (first column per source, see ``wire_naive``),
+    The fields of ``PooledRows`` are followed by ``starts`` (first column of each source, see ``wire_naive``),
     ``widths`` and ``formats`` per column, and by ``link`` and ``exchange``.
     """
     rows, (starts, widths, formats, *_) = PooledRows.split(arguments)
@@ -301,36 +317,38 @@ def gather_coded(*arguments: Any) -> Tensor:
 
 
 class PooledGradient(NamedTuple):
-    """Output gradient, and the column layout after the split: arguments of ``scatter_pooled``."""
+    """Arguments for ``scatter_pooled``: the gradient of a pooled output, and where its columns go."""
 
     grad: Tensor
-    """fp32 [B, out_dim]."""
+    """Output gradient, fp32 [B, out_dim]."""
     pieces: Tensor
-    """See the module docstring."""
+    """Positions of columns, see the module docstring."""
     dims: list[int]
-    """Column count to send to every rank."""
+    """Number of columns to send to each rank; [R]."""
     local_dim: int
-    """Columns in ``local``."""
+    """Number of columns that belong to tables on this rank."""
     offsets: Tensor | None
-    """First ID index per bag, for mean pooling."""
+    """ID index where each bag starts, followed by N; needed for mean pooling."""
     segments: Tensor | None
-    """First bag index per key."""
+    """Bag index where each key starts, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key per use."""
+    """Key that each use reads; [U]."""
     scale: float
-    """Factor by which the gradient is multiplied."""
+    """Factor to multiply the gradient by."""
     dtype: torch.dtype
-    """Payload dtype."""
+    """Dtype in which to send the gradient."""
 
 
 def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Split an output gradient into columns for all ranks: the backward pass of ``gather_pooled``.
+    """Split an output gradient into the columns for each rank: the backward pass of ``gather_pooled``.
 
     The arguments are the fields of ``PooledGradient``.
 
     Returns:
-        Payload to the ranks, 1-D, in the payload dtype; and the local table columns, [B, local_dim].
+        Gradients to send, end to end: a matrix [B, dims[r]] for rank r, in ``dtype``; and the gradient for
+        tables
+            on this rank, [B, local_dim].
     """
     gradient = PooledGradient(*arguments)
     grad, pieces, dims, local_dim, offsets, segments, num_keys, keys, scale, dtype = gradient
@@ -345,30 +363,37 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class SequenceRows(NamedTuple):
-    """A batch, and the rows exchanged for sequence lookups: arguments shared by both sequence operators."""
+    """Arguments that both sequence operators share: a batch, and where the exchanged rows come from."""
 
     values: Tensor
+    """IDs, int32 or int64 [N]."""
     offsets: Tensor
+    """ID index where each bag starts, followed by N."""
     segments: Tensor | None
+    """Bag index where each key starts, followed by the bag count."""
     num_keys: int
     keys: list[int]
+    """Key that each use reads; [U]."""
     router: list[Tensor]
+    """The plan, see the module docstring."""
     lookups: Tensor
-    """int64 [L, 4]: route, use, first column and width."""
+    """Route, use, first column and width of each part of a row; int64 [L, 4]."""
     counts: Tensor
-    """int64 [Q]: ID count per route."""
+    """Number of IDs that this rank sent on each route, int64 [Q]."""
     dims: list[int]
-    """Width per use; 0 for omitted uses."""
+    """Row width of each use; 0 for a use that is left out; [U]."""
 
     def num_elements(self) -> int:
-        """Return the element count exchanged by the rank."""
+        """Return the number of elements in the rows that this rank exchanges."""
         return int((self.counts.cpu()[self.lookups[:, 0]] * self.lookups[:, 3]).sum())
 
 
 def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
-    """Assemble the rows per use from those sent by all ranks: flat fp32, [ids, dims[u]] use by use.
+    """Assemble the rows of sequence lookups from the parts that all ranks sent.
 
-    Uses with width 0 are omitted.
+    Returns:
+        fp32, flat: a matrix [number of IDs, dims[u]] for each use, end to end. Uses with width 0 are left
+        out.
     """
     positions, num_elements, out_elements = _sequence_positions(SequenceRows(*arguments))
     if received.numel() != num_elements:
@@ -380,7 +405,11 @@ def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
 
 
 def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
-    """Split a row gradient into the payload to all ranks, times ``scale``. Inverts ``gather_sequence``."""
+    """Split the gradient of sequence lookups into the parts for each rank: the inverse of
+    ``gather_sequence``.
+
+    The last two arguments are ``scale``, a factor for the gradient, and the dtype in which to send it.
+    """
     *shared, scale, dtype = arguments
     positions, num_elements, out_elements = _sequence_positions(SequenceRows(*shared))
     if grad.numel() != out_elements:
@@ -392,31 +421,30 @@ def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
 
 
 class WeightGradients(NamedTuple):
-    """Per-sample weight gradients received from all ranks: arguments of ``gather_weight_grads``."""
+    """Arguments for ``gather_weight_grads``: per-sample weight gradients received from all ranks."""
 
     received: Tensor
-    """fp32, one value per ID sent, route by route."""
+    """A value for each ID sent, route by route, fp32."""
     values: Tensor
     """IDs [N]."""
     offsets: Tensor
-    """First ID index per bag, followed by N."""
+    """ID index where each bag starts, followed by N."""
     segments: Tensor | None
-    """First bag index per key."""
+    """Bag index where each key starts, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key per use."""
+    """Key that each use reads; [U]."""
     router: list[Tensor]
-    """See the module docstring."""
+    """The plan, see the module docstring."""
     counts: Tensor
-    """ID count per route, int64 [Q]."""
+    """Number of IDs sent on each route, int64 [Q]."""
 
 
 def gather_weight_grads(*arguments: Any) -> Tensor:
-    """Return the gradient per sample weight, fp32 [N]: the sum over the routes sending the ID.
+    """Return the gradient of the per-sample weights, fp32 [N].
 
-    0 for IDs read by no use.
-
-    The arguments are the fields of ``WeightGradients``.
+    Every route that sent an ID returns a gradient for its weight; these are added. An ID that no use reads
+    gets 0. The arguments are the fields of ``WeightGradients``.
     """
     received, values, offsets, segments, num_keys, keys, router, counts = WeightGradients(*arguments)
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
@@ -428,12 +456,16 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
     for route, part in enumerate(received.split(counts.tolist())):
         ids = uses[plan.routes[route][1]]
         intervals = torch.tensor(plan.intervals[route], device=values.device)
+        # The slice is a view of ``out``, so this adds in place.
         out[ids.ids][torch.isin(ids.intervals, intervals)] += part
     return out
 
 
 def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]], int, int]:
-    """Return, per lookup, the payload slice and element positions; then both total sizes."""
+    """Return where the rows of each lookup are, and the total sizes of message and result.
+
+    For each lookup: the slice in the message, and the element positions in the result.
+    """
     values, offsets, segments, num_keys, keys, router, lookups, _, dims = batch
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _parse_router(router)
@@ -452,7 +484,7 @@ def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]]
 
 
 def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: int, key: int) -> Tensor:
-    """Return 1 / (IDs per bag), fp32 [B, 1]; 0 for empty bags."""
+    """Return 1 / (number of IDs) for each bag of a key, fp32 [B, 1]; 0 for empty bags."""
     assert offsets is not None
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     lengths_B = offsets[bounds[key] : bounds[key + 1] + 1].diff().float()[:, None]
@@ -462,7 +494,7 @@ def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: 
 def _check_ids_and_weights(
     ids: _UseIds, use: int, values: Tensor, weights: Tensor | None, num_rows: int, names: Tensor
 ) -> None:
-    """Raise ValueError for the first ID outside the table, or NaN weight."""
+    """Raise ValueError for the first ID outside the table, or for the first NaN weight."""
     nan = weights[ids.ids].isnan() if weights is not None else torch.zeros_like(ids.bad)
     for bad, kind in ((ids.bad, "outside"), (nan, "nan")):
         if not bool(bad.any()):

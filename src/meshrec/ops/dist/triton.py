@@ -1,14 +1,14 @@
-"""Operators before and after the all-to-alls on GPUs, as Triton kernels. ``naive.py`` documents them.
+"""Dist operators on GPUs, launched as Triton kernels. ``naive.py`` documents arguments and results.
 
-No operator synchronizes with the GPU. Sizes needed on the host (words per rank) are in the header, on the
-device, and are read once together with the sizes from other ranks. Two contracts therefore differ from the
-CPU:
+No operator synchronizes with the GPU. The host needs some sizes (words per rank). They are in the header on
+the device, and the caller reads them together with the sizes from other ranks, once. Two contracts therefore
+differ from those on the CPU:
 
-- ``route_ids`` cannot know the message lengths. The payload is sized for the plan's maximum; unused words
-  follow the last message. Invalid input does not raise: it sets the status in every header to 1, and
-  ``naive.route_ids`` then raises the error.
-- ``unpack_ids`` and the sequence operators take header and counts on the CPU, where they were read. (One
-  exception: bag counts differing between features travel inside the messages, and are read again.)
+- ``route_ids`` does not know the message lengths. It allocates the maximum that the plan allows, and unused
+  words follow the last message. Invalid input does not raise an error, but sets the status in all headers to
+  1. The caller then runs ``naive.route_ids``, which raises it.
+- ``unpack_ids`` and the sequence operators take header and counts on the CPU, where the caller has read them.
+  (If bag counts differ between features, they travel inside the messages, and are read from there.)
 """
 
 import importlib.util
@@ -34,29 +34,32 @@ from meshrec.ops.library import implement
 # Shape legend: U uses, Q routes, R ranks, K keys, L lookups, N IDs, S slots (a slot is one bag in one route).
 
 _LANES = 128
-"""Bags per program."""
+"""Bags that a program handles."""
 _TILE = 1024
-"""Matrix elements per program."""
+"""Matrix elements that a program handles."""
 
 
 class _RouteSlots(NamedTuple):
-    """Plan routes with the batch bags, on the device, and the ID count per slot."""
+    """The routes of a plan, with the bags of a batch, on the device. A slot is a bag on a route."""
 
     fields: Tensor
-    """int64 [Q, ROUTE_FIELDS] on the device."""
+    """``triton_kernels.ROUTE_FIELDS`` per route, int64 [Q, ROUTE_FIELDS] on the device."""
     max_bags: int
+    """Number of bags in the use with the most bags."""
     first: list[int]
-    """[Q + 1]: first slot per route, followed by S."""
+    """First slot of each route, followed by S; [Q + 1]."""
     starts: Tensor
-    """int64 [S + 1] on the device: ID count before every slot."""
-    num_bad: Tensor  # int64 [U]: IDs outside the table, per use
-    is_bad: Tensor  # int32 [1]: set if the input is invalid
+    """Number of IDs in all slots before each slot, int64 [S + 1] on the device."""
+    num_bad: Tensor
+    """Number of IDs outside the table for each use, int64 [U] on the device."""
+    is_bad: Tensor
+    """1 if the input is invalid, int32 [1] on the device."""
 
     def grid(self, num: int | None = None) -> tuple[int, int]:
-        """Return a launch grid: one program per route and ``_LANES`` bags.
+        """Return a launch grid with a program for every ``_LANES`` bags of a route.
 
         Args:
-            num: second grid dimension, if not the route count.
+            num: second grid dimension, if it is not the number of routes.
         """
         return ceil_div(max(self.max_bags, 1), _LANES), self.fields.shape[0] if num is None else num
 
@@ -69,14 +72,14 @@ def _build_slots(
     routes: PlanRoutes,
     check_ids: bool,
 ) -> _RouteSlots:
-    """Count the IDs per slot on the device.
+    """Assign a slot to every bag on every route, and count the IDs in each slot on the device.
 
     Args:
         values: IDs [N].
-        offsets: first ID index per bag, followed by N.
+        offsets: ID index where each bag starts, followed by N.
         weights: fp32 [N], or None.
-        bags: bags per use.
-        routes: plan routes.
+        bags: bags that each use reads.
+        routes: routes of the plan.
         check_ids: whether an ID outside the table sets ``is_bad``.
     """
     from meshrec.ops.dist import triton_kernels
@@ -85,6 +88,7 @@ def _build_slots(
     bags_of_routes = [[bags.first[use], bags.number[use]] for use in routes.uses]
     first = list(accumulate((number for _, number in bags_of_routes), initial=0))
     slot_fields = torch.tensor([[*pair, slot] for pair, slot in zip(bags_of_routes, first[:-1], strict=True)])
+    # Seven fields come from the plan, three from the batch.
     fields = copy_to_device(torch.cat([routes.fields, slot_fields.view(-1, 3)], 1), device)
     lengths = torch.empty(first[-1], dtype=torch.int32, device=device)
     starts = torch.zeros(first[-1] + 1, dtype=torch.int64, device=device)
@@ -111,7 +115,7 @@ def _build_slots(
 
 
 def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``naive.route_ids`` with Triton kernels; see the module docstring for differences."""
+    """Compute ``naive.route_ids`` with Triton kernels; the module docstring lists the differences."""
     from meshrec.ops.dist import triton_kernels
     from meshrec.ops.tbe.triton_kernels import check_offsets
 
@@ -124,6 +128,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     routes, bags = cached_routes(router), UseBags.from_offsets(offsets, segments, num_keys, keys)
     slots = _build_slots(values, offsets, weights, bags, routes, check_ids)
     num_bags = offsets.numel() - 1
+    # Always checked: this sets a flag on the device, which costs no synchronization.
     check_offsets[(ceil_div(max(num_bags, 1), _TILE),)](offsets, num_bags, num_ids, slots.is_bad, BLOCK=_TILE)
     words_per_id = (2 if wide else 1) + (weights is not None)
     batches = set(bags.number)
@@ -131,6 +136,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks, before = [], 0
     num_routes = slots.fields.shape[0]
     for rank in range(num_ranks):
+        # Ranks after the last rank with a route have no routes.
         first, end = (routes.first_of_rank[min(at, len(routes.first_of_rank) - 1)] for at in (rank, rank + 1))
         words = slots.first[end] - slots.first[first] + (end - first if batch < 0 else 0)
         ranks.append((slots.first[first], slots.first[end], words, before, batch))
@@ -184,7 +190,7 @@ def unpack_ids(
 
     Args:
         received: see ``naive.unpack_ids``.
-        header: int64 [R, 4] on the CPU.
+        header: int64 [R, 4], on the CPU.
         blocks: see ``naive.unpack_ids``.
         num_routes: see ``naive.unpack_ids``.
         weighted: see ``naive.unpack_ids``.
@@ -202,6 +208,7 @@ def unpack_ids(
     )
     fields, first_bag, first_id, max_size = [], 0, 0, 0
     for rank, block_bags in zip(blocks, bags, strict=True):
+        # The bag lengths follow the bag counts, if the message has these.
         lengths_at = starts[rank] + (num_routes if batches[rank] < 0 else 0)
         number = sum(block_bags)
         fields.append([lengths_at, number, lengths_at + number, num_ids[rank], first_bag, first_id])
@@ -229,10 +236,14 @@ def unpack_ids(
 def _bags_of_routes(
     received: Tensor, starts: list[int], batches: list[int], blocks: list[int], num_routes: int
 ) -> list[list[int]]:
-    """Return the bag count per route and block. If uses differ, it is read from the messages."""
+    """Return the bag count of every route in every block.
+
+    If uses differ in bag counts, the counts are read from the messages, which synchronizes with the GPU.
+    """
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []
     if ragged and num_routes:
+        # A single transfer for all messages.
         together = torch.cat([received[starts[rank] : starts[rank] + num_routes] for rank in ragged])
         prefixes = together.view(-1, num_routes).tolist()
     prefix_iterator = iter(prefixes or [[]] * len(ragged))
@@ -240,7 +251,7 @@ def _bags_of_routes(
 
 
 def gather_pooled(*arguments: Any) -> Tensor:
-    """Compute ``naive.gather_pooled`` with Triton kernels. Ignores arguments ``link`` and ``exchange``."""
+    """Compute ``naive.gather_pooled`` with Triton kernels. ``link`` and ``exchange`` are ignored."""
     from meshrec.ops.dist import triton_kernels
 
     rows, _ = PooledRows.split(arguments)
@@ -249,6 +260,7 @@ def gather_pooled(*arguments: Any) -> Tensor:
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
     groups = cached_groups(pieces, received.device)
     out = torch.empty(batch, out_dim, dtype=torch.float32, device=received.device)
+    # A program handles a tile with _TILE elements: narrow groups leave room for more rows.
     columns = 1 << (groups.max_columns - 1).bit_length()
     grid = ceil_div(batch, _TILE // columns), len(groups.groups)
     if 0 not in grid:
@@ -332,7 +344,7 @@ def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
 def _copy_sequences(
     source: Tensor, target: Tensor, scale: float, batch: SequenceRows, *, gather: bool
 ) -> None:
-    """Copy rows between the message and the rows by ID: from the message if ``gather``, else to it."""
+    """Copy rows between the message and the rows by ID. The direction is from the message if ``gather``."""
     from meshrec.ops.dist import triton_kernels
 
     values, offsets, segments, num_keys, keys, router, lookups, counts, dims = batch
@@ -345,6 +357,7 @@ def _copy_sequences(
         if column == 0:  # a table's shards contain column 0 of every row exactly once
             ids_of_use[use] += ids_of_route[route]
     first = list(accumulate((n * dim for n, dim in zip(ids_of_use, dims, strict=True)), initial=0))
+    # The parts of rows are in the message in the order of the lookups.
     fields, message_offset = [], 0
     for route, use, column, width in rows:
         fields.append([route, column, width, message_offset, first[use], dims[use]])
@@ -385,6 +398,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
         routes,
         check_ids=False,
     )
+    # A program handles all routes of a key, so that no other program adds to the same ID.
     routes_by_key: dict[int, list[int]] = {}
     for route, use in enumerate(routes.uses):
         routes_by_key.setdefault(keys[use], []).append(route)
@@ -410,7 +424,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
 
 
 def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
-    """Return the first column per source, followed by the total, on the device."""
+    """Return the number of columns before each source, followed by the total, on the device."""
     return cached_on_device(device, list(accumulate(dims, initial=0)))
 
 
@@ -422,7 +436,9 @@ def _first_bags(
     num_keys: int,
     keys: list[int],
 ) -> Tensor | None:
-    """Return the first bag per use [U] on the device, or None if no use needs bag lengths."""
+    """Return the first bag that each use reads, [U] on the device; None if no piece is divided by bag
+    lengths.
+    """
     if not groups.has_means:
         return None
     assert offsets is not None

@@ -1,8 +1,9 @@
 """Triton kernels that route IDs and return rows; ``triton.py`` launches them.
 
-Every kernel iterates over bags, not IDs: a lane (or program) handles one bag and visits its IDs in order. The
-message position for an ID is the ID count before its bag, from a prefix sum, plus the IDs the
-lane has already visited. No kernel needs atomic positions or a sort, and results do not depend on scheduling.
+All kernels loop over bags, not over IDs: a lane (or a program) handles a bag, and visits its IDs in order. A
+slot is a bag on a route. The position of an ID in a message is the number of IDs in earlier slots, from a
+prefix sum, plus the number of IDs that the lane has already visited. No kernel needs atomic counters or a
+sort to find positions, and results do not depend on scheduling.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
@@ -11,19 +12,23 @@ import triton
 import triton.language as tl
 
 ROUTE_FIELDS = 10
-"""Route field count.
+"""Number of integers that describe a route.
 
-Rank, use, first row, end row, table rows, whether it is the first route for the use, index among routes to
-the rank; first bag for the key, bag count, first slot. A slot is one bag in one route; slots are numbered
-route by route.
+From the plan: rank, use, first row, end row, rows of the table, whether it is the first route of the use,
+index among the routes to the rank. From the batch: first bag of the key, number of bags, first slot. Slots
+are numbered route by route.
 """
 RANK_FIELDS = 5
-"""Rank field count: first slot, end slot, message words before the IDs, these words summed over previous
-ranks, bags per route (-1: they differ).
+"""Number of integers that describe the message to a rank.
+
+First slot, end slot, number of words before the IDs, sum of these over the previous ranks, bags per route
+(-1: they differ).
 """
 SEQUENCE_FIELDS = 6
-"""Sequence lookup field count: route, first column, width, first message element, first result element
-for the use, use width.
+"""Number of integers that describe a sequence lookup.
+
+Route, first column, width, first element in the message, first element of the use in the result, row width of
+the use.
 """
 
 _FIELDS: tl.constexpr = tl.constexpr(ROUTE_FIELDS)
@@ -32,7 +37,9 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 @triton.jit
 def _bags(fields, offsets, lanes, inside, num_ids):
-    """Return the start and end position for every bag's IDs, clamped because offsets may be invalid."""
+    """Return the first and the end position of the IDs in each bag, clamped, because offsets may be
+    invalid.
+    """
     at = offsets + tl.load(fields + 7) + lanes
     start = tl.load(at, inside, 0).to(tl.int64)
     end = tl.load(at + 1, inside, 0).to(tl.int64)
@@ -54,21 +61,21 @@ def count_ids(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the ID count per slot, and count the IDs outside the table per use.
+    """Count the IDs in each slot, and for each use the IDs outside the table.
 
     With CHECK, an ID outside the table or a NaN weight sets ``is_bad``.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
         ids: IDs [N].
-        offsets: first ID per bag, and N.
+        offsets: ID index where each bag starts, followed by N.
         weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
-        lengths: output, IDs per slot, int32.
-        num_bad: output, IDs outside the table per use, int64.
+        lengths: output: number of IDs per slot, int32.
+        num_bad: output: number of IDs outside the table per use, int64.
         is_bad: output flag, int32 [1].
         WEIGHTED: whether there are weights.
-        CHECK: whether to set is_bad.
+        CHECK: whether to set ``is_bad``.
         BLOCK: bags per program.
     """
     fields = routes + tl.program_id(1) * _FIELDS
@@ -105,15 +112,15 @@ def count_ids(
 def write_header(
     routes, ranks, starts, is_bad, header, counts, num_routes, num_ranks, words_per_id, BLOCK: tl.constexpr
 ):
-    """Write every message header, and the ID count per route.
+    """Write the header of each message, and the number of IDs on each route.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
         ranks: ``RANK_FIELDS`` per rank, int64.
-        starts: IDs before every slot, int64.
+        starts: number of IDs before each slot, int64.
         is_bad: input flag, int32 [1].
         header: output, int64 [R, 4].
-        counts: output, IDs per route, int64.
+        counts: output: number of IDs per route, int64.
         num_routes: Q.
         num_ranks: R.
         words_per_id: int32 words per ID, including a weight.
@@ -121,6 +128,7 @@ def write_header(
     """
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < num_routes
+    # A lane is a route here, and a rank further below.
     fields = routes + lanes * _FIELDS
     slot, bags = tl.load(fields + 9, inside, 0), tl.load(fields + 8, inside, 0)
     first = tl.load(starts + slot, inside, 0)
@@ -154,19 +162,19 @@ def write_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the IDs on every route to the message for the route rank.
+    """Write the IDs on each route to the message for the rank of the route.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
         ranks: ``RANK_FIELDS`` per rank, int64.
-        starts: IDs before every slot, int64.
+        starts: number of IDs before each slot, int64.
         ids: IDs [N].
-        offsets: first ID per bag, and N.
+        offsets: ID index where each bag starts, followed by N.
         weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
         num_slots: S.
-        capacity: maximum ID count in ``words``.
-        words: output payload, int32.
+        capacity: maximum number of IDs in ``words``.
+        words: output: all messages, int32.
         words_per_id: int32 words per ID, including a weight.
         WEIGHTED: whether there are weights.
         WIDE: whether IDs are int64.
@@ -189,7 +197,9 @@ def write_messages(
     ids_at = message + tl.load(rank + 2)
     before = tl.load(starts + slots, inside, 0)
     if (tl.load(rank + 4) < 0) & (tl.program_id(0) == 0):
+        # The first program of a route writes the bag count at the front of the message.
         tl.store(message + tl.load(fields + 6), bags.to(tl.int32))
+    # There is a bag length per slot, right before the IDs.
     lengths_at = ids_at - (tl.load(rank + 1) - first_slot)
     length = tl.load(starts + slots + 1, inside, 0) - before
     tl.store(lengths_at + slots - first_slot, length.to(tl.int32), inside)
@@ -198,6 +208,7 @@ def write_messages(
     for i in range(tl.max(tl.where(inside, end - start, 0), 0)):
         is_id = inside & (start + i < end)
         row = tl.load(ids + start + i, is_id, 0).to(tl.int64)
+        # IDs outside the table read row 0, as in naive.
         row = tl.where((row < 0) | (row >= rows), 0, row)
         is_taken = is_id & (row >= first_row) & (row < end_row)
         row -= first_row
@@ -209,6 +220,7 @@ def write_messages(
             tl.store(ids_at + position, row.to(tl.int32), is_taken)
         if WEIGHTED:
             weight = tl.load(weights + start + i, is_taken, 0.0)
+            # Weights follow all IDs of the message.
             at = ids_at + ids_of_rank * (words_per_id - 1) + position
             tl.store(at, weight.to(tl.int32, bitcast=True), is_taken)
         position += is_taken.to(tl.int64)
@@ -225,12 +237,12 @@ def unpack_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the lengths, IDs and weights from every message to the batch tensors.
+    """Copy the bag lengths, IDs and weights of each message to the tensors of a batch.
 
     Args:
-        blocks: int64 [n, 6]: first length word, bags, first ID word, IDs, first bag, first
-            ID.
-        received: words from all messages, int32.
+        blocks: int64 [n, 6] per message: first length word, number of bags, first ID word, number of IDs,
+            first bag and first ID in the result.
+        received: all messages, end to end, int32.
         lengths: output, int32.
         values: output IDs.
         weights: output, fp32.
@@ -247,6 +259,7 @@ def unpack_messages(
     inside = lanes < num_ids
     ids = received + tl.load(fields + 2)
     if WIDE:
+        # Two words, because a message may start at an odd word.
         low = tl.load(ids + 2 * lanes, inside, 0).to(tl.int64) & 0xFFFFFFFF
         high = tl.load(ids + 2 * lanes + 1, inside, 0).to(tl.int64)
         tl.store(values + first + lanes, (high << 32) | low, inside)
@@ -260,7 +273,7 @@ def unpack_messages(
 
 @triton.jit
 def _inverse_lengths(offsets, first_bags, use, lanes, inside):
-    """Return 1 / (IDs per bag) for bags read by a use; 0 for empty bags."""
+    """Return 1 / (number of IDs) for each bag that a use reads; 0 for empty bags."""
     at = offsets + tl.load(first_bags + use) + lanes
     length = (tl.load(at + 1, inside, 0) - tl.load(at, inside, 0)).to(tl.float32)
     return tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
@@ -284,19 +297,19 @@ def gather_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write an output column group: the sum over the group's parts, in order.
+    """Write a group of output columns: the sum over the parts of the group, in order.
 
     Args:
-        groups: int64 [G, 4]: first column, width, first part, part count.
-        parts: int64 [., 3]: source, first source column, use whose bag lengths divide or -1.
-        first_columns: int64 [S + 1]: columns before every source.
+        groups: int64 [G, 4]: first column, width, first part, number of parts.
+        parts: int64 [., 3]: source, first column in the source, use whose bag lengths divide or -1.
+        first_columns: int64 [S + 1]: number of columns before each source.
         received: pooled rows from all ranks, flat.
-        local: pooled rows on this rank, [B, local_dim].
-        offsets: first ID per bag, read if MEANS.
-        first_bags: first bag per use, read if MEANS.
+        local: pooled rows from tables on this rank, [B, local_dim].
+        offsets: ID index where each bag starts, followed by N; read if MEANS.
+        first_bags: first bag of each use, read if MEANS.
         out: output, fp32 [B, out_dim].
         batch: B.
-        num_sources: rank count; also the source number for ``local``.
+        num_sources: number of ranks; also the source number for ``local``.
         local_dim: columns in ``local``.
         out_dim: output columns.
         MEANS: whether any part is divided by bag lengths.
@@ -322,6 +335,7 @@ def gather_columns(
         if source == num_sources:
             x = tl.load(local + rows * local_dim + source_columns, inside, 0.0)
         else:
+            # A source is a matrix [B, dim], and the sources follow each other.
             source_start = tl.load(first_columns + source)
             dim = tl.load(first_columns + source + 1) - source_start
             x = tl.load(received + source_start * batch + rows * dim + source_columns, inside, 0.0).to(
@@ -352,20 +366,20 @@ def scatter_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the gradient columns for one piece to the rank sending the piece, times ``scale``.
+    """Copy the gradient columns of a piece to the rank that sends the piece, multiplied by ``scale``.
 
     Args:
-        pieces: int64 [P, 5]: source, first source column, width, first gradient column, use as in
+        pieces: int64 [P, 5]: source, first column in the source, width, first gradient column, use as in
             ``gather_columns``.
-        first_columns: int64 [S + 1]: columns before every source.
+        first_columns: int64 [S + 1]: number of columns before each source.
         grad: fp32 [B, out_dim].
-        offsets: first ID per bag, read if MEANS.
-        first_bags: first bag per use, read if MEANS.
-        scale: gradient factor.
-        sent: output payload to the ranks, flat.
-        local: output, fp32 [B, local_dim].
+        offsets: ID index where each bag starts, followed by N; read if MEANS.
+        first_bags: first bag of each use, read if MEANS.
+        scale: factor for the gradient.
+        sent: output for the ranks, flat.
+        local: output for tables on this rank, fp32 [B, local_dim].
         batch: B.
-        num_sources: rank count; also the source number for ``local``.
+        num_sources: number of ranks; also the source number for ``local``.
         local_dim: columns in ``local``.
         out_dim: gradient columns.
         MEANS: whether any piece is divided by bag lengths.
@@ -408,18 +422,18 @@ def copy_sequences(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the rows for one bag and one lookup between the message and the rows by ID.
+    """Copy the rows of a bag in a lookup between the message and the rows by ID.
 
     Args:
         lookups: int64 [L, 6]: ``SEQUENCE_FIELDS``.
         routes: ``ROUTE_FIELDS`` per route, int64.
-        starts: IDs before every slot, int64.
+        starts: number of IDs before each slot, int64.
         ids: IDs [N].
-        offsets: first ID per bag, and N.
+        offsets: ID index where each bag starts, followed by N.
         num_ids: N.
         source: message if GATHER, else gradient rows.
         target: rows if GATHER, else message.
-        scale: factor, without GATHER.
+        scale: factor for the gradient, without GATHER.
         GATHER: copy from the message; otherwise to the message.
         BLOCK: width, padded to a power of two.
     """
@@ -437,6 +451,7 @@ def copy_sequences(
     row_element = tl.load(lookup + 4) + (start.to(tl.int64) - first_id) * use_width + tl.load(lookup + 1)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
+    # The message has only IDs in the row range of the route. The result has all IDs.
     for i in range(start, end):
         row = tl.load(ids + i).to(tl.int64)
         row = tl.where((row < 0) | (row >= rows), 0, row)
@@ -455,17 +470,17 @@ def copy_sequences(
 def sum_weight_grads(
     keys, routes_of_keys, routes, starts, ids, offsets, num_ids, received, out, BLOCK: tl.constexpr
 ):
-    """Sum the values received for an ID on the routes for the key, in route order.
+    """Sum the gradients that the routes of a key returned for each ID, in route order.
 
     Args:
-        keys: int64 [., 2]: first entry in ``routes_of_keys``, route count.
-        routes_of_keys: route numbers by key, int64.
+        keys: int64 [., 2]: first entry in ``routes_of_keys``, number of routes.
+        routes_of_keys: route numbers, key by key, int64.
         routes: ``ROUTE_FIELDS`` per route, int64.
-        starts: IDs before every slot, int64.
+        starts: number of IDs before each slot, int64.
         ids: IDs [N].
-        offsets: first ID per bag, and N.
+        offsets: ID index where each bag starts, followed by N.
         num_ids: N.
-        received: fp32, a value per sent ID.
+        received: a value per ID that was sent, fp32.
         out: output, fp32 [N], zeros.
         BLOCK: bags per program.
     """

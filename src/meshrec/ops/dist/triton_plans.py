@@ -1,4 +1,6 @@
-"""Inputs for the Triton kernels in ``triton.py``: computed once per plan, except for batch bags."""
+"""Inputs for the Triton kernels in ``triton.py``. All but the bags depend only on the plan, and are
+cached.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,25 +16,28 @@ from meshrec.ops.tbe.layout import segment_bounds
 # Shape legend: U uses, Q routes, K keys.
 
 _MAX_COLUMNS = 128
-"""Maximum columns per program. Wider pieces are split."""
+"""Maximum number of columns that a program handles. Wider pieces are split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRoutes:
-    """Plan routes, in the form read by the kernels."""
+    """The routes of a plan, in the form that the kernels read."""
 
     fields: Tensor
-    """int64 [Q, 7] on the CPU: the first 7 ``triton_kernels.ROUTE_FIELDS``, which depend on the plan only.
+    """Seven integers per route: those ``triton_kernels.ROUTE_FIELDS`` that depend only on the plan.
+
+    int64 [Q, 7] on the CPU.
     """
-    uses: list[int]  # [Q]: use per route
+    uses: list[int]
+    """Use of each route; [Q]."""
     first_of_rank: list[int]
-    """First route per rank, followed by Q."""
+    """First route to each rank, followed by Q."""
     max_routes: list[int]
-    """[U]: maximum number of routes taking the same ID."""
+    """For each use, the maximum number of routes that take the same ID; [U]."""
 
     @classmethod
     def from_router(cls, router: Sequence[Tensor]) -> "PlanRoutes":
-        """Compute the routes from the five ``router`` tensors; see ``naive``."""
+        """Compute the routes from the five ``router`` tensors; ``naive`` documents these."""
         cut_start, cuts, interval_start, interval_routes, flat = (tensor.tolist() for tensor in router)
         routes = [flat[i : i + 3] for i in range(0, len(flat), 3)]
         ends, max_routes, interval = [0] * len(routes), [], 0
@@ -67,7 +72,7 @@ _group_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def cached_routes(router: Sequence[Tensor]) -> PlanRoutes:
-    """Return the plan routes. Computed at the first call per plan."""
+    """Return the routes of a plan, which are computed at the first call for this plan."""
     routes: PlanRoutes | None = _route_cache.get(router[4])
     if routes is None:
         routes = _route_cache[router[4]] = PlanRoutes.from_router(router)
@@ -75,39 +80,41 @@ def cached_routes(router: Sequence[Tensor]) -> PlanRoutes:
 
 
 class UseBags(NamedTuple):
-    """The batch bags read by every use in a plan."""
+    """The bags of a batch that each use reads. A use is a pair of a feature and the table that it reads."""
 
     first: list[int]
-    """[U]: first bag for the use's key."""
+    """First bag of the key that each use reads; [U]."""
     number: list[int]
-    """[U]: bag count for the use's key."""
+    """Number of bags of the key that each use reads; [U]."""
 
     @classmethod
     def from_offsets(
         cls, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: Sequence[int]
     ) -> "UseBags":
-        """Find the bags read by every use. A use is a pair of a key and a table that reads it.
+        """Find the bags that each use reads.
 
         Args:
-            offsets: first ID index per bag, followed by the ID count, [bags + 1].
-            segments: first bag index per key, followed by the bag count, int64 [K + 1]. None: all keys have
-                equally many bags.
-            num_keys: K, the key count.
-            keys: key per use, [U].
+            offsets: ID index where each bag starts, followed by the number of IDs, [bags + 1].
+            segments: bag index where each key starts, followed by the bag count, int64 [K + 1]. None: all
+                keys have the same number of bags.
+            num_keys: K, the number of keys.
+            keys: key that each use reads, [U].
         """
         bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
         return cls([bounds[key] for key in keys], [bounds[key + 1] - bounds[key] for key in keys])
 
 
 class ColumnGroups(NamedTuple):
-    """Pooled output pieces, arranged for the kernels ``gather_columns`` and ``scatter_columns``.
+    """The pieces of a pooled output, arranged for the kernels ``gather_columns`` and ``scatter_columns``.
+
+    A group is a range of output columns that are sums of the same pieces.
 
     Attributes:
-        groups: output columns made from the same pieces, int64 [G, 4]; see ``gather_columns``.
-        parts: pieces per group, int64 [., 3]; see ``gather_columns``.
-        pieces: pieces up to ``_MAX_COLUMNS`` columns wide, int64 [P, 5]; see ``scatter_columns``.
+        groups: groups of output columns, int64 [G, 4]; see ``gather_columns``.
+        parts: the pieces of each group, int64 [., 3]; see ``gather_columns``.
+        pieces: all pieces, cut to at most ``_MAX_COLUMNS`` columns, int64 [P, 5]; see ``scatter_columns``.
         has_means: whether any piece is divided by bag lengths.
-        max_columns: maximum piece width.
+        max_columns: width of the widest piece after cutting.
     """
 
     groups: Tensor
@@ -118,7 +125,10 @@ class ColumnGroups(NamedTuple):
 
     @classmethod
     def from_pieces(cls, pieces: list[list[int]]) -> "ColumnGroups":
-        """Group output columns made from the same pieces, at most ``_MAX_COLUMNS`` per group."""
+        """Divide the output columns into groups made from the same pieces, with at most ``_MAX_COLUMNS``
+        columns.
+        """
+        # Between two adjacent edges, all columns are covered by the same pieces.
         edges = {edge for _, _, width, column, *_ in pieces for edge in (column, column + width)}
         groups: list[list[int]] = []
         parts: list[list[int]] = []
@@ -142,7 +152,7 @@ class ColumnGroups(NamedTuple):
 
 
 def cached_groups(pieces: Tensor, device: torch.device) -> ColumnGroups:
-    """Return the plan column groups on a device. Computed at the first call per plan and device."""
+    """Return the column groups of a plan on a device, which are computed at the first call for both."""
     by_device: dict[torch.device, ColumnGroups] = _group_cache.setdefault(pieces, {})
     if device not in by_device:
         groups = ColumnGroups.from_pieces(pieces.tolist())
@@ -154,5 +164,5 @@ def cached_groups(pieces: Tensor, device: torch.device) -> ColumnGroups:
 
 
 def ceil_div(number: int, size: int) -> int:
-    """Return the block count to cover ``number`` items with blocks sized ``size``."""
+    """Return ``number / size``, rounded up."""
     return -(-number // size)

@@ -1,23 +1,24 @@
-"""Encoding for rows exchanged between ranks (the wire format), in plain torch.
+"""Encoding of table rows that ranks exchange (the wire format), in plain torch.
 
-The reference for the kernels, and the fallback without them. A message has consecutive blocks. A block has
-rows; a row has consecutive columns; a column has several values in the same format. A rank sends one block
-per table, for example, and a column per feature. ``rows`` [B] has the row count per block,
-``starts`` [B + 1] the first column per block, ``widths`` and ``formats`` [C] describe the columns.
-Formats are numbered by ``FLOAT`` to ``INT4``; ``STOCHASTIC`` is added for stochastic rounding.
+The reference for the kernels, and the fallback without them. A message consists of blocks, end to end. A
+block holds rows. A row consists of columns. A column here is a group of values with the same format: for
+example, a rank sends a block per table, in which every feature has a column. ``rows`` [B] is the row count of
+each block, and ``starts`` [B + 1] is the number of its first column. ``widths`` [C] and ``formats`` [C] are
+the number of values and the format of each column. The formats are ``FLOAT`` to ``INT4``, plus ``STOCHASTIC``
+for stochastic rounding.
 
-An int8 or int4 column has a scale and a midpoint, fp32, and a signed code per value. The value is
-``scale * code + midpoint``; a midpoint below 2^-110 becomes 0. Codes have a sign and 7 or 3 bits; two 4-bit
-codes share a byte, the first in the lower half, as code + 8. The scale is the column's range divided by 254
-(or 14), at least 2^-110, rounded up to 16 significant bits. The product is therefore exact, and the sum is
-rounded once, on every machine.
+An int8 or int4 column has, in each row, an fp32 scale, an fp32 midpoint, and a signed code for each value.
+The value is ``scale * code + midpoint``. A midpoint below 2^-110 becomes 0. Codes have a sign and 7 or 3
+bits. Two 4-bit codes share a byte, the first in the lower half, as code + 8. The scale is the range of the
+values divided by 254 (or 14), at least 2^-110, and rounded up to 16 significant bits. The product is
+therefore exact, and only the sum is rounded, on every machine alike.
 
-Non-finite values must survive, because gradient scalers look for them. They are excluded from the range, and
-encoded as the lowest code. The two lowest scale bits give the meaning in this row: 1 infinity, 2 minus
-infinity, 3 NaN (or several kinds, which all decode to the NaN 0x7fc00000).
+Non-finite values must survive, because gradient scalers look for them. They do not count for the range, and
+are encoded as the lowest code. The two lowest bits of the scale say what this code means in the row: 1
+infinity, 2 minus infinity, 3 NaN. If a row has several kinds, all of them become the NaN 0x7fc00000.
 
-fp16 and bf16 preserve a NaN's sign and upper payload bits, and set the quiet bit, as F16C and AVX512-BF16 do.
-torch casts do not: their NaN depends on the device, and on the position in the tensor.
+fp16 and bf16 preserve the sign and the upper payload bits of a NaN, and set the quiet bit, as F16C and
+AVX512-BF16 do. torch casts do not: their NaN depends on the device, and on the position in the tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,18 +33,18 @@ from meshrec.ops.tbe.naive_update import shift_right, to_signed
 # Shape legend: N rows, D values per column, B blocks, C columns.
 
 FLOAT, HALF, BFLOAT16, INT8, INT4 = range(5)
-"""Wire format numbers."""
+"""Numbers of the wire formats."""
 STOCHASTIC = 8
-"""Added to the format number for stochastic rounding."""
+"""Added to the number of a format for stochastic rounding."""
 PARAM_BYTES = 8
-"""Bytes for scale and midpoint in an int8 or int4 column, per row."""
+"""Bytes for scale and midpoint in each row of an int8 or int4 column."""
 # At least 2^-110, so that scale * code stays a normal fp32 number.
 MIN_SCALE = 2.0**-110
 _CASTS = {FLOAT: torch.float32, HALF: torch.float16, BFLOAT16: torch.bfloat16}
 
 
 def column_bytes(format: int, dim: int) -> int:
-    """Return the message bytes per row for a column with ``dim`` values.
+    """Return the number of bytes that a column with ``dim`` values takes in each row of a message.
 
     Raises:
         ValueError: unknown format.
@@ -60,35 +61,39 @@ def column_bytes(format: int, dim: int) -> int:
 
 
 class _Column(NamedTuple):
-    """One block column, and the value location."""
+    """A column of a block, and where its values are within a row."""
 
     number: int
-    block: int  # block number
+    block: int
+    """Number of the block."""
     elements: slice
-    """Elements within a row."""
+    """Range of the values within a row."""
     bytes: slice
-    """Bytes within a message row."""
+    """Range of the bytes within a row of the message."""
 
 
 class _BlockRanges(NamedTuple):
-    """Where the block rows are, in the values and in the message."""
+    """Where the rows of a block are, in the values and in the message."""
 
     rows: slice
-    """Row range, counting rows in all blocks."""
+    """Range of the rows, counted through all blocks."""
     element: int
-    """First block element in the values."""
-    row_elements: int  # values per row
-    byte: int  # first block byte in the message
-    row_bytes: int  # bytes per row
+    """Position in the values at which the block starts."""
+    row_elements: int
+    """Values per row."""
+    byte: int
+    """Position in the message at which the block starts."""
+    row_bytes: int
+    """Bytes per row."""
     columns: list[_Column]
 
     def view_of(self, flat: Tensor, row_size: int, start: int) -> Tensor:
-        """Return the block part in a flat tensor, [N, ``row_size``], as a view.
+        """Return the part of a flat tensor that belongs to the block, [N, ``row_size``], as a view.
 
         Args:
             flat: values or message, 1-D.
             row_size: elements or bytes per row.
-            start: first block element or byte.
+            start: position at which the block starts.
         """
         num_rows = self.rows.stop - self.rows.start
         return flat[start : start + num_rows * row_size].view(num_rows, row_size)
@@ -97,13 +102,13 @@ class _BlockRanges(NamedTuple):
 def block_ranges(
     rows: Sequence[int], starts: Sequence[int], widths: Sequence[int], formats: Sequence[int]
 ) -> Iterator[_BlockRanges]:
-    """Yield the row, element and byte ranges of one block after the other.
+    """Yield the row, element and byte ranges of each block, in order.
 
     Args:
-        rows: row count per block.
-        starts: first column per block, followed by C.
-        widths: values per row and column.
-        formats: wire format per column.
+        rows: row count of each block.
+        starts: number of the first column of each block, followed by C.
+        widths: values per row in each column.
+        formats: wire format of each column.
 
     Raises:
         ValueError: the lists do not fit together.
@@ -136,19 +141,20 @@ def wire_encode(
     keys: Tensor | None,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Encode the rows in consecutive blocks into a message; see the module docstring for the layout.
+    """Encode the rows of all blocks as a message; see the module docstring for the format.
 
     Args:
         values: fp32, flat, block by block.
-        rows: [B]; row count per block.
-        starts: [B + 1]; first column per block, followed by C.
-        widths: [C]; values per row and column.
-        formats: [C]; format number per column, plus ``STOCHASTIC`` for stochastic rounding.
-        seeds: [C]; stochastic rounding is seeded by (seed, step, row key, column).
-        origins: [C]; whole-table column where the column starts.
-        first_keys: [B]; row i in a block has the row key ``first_keys[block] + i``.
-        keys: row key per row, int64, instead of ``first_keys``; or None.
+        rows: row count of each block; [B].
+        starts: number of the first column of each block, followed by C; [B + 1].
+        widths: values per row in each column; [C].
+        formats: format of each column, plus ``STOCHASTIC`` for stochastic rounding; [C].
+        seeds: seed of each column; [C]. Stochastic rounding depends on (seed, step, row key, column).
+        origins: whole-table column at which each column starts; [C].
+        first_keys: key of the first row of each block; [B]. Row i has the key ``first_keys[block] + i``.
+        keys: key of each row, int64, instead of ``first_keys``; or None.
         step: see ``seeds``.
+
     Returns:
         The message, uint8, flat; and a report on int8 and int4 columns, int64 [2]: the number of (row,
             column) pairs with a non-finite value, and the index in ``values`` at which the first such pair
@@ -190,14 +196,14 @@ def wire_encode(
 def wire_decode(
     message: Tensor, rows: list[int], starts: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
-    """Decode a message from ``wire_encode`` into flat fp32 values.
+    """Decode a message from ``wire_encode`` into fp32 values, flat.
 
     Args:
         message: uint8, flat.
-        rows: [B]; row count per block.
-        starts: [B + 1]; first column per block, followed by C.
-        widths: [C]; values per row and column.
-        formats: [C]; format number per column, plus ``STOCHASTIC`` for stochastic rounding.
+        rows: row count of each block; [B].
+        starts: number of the first column of each block, followed by C; [B + 1].
+        widths: values per row in each column; [C].
+        formats: format of each column, plus ``STOCHASTIC`` for stochastic rounding; [C].
     """
     blocks = list(block_ranges(rows, starts, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_bytes for b in blocks)
@@ -216,18 +222,18 @@ def wire_decode(
 
 
 def noise_start(seed: int, step: int) -> int:
-    """Return the random number counter part for seed and step, as int64."""
+    """Return the random number counter for a seed and a step, before row and column are added, as int64."""
     return to_signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
 
 
 class Noise(NamedTuple):
-    """Seeds for stochastic rounding of N rows in one column.
+    """Seeds for the stochastic rounding of N rows in a column.
 
     Attributes:
-        seed: column seed.
+        seed: seed of the column.
         step: training step.
-        keys: row key per row, int64 [N]. A row has the same key on every rank.
-        origin: whole-table column where the column starts.
+        keys: key of each row, int64 [N]. A row has the same key on every rank.
+        origin: whole-table column at which the column starts.
     """
 
     seed: int
@@ -236,15 +242,17 @@ class Noise(NamedTuple):
     origin: int
 
     def bits(self, scale: Tensor, midpoint: Tensor, dim: int) -> Tensor:
-        """Return 16 pseudo-random bits per value, int64 [N, dim].
+        """Return 16 pseudo-random bits for each value, int64 [N, dim].
 
-        Scale and midpoint are part of the seed: if no step is given, the bits change when the row changes.
+        Scale and midpoint are part of the seed, so that the bits change with the row even if no step is
+        given.
 
         Args:
             scale: fp32 [N].
             midpoint: fp32 [N].
             dim: values per row.
         """
+        # Two 64-bit hashes per row, then a 32-bit hash per value, which vectorizes better.
         low = self._row_bits(_float_bits(scale))
         high = self._row_bits(_float_bits(midpoint) + (1 << 32))
         columns = torch.arange(self.origin, self.origin + dim, device=self.keys.device)
@@ -256,7 +264,9 @@ class Noise(NamedTuple):
         return (x ^ (x >> 16)) & 0xFFFF
 
     def _row_bits(self, column: Tensor) -> Tensor:
-        """Return 32 pseudo-random bits per row, int64 [N]: splitmix64 over key, ``column``, seed and step."""
+        """Return 32 pseudo-random bits for each row, int64 [N]: splitmix64 of key, ``column``, seed and
+        step.
+        """
         x = self.keys * to_signed(0x9E3779B97F4A7C15) + column * to_signed(0xC2B2AE3D27D4EB4F)
         x = x + noise_start(self.seed, self.step)
         x = (x ^ shift_right(x, 30)) * to_signed(0xBF58476D1CE4E5B9)
@@ -268,12 +278,12 @@ _MASK = 0xFFFFFFFF
 
 
 def _float_bits(values_ND: Tensor) -> Tensor:
-    """Return fp32 value bits as non-negative int64."""
+    """Return the bits of fp32 values, as non-negative int64."""
     return values_ND.view(torch.int32).long() & _MASK
 
 
 def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor:
-    """Encode the rows in one column.
+    """Encode the rows of a column.
 
     Args:
         values_ND: fp32 [N, D].
@@ -303,6 +313,7 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
     if noise is not None:
         codes = (codes + noise.bits(scale, midpoint, dim)) >> 16
     codes = torch.where(finite, codes.clamp(-top, top), -top - 1)
+    # The scale has only 16 significant bits, so its lowest bits are free.
     flags = _special_kinds(values_ND, finite)
     scale = (scale.view(torch.int32) | flags.int()).view(torch.float32)
     coded[:, :PARAM_BYTES] = torch.stack([scale, midpoint], 1).view(torch.uint8)
@@ -315,11 +326,11 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
 
 
 _NAN_BITS = {torch.float16: (13, 0x7E00, 0x3FF), torch.bfloat16: (16, 0x7FC0, 0x7F)}
-"""Per dtype: surplus mantissa bits in fp32, quiet NaN bits, and the NaN payload mask."""
+"""For each dtype: how many fp32 mantissa bits it lacks, the bits of a quiet NaN, and the NaN payload mask."""
 
 
 def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 values to the nearest fp16 or bf16. A NaN keeps sign and upper payload bits."""
+    """Round fp32 values to the nearest fp16 or bf16. A NaN keeps its sign and upper payload bits."""
     if dtype not in _NAN_BITS:
         return values_ND
     shift, quiet, payload = _NAN_BITS[dtype]
@@ -330,7 +341,7 @@ def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast_to_fp32(values_ND: Tensor) -> Tensor:
-    """Convert fp16 or bf16 to fp32. A NaN keeps sign and payload; an fp16 NaN becomes quiet."""
+    """Convert fp16 or bf16 to fp32. A NaN keeps its sign and payload; an fp16 NaN becomes quiet."""
     words = values_ND.float()
     if values_ND.dtype != torch.float16:
         return words
@@ -340,12 +351,12 @@ def _cast_to_fp32(values_ND: Tensor) -> Tensor:
 
 
 def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return scale and midpoint per row, fp32 [N].
+    """Return the scale and the midpoint of each row, fp32 [N].
 
     Args:
-        minimum: smallest finite value per row, fp32 [N].
-        maximum: greatest finite value per row, fp32 [N].
-        top: greatest code.
+        minimum: smallest finite value of each row, fp32 [N].
+        maximum: largest finite value of each row, fp32 [N].
+        top: largest code.
     """
     span = maximum - minimum
     fits = span.isfinite()
@@ -358,7 +369,7 @@ def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Ten
 
 
 def _special_kinds(values_ND: Tensor, finite: Tensor) -> Tensor:
-    """Return the non-finite value kinds per row, as numbered in the module docstring; int64 [N]."""
+    """Return which non-finite values each row has, as the numbers in the module docstring; int64 [N]."""
     up, down, nan = (
         kind.any(1) for kind in (values_ND == torch.inf, values_ND == -torch.inf, values_ND.isnan())
     )
@@ -367,7 +378,7 @@ def _special_kinds(values_ND: Tensor, finite: Tensor) -> Tensor:
 
 
 def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
-    """Decode the rows in one column, fp32 [N, D].
+    """Decode the rows of a column, fp32 [N, D].
 
     Args:
         coded: uint8 [N, bytes].
@@ -388,6 +399,7 @@ def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
         signed = codes.view(torch.int8).long()
     values = signed.float() * scale[:, None] + params[:, 1:]
     kinds = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan], device=coded.device)[flags.long()]
+    # The lowest code means a non-finite value only if the row has a flag.
     marked = (signed == -top - 1) & (flags != 0)[:, None]
     return torch.where(marked, kinds[:, None], values)
 

@@ -1,6 +1,6 @@
-"""Wire encoding on GPUs, as Triton kernels. ``wire_naive.py`` documents the operators.
+"""Wire encoding on GPUs, launched as Triton kernels. ``wire_naive.py`` documents arguments and results.
 
-A launch processes a block column, a program a row. No synchronization with the GPU.
+A launch handles a column of a block, and a program a row. Nothing synchronizes with the GPU.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ from meshrec.ops.dist import wire_naive as naive
 from meshrec.ops.library import implement
 
 _MAX_WIDTH = 8192
-"""Wider columns use the plain version: a program keeps a row in registers."""
+"""Maximum column width for the kernels, because a program keeps a row in registers."""
 
 
 def wire_encode(
@@ -55,6 +55,7 @@ def wire_encode(
         sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True)), dtype=torch.uint8
     )
     none = torch.iinfo(torch.int64).max
+    # Programs lower the second number to the first position, so start from the largest int64.
     report = torch.tensor([0, none], device=values.device)
     for block, column, dim in _columns(blocks, widths):
         c = column.number
@@ -118,7 +119,7 @@ def wire_decode(
 
 
 def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, int]]:
-    """Yield the columns with rows and values, paired with block and width."""
+    """Yield the columns that have rows and values, as (block, column, width)."""
     for block in blocks:
         for column in block.columns:
             if block.rows.stop > block.rows.start and widths[column.number]:

@@ -1,4 +1,6 @@
-"""Triton kernels for ``wire_triton.py``. Messages are bytes, because rows may start at any byte."""
+"""Triton kernels for ``wire_triton.py``. Messages are accessed as bytes, because rows may start at any
+byte.
+"""
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 
@@ -10,14 +12,14 @@ next_power_of_2 = triton.next_power_of_2
 
 @triton.jit
 def _store_word(message, at, word):
-    """Store a 32-bit word at any byte position."""
+    """Store a 32-bit word at any byte position, lowest byte first."""
     for k in tl.static_range(4):
         tl.store(message + at + k, ((word >> (8 * k)) & 255).to(tl.uint8))
 
 
 @triton.jit
 def _load_word(message, at):
-    """Load a 32-bit word from any byte position."""
+    """Load a 32-bit word from any byte position, lowest byte first."""
     word = tl.load(message + at).to(tl.int32)
     for k in tl.static_range(1, 4):
         word = word | (tl.load(message + at + k).to(tl.int32) << (8 * k))
@@ -26,7 +28,9 @@ def _load_word(message, at):
 
 @triton.jit
 def _row_bits(start, key, column):
-    """Return 32 pseudo-random bits per row; see ``wire_naive.Noise``. Products wrap like uint64."""
+    """Return 32 pseudo-random bits per row, as ``wire_naive.Noise`` does. Products wrap like those of
+    uint64.
+    """
     x = key * -7046029254386353131 + column * -4417276706812531889 + start
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -35,7 +39,7 @@ def _row_bits(start, key, column):
 
 @triton.jit
 def _noise(low, high, columns):
-    """Return 16 random bits per column, see ``wire_naive.Noise``."""
+    """Return 16 pseudo-random bits per column, as ``wire_naive.Noise`` does."""
     x = (columns * 0x9E3779B9 + low) & 0xFFFFFFFF
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & 0xFFFFFFFF
@@ -71,21 +75,21 @@ def encode_rows(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode one row in one column.
+    """Encode a row of a column.
 
     Args:
         values: fp32, flat.
         message: output, uint8.
-        report: output, int64 [2]: number of rows with non-finite values, and first element in the first such.
-        keys: key per row, int64, or None.
-        first_element: first column element in ``values``.
+        report: output, int64 [2]: number of rows with non-finite values, and position of the first such row.
+        keys: key of each row, int64, or None.
+        first_element: position in ``values`` at which the column starts.
         row_elements: elements between rows.
-        first_byte: first column byte in ``message``.
+        first_byte: position in ``message`` at which the column starts.
         row_bytes: bytes between rows.
         dim: values per row.
         start: ``wire_naive.noise_start`` for seed and step.
-        first_key: key for row 0, without ``keys``.
-        origin: first column within the whole table.
+        first_key: key of row 0, without ``keys``.
+        origin: whole-table column at which the column starts.
         FORMAT: wire format.
         STOCHASTIC: whether to round stochastically.
         BLOCK: width, padded to a power of two.
@@ -109,6 +113,7 @@ def encode_rows(
             else:
                 half = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
                 nan = (raw >> 16) | 0x40
+            # The NaN bits do not depend on the device, see wire_naive.
             half = tl.where(x != x, nan, half)
             for k in tl.static_range(2):
                 tl.store(message + at + lanes * 2 + k, ((half >> (8 * k)) & 255).to(tl.uint8), inside)
@@ -133,6 +138,7 @@ def encode_rows(
         y = (tl.where(finite, x, midpoint) - midpoint) * (
             tl.div_rn(1.0, scale) * (65536.0 if STOCHASTIC else 1.0)
         )
+        # With STOCHASTIC, codes have 16 fractional bits here, to which random bits are added below.
         codes = _round_to_even(y).to(tl.int32)
         scale_bits = scale.to(tl.int32, bitcast=True)
         midpoint_bits = midpoint.to(tl.int32, bitcast=True)
@@ -155,6 +161,7 @@ def encode_rows(
             tl.store(message + at + 8 + lanes, (codes & 255).to(tl.uint8), inside)
         else:
             half = tl.where(inside, codes + 8, 0)
+            # A single value cannot be reshaped into pairs.
             if BLOCK == 1:
                 tl.store(message + at + 8 + lanes, half.to(tl.uint8))
             else:
@@ -180,14 +187,14 @@ def decode_rows(
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode one row in one column.
+    """Decode a row of a column.
 
     Args:
         message: uint8.
         values: output, fp32, flat.
-        first_byte: first column byte in ``message``.
+        first_byte: position in ``message`` at which the column starts.
         row_bytes: bytes between rows.
-        first_element: first column element in ``values``.
+        first_element: position in ``values`` at which the column starts.
         row_elements: elements between rows.
         dim: values per row.
         FORMAT: wire format.
