@@ -28,6 +28,7 @@ def crc32(content: memoryview | bytes, before: int = 0) -> int:
         content: bytes to hash.
         before: CRC-32 of the bytes that precede ``content`` in the stream; 0: none.
     """
+    # from_buffer shares the memory of the caller, without a copy.
     view = memoryview(content)
     if _library is None or view.readonly or view.nbytes < _SMALL:
         return zlib.crc32(view, before)

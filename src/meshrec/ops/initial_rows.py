@@ -53,6 +53,7 @@ def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tu
         high: upper bound, exclusive.
         columns: first and end column. A rank with a column shard computes only its columns.
     """
+    # Spacing is computed here, so that kernels and this version round it in the same way.
     rows: Tensor = operators.first_rows(ids, seed, low, value_spacing(low, high), *columns)
     return rows
 

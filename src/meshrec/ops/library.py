@@ -30,6 +30,7 @@ def library_path() -> str:
 def schemas() -> list[str]:
     """Return the schemas of all operators in the namespace ``meshrec``, read from ``schemas.inc``."""
     # The C++ preprocessor reads the same file, so strip comments and join adjacent string literals here.
+    # No schema contains "//", so comments end at the line end.
     text = re.sub(r"//[^\n]*", "", (_HERE / "schemas.inc").read_text())
     calls = re.findall(r"SCHEMA\(((?:\s*\"[^\"]*\")+)\s*\)", text)
     return ["".join(re.findall(r"\"([^\"]*)\"", call)) for call in calls]
@@ -97,5 +98,6 @@ def c_functions(**signatures: tuple[Any, list[Any]]) -> ctypes.CDLL | None:
         function = getattr(library, f"meshrec_{name}", None)
         if function is None:
             return None
+        # Without declared types, ctypes would truncate 64-bit results and pointers to int.
         function.restype, function.argtypes = result, arguments
     return library

@@ -51,6 +51,7 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
         name = f"/proc/self/fd/{descriptor}" if os.path.isdir("/proc/self/fd") else f"/dev/fd/{descriptor}"
         return Mapping(torch.from_file(name, shared=False, size=num_bytes, dtype=torch.uint8), -1)
     guard = ctypes.c_int(-1)
+    # The kernel reports a failure as a null address.
     ctypes.set_errno(0)
     address = _library.meshrec_map(descriptor, num_bytes, ctypes.byref(guard))
     if not address:
@@ -76,6 +77,7 @@ def memory_limit() -> int:
     """Return the memory limit of this process in bytes: physical memory, or the cgroup limit if that is
     lower.
     """
+    # Both cgroup versions: memory.max is version 2, limit_in_bytes is version 1.
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such group, or "max"

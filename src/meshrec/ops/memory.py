@@ -99,6 +99,7 @@ def populate_pages(address: int, num_bytes: int) -> bool:
     """
     if sys.platform != "linux":
         return False
+    # Explicit types, because ctypes would pass Python integers as 32-bit values.
     pages = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
     return bool(ctypes.CDLL(None).madvise(*pages, _POPULATE_WRITE) == 0)
 
@@ -110,6 +111,7 @@ def frozen_objects() -> Iterator[None]:
     Importing torch creates a million objects. A full collection visits all of them, which stalls a training
     step or a request for 100 ms.
     """
+    # Collect first: freeze() also keeps unreachable objects that are still in memory.
     gc.collect()
     gc.freeze()
     try:
@@ -152,6 +154,8 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
         return False
+    # A threshold of 32 MiB keeps buffers in the heap, which is trimmed only above 256 MiB and grows by 16
+    # MiB.
     options = (
         (_M_MMAP_THRESHOLD, _LARGEST_BYTES),
         (_M_TRIM_THRESHOLD, _RETAINED_BYTES),

@@ -19,6 +19,7 @@ import torch
 
 from meshrec.ops import library  # noqa: F401 - loads the operators
 
+# Must equal the prefix that fail() in csrc/stable_abi.h writes.
 INVALID = "invalid input: "
 """Prefix of kernel messages about invalid input, as in csrc/stable_abi.h."""
 # Prefixes of memory errors: from the kernels, the C++ library, and torch.
@@ -66,6 +67,7 @@ def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 if error_to_raise is error:
                     raise
+                # Without the original exception: its message is part of the new one.
                 raise error_to_raise from None
             finally:
                 del error_to_raise  # a cycle between the traceback and this frame would keep tensors alive

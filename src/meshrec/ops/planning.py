@@ -141,6 +141,7 @@ def anneal(
         exponent,
         seed,
     )
+    # totals holds the step time and the work, as float64.
     *arrays, totals = (tensor.numpy() for tensor in result)
     best, work = totals
     return Annealed(Assignment(*arrays), float(best), int(work))
@@ -157,6 +158,7 @@ def _unchanged(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
 def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
     """Return the result shapes for tracing. The number of shards in the result is unknown."""
     candidates, starts, groups, ranks, amounts = (a for a in arguments if isinstance(a, Tensor))
+    # Re-splitting changes how many shards there are.
     size = torch.library.get_ctx().new_dynamic_size()
     sized = [tensor.new_empty(size) for tensor in (groups, ranks, amounts)]
     return (torch.empty_like(candidates), torch.empty_like(starts), *sized, amounts.new_empty(2))

@@ -87,6 +87,7 @@ class PagePrefaulter:
         # Rows written since the last call have populated their pages themselves.
         for region in self._regions:
             region.mark_populated(num_rows)
+        # No region needs more lead than this.
         enough = num_rows + min(_STEPS_AHEAD * new, num_rows // _MIN_SHARE)
         # At most a page more than this step filled, which bounds the time that a step waits.
         for _ in range(1 + int(needed)):
@@ -95,6 +96,7 @@ class PagePrefaulter:
             # The region running out first.
             region = min(self._regions, key=lambda region: region.num_rows)
             if region.num_rows >= enough:
+                # All regions have enough lead: forget the debt, so that it does not grow without limit.
                 self._pages_owed = 0
             elif region.populate():
                 self._pages_owed -= 1

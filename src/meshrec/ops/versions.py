@@ -22,6 +22,7 @@ def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
         return list(map(_version, tensors))
     except (AttributeError, RuntimeError):
         pass  # a None or an inference tensor, which has no version
+    # Slower, so only for lists with such tensors.
     return [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 

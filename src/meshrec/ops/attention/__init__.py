@@ -85,7 +85,7 @@ def jagged_attention(
         query_MHQ: queries, fp32.
         key_NHQ: keys, fp32.
         value_NHV: values, fp32.
-        offsets_B1: token index where each sample starts, followed by N; int64 [B + 1].
+        offsets_B1: first token index per sample, followed by N; int64 [B + 1].
         max_length: maximum number of tokens in a sample. ``"silu"`` divides the weights by it.
         kind: attention weights: ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed
             keys.
@@ -93,7 +93,7 @@ def jagged_attention(
         mask: which keys a query attends to.
         bias: biases to add to the scores.
         num_targets_B: number of targets at the end of every sample, int64 [B]. None: no targets.
-        query_offsets_B1: query index where each sample starts, followed by M; int64 [B + 1]. The queries of a
+        query_offsets_B1: first query index per sample, followed by M; int64 [B + 1]. The queries of a
             sample belong to its last tokens. With cached keys and values for the history, only new tokens
             need queries. None: all tokens have queries.
 
@@ -117,6 +117,7 @@ def jagged_attention(
         if not query_MHQ.is_cpu and not triton.has_kernel_for(query_MHQ, value_NHV):
             _warn_about_fallback(query_MHQ.device.type)
         _check(query_MHQ, key_NHQ, value_NHV, offsets_B1, queries, max_length=max_length, bias=bias)
+    # The operator takes no optional target counts, so pass zeros.
     targets = torch.zeros_like(offsets_B1[1:]) if num_targets_B is None else num_targets_B
     has_time = bias.time_T is not None
     out: Tensor = operators.jagged_attention(

@@ -37,8 +37,8 @@ def jagged_attention(
         query_MHQ: queries for the last tokens in every sample. Earlier tokens have only keys and values.
         key_NHQ: keys for all tokens.
         value_NHV: values for all tokens.
-        offsets_B1: token index where each sample starts, followed by N; int64.
-        query_offsets_B1: query index where each sample starts, followed by M; int64.
+        offsets_B1: first token index per sample, followed by N; int64.
+        query_offsets_B1: first query index per sample, followed by M; int64.
         options: num_targets_B, position_P, time_T, timestamps_N, max_length, scale, softmax, causal, window,
             num_contextual; see `Mask` and `Bias`.
 
@@ -46,6 +46,7 @@ def jagged_attention(
         The output [M, H, V]; and for the backward pass of softmax the log-sum-exp of the scores [M, H], else
             [0, H].
     """
+    # Only gives the shape and dtype of an empty result: cat needs at least one tensor.
     out = value_NHV.new_empty(query_MHQ.shape[:2] + value_NHV.shape[2:])
     parts, log_sums = [], []
     for sample in _samples(query_MHQ, key_NHQ, offsets_B1, query_offsets_B1, _Options(*options)):
@@ -95,6 +96,7 @@ def jagged_attention_grad(
             score_grads = weights * (weight_grads - (weights * weight_grads).sum(2, keepdim=True))
         else:
             sigmoid = sample.scores.sigmoid()
+            # The derivative of SiLU, divided by L like the weights.
             slope = sigmoid * (1 + sample.scores * (1 - sigmoid)) / settings.max_length
             score_grads = (slope * weight_grads).masked_fill(~sample.seen_rl, 0)
         value_grad[sample.tokens] = (weights.transpose(1, 2) @ grad).transpose(0, 1)
@@ -158,6 +160,7 @@ def _samples(
         length, num_queries = tokens.stop - tokens.start, queries.stop - queries.start
         if not num_queries:
             continue
+        # Heads first, so that matrix products are per head.
         query, key = query_MHQ[queries].transpose(0, 1), key_NHQ[tokens].transpose(0, 1)
         scores = options.scale * query @ key.transpose(1, 2)
         column = torch.arange(length, device=query.device)
@@ -241,6 +244,7 @@ torch.library.register_fake("meshrec::jagged_attention_grad", _fake_grad)
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
     ctx.options = inputs[_NUM_TENSORS:]
+    # The log-sum output only serves the backward pass.
     ctx.mark_non_differentiable(output[1])
     # The log-sum output gets no gradient. Do not allocate zeros for it.
     ctx.set_materialize_grads(False)

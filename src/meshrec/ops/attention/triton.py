@@ -124,6 +124,7 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
     (num_blocks,), samples = launch.grid_and_samples(len(results.grad), 1)
     # A part for the position bias has two rows, see bias_gradients.
     rows = 1 if is_time else 2
+    # How many samples fit into the memory limit at a time.
     step = max(1, _PART_BYTES // (4 * max(1, num_blocks * rows * size)))
     # Partial gradients for all samples may not fit in memory, so process samples in batches.
     for first in range(0, num_samples if num_blocks and size else 0, step):
@@ -161,6 +162,7 @@ def _prepare_launch(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
     softmax, causal, window, num_contextual = mask
     # Slices of a fused QKV projection are strided views. The kernels read them without a copy.
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    # Strides per token and per head. The last dimension is contiguous.
     strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
     sizes = query.shape[1], query.shape[2], value.shape[2]
     starts = None if time is None else _bucket_starts(len(time), query.device, stream_of(query.device))

@@ -162,6 +162,7 @@ def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
 def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH: tl.constexpr):
     """Store rows for a head to a contiguous tensor [tokens, heads, width]."""
     lanes = tl.arange(0, WIDTH)
+    # int64: first is loaded from the offsets, so the product cannot overflow.
     rows_at = target + ((first + positions)[:, None] * num_heads + head) * width
     tl.store(rows_at + lanes[None, :], rows, inside[:, None] & (lanes < width)[None, :])
 
@@ -424,6 +425,7 @@ def attend(
     before = length - queries
     index = start + tl.arange(0, BLOCK)
     is_row, row = index < queries, index + before
+    # Loaded once, and kept in registers for all key blocks.
     queries_BQ = load_queries(tokens, head, first_query, index, is_row, QUERY_WIDTH)
     times = query_times(biases, first, row, is_row, history)
     end = tl.minimum(start + BLOCK, queries)
@@ -451,6 +453,7 @@ def attend(
             sums = sums * factor[:, None]
             maxima = raised
         else:
+            # SiLU weights need no normalization over keys, so no maxima either.
             weight = tl.where(allowed, score * tl.sigmoid(score), 0.0)
         sums += tl.dot(weight, values_BV, input_precision=PRECISION)
     if SOFTMAX:
@@ -528,6 +531,7 @@ def query_gradients(
             score, weight_grad, allowed, results, position, is_row, biases.max_length, SOFTMAX
         )
         sums += tl.dot(score_grad, keys_BQ, input_precision=PRECISION)
+    # As for keys: the scale applies once to the sum.
     sums *= tokens.scale
     _store(
         query_grad, first_query, index, tokens.num_heads, head, tokens.query_width, is_row, sums, QUERY_WIDTH
@@ -602,8 +606,10 @@ def key_gradients(
         weight, score_grad = weights_and_score_grads(
             score, weight_grad, allowed, results, position, is_row, biases.max_length, SOFTMAX
         )
+        # out = weights @ values, so values get weights^T @ grad.
         values_sum += tl.dot(tl.trans(weight), grads_BV, input_precision=PRECISION)
         keys_sum += tl.dot(tl.trans(score_grad), queries_BQ, input_precision=PRECISION)
+    # score = scale * q k^T. Applied once to the sum instead of to every tile.
     keys_sum *= tokens.scale
     _store(key_grad, first, column, tokens.num_heads, head, tokens.query_width, is_key, keys_sum, QUERY_WIDTH)
     _store(

@@ -41,10 +41,10 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: int32 or int64 [N], run by run.
-        counts: number of IDs in each run.
+        counts: ID count per run.
 
     Returns:
-        The message, uint8, and the number of bytes for each run, int64.
+        The message, uint8, and the byte count per run, int64.
 
     Raises:
         ValueError: a run is not ascending.
@@ -65,7 +65,7 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
 
     Args:
         message: uint8.
-        counts: number of IDs in each run.
+        counts: ID count per run.
         wide: return int64 instead of int32.
 
     Raises:
@@ -86,8 +86,10 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
                 >> torch.arange(8, device=message.device)
                 & 1
             )
+            # One row of bits per gap; padding bits at the end are dropped.
             bits = bits.view(-1)[: n * width].view(n, width)
             gaps = (bits << torch.arange(width, device=message.device)).sum(1)
+            # Continue from the last ID of the previous group.
             part = last_id + (gaps + 1).cumsum(0)
             parts.append(part)
             last_id, position = int(part[-1]), position + 1 + size
@@ -111,6 +113,7 @@ def _pack_run(run: Tensor) -> list[Tensor]:
     for group in gaps.split(GROUP) if len(gaps) else ():
         width = int(group.max()).bit_length()
         bits = (group[:, None] >> torch.arange(width, device=run.device) & 1).view(-1)
+        # Fill up the last byte with zeros.
         bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
         parts.append(run.new_full((1,), width, dtype=torch.uint8))
         parts.append((bits << torch.arange(8, device=run.device)).sum(1).to(torch.uint8))

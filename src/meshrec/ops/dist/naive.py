@@ -6,7 +6,7 @@ the rows that it gets. Terms that the operators share (U uses, Q routes, K keys,
 use, D width):
 
 - A *use* is a pair of a feature and the table that it reads. Use u reads the IDs of key ``keys[u]``. The IDs
-  are given by ``values_N``, ``offsets`` and ``segments`` (bag index where each key starts, followed by the
+  are given by ``values_N``, ``offsets`` and ``segments`` (first bag index per key, followed by the
   bag count, int64 [K + 1] on the CPU; None: equal bag counts for all keys).
 - A *route* connects a use to a table shard. It sends the IDs that fall into the shard to the shard's rank.
 - ``router`` is the plan as five int64 tensors on the CPU: ``cut_start``, ``cuts``, ``interval_start``,
@@ -45,11 +45,11 @@ class _Router(NamedTuple):
     """The ``router`` tensors as nested lists."""
 
     cuts: list[list[int]]
-    """Row cuts of each use; [U]."""
+    """Row cuts per use; [U]."""
     intervals: list[list[int]]
     """Intervals whose IDs each route takes, numbered within the use; [Q]."""
     routes: list[list[int]]
-    """Rank, use and first row of each route; [Q]."""
+    """Rank, use and first row per route; [Q]."""
 
     def num_rows(self, use: int) -> int:
         """Return the number of rows in the table that a use reads."""
@@ -64,6 +64,7 @@ def _parse_router(router: list[Tensor]) -> _Router:
     for start, end in pairwise(cut_start):
         for interval in range(end - start - 1):
             for route in interval_routes[interval_start[number] : interval_start[number + 1]]:
+                # Numbered within the use, as searchsorted in _ids_of_use numbers them.
                 intervals[route].append(interval)
             number += 1
     return _Router(
@@ -95,9 +96,9 @@ def _ids_of_use(
 
     Args:
         values: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
-        bounds: bag index where each key starts, followed by the bag count.
-        keys: key of each use.
+        offsets: first ID index per bag, followed by N.
+        bounds: first bag index per key, followed by the bag count.
+        keys: key per use.
         use: number of the use.
         router: row cuts.
     """
@@ -107,9 +108,11 @@ def _ids_of_use(
     rows = values[ids].long()
     bad = (rows < router.cuts[use][0]) | (rows >= router.num_rows(use))
     if router.num_rows(use) == _UNBOUNDED:
+        # Hashed keys may be any int64, including the one that stands for the end.
         bad = torch.zeros_like(bad)
     # Without check_ids, an ID outside the table reads row 0.
     rows = rows.masked_fill(bad, 0)
+    # Only inner cuts: the first and the last interval have no outer bound here.
     cuts = torch.tensor(router.cuts[use][1:-1], dtype=torch.int64, device=values.device)
     return _UseIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
 
@@ -120,14 +123,14 @@ class IdsToRoute(NamedTuple):
     values: Tensor
     """IDs, int32 or int64 [N]."""
     offsets: Tensor
-    """ID index where each bag starts, followed by N."""
+    """First ID index per bag, followed by N."""
     weights: Tensor | None
     """Per-sample weights, fp32 [N]."""
     segments: Tensor | None
-    """Bag index where each key starts, followed by the bag count."""
+    """First bag index per key, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key that each use reads; [U]."""
+    """Key per use; [U]."""
     router: list[Tensor]
     """The plan, see the module docstring."""
     num_ranks: int
@@ -184,9 +187,11 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             # The receiver knows only local rows: send positions within the shard.
             parts[2].append(local.view(torch.int32) if wide else local.int())
             if weights is not None:
+                # A message has a single dtype, so send the float bits.
                 parts[3].append(weights[ids.ids][taken].view(torch.int32))
         message = [part for group in parts for part in group]
         header[rank, 1] = sum(part.numel() for part in message)
+        # parts[2] counts words, of which a wide ID has two.
         header[rank, 2] = sum(part.numel() for part in parts[2]) // (2 if wide else 1)
         payload += message
     bad = torch.tensor([int(ids.bad.sum()) for ids in uses], dtype=torch.int64)
@@ -202,8 +207,8 @@ def unpack_ids(
 
     Args:
         received: all messages, end to end, int32.
-        header: header of each message, int64 [R, 4].
-        blocks: source rank of each block in the result, in order.
+        header: header per message, int64 [R, 4].
+        blocks: source rank per result block, in order.
         num_routes: number of routes to this rank.
         weighted: whether messages contain weights.
         wide: whether IDs are int64.
@@ -252,18 +257,18 @@ class PooledRows(NamedTuple):
     pieces: Tensor
     """Positions of columns, see the module docstring."""
     dims: list[int]
-    """Number of columns from each rank; [R]."""
+    """Columns per rank; [R]."""
     batch: int
     """B, the number of samples."""
     out_dim: int
-    """Number of columns in the output."""
+    """Output column count."""
     offsets: Tensor | None
-    """ID index where each bag starts, followed by N; needed for mean pooling."""
+    """First ID index per bag, followed by N; needed for mean pooling."""
     segments: Tensor | None
-    """Bag index where each key starts, followed by the bag count."""
+    """First bag index per key, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key that each use reads; [U]."""
+    """Key per use; [U]."""
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["PooledRows", Sequence[Any]]:
@@ -292,6 +297,7 @@ def gather_pooled(*arguments: Any) -> Tensor:
         for block, dim in zip(received.split([batch * dim for dim in dims]), dims, strict=True)
     ]
     if local is not None:
+        # The last source, with the number R.
         sources.append(local)
     out = received.new_empty(batch, out_dim, dtype=torch.float32)
     for source, source_column, width, column, add, mean_use in pieces.tolist():
@@ -324,16 +330,16 @@ class PooledGradient(NamedTuple):
     pieces: Tensor
     """Positions of columns, see the module docstring."""
     dims: list[int]
-    """Number of columns to send to each rank; [R]."""
+    """Columns to send per rank; [R]."""
     local_dim: int
-    """Number of columns that belong to tables on this rank."""
+    """Columns for tables on this rank."""
     offsets: Tensor | None
-    """ID index where each bag starts, followed by N; needed for mean pooling."""
+    """First ID index per bag, followed by N; needed for mean pooling."""
     segments: Tensor | None
-    """Bag index where each key starts, followed by the bag count."""
+    """First bag index per key, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key that each use reads; [U]."""
+    """Key per use; [U]."""
     scale: float
     """Factor to multiply the gradient by."""
     dtype: torch.dtype
@@ -341,7 +347,7 @@ class PooledGradient(NamedTuple):
 
 
 def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Split an output gradient into the columns for each rank: the backward pass of ``gather_pooled``.
+    """Split an output gradient into the columns for all ranks: the backward pass of ``gather_pooled``.
 
     The arguments are the fields of ``PooledGradient``.
 
@@ -355,6 +361,7 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
     batch = grad.shape[0]
     sources = [grad.new_empty(batch, dim) for dim in (*dims, local_dim)]
     for source, source_column, width, column, _, mean_use in pieces.tolist():
+        # A piece that the forward pass added to others gets the whole gradient.
         part = grad[:, column : column + width] * scale
         if mean_use >= 0:
             part = part * _inverse_lengths(offsets, segments, num_keys, keys[mean_use])
@@ -368,20 +375,20 @@ class SequenceRows(NamedTuple):
     values: Tensor
     """IDs, int32 or int64 [N]."""
     offsets: Tensor
-    """ID index where each bag starts, followed by N."""
+    """First ID index per bag, followed by N."""
     segments: Tensor | None
-    """Bag index where each key starts, followed by the bag count."""
+    """First bag index per key, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key that each use reads; [U]."""
+    """Key per use; [U]."""
     router: list[Tensor]
     """The plan, see the module docstring."""
     lookups: Tensor
     """Route, use, first column and width of each part of a row; int64 [L, 4]."""
     counts: Tensor
-    """Number of IDs that this rank sent on each route, int64 [Q]."""
+    """ID count per route, sent by this rank, int64 [Q]."""
     dims: list[int]
-    """Row width of each use; 0 for a use that is left out; [U]."""
+    """Row width per use; 0 for a use that is left out; [U]."""
 
     def num_elements(self) -> int:
         """Return the number of elements in the rows that this rank exchanges."""
@@ -405,7 +412,7 @@ def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
 
 
 def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
-    """Split the gradient of sequence lookups into the parts for each rank: the inverse of
+    """Split the gradient of sequence lookups into the parts for all ranks: the inverse of
     ``gather_sequence``.
 
     The last two arguments are ``scale``, a factor for the gradient, and the dtype in which to send it.
@@ -428,16 +435,16 @@ class WeightGradients(NamedTuple):
     values: Tensor
     """IDs [N]."""
     offsets: Tensor
-    """ID index where each bag starts, followed by N."""
+    """First ID index per bag, followed by N."""
     segments: Tensor | None
-    """Bag index where each key starts, followed by the bag count."""
+    """First bag index per key, followed by the bag count."""
     num_keys: int
     keys: list[int]
-    """Key that each use reads; [U]."""
+    """Key per use; [U]."""
     router: list[Tensor]
     """The plan, see the module docstring."""
     counts: Tensor
-    """Number of IDs sent on each route, int64 [Q]."""
+    """ID count per route, int64 [Q]."""
 
 
 def gather_weight_grads(*arguments: Any) -> Tensor:
@@ -475,6 +482,7 @@ def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]]
     positions, element = [], 0
     for route, use, column, width in lookups.tolist():
         intervals = torch.tensor(plan.intervals[route], device=values.device)
+        # A column vector, which broadcasts against the columns.
         taken = torch.isin(uses[use].intervals, intervals).nonzero()
         columns = torch.arange(column, column + width, device=values.device)
         elements = (starts[use] + taken * dims[use] + columns).view(-1)
@@ -488,6 +496,7 @@ def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: 
     assert offsets is not None
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     lengths_B = offsets[bounds[key] : bounds[key + 1] + 1].diff().float()[:, None]
+    # A mean divides by the length of the whole bag, also if its rows are spread over several ranks.
     return torch.where(lengths_B > 0, 1 / lengths_B, torch.zeros_like(lengths_B))
 
 

@@ -47,11 +47,11 @@ class _RouteSlots(NamedTuple):
     max_bags: int
     """Number of bags in the use with the most bags."""
     first: list[int]
-    """First slot of each route, followed by S; [Q + 1]."""
+    """First slot per route, followed by S; [Q + 1]."""
     starts: Tensor
-    """Number of IDs in all slots before each slot, int64 [S + 1] on the device."""
+    """ID count before every slot, int64 [S + 1] on the device."""
     num_bad: Tensor
-    """Number of IDs outside the table for each use, int64 [U] on the device."""
+    """IDs outside the table, per use, int64 [U] on the device."""
     is_bad: Tensor
     """1 if the input is invalid, int32 [1] on the device."""
 
@@ -76,10 +76,10 @@ def _build_slots(
 
     Args:
         values: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         weights: fp32 [N], or None.
         bags: bags that each use reads.
-        routes: routes of the plan.
+        routes: plan routes.
         check_ids: whether an ID outside the table sets ``is_bad``.
     """
     from meshrec.ops.dist import triton_kernels
@@ -130,6 +130,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_bags = offsets.numel() - 1
     # Always checked: this sets a flag on the device, which costs no synchronization.
     check_offsets[(ceil_div(max(num_bags, 1), _TILE),)](offsets, num_bags, num_ids, slots.is_bad, BLOCK=_TILE)
+    # An ID takes one or two words, and a weight one more.
     words_per_id = (2 if wide else 1) + (weights is not None)
     batches = set(bags.number)
     batch = batches.pop() if len(batches) == 1 else (-1 if batches else 0)
@@ -139,6 +140,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Ranks after the last rank with a route have no routes.
         first, end = (routes.first_of_rank[min(at, len(routes.first_of_rank) - 1)] for at in (rank, rank + 1))
         words = slots.first[end] - slots.first[first] + (end - first if batch < 0 else 0)
+        # RANK_FIELDS: the words before the IDs are bag lengths, and bag counts if these differ.
         ranks.append((slots.first[first], slots.first[end], words, before, batch))
         before += words
     rank_fields = cached_on_device(device, ranks)
@@ -213,6 +215,7 @@ def unpack_ids(
         number = sum(block_bags)
         fields.append([lengths_at, number, lengths_at + number, num_ids[rank], first_bag, first_id])
         first_bag, first_id = first_bag + number, first_id + num_ids[rank]
+        # The grid must cover the longest list of all messages.
         max_size = max(max_size, number, num_ids[rank])
     lengths = torch.empty(first_bag, dtype=torch.int32, device=device)
     values = torch.empty(first_id, dtype=torch.int64 if wide else torch.int32, device=device)
@@ -362,6 +365,7 @@ def _copy_sequences(
     for route, use, column, width in rows:
         fields.append([route, column, width, message_offset, first[use], dims[use]])
         message_offset += ids_of_route[route] * width
+    # Route slots again, because only the counts were kept from the forward pass.
     bags = UseBags.from_offsets(offsets, segments, num_keys, keys)
     values, offsets = values.contiguous(), offsets.contiguous()
     slots = _build_slots(values, offsets, None, bags, cached_routes(router), False)
@@ -424,7 +428,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
 
 
 def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
-    """Return the number of columns before each source, followed by the total, on the device."""
+    """Return the columns before every source, followed by the total, on the device."""
     return cached_on_device(device, list(accumulate(dims, initial=0)))
 
 

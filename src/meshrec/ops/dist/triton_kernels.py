@@ -37,7 +37,7 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 @triton.jit
 def _bags(fields, offsets, lanes, inside, num_ids):
-    """Return the first and the end position of the IDs in each bag, clamped, because offsets may be
+    """Return the first and the end position of the IDs in every bag, clamped, because offsets may be
     invalid.
     """
     at = offsets + tl.load(fields + 7) + lanes
@@ -61,18 +61,18 @@ def count_ids(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the IDs in each slot, and for each use the IDs outside the table.
+    """Count the IDs per slot, and for every use the IDs outside the table.
 
     With CHECK, an ID outside the table or a NaN weight sets ``is_bad``.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
         ids: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
-        lengths: output: number of IDs per slot, int32.
-        num_bad: output: number of IDs outside the table per use, int64.
+        lengths: output: IDs per slot, int32.
+        num_bad: output: IDs outside the table, per use, int64.
         is_bad: output flag, int32 [1].
         WEIGHTED: whether there are weights.
         CHECK: whether to set ``is_bad``.
@@ -93,6 +93,7 @@ def count_ids(
         is_id = inside & (start + i < end)
         row = tl.load(ids + start + i, is_id, 0).to(tl.int64)
         bad = (row < 0) | (row >= rows)
+        # IDs outside the table read row 0, which some route must take.
         row = tl.where(bad, 0, row)
         count += (is_id & (row >= first_row) & (row < end_row)).to(tl.int32)
         outside += (is_id & bad).to(tl.int32)
@@ -112,15 +113,15 @@ def count_ids(
 def write_header(
     routes, ranks, starts, is_bad, header, counts, num_routes, num_ranks, words_per_id, BLOCK: tl.constexpr
 ):
-    """Write the header of each message, and the number of IDs on each route.
+    """Write the header of every message, and the ID count of every route.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
         ranks: ``RANK_FIELDS`` per rank, int64.
-        starts: number of IDs before each slot, int64.
+        starts: ID count before every slot, int64.
         is_bad: input flag, int32 [1].
         header: output, int64 [R, 4].
-        counts: output: number of IDs per route, int64.
+        counts: output: IDs per route, int64.
         num_routes: Q.
         num_ranks: R.
         words_per_id: int32 words per ID, including a weight.
@@ -162,14 +163,14 @@ def write_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the IDs on each route to the message for the rank of the route.
+    """Write the IDs on every route to the message for the rank of the route.
 
     Args:
         routes: ``ROUTE_FIELDS`` per route, int64.
         ranks: ``RANK_FIELDS`` per rank, int64.
-        starts: number of IDs before each slot, int64.
+        starts: ID count before every slot, int64.
         ids: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
         num_slots: S.
@@ -237,7 +238,7 @@ def unpack_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the bag lengths, IDs and weights of each message to the tensors of a batch.
+    """Copy the bag lengths, IDs and weights of every message to the tensors of a batch.
 
     Args:
         blocks: int64 [n, 6] per message: first length word, number of bags, first ID word, number of IDs,
@@ -273,7 +274,7 @@ def unpack_messages(
 
 @triton.jit
 def _inverse_lengths(offsets, first_bags, use, lanes, inside):
-    """Return 1 / (number of IDs) for each bag that a use reads; 0 for empty bags."""
+    """Return 1 / (number of IDs) for every bag that a use reads; 0 for empty bags."""
     at = offsets + tl.load(first_bags + use) + lanes
     length = (tl.load(at + 1, inside, 0) - tl.load(at, inside, 0)).to(tl.float32)
     return tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
@@ -302,14 +303,14 @@ def gather_columns(
     Args:
         groups: int64 [G, 4]: first column, width, first part, number of parts.
         parts: int64 [., 3]: source, first column in the source, use whose bag lengths divide or -1.
-        first_columns: int64 [S + 1]: number of columns before each source.
+        first_columns: int64 [S + 1]: columns before every source.
         received: pooled rows from all ranks, flat.
         local: pooled rows from tables on this rank, [B, local_dim].
-        offsets: ID index where each bag starts, followed by N; read if MEANS.
-        first_bags: first bag of each use, read if MEANS.
+        offsets: first ID index per bag, followed by N; read if MEANS.
+        first_bags: first bag per use, read if MEANS.
         out: output, fp32 [B, out_dim].
         batch: B.
-        num_sources: number of ranks; also the source number for ``local``.
+        num_sources: rank count; also the source number for ``local``.
         local_dim: columns in ``local``.
         out_dim: output columns.
         MEANS: whether any part is divided by bag lengths.
@@ -335,7 +336,7 @@ def gather_columns(
         if source == num_sources:
             x = tl.load(local + rows * local_dim + source_columns, inside, 0.0)
         else:
-            # A source is a matrix [B, dim], and the sources follow each other.
+            # A source is a matrix [B, dim], and the sources are end to end.
             source_start = tl.load(first_columns + source)
             dim = tl.load(first_columns + source + 1) - source_start
             x = tl.load(received + source_start * batch + rows * dim + source_columns, inside, 0.0).to(
@@ -371,15 +372,15 @@ def scatter_columns(
     Args:
         pieces: int64 [P, 5]: source, first column in the source, width, first gradient column, use as in
             ``gather_columns``.
-        first_columns: int64 [S + 1]: number of columns before each source.
+        first_columns: int64 [S + 1]: columns before every source.
         grad: fp32 [B, out_dim].
-        offsets: ID index where each bag starts, followed by N; read if MEANS.
-        first_bags: first bag of each use, read if MEANS.
+        offsets: first ID index per bag, followed by N; read if MEANS.
+        first_bags: first bag per use, read if MEANS.
         scale: factor for the gradient.
         sent: output for the ranks, flat.
         local: output for tables on this rank, fp32 [B, local_dim].
         batch: B.
-        num_sources: number of ranks; also the source number for ``local``.
+        num_sources: rank count; also the source number for ``local``.
         local_dim: columns in ``local``.
         out_dim: gradient columns.
         MEANS: whether any piece is divided by bag lengths.
@@ -427,9 +428,9 @@ def copy_sequences(
     Args:
         lookups: int64 [L, 6]: ``SEQUENCE_FIELDS``.
         routes: ``ROUTE_FIELDS`` per route, int64.
-        starts: number of IDs before each slot, int64.
+        starts: ID count before every slot, int64.
         ids: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         num_ids: N.
         source: message if GATHER, else gradient rows.
         target: rows if GATHER, else message.
@@ -470,15 +471,15 @@ def copy_sequences(
 def sum_weight_grads(
     keys, routes_of_keys, routes, starts, ids, offsets, num_ids, received, out, BLOCK: tl.constexpr
 ):
-    """Sum the gradients that the routes of a key returned for each ID, in route order.
+    """Sum the gradients that the routes of a key returned for every ID, in route order.
 
     Args:
         keys: int64 [., 2]: first entry in ``routes_of_keys``, number of routes.
         routes_of_keys: route numbers, key by key, int64.
         routes: ``ROUTE_FIELDS`` per route, int64.
-        starts: number of IDs before each slot, int64.
+        starts: ID count before every slot, int64.
         ids: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         num_ids: N.
         received: a value per ID that was sent, fp32.
         out: output, fp32 [N], zeros.

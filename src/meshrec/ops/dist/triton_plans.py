@@ -29,7 +29,7 @@ class PlanRoutes:
     int64 [Q, 7] on the CPU.
     """
     uses: list[int]
-    """Use of each route; [Q]."""
+    """Use per route; [Q]."""
     first_of_rank: list[int]
     """First route to each rank, followed by Q."""
     max_routes: list[int]
@@ -55,6 +55,7 @@ class PlanRoutes:
         num_routes = [0] * num_ranks
         rows, seen = [], set[int]()
         for (rank, use, first), end in zip(routes, ends, strict=True):
+            # In the order of ROUTE_FIELDS.
             rows.append([rank, use, first, end, num_rows[use], use not in seen, num_routes[rank]])
             seen.add(use)
             num_routes[rank] += 1
@@ -83,9 +84,9 @@ class UseBags(NamedTuple):
     """The bags of a batch that each use reads. A use is a pair of a feature and the table that it reads."""
 
     first: list[int]
-    """First bag of the key that each use reads; [U]."""
+    """First bag per use, from the key of the use; [U]."""
     number: list[int]
-    """Number of bags of the key that each use reads; [U]."""
+    """Bag count per use, from the key of the use; [U]."""
 
     @classmethod
     def from_offsets(
@@ -94,11 +95,11 @@ class UseBags(NamedTuple):
         """Find the bags that each use reads.
 
         Args:
-            offsets: ID index where each bag starts, followed by the number of IDs, [bags + 1].
-            segments: bag index where each key starts, followed by the bag count, int64 [K + 1]. None: all
+            offsets: first ID index per bag, followed by the number of IDs, [bags + 1].
+            segments: first bag index per key, followed by the bag count, int64 [K + 1]. None: all
                 keys have the same number of bags.
             num_keys: K, the number of keys.
-            keys: key that each use reads, [U].
+            keys: key per use, [U].
         """
         bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
         return cls([bounds[key] for key in keys], [bounds[key + 1] - bounds[key] for key in keys])
@@ -136,6 +137,7 @@ class ColumnGroups(NamedTuple):
             overlapping = [piece for piece in pieces if piece[3] <= first < piece[3] + piece[2]]
             for column in range(first, end, _MAX_COLUMNS) if overlapping else ():
                 groups.append([column, min(end - column, _MAX_COLUMNS), len(parts), len(overlapping)])
+                # The part starts in the source as far after the piece as the group does in the output.
                 parts += [[source, start + column - at, use] for source, start, _, at, _, use in overlapping]
         cut = [
             [source, start + skip, min(width - skip, _MAX_COLUMNS), column + skip, use]

@@ -37,14 +37,14 @@ FLOAT, HALF, BFLOAT16, INT8, INT4 = range(5)
 STOCHASTIC = 8
 """Added to the number of a format for stochastic rounding."""
 PARAM_BYTES = 8
-"""Bytes for scale and midpoint in each row of an int8 or int4 column."""
+"""Bytes for scale and midpoint per row of an int8 or int4 column."""
 # At least 2^-110, so that scale * code stays a normal fp32 number.
 MIN_SCALE = 2.0**-110
 _CASTS = {FLOAT: torch.float32, HALF: torch.float16, BFLOAT16: torch.bfloat16}
 
 
 def column_bytes(format: int, dim: int) -> int:
-    """Return the number of bytes that a column with ``dim`` values takes in each row of a message.
+    """Return the number of bytes that a column with ``dim`` values takes per row of a message.
 
     Raises:
         ValueError: unknown format.
@@ -102,13 +102,13 @@ class _BlockRanges(NamedTuple):
 def block_ranges(
     rows: Sequence[int], starts: Sequence[int], widths: Sequence[int], formats: Sequence[int]
 ) -> Iterator[_BlockRanges]:
-    """Yield the row, element and byte ranges of each block, in order.
+    """Yield the row, element and byte ranges of every block, in order.
 
     Args:
-        rows: row count of each block.
-        starts: number of the first column of each block, followed by C.
-        widths: values per row in each column.
-        formats: wire format of each column.
+        rows: row count per block.
+        starts: first column per block, followed by C.
+        widths: values per row and column.
+        formats: wire format per column.
 
     Raises:
         ValueError: the lists do not fit together.
@@ -145,14 +145,14 @@ def wire_encode(
 
     Args:
         values: fp32, flat, block by block.
-        rows: row count of each block; [B].
-        starts: number of the first column of each block, followed by C; [B + 1].
-        widths: values per row in each column; [C].
-        formats: format of each column, plus ``STOCHASTIC`` for stochastic rounding; [C].
-        seeds: seed of each column; [C]. Stochastic rounding depends on (seed, step, row key, column).
-        origins: whole-table column at which each column starts; [C].
-        first_keys: key of the first row of each block; [B]. Row i has the key ``first_keys[block] + i``.
-        keys: key of each row, int64, instead of ``first_keys``; or None.
+        rows: row count per block; [B].
+        starts: first column per block, followed by C; [B + 1].
+        widths: values per row and column; [C].
+        formats: format number per column, plus ``STOCHASTIC`` for stochastic rounding; [C].
+        seeds: seed per column; [C]. Stochastic rounding depends on (seed, step, row key, column).
+        origins: whole-table start column, per column; [C].
+        first_keys: first row key per block; [B]. Row i has the key ``first_keys[block] + i``.
+        keys: row key per row, int64, instead of ``first_keys``; or None.
         step: see ``seeds``.
 
     Returns:
@@ -200,10 +200,10 @@ def wire_decode(
 
     Args:
         message: uint8, flat.
-        rows: row count of each block; [B].
-        starts: number of the first column of each block, followed by C; [B + 1].
-        widths: values per row in each column; [C].
-        formats: format of each column, plus ``STOCHASTIC`` for stochastic rounding; [C].
+        rows: row count per block; [B].
+        starts: first column per block, followed by C; [B + 1].
+        widths: values per row and column; [C].
+        formats: format number per column, plus ``STOCHASTIC`` for stochastic rounding; [C].
     """
     blocks = list(block_ranges(rows, starts, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_bytes for b in blocks)
@@ -232,7 +232,7 @@ class Noise(NamedTuple):
     Attributes:
         seed: seed of the column.
         step: training step.
-        keys: key of each row, int64 [N]. A row has the same key on every rank.
+        keys: row key per row, int64 [N]. A row has the same key on every rank.
         origin: whole-table column at which the column starts.
     """
 
@@ -242,7 +242,7 @@ class Noise(NamedTuple):
     origin: int
 
     def bits(self, scale: Tensor, midpoint: Tensor, dim: int) -> Tensor:
-        """Return 16 pseudo-random bits for each value, int64 [N, dim].
+        """Return 16 pseudo-random bits per value, int64 [N, dim].
 
         Scale and midpoint are part of the seed, so that the bits change with the row even if no step is
         given.
@@ -264,7 +264,7 @@ class Noise(NamedTuple):
         return (x ^ (x >> 16)) & 0xFFFF
 
     def _row_bits(self, column: Tensor) -> Tensor:
-        """Return 32 pseudo-random bits for each row, int64 [N]: splitmix64 of key, ``column``, seed and
+        """Return 32 pseudo-random bits per row, int64 [N]: splitmix64 of key, ``column``, seed and
         step.
         """
         x = self.keys * to_signed(0x9E3779B97F4A7C15) + column * to_signed(0xC2B2AE3D27D4EB4F)
@@ -283,7 +283,7 @@ def _float_bits(values_ND: Tensor) -> Tensor:
 
 
 def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor:
-    """Encode the rows of a column.
+    """Encode the rows in a column.
 
     Args:
         values_ND: fp32 [N, D].
@@ -303,6 +303,7 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
     finite = values_ND.isfinite()
     limit = torch.finfo(torch.float32).max
     empty = ~finite.any(1)
+    # Over finite values only. A row without finite values gets the range 0.
     minimum = torch.where(finite, values_ND, limit).amin(1).masked_fill(empty, 0.0)
     maximum = torch.where(finite, values_ND, -limit).amax(1).masked_fill(empty, 0.0)
     scale, midpoint = _scale_and_midpoint(minimum, maximum, top)
@@ -320,13 +321,14 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
     if kind == INT8:
         coded[:, PARAM_BYTES:] = codes.to(torch.int8).view(torch.uint8)
     else:
+        # Shifted to be non-negative, so that two codes fit into a byte.
         halves = torch.nn.functional.pad(codes + 8, (0, dim % 2)).to(torch.uint8)
         coded[:, PARAM_BYTES:] = halves[:, ::2] | halves[:, 1::2] << 4
     return coded
 
 
 _NAN_BITS = {torch.float16: (13, 0x7E00, 0x3FF), torch.bfloat16: (16, 0x7FC0, 0x7F)}
-"""For each dtype: how many fp32 mantissa bits it lacks, the bits of a quiet NaN, and the NaN payload mask."""
+"""Per dtype: how many fp32 mantissa bits it lacks, the bits of a quiet NaN, and the NaN payload mask."""
 
 
 def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
@@ -335,6 +337,7 @@ def _cast(values_ND: Tensor, dtype: torch.dtype) -> Tensor:
         return values_ND
     shift, quiet, payload = _NAN_BITS[dtype]
     bits = values_ND.view(torch.int32)
+    # Sign, quiet bit, and the upper payload bits.
     nan = (bits >> 16 & 0x8000) | quiet | (bits >> shift & payload)
     words = values_ND.to(dtype).view(torch.int16)
     return torch.where(values_ND.isnan(), nan.to(torch.int16), words)
@@ -351,15 +354,16 @@ def _cast_to_fp32(values_ND: Tensor) -> Tensor:
 
 
 def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the scale and the midpoint of each row, fp32 [N].
+    """Return scale and midpoint per row, fp32 [N].
 
     Args:
-        minimum: smallest finite value of each row, fp32 [N].
-        maximum: largest finite value of each row, fp32 [N].
+        minimum: smallest finite value per row, fp32 [N].
+        maximum: largest finite value per row, fp32 [N].
         top: largest code.
     """
     span = maximum - minimum
     fits = span.isfinite()
+    # A range above the fp32 maximum is divided before it is subtracted.
     scale = torch.where(fits, span / (2 * top), maximum / (2 * top) - minimum / (2 * top))
     # Round up to 16 significant bits, so that scale * code is exact in fp32.
     scale = ((scale.clamp(min=MIN_SCALE).view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
@@ -378,7 +382,7 @@ def _special_kinds(values_ND: Tensor, finite: Tensor) -> Tensor:
 
 
 def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
-    """Decode the rows of a column, fp32 [N, D].
+    """Decode the rows in a column, fp32 [N, D].
 
     Args:
         coded: uint8 [N, bytes].

@@ -75,13 +75,13 @@ def encode_rows(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode a row of a column.
+    """Encode a row in a column.
 
     Args:
         values: fp32, flat.
         message: output, uint8.
         report: output, int64 [2]: number of rows with non-finite values, and position of the first such row.
-        keys: key of each row, int64, or None.
+        keys: row key per row, int64, or None.
         first_element: position in ``values`` at which the column starts.
         row_elements: elements between rows.
         first_byte: position in ``message`` at which the column starts.
@@ -121,6 +121,7 @@ def encode_rows(
         TOP: tl.constexpr = 127 if FORMAT == 3 else 7
         limit = 3.4028234663852886e38
         finite = (tl.abs(x) <= limit) & inside
+        # 0 if the row has no finite value; its range is then 0.
         some = tl.max(finite.to(tl.int32), 0)
         minimum = tl.where(some > 0, tl.min(tl.where(finite, x, limit), 0), 0.0)
         maximum = tl.where(some > 0, tl.max(tl.where(finite, x, -limit), 0), 0.0)
@@ -143,6 +144,7 @@ def encode_rows(
         scale_bits = scale.to(tl.int32, bitcast=True)
         midpoint_bits = midpoint.to(tl.int32, bitcast=True)
         if STOCHASTIC:
+            # Row keys are the same on every rank, so a shard rounds like the whole table.
             key = first_key + row
             if keys is not None:
                 key = tl.load(keys + row)
@@ -171,6 +173,7 @@ def encode_rows(
                 byte = tl.arange(0, BLOCK // 2)
                 tl.store(message + at + 8 + byte, packed.to(tl.uint8), byte < (dim + 1) // 2)
         if kind > 0:
+            # Integers, so the order of programs does not matter.
             tl.atomic_add(report, 1)
             tl.atomic_min(report + 1, element)
 
@@ -187,7 +190,7 @@ def decode_rows(
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode a row of a column.
+    """Decode a row in a column.
 
     Args:
         message: uint8.

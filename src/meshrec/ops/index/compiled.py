@@ -95,6 +95,7 @@ class CompiledIndex:
     def __init__(self, max_slots: int, seed: int) -> None:
         self.seed = seed
         shard_bits = min(_MAX_SHARD_BITS, (max_slots // _SLOTS_PER_SHARD).bit_length() - 1)
+        # bit_length() of 0 is 0, which would give -1 for a small index.
         shard_bits = max(0, shard_bits)
         header = torch.zeros(_HEADER_WORDS + (_SHARD_WORDS << shard_bits), dtype=torch.int64)
         header[_MAX_SLOTS], header[_SHARD_BITS] = max_slots, shard_bits
@@ -162,6 +163,7 @@ class CompiledIndex:
         if slot_room < needed <= max_slots:
             self._set_room(self._room, min(max_slots, max(needed, 2 * slot_room)), reserved=False)
         slots = torch.empty_like(ids_N)
+        # A null pointer selects the lowest free slots.
         given = None if given_N is None else given_N.data_ptr()
         # NO_BUCKETS means a shard overflowed although the index has free slots: double all shards and retry.
         while True:
@@ -219,6 +221,7 @@ class CompiledIndex:
             mix_seed: seed to mix the IDs before insertion, or None.
             first: number added to the IDs after the mix.
         """
+        # ctypes takes unsigned integers, while Python seeds may be negative.
         word = (1 << 64) - 1
         return AssignArgs(
             self._addresses,
@@ -272,6 +275,7 @@ class CompiledIndex:
         # The header itself is not replaced: self._words points into it.
         header[_ROOM], header[_SLOT_ROOM] = room, slot_room
         self.memory = [header, *new]
+        # Cached: every C call passes these addresses.
         self._addresses = _pointers(*(tensor.data_ptr() for tensor in self.memory))
         return True
 

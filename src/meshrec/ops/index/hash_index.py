@@ -41,6 +41,7 @@ class HashIndex:
         if not 0 < max_slots < 1 << 32:
             raise ValueError(f"{name}: max_slots is {max_slots:,}; it must lie in [1, 2^32).")
         self.max_slots, self.seed, self.name = max_slots, seed, name
+        # As a signed integer, because operators take int64 seeds.
         index_seed = ((seed ^ _SEED) & ((1 << 63) - 1)) - (seed & 1 << 63)
         self._index = CompiledIndex(max_slots, index_seed) if is_compiled else NaiveIndex(max_slots)
 
@@ -388,10 +389,12 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
 
 def _assign_one(request: UnassignedIds) -> AssignedSlots:
     """Insert the IDs of a single request step by step, with plain torch and `HashIndex.insert`."""
+    # Also used without compiled kernels, where assign() does not exist.
     absent = request.slots < 0
     ids = request.ids[absent]
     keys = (ids if request.mix_seed is None else naive.mix(ids, request.mix_seed)) + request.first
     distinct, inverse = operators.index_unique(keys)
     slots = request.owner.insert(distinct)
+    # In place: the caller reads the slots from its request.
     request.slots[absent] = slots[inverse]
     return AssignedSlots(slots, distinct, torch.bincount(inverse, minlength=len(slots)))

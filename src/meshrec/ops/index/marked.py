@@ -42,6 +42,7 @@ def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift:
         Number of marked values per digit, int64 [size].
     """
     shifted, first = _marked_values(values_N, marks_N) >> shift, base >> shift
+    # The bound is clamped, because first + size - 1 may exceed int64.
     inside = shifted[(shifted >= first) & (shifted <= min(_MAX_INT64, first + size - 1))]
     return torch.bincount(inside - first, minlength=size)
 
@@ -55,6 +56,7 @@ def marked_between(values_N: Tensor, marks_N: Tensor | None, min_value: int, max
         min_value: lower bound, inclusive.
         max_value: upper bound, inclusive.
     """
+    # As int64, because the bounds may exceed int32.
     selected = (values_N.long() >= min_value) & (values_N.long() <= max_value)
     return (selected if marks_N is None else selected & marks_N).nonzero()[:, 0]
 

@@ -129,9 +129,9 @@ def index_mix_parts(ids_N: Tensor, starts: list[int], ends: list[int], seeds: li
 
     Args:
         ids_N: int64.
-        starts: start position of each span, ascending.
-        ends: end position of each span, exclusive.
-        seeds: mix seed of each span.
+        starts: start position per span, ascending.
+        ends: end position per span, exclusive.
+        seeds: mix seed per span.
     """
     mixed = ids_N.clone()
     for start, end, seed in zip(starts, ends, seeds, strict=True):
@@ -156,10 +156,10 @@ def index_find_parts(
 
     Args:
         memory: four tensors per index, see ``index_find``.
-        seeds: seed of each index.
+        seeds: seed per index.
         ids_N: int64.
-        starts: start position of each span, ascending.
-        ends: end position of each span, exclusive.
+        starts: start position per span, ascending.
+        ends: end position per span, exclusive.
         indexes: number of the index to search, per span.
         firsts: number to add to the IDs after the mix, per span.
         mixes: mix seed per span; empty: no mix.

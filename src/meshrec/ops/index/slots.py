@@ -99,6 +99,7 @@ def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) 
         free = []
         for slot in table_slots.tolist():
             table_pins[slot] -= 1
+            # A live row keeps its slot without pins. A removed row keeps it until the last pin is gone.
             if table_pins[slot] == 0 and not table_alive[slot]:
                 free.append(slot)
         freed += free
@@ -138,6 +139,7 @@ def first_left(
     for score, slot, now, live, *protected, limit in zip(
         scores, slots, scores_now, alive, used, evicted, limits, strict=True
     ):
+        # alive may be longer than scores_now, so index both by slot.
         is_current = (now[slot] == score) & live[slot]
         positions = (is_current & ~torch.isin(slot, torch.cat(protected))).nonzero()[:limit, 0]
         # The kernel stops reading once it has enough, so count stale candidates only up to there.

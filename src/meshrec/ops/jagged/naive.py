@@ -30,6 +30,7 @@ def lengths_to_offsets(lengths_B: Tensor) -> Tensor:
         ValueError: lengths are not an integer vector.
     """
     _check_integers(lengths_B, "lengths_to_offsets: lengths")
+    # cumsum writes to a slice, which saves a concatenation.
     offsets = lengths_B.new_zeros(lengths_B.numel() + 1)
     torch.cumsum(lengths_B, 0, dtype=lengths_B.dtype, out=offsets[1:])
     return offsets
@@ -116,6 +117,7 @@ def _first_bags(segments: Tensor | None, num_keys: int, num_bags: int, op: str) 
     if num_keys < 0:
         raise ValueError(f"{op}: num_keys must be 0 or more, got {num_keys}")
     if segments is None:
+        # Without keys there can be no bags, which the next line checks too.
         num_bags_per_key = num_bags // num_keys if num_keys else 0
         if num_bags_per_key * num_keys != num_bags:
             raise ValueError(

@@ -112,5 +112,6 @@ def hashed_forward(
         tensors, seed = index.kernel_tensors
         memory += tensors
         seeds += [seed, mix_seed]
+    # Reading the count is free: hashed tables are on the CPU.
     out, absent = _hashed_forward(list(weights), list(bits), *lookups, *options, list(indexes), memory, seeds)
     return out if int(absent) == 0 else None

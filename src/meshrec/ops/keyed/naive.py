@@ -64,8 +64,12 @@ def pack_buckets(keys_n: Tensor) -> Tensor:
     """
     num, count = len(keys_n), num_homes(len(keys_n))
     sizes = torch.bincount(_homes(keys_n, num), minlength=count)
+    # If every bucket before it were full, bucket i would start at 7 i. A bucket starts at the first key of
+    # its interval, but never after the end of the bucket before it: cummin applies both limits to all
+    # buckets.
     full = KEYS_PER_BUCKET * torch.arange(count)
     firsts = full + (sizes.cumsum(0) - sizes - full).cummin(0).values
+    # Keys of the last intervals may overflow the last bucket, so append buckets for them.
     more = max(0, -(-(num - int(firsts[-1])) // KEYS_PER_BUCKET) - 1)
     firsts = torch.cat([firsts, firsts[-1] + KEYS_PER_BUCKET * torch.arange(1, more + 1)])
     buckets = torch.zeros(len(firsts), 1 + KEYS_PER_BUCKET, dtype=torch.int64)
@@ -161,6 +165,7 @@ def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> t
         slots = index_find(memory[4 * k : 4 * k + 4], mix(ids, seeds[2 * k + 1]), seeds[2 * k])
         for piece in lookups.layout().pieces:
             if lookups.tables[piece.feature] == table:
+                # Count only IDs of features that read this table. The batch also has IDs of other keys.
                 absent.add_((slots[piece.ids] < 0).sum())
         slots[slots < 0] = len(weights[table])  # also IDs from other tables
         return torch.cat([weights[table], weights[table].new_zeros(1, weights[table].shape[1])]), slots
@@ -193,6 +198,7 @@ def _look_up_by_table(
     if layout.out_size != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {layout.out_size}.")
     out = torch.zeros(lookups.output_shape(out_size), dtype=out_dtype, device=lookups.values.device)
+    # Each call gets the names of its own features, so that errors name the right one.
     lines = bytes(names.tolist()).splitlines(keepends=True)
     for table in sorted(set(lookups.tables)):
         features = [f for f, read in enumerate(lookups.tables) if read == table]
@@ -202,6 +208,7 @@ def _look_up_by_table(
             pooling=[lookups.pooling[f] for f in features],
             dims=[lookups.dims[f] for f in features],
         )
+        # Only the table of this pass is replaced; the others keep their numbers.
         rows = weights
         if table in indexed_tables:
             row, slots = find_rows(table, table_lookups.values.long())

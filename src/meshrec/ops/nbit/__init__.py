@@ -95,6 +95,7 @@ def to_fbgemm_bytes(rows: Tensor, bits: int, dim: int) -> Tensor:
         ValueError: the rows have another length or dtype.
     """
     _check_rows(rows, row_bytes(dim, bits), f"rows of {dim} {bits}-bit values")
+    # Padding after the codes is dropped.
     codes = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
     return torch.cat([codes, rows[:, :PARAM_BYTES]], 1)
 

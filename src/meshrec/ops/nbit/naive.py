@@ -55,6 +55,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     top = (1 << bits) - 1
     values = weight.float()
     # Check before quantizing: NaN and infinity have no code.
+    # Per row, because the message names the row.
     bad = ~values.isfinite().all(1)
     if params is None:
         params = params_of(values.amin(1), values.amax(1), bits)

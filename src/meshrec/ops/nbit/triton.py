@@ -22,6 +22,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
         arguments: see ``naive.nbit_forward``.
     """
     lookups, (out_size, out_dtype, check_ids, _) = Lookups.split(arguments)
+    # The kernel computes row addresses from dims and bits, so wrong widths would read outside the table.
     naive.check_tables(weights, bits, lookups)
     out = triton.look_up(weights, bits, lookups, out_size=out_size, out_dtype=out_dtype, check_ids=check_ids)
     # The plain version raises the error with table, feature and sample.

@@ -96,6 +96,7 @@ def records_read(
         if geometry.checksum(key, content) != int.from_bytes(record[-4:], "little"):
             failures.append((position, DAMAGED))
             continue
+        # The record has the row parts in this order.
         for part in memory:
             width = part.shape[1]
             part[slot] = torch.frombuffer(bytearray(content[:width]), dtype=torch.uint8)
@@ -154,6 +155,7 @@ def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
         stamps: number of the last batch that used each cache slot, int64. Modified in place.
         batch: batch number.
     """
+    # dict.fromkeys removes duplicates and keeps the order.
     first_uses = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0 and stamps[slot] != batch))
     used = torch.tensor(first_uses, dtype=torch.int64)
     stamps[used] = batch

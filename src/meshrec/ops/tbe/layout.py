@@ -165,7 +165,7 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
 
 
 def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
-    """Return the bag index where each segment starts, followed by the bag count: R * K + 1 integers.
+    """Return the first bag index per segment, followed by the bag count: R * K + 1 integers.
 
     Args:
         num_bags: bag count.
@@ -206,7 +206,7 @@ def make_layout(
 
     Args:
         offsets: ID index where each bag starts, followed by N.
-        segments: bag index where each segment starts, followed by the bag count; or None.
+        segments: first bag index per segment, followed by the bag count; or None.
         num_keys: K.
         keys: key read by every feature, [F].
         dims: feature widths, [F].

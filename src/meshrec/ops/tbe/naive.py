@@ -200,7 +200,7 @@ def tbe_sample_weight_grad(
         grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
         values: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         arguments: the remaining ``Lookups`` fields, without ``per_sample_weights``.
     """
     lookups = Lookups(values, offsets, None, *arguments)
@@ -228,8 +228,8 @@ def clamp_ids(
 
     Args:
         values: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
-        segments: bag index where each segment starts, followed by the bag count; or None.
+        offsets: first ID index per bag, followed by N.
+        segments: first bag index per segment, followed by the bag count; or None.
         num_keys: K.
         keys: key read by every feature, [F].
         tables: table read by every feature, [F].

@@ -40,7 +40,7 @@ def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
     """Set ``is_bad`` to 1 unless the offsets start at 0, never decrease, and end at the number of IDs.
 
     Args:
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         num_bags: bag count.
         num_ids: N.
         is_bad: output flag, int32 [1], initially 0.
@@ -121,7 +121,7 @@ def look_up(
         addresses: weight address per table, int64.
         num_rows: row count per table, int64.
         ids: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         num_ids: N.
         is_bad: output flag, int32 [1], written if CHECK.
@@ -208,7 +208,7 @@ def list_entries(
         num_ids: N.
         tables: ``TABLE_FIELDS`` per table, int64.
         ids: IDs [N].
-        offsets: ID index where each bag starts, followed by N.
+        offsets: first ID index per bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         rows: output: row per entry, numbered across all tables.
         starts: output: first gradient element per entry.
