@@ -67,7 +67,7 @@ def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 if error_to_raise is error:
                     raise
-                # Without the original exception: its message is part of the new one.
+                # Without the original exception, because the new one has the same message.
                 raise error_to_raise from None
             finally:
                 del error_to_raise  # a cycle between the traceback and this frame would keep tensors alive

@@ -389,7 +389,7 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
 
 def _assign_one(request: UnassignedIds) -> AssignedSlots:
     """Insert the IDs of a single request step by step, with plain torch and `HashIndex.insert`."""
-    # Also used without compiled kernels, where assign() does not exist.
+    # Also used without compiled kernels, where assign() cannot run.
     absent = request.slots < 0
     ids = request.ids[absent]
     keys = (ids if request.mix_seed is None else naive.mix(ids, request.mix_seed)) + request.first
