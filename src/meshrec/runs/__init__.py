@@ -1,4 +1,7 @@
-"""Work with runs: train on ranks, restore recipes, score and evaluate data, export, quantize.
+"""Work with runs: train on ranks, restore recipes, score and evaluate data, export, and quantize.
+
+A run is one training of a recipe. Its folder, such as ``runs/dlrm-1``, contains configuration, checkpoints,
+metrics and logs (see ``train/run_folder.py``).
 
 ``runs.export`` and ``runs.quantize`` are not imported here, because they import the compiler, which training
 does not need.

@@ -1,4 +1,7 @@
-"""Calibration of a run's probabilities after training, on validation data."""
+"""Calibrate a run's probabilities after training, by a curve from logits to probabilities.
+
+The curve is fitted to validation data.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -21,24 +24,25 @@ CalibrationKind = Literal["isotonic", "platt"]
 
 
 class Curve(NamedTuple):
-    """Calibration curve from logits to probabilities: piecewise linear for ``isotonic``, logistic for
-    ``platt``.
+    """Calibration curve from logits to probabilities.
+
+    The curve is piecewise linear for ``isotonic``, and logistic for ``platt``.
     """
 
     kind: CalibrationKind
     logits: list[float]
-    """Ascending logits at the points; for ``platt``, the slope."""
+    """Logits at the curve's points, ascending. For ``platt``, only the slope."""
     probabilities: list[float]
-    """Probabilities at the points; for ``platt``, the intercept."""
+    """Probabilities at the curve's points. For ``platt``, only the intercept."""
 
     def __call__(self, logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return probabilities in the shape of the logits."""
+        """Return calibrated probabilities, with the shape of ``logits``."""
         if self.kind == "isotonic":
             return np.interp(logits, self.logits, self.probabilities)
         return 1 / (1 + np.exp(-(self.logits[0] * logits + self.probabilities[0])))
 
     def calibrate_logits(self, logits: Tensor) -> Tensor:
-        """Calibrate logits: return the logits of the calibrated probabilities, float64."""
+        """Return calibrated logits, float64: the sigmoid of the result is the calibrated probability."""
         # Isotonic curves reach 0 and 1, whose logits are infinite; a sigmoid maps them back.
         return torch.logit(torch.from_numpy(self(logits.double().numpy())))
 
@@ -52,12 +56,13 @@ def fit_curve(
     """Fit a calibration curve with scikit-learn.
 
     Args:
-        kind: ``isotonic``: Zadrozny and Elkan, "Transforming classifier scores into accurate multiclass
-            probability estimates" (2002), for thousands of samples; ``platt``: logistic regression on the
-            logit, Platt, "Probabilistic outputs for support vector machines" (1999), for fewer.
-        logits: logits of held-out samples, float64 [n].
+        kind: type of curve. ``isotonic`` needs thousands of samples (Zadrozny and Elkan, "Transforming
+            classifier scores into accurate multiclass probability estimates", 2002). ``platt`` is a logistic
+            regression on the logit, for fewer samples (Platt, "Probabilistic outputs for support vector
+            machines", 1999).
+        logits: model outputs for held-out samples, float64 [n].
         labels: labels in [0, 1], float64 [n].
-        weights: sample weights, float64 [n]; None: 1.
+        weights: sample weights, float64 [n]; None: all weights are 1.
 
     Raises:
         ValueError: all labels are the same.
@@ -86,9 +91,9 @@ def fit_run_curve(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: Calibratio
 
     Args:
         run: the run.
-        scorer: the run's model.
+        scorer: the run's model and recipe.
         ranks: the ranks, from `join`.
-        kind: ``isotonic`` or ``platt``, see `fit_curve`.
+        kind: ``isotonic`` or ``platt``; see `fit_curve`.
 
     Raises:
         ValueError: the run's loss is not `BinaryCrossEntropy`, or the run has no validation data.
@@ -102,7 +107,7 @@ def fit_run_curve(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: Calibratio
     if reader is None:
         raise ValueError(f"{run.path} has no validation data to calibrate on. Leave the calibration out.")
     mine = outputs_of(scorer.model, reader, ranks)
-    # The curve needs all validation samples; every rank fits the same curve.
+    # Every rank gets all validation samples, and therefore fits the same curve.
     every = ranks.collect(mine)
     logits, labels = (torch.cat([part[index] for part in every]).double().numpy() for index in (0, 1))
     weights = concat_weights([(part[2], len(part[1])) for part in every])

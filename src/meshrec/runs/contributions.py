@@ -1,9 +1,10 @@
-"""Column contributions to single predictions: sampled Shapley values.
+"""Explain single predictions: compute how much each data column contributes to a row's output.
 
-Štrumbelj and Kononenko, "Explaining prediction models and individual predictions with feature contributions"
-(2014), algorithm 1. A column's contribution is the mean output change when the row's value replaces a
-background value, over random column orders. Gradients are not an option: trees in a wide & deep model have
-none.
+The contributions are Shapley values, estimated by sampling (Štrumbelj and Kononenko, "Explaining prediction
+models and individual predictions with feature contributions", 2014, algorithm 1). Start from a background
+row, and replace its values by those of the explained row, column by column in a random order. A column's
+contribution is the change in the output when its value is replaced, averaged over many orders and background
+rows. Gradients are not an option, because the trees in a wide & deep model do not have any.
 """
 
 import time
@@ -28,10 +29,11 @@ from meshrec.train.run_folder import RunFolder
 # n rows to explain, d columns, m orders of columns
 
 BASE, OUTPUT = "(base)", "(output)"
-"""Result columns: mean output of background rows, and output of the explained row."""
+"""Names of two result columns: the mean output for background rows, and the output for the explained row."""
 
 # Background rows are drawn from this many rows at the start of the background data.
 _MAX_ROWS = 10_000
+# Estimated duration in seconds above which the caller is told.
 _LONG_SECONDS = 10.0
 
 
@@ -46,20 +48,24 @@ def contributions(
     last: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> pa.Table:
-    """Return each column's contribution to each row's output, in logits or in label units.
+    """Compute the contribution of every data column to the model output, for every row to explain.
+
+    Contributions are in the unit of the model output: logits, or the label's unit for a regression.
 
     Args:
         run: a run trained on a table with features.
-        data: rows to explain: a table, or paths.
-        background: rows to compare with, a table or paths; None: the run's training data.
-        num_orders: number of random column orders, m. The error falls with 1 / sqrt(m).
-        seed: seed for orders and background rows.
-        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
-        tell: called once with the estimated time, if all rows take longer than ten seconds.
+        data: rows to explain: a table, or paths of files.
+        background: rows to compare with, as a table or paths; None: the run's training data.
+        num_orders: number of random column orders per row, m. The error falls with 1 / sqrt(m).
+        seed: seed for the random orders and background rows.
+        step, last: which weights to use if not the reported ones; see
+            ``meshrec.checkpoint.find_checkpoint``.
+        tell: called at most once, with a message with the estimated duration if it exceeds ten seconds.
 
     Returns:
-        float64 [n]: a column per model input, ``(base)`` with the mean background output, and ``(output)``,
-        the sum of all other columns. For classes, the output is the logit of the row's most probable class.
+        Table with a row per row to explain, and float64 columns: a column per model input, ``(base)`` with
+        the mean output for background rows, and ``(output)``, the sum of all other columns. If the model
+        has several classes, the output is the logit of the row's most probable class.
 
     Raises:
         ValueError: the run has no columns to explain, or the background is empty.
@@ -106,14 +112,17 @@ def contributions(
 def _row_contributions(
     row: pa.Table, background_rows: pa.Table, outputs: Any, num: int, draws: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """Return the contributions of a row's columns, followed by base and output, float64 [d + 2].
+    """Compute the contributions of the columns of a single row.
 
     Args:
-        row: table of one row, d columns.
+        row: table with one row and d columns.
         background_rows: table of rows to compare with.
-        outputs: returns the model outputs of a table, float64 [rows, classes].
+        outputs: function from a table to the model outputs, float64 [rows, classes].
         num: number of random column orders, m.
         draws: random generator for orders and background rows.
+
+    Returns:
+        Contributions of the d columns, followed by base and output, float64 [d + 2].
     """
     names = row.column_names
     both = pa.concat_tables([row, background_rows.select(names)], promote_options="permissive")
@@ -127,6 +136,7 @@ def _row_contributions(
         step_of_change = (orders == column).argmax(1)
         index = np.where(step_of_change[:, None] < steps, 0, drawn[:, None])  # [m, d + 1]
         columns[name] = both[name].combine_chunks().take(pa.array(index.reshape(-1)))
+    # All intermediate rows of all orders are scored at once: [m, d + 1, classes].
     scores = outputs(pa.table(columns)).reshape(num, len(names) + 1, -1)
     # Explain the most probable class, from the row's unchanged values.
     scores = scores[:, :, scores[0, -1].argmax()]

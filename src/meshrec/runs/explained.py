@@ -1,4 +1,4 @@
-"""Explanation of a run's model for the report: permutation importance, and metrics by feature value."""
+"""Explain a run's model for the report: permutation importance, and metrics by feature value."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,9 +10,10 @@ from meshrec.train.trainer import Trainer
 
 
 def explain_run(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
-    """Return permutation importance and metrics by feature value, as plain JSON types. Collective.
+    """Compute permutation importance and metrics by feature value. Collective.
 
-    None if the run was stopped or has no validation data.
+    Returns:
+        The explanation as plain JSON types, or None if the run was stopped or has no validation data.
     """
     reader, loss = trainer.dataset.validation, trainer.recipe.loss
     if trainer.stopped or reader is None:
@@ -24,15 +25,15 @@ def explain_run(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
 def names_of_rows(
     folder: RunFolder, rows_by_feature: Mapping[str, Iterable[int]]
 ) -> dict[str, dict[int, str]]:
-    """Return the data values which table rows stand for.
+    """Return which data value each embedding table row represents, for display.
 
     Args:
         folder: run folder with the fitted features.
-        rows_by_feature: table row indices by feature.
+        rows_by_feature: table row indices by feature name.
 
     Returns:
-        ``{feature: {row: value}}``, such as ``{"country": {0: "missing", 5: "DE"}}``. Rows of hashed features
-        are absent, because a row stands for many values.
+        Value by feature name and row index, such as ``{"country": {0: "missing", 5: "DE"}}``. Hashed
+        features are missing, because many values share a row.
     """
     from meshrec.data.features import Buckets, DatePart, Vocabulary
 
@@ -44,7 +45,8 @@ def names_of_rows(
         feature = features[name]
         if isinstance(feature, Vocabulary):
             first, values = feature.rows - len(feature.vocabulary), feature.vocabulary
-            # A fixed table size leaves spare rows after the vocabulary.
+            # Rows: 0 for missing values, `num_unseen` rows for unseen values, then the vocabulary. If the
+            # table size is fixed, spare rows follow the vocabulary, so its start must be counted from row 0.
             if feature.num_embeddings is not None:
                 first = 1 + feature.num_unseen
             values_by_row = {

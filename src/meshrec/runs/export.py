@@ -1,4 +1,4 @@
-"""Export of a run as a package."""
+"""Export a run as a package: a folder with the exported model, from which a server answers requests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,21 +51,26 @@ def export_run(
     sign: str | Path | None = None,
     onnx: bool = False,
 ) -> Path:
-    """Write a package with the run's reported weights.
+    """Write a package (or an ONNX file) with the run's reported weights.
 
-    This runs in one process with whole tables, independent of the run's plan and number of ranks. If the run
-    fitted features, the package contains them, and takes raw values.
+    The export runs in a single process with unsharded tables, whatever the run's plan and number of ranks. If
+    the run fitted features, the package contains them, and requests have raw values instead of IDs.
 
     Args:
         run: the run.
         folder: the package folder, which must not exist.
-        step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
-        quantised: checkpoint with quantized tables for this run's model (`meshrec.quant.quantize_run`), used
-            instead.
-        tower: tower of a two-tower model to export; the package then returns vectors.
-        shared: see `export`; with raw values, also names of numbers, if all of them are shared.
+        step, last: which weights to export if not the reported ones; see
+            ``meshrec.checkpoint.find_checkpoint``.
+        quantised: checkpoint from `meshrec.runs.quantize.quantize_run` with quantized tables for this run's
+            model. Its weights are exported instead.
+        tower: export only this tower of a two-tower model; the package then returns vectors.
+        shared: names of user features shared by all samples in a request; see `export`. With raw values,
+            also names of numeric columns, if all of them are shared.
         compile, torchscript, sign: see `export`.
-        onnx: write ``folder`` as an ONNX file instead; see [Note: ONNX].
+        onnx: write ``folder`` as an ONNX file instead; see [Note: ONNX] in ``export/onnx.py``.
+
+    Returns:
+        Path of the package folder or file.
 
     Raises:
         ValueError: the run's recipe or checkpoint is missing, the run has several labels, or the quantized
@@ -79,7 +84,9 @@ def export_run(
         )
     dataset = data_of_run(recipe.data, run)
     model = recipe.model.build(dataset)
+    # Entries for the manifest, which tell where the weights come from.
     about: dict[str, Any] = {"run": run.name, "recipe": recipe.name}
+    # Method with which a quantized checkpoint was rounded; None for unquantized weights.
     rounding = None
     if quantised is None:
         checkpoint = find_checkpoint(run.path, step=step, last=last)
@@ -92,6 +99,7 @@ def export_run(
         model, description = _load_quantised(model, Path(quantised), run.name)
         about |= {name: description.get(name) for name in ("step", "checkpoint", "published")}
         rounding = description["rounding"]
+    # The model below may be replaced by a part of it; deltas keep the names of the trained model.
     trained = model
     if isinstance(recipe.data, LogSource) and recipe.data.hashed is not None:
         model, recipe, dataset = _unhash_items(model, recipe, recipe.data, run, quantised)
@@ -132,15 +140,21 @@ def export_run(
 
 
 def _trained_names(trained: nn.Module, exported: nn.Module) -> dict[str, Any]:
-    """Return manifest entries by which a server finds the weights of a delta in a package.
+    """Return manifest entries that map weight names in the package to weight names in the trained model.
 
-    Deltas have the names of the trained model. A package of a part of it, such as a history encoder or a
-    tower, has other names, lacks some weights, and may have weights computed from others.
+    A server needs them to apply deltas, which use the trained model's names. A package with only a part of
+    the model, such as a history encoder or a tower, uses other names, lacks some weights, and may have
+    weights computed from others.
+
+    Args:
+        trained: the trained model.
+        exported: the model in the package, which shares tensors with ``trained``.
 
     Returns:
-        ``trained_names``: trained name by package name. ``left_out``: trained names which the package lacks.
-        Empty if all names are equal.
+        Dict with ``trained_names``, the trained name by package name, and ``left_out``, the trained names of
+        weights missing from the package. Empty if all names are equal.
     """
+    # The same tensor object in both models is the same weight.
     names, weights = ({id(t): name for name, t in _named_tensors(model)} for model in (trained, exported))
     if set(names.values()) == set(weights.values()):
         return {}
@@ -151,12 +165,21 @@ def _trained_names(trained: nn.Module, exported: nn.Module) -> dict[str, Any]:
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers, by name."""
+    """Return a model's parameters and buffers as pairs (name, tensor)."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 class _PackageParts(NamedTuple):
-    """Arguments of `meshrec.export.export` which depend on the model."""
+    """Those arguments of `meshrec.export.export` which depend on the model type.
+
+    Attributes:
+        model: module to export.
+        features: names of the ID features in a request.
+        num_dense: number of dense inputs.
+        raw: conversion from raw request values to IDs; None: requests have IDs.
+        scores: function from model outputs to scores; None: the outputs are returned as they are.
+        items: catalog to recommend from; None unless the model recommends items.
+    """
 
     model: nn.Module
     features: list[str]
@@ -167,7 +190,7 @@ class _PackageParts(NamedTuple):
 
 
 def _package_parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
-    """Return what a package of a run contains: the whole model, or query and items of a next-item model."""
+    """Select a run's parts for a package: the whole model, or query model and catalog for next items."""
     if isinstance(model, TowerRanking) and isinstance(recipe.data, LogSource):
         return _tower_parts(model, recipe.data, run)
     if not isinstance(model, HistoryModel):
@@ -197,7 +220,7 @@ def _package_parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Da
 
 
 def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder) -> _PackageParts:
-    """Return the package parts of a two-tower model trained on a log, with the features of both towers."""
+    """Return the package parts for a two-tower model trained on a log, with the features of both towers."""
     fitted, towers = features_of(run), model.model
     tower_features = {*towers.query_features, *towers.item_features}
     raw = RawValues(
@@ -216,7 +239,7 @@ def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder) -> _Packag
 
 
 def _query_tower_parts(parts: _PackageParts, run: RunFolder, log: LogSource) -> _PackageParts:
-    """Replace the item tower of two-tower package parts by a list of item vectors to recommend from."""
+    """Replace the item tower in package parts by precomputed item vectors to recommend from."""
     assert isinstance(parts.model, TowerRanking)
     assert parts.raw is not None
     catalog = ItemValues.of(log, features_of(run))
@@ -234,7 +257,7 @@ def _query_tower_parts(parts: _PackageParts, run: RunFolder, log: LogSource) -> 
 
 
 def _single_tower_parts(parts: _PackageParts, tower: Side) -> _PackageParts:
-    """Reduce package parts to one tower."""
+    """Reduce the package parts of a two-tower model to one tower, with only the features it reads."""
     model = Tower(parts.model, tower)
     features = [feature for feature in parts.features if feature in model.features]
     raw = None if parts.raw is None else parts.raw.of(features, dense=bool(model.num_dense))
@@ -244,10 +267,19 @@ def _single_tower_parts(parts: _PackageParts, tower: Side) -> _PackageParts:
 def _unhash_items(
     model: nn.Module, recipe: Recipe, log: LogSource, run: RunFolder, quantised: str | Path | None
 ) -> tuple[nn.Module, Recipe, Dataset]:
-    """Replace hashed item keys by a table with a row per item, as a package lists them.
+    """Replace a hashed item table by a fixed table with a row per item, because a package lists all items.
 
-    Missing and unknown items share the row of the missing key. Returns the new model with a matching recipe
-    and dataset.
+    Missing and unknown items share the row of the missing key.
+
+    Args:
+        model: model with hashed item tables.
+        recipe: the run's recipe.
+        log: the recipe's data source, with hashed items.
+        run: run folder with the fitted vocabulary.
+        quantised: quantized checkpoint to export from, for the error; None: none.
+
+    Returns:
+        The new model, and a matching recipe and dataset.
 
     Raises:
         ValueError: the rows come from a quantized checkpoint.
@@ -262,6 +294,7 @@ def _unhash_items(
     unhashed = _allocate_rows(recipe.model.build(dataset))
     item, key = vocabulary_of(fitted, ITEM), log.key
     assert key is not None
+    # The ID under which the hashed table knows each row of the new table.
     ids_I = torch.full((item.rows,), Key.missing_key)
     ids_I[item.rows_of(item.vocabulary)] = torch.from_numpy(key.rows_of(item.vocabulary))
     hashed = {
@@ -284,7 +317,7 @@ def _unhash_items(
 
 
 def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
-    """Return the rows of a hashed table for IDs, fp32 [N, D]; an ID without a row gets initial values."""
+    """Look up IDs in a hashed table: return rows, fp32 [N, D]. IDs without a row get their initial values."""
     rows = table.storage.initial_values(ids_N)
     slots = table.slots.find(mix(ids_N, table.storage.keys.seed))
     is_alive = slots >= 0
@@ -293,7 +326,11 @@ def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
 
 
 def _allocate_rows(model: nn.Module) -> nn.Module:
-    """Return the model with uninitialized memory for all table rows, which were built on meta."""
+    """Return the model with uninitialized memory for all table rows, which were built on the meta device.
+
+    Collections with another row storage than plain tensors are replaced, so the result may be a copy.
+    """
+    # Replacements by ID of the replaced module.
     memo: dict[int, nn.Module] = {}
     for child in model.modules():
         if not isinstance(child, TableCollection):
@@ -309,7 +346,15 @@ def _allocate_rows(model: nn.Module) -> nn.Module:
 
 
 def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a quantized checkpoint into the model; return it with the checkpoint's description.
+    """Load a quantized checkpoint into a quantized copy of the model.
+
+    Args:
+        model: the run's unquantized model, whose tables need no memory.
+        checkpoint: checkpoint from `quantize_run`.
+        run: name of the run to export.
+
+    Returns:
+        The loaded model, and the checkpoint's entry ``quantised``; see ``quantised_about``.
 
     Raises:
         ValueError: the checkpoint belongs to another run.
@@ -335,7 +380,7 @@ def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Mo
 
 
 def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:
-    """Return the conversion from data columns to IDs; None if requests must have IDs."""
+    """Return the conversion from raw data columns to IDs; None if the recipe's requests must have IDs."""
     if not isinstance(recipe.data, RawSource) or dataset.has_id_weights:
         return None
     features = features_of(run)

@@ -1,5 +1,6 @@
-"""Fitted features of a run. Rank 0 fits them once and stores them in the run folder, from which all later
-commands read them.
+"""Fit the features of a run (such as vocabularies and bucket edges), and read them back.
+
+Rank 0 fits them once and stores them in the run folder, from which all later commands read them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
     from meshrec.data.features import Features
 
 FEATURES = "features.json"
+"""File with the fitted features, inside the run folder."""
 
 
 def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
-    """Load a run's data. Rank 0 fits the features, unless the run has fitted them before. Collective.
+    """Load a run's data. If features must be fitted, rank 0 does so once for all ranks. Collective.
+
+    If the run folder has fitted features already, they are used.
 
     Args:
         source: the recipe's data source.
@@ -50,10 +54,10 @@ def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
 
 
 def features_of(folder: RunFolder) -> "Features":
-    """Return a run's fitted features.
+    """Read a run's fitted features from the run folder.
 
     Raises:
-        DataError: there are none, or they cannot be read.
+        DataError: the run has no fitted features, or they cannot be read.
     """
     from meshrec.data.features import Features
 
@@ -67,7 +71,7 @@ def features_of(folder: RunFolder) -> "Features":
 
 
 def data_of_run(source: DataSource, folder: RunFolder) -> "Dataset":
-    """Open a finished run's data with the run's features.
+    """Open the data of a trained run, with the run's fitted features.
 
     Raises:
         DataError: the data cannot be read, or the run's features are missing.

@@ -1,8 +1,9 @@
-"""Run folders on hosts without shared storage.
+"""Choose the run folder on every rank, also on hosts without shared storage.
 
-Rank 0's host has the run folder. A rank that sees the same folder, through a mount or on the same host, uses
-it. Any other rank uses a local folder, ``runs/NAME.HOST``, for log and errors. Whether ranks see the same
-folder is tested, not inferred from names: rank 0 writes a file with a random name, and all ranks look for it.
+The run folder is on rank 0's host. A rank that sees the same folder, through a mount or on the same host,
+uses it. Any other rank uses a folder on its own host, ``runs/NAME.HOST``, for log and errors. Whether ranks
+see the same folder is tested, not inferred from names: rank 0 writes a file with a random name, and all ranks
+look for it.
 """
 
 import os
@@ -22,21 +23,25 @@ from meshrec.train.run_folder import RunFolder, all_runs, make_folder
 from meshrec.train.stored_run import download_run, stored_launch
 
 LAUNCH = "launch.json"
-"""File with the ID of the launch behind the run folder."""
+"""File in the run folder with the ID of the launch behind it."""
 LAUNCH_VARIABLE = "MESHREC_LAUNCH"
-"""Environment variable with a launch ID, for launchers that restart a job under the same ID. Without it,
-torchrun's --rdzv-id is the ID.
+"""Environment variable with a launch ID. Launchers that restart a job set the same ID again, so the restarted
+job continues the same run. If the variable is not set, torchrun's --rdzv-id is the ID.
 """
-_LOOK_SECONDS = 5.0  # network file systems cache for some seconds that a file does not exist
+# How long ranks look for rank 0's file: network file systems cache for some seconds that a file is missing.
+_LOOK_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 
 
 def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
-    """Return this rank's output folder, and the ranks unable to see rank 0's folder. Collective.
+    """Choose this rank's output folder: the run folder if visible here, else a local folder. Collective.
 
     Args:
         path: run folder, as rank 0 names it.
         ranks: the ranks, from `join`.
+
+    Returns:
+        This rank's output folder, and the ranks unable to see rank 0's folder.
 
     Raises:
         ValueError: rank 0 cannot write to the folder, or another rank cannot create a local folder; raised on
@@ -57,10 +62,10 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
 
 
 def ranks_not_seeing(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
-    """Test which ranks see rank 0's folder, with a file that rank 0 writes there. Collective.
+    """Test which ranks see rank 0's folder: rank 0 writes a file there, and all look for it. Collective.
 
     Returns:
-        Ranks which do not see the file, and the error if rank 0 cannot write it.
+        The ranks unable to see the file, and None; or an empty list and a message if rank 0 cannot write it.
     """
     probe, error = path / f".seen-{secrets.token_hex(4)}", None
     if ranks.is_first:
@@ -77,23 +82,25 @@ def ranks_not_seeing(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
     while not (seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     seen_by_rank = ranks.collect(seen)
-    # Only after all ranks have looked.
+    # Remove the file only after all ranks have looked, which the collective above ensures.
     if ranks.is_first:
         created.remove()
     return [rank for rank, is_seen in enumerate(seen_by_rank) if not is_seen], None
 
 
 def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Ranks) -> None:
-    """Check that all ranks can reach the checkpoint storage. Collective.
+    """Check that all ranks can reach the storage for checkpoints: the run folder or an object store.
+
+    Collective.
 
     Args:
         job: run options.
-        folder: this rank's folder.
+        folder: this rank's output folder.
         blind: ranks unable to see rank 0's folder.
         ranks: the ranks, from `join`.
 
     Raises:
-        ValueError: some ranks cannot; raised on every rank.
+        ValueError: some ranks cannot reach the storage; raised on every rank.
     """
     if job.store is not None:
         _check_store(job.store, ranks)
@@ -135,13 +142,21 @@ def _check_store(address: str, ranks: Ranks) -> None:
 
 @contextmanager
 def locked_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]]]:
-    """Lock the run folder on rank 0, unless MeshRec's launcher holds the lock. Collective.
+    """Create or find the run folder, and lock it on rank 0 unless MeshRec's launcher holds the lock.
 
-    Yields this rank's output folder, and the ranks unable to see rank 0's folder.
+    Collective. The lock is held during the ``with`` block.
+
+    Args:
+        job: run options.
+        ranks: the ranks, from `join`.
+
+    Yields:
+        This rank's output folder, and the ranks unable to see rank 0's folder.
 
     Raises:
         ValueError: rank 0 cannot claim the folder; raised on every rank.
     """
+    # MeshRec's launcher starts all ranks on its own host, so all of them see its folder.
     launcher_folder = os.environ.get(RUN_VARIABLE)
     if launcher_folder:
         yield RunFolder(Path(launcher_folder)), []
@@ -166,7 +181,10 @@ def locked_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]
 
 
 def _claim_folder(job: Job) -> RunLock:
-    """Create and lock a run folder, or lock the folder which this launch created before a restart."""
+    """Lock the run folder created by this launch before a restart; if there is none, create a folder.
+
+    Without a local folder, a run of this launch in the object store is downloaded and continued.
+    """
     # torchrun sets the run ID "none" if no --rdzv-id is given.
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
@@ -187,7 +205,7 @@ def _claim_folder(job: Job) -> RunLock:
 
 
 def _launch_of(folder: RunFolder) -> str | None:
-    """Return the ID of the launch that created a run folder; None if it cannot be read."""
+    """Return the ID of the launch behind a run folder; None if the file cannot be read."""
     try:
         return str((folder.read_json(LAUNCH) or {}).get("id"))
     except ValueError:
@@ -195,12 +213,14 @@ def _launch_of(folder: RunFolder) -> str | None:
 
 
 def _wait_for_lock(folder: RunFolder, seconds: float) -> RunLock:
-    """Wait for the lock on this launch's folder: ranks from before the restart may still hold it on other
-    hosts.
+    """Lock the folder of this launch, waiting until ranks from before the restart have released it.
 
     Args:
         folder: run folder.
         seconds: timeout in seconds.
+
+    Raises:
+        ValueError: the folder is still locked after the timeout.
     """
     deadline = time.monotonic() + seconds
     while True:

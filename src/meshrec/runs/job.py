@@ -1,4 +1,4 @@
-"""Run options, equal on every rank."""
+"""Options for a training run, which must be equal on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,35 +12,36 @@ from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RUNS, RunFolder
 
 RUN_VARIABLE = "MESHREC_RUN"
-"""Environment variable with the run folder created by MeshRec's launcher, for the ranks."""
+"""Environment variable with the path of the run folder, set by MeshRec's launcher for the ranks it starts."""
 START_TIME_VARIABLE = "MESHREC_BEGAN"
-"""Environment variable with the start time of the command, in seconds since 1970; ranks start later."""
+"""Environment variable with the start time of the user's command, in seconds since 1970."""
 
 RESTART_REQUESTED = "goes_on"
-"""Key of the summary entry which asks the launcher to restart the ranks, because a host has left."""
+"""Key of a summary entry. If it is True, the launcher shall restart the ranks, because a host has left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Options of a training run, besides the recipe.
+    """A recipe to train, and those options of the run which are not part of the recipe.
 
     Attributes:
         recipe: the recipe to train.
-        source: recipe name, as given to `meshrec.train.resolve`.
+        source: recipe name or file, as given to `meshrec.train.resolve`.
         name: name of the run folder; None: the recipe's name with a number.
         runs: folder with all run folders.
         device: ``cpu`` or ``cuda``; None: ``cuda`` if torch sees a GPU.
-        resume: continue the named run from the last checkpoint.
+        resume: whether to continue the named run from its last checkpoint.
         changes: options in which a resumed run differs from the original run.
-        profile: record a profiler trace of a few steps.
-        baselines: also evaluate the baselines, such as item popularity.
-        track: names of additional observers, see `meshrec.train.trackers.make_trackers`.
-        rank_timeout: seconds that ranks wait, during training, for a rank that does not answer.
-        folder: run folder, if the caller has created it and holds the `RunLock`; None: create one.
-        keep: save checkpoints.
-        store: object store address for checkpoints, such as ``s3://bucket/runs``; None: the run folder.
-        final: ``all``: after the run, refit on all rows (see runs/refit.py); None: no refit.
-        on_event: called with every event, on every rank.
+        profile: whether to record a profiler trace of a few steps.
+        baselines: whether to evaluate baselines as well, such as item popularity.
+        track: names of additional observers; see `meshrec.train.trackers.make_trackers`.
+        rank_timeout: seconds to wait during training for a rank without an answer.
+        folder: run folder, if the caller has created it and holds the `RunLock`; None: create a folder.
+        keep: whether to save checkpoints.
+        store: address of an object store for checkpoints, such as ``s3://bucket/runs``; None: save them in
+            the run folder.
+        final: ``all``: after the run, fit again on all rows (see runs/refit.py); None: no second fit.
+        on_event: function called with every event, on every rank.
     """
 
     recipe: Recipe

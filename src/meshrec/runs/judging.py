@@ -1,4 +1,4 @@
-"""Evaluation of a run on labelled data: overall, by user, by column value, and with confidence intervals."""
+"""Evaluate a run on labelled data: overall, by user, by column value, and with confidence intervals."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,18 +12,19 @@ from meshrec.train.evaluation import Scored
 from meshrec.train.losses import BinaryCrossEntropy, NextItem
 from meshrec.train.ranks import Ranks
 
+# Column values with metrics; less frequent values are combined.
 _MAX_SLICES = 20
 
 
 class EvaluationResult(NamedTuple):
-    """Result of an evaluation, on rank 0.
+    """Result of an evaluation, available on rank 0 only.
 
     Attributes:
-        metrics: loss metrics, and ``gauc`` if a group is given.
-        intervals: 95 % confidence intervals for the metrics; empty unless requested.
-        slices: ``{column: {value: {metric: value}}}`` for a column's most frequent values; ``others`` stands
-            for all other values together.
-        num_nan: number of NaN scores, for which metrics are NaN too.
+        metrics: the metrics of the recipe's loss, and ``gauc`` if a group column was given.
+        intervals: 95 % confidence intervals by metric; empty unless requested.
+        slices: metrics by column and column value, ``{column: {value: {metric: value}}}``, for a column's
+            most frequent values. The value ``others`` combines all other values.
+        num_nan: number of scores that are NaN. If it is above 0, metrics are NaN, too.
     """
 
     metrics: dict[str, float]
@@ -41,18 +42,22 @@ def evaluate_scorer(
     draws: int = 0,
     seed: int = 0,
 ) -> EvaluationResult | None:
-    """Score the data of a scorer and compute metrics. Collective; returns None on ranks other than 0.
+    """Score labelled data with a model, and compute metrics. Collective.
 
     Args:
-        scorer: a scorer with labelled data.
+        scorer: model with labelled data.
         ranks: the ranks, from `join`.
-        by: columns to slice by value.
-        group: a column, such as the user, to group by for grouped AUC (GAUC).
-        draws: number of bootstrap resamples; 0: no intervals.
+        by: data columns; metrics are also computed for every value in such a column (a slice).
+        group: data column, such as the user ID, by which the grouped AUC (GAUC) groups samples.
+        draws: number of bootstrap resamples; 0: no confidence intervals.
         seed: bootstrap seed.
 
+    Returns:
+        The result on rank 0, and None on all other ranks.
+
     Raises:
-        ValueError: a column does not exist, which is raised before scoring; or all sample weights are 0.
+        ValueError: a column does not exist (raised before scoring), the loss does not support the requested
+            metrics, or all sample weights are 0.
     """
     loss = scorer.recipe.loss
     if (by or group is not None) and not isinstance(loss, BinaryCrossEntropy):
@@ -98,7 +103,7 @@ def evaluate_scorer(
 
 
 def _read_columns(reader: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return data columns as Arrow arrays, by name."""
+    """Read data columns completely, and return them as Arrow chunked arrays by name."""
     import pyarrow as pa
 
     blocks = list(reader.columns(names))
@@ -108,15 +113,17 @@ def _read_columns(reader: Any, names: Sequence[str]) -> dict[str, Any]:
 def _encode_by_frequency(
     column: Any, rows: "np.typing.NDArray[np.int64]"
 ) -> "tuple[list[str], np.typing.NDArray[np.int64]]":
-    """Number a column's values by falling frequency.
+    """Number the values in a column by decreasing frequency, from 0.
+
+    Example: for samples with values "a", "b", "b", return ``["b", "a"]`` and ``[1, 0, 0]``.
 
     Args:
         column: Arrow column of the data.
         rows: data row of each scored sample, int64 [B].
 
     Returns:
-        Values as strings, most frequent first, one more than can be shown; and the value number of each
-        sample, int64 [B]. The column "a", "b", "b" gives ["b", "a"] and [1, 0, 0].
+        The most frequent values as strings, at most ``_MAX_SLICES + 1``, and the value number of every
+        sample, int64 [B]. The additional value tells the caller that some values are not shown.
     """
     import pyarrow as pa
 
@@ -132,12 +139,22 @@ def _encode_by_frequency(
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))
     values = encoded.dictionary.take(pa.array(order[: _MAX_SLICES + 1])).to_pylist()
+    # Null is shown as "None", unless the column also has the string "None".
     null = "None (null)" if "None" in values else "None"
     return [null if value is None else str(value) for value in values], position[codes]
 
 
 def _slice_metrics(whole: Scored, values: Sequence[str], value_indices: Any) -> dict[str, dict[str, float]]:
-    """Return metrics by column value; arguments as returned by `_encode_by_frequency`."""
+    """Compute the metrics of the samples with each column value.
+
+    Args:
+        whole: all scored samples.
+        values: values by decreasing frequency, from `_encode_by_frequency`.
+        value_indices: value number of every sample, from `_encode_by_frequency`.
+
+    Returns:
+        Metrics by value. All values which are not among the most frequent are combined as ``others``.
+    """
     shown_values = list(values[:_MAX_SLICES])
     remaining_name = "others (the rest)" if "others" in shown_values else "others"
     names = shown_values + ([remaining_name] if len(values) > len(shown_values) else [])

@@ -1,4 +1,4 @@
-"""Comparison of models on one split: trained, selected on validation data, evaluated once on test data."""
+"""Compare models on the same data split. Each is trained, selected on validation data, and tested once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,34 +22,41 @@ MODELS: dict[str, ModelConfig] = {
     "dcn": DLRMDCNConfig(table_std=0.001, bottom=(32,), top=(128, 64)),
     "deepfm": DeepFMConfig(table_std=0.001, bottom=(32,), deep=(128, 64)),
 }
-"""Models by name. `meshrec inspect` proposes ``wide_deep``, with trees, which are left out here because
-LightGBM is one of the baselines.
+"""Models to compare, by name. The recipe proposed by `meshrec inspect` is ``wide_deep`` with trees. Trees are
+left out here, because LightGBM is one of the baselines.
 """
 
 
 class LeaderboardEntry(NamedTuple):
-    """Leaderboard entry of a model: AUC on validation and test data, and the test AUC's 95 % interval."""
+    """Leaderboard entry for a model or baseline.
+
+    Attributes:
+        model: name of the model or baseline.
+        validation: AUC on validation data.
+        test: AUC on test data.
+        interval: 95 % confidence interval for the test AUC.
+        kind: ``model`` or ``baseline``.
+    """
 
     model: str
     validation: float
     test: float
     interval: Interval
     kind: str
-    """``model``, or ``baseline``."""
 
 
 def leaderboard(
     recipe: Recipe, *, models: Sequence[str] = tuple(MODELS), tell: Callable[[str], None] = lambda text: None
 ) -> list[LeaderboardEntry]:
-    """Train models and baselines on the recipe's data, and return them by decreasing test AUC.
+    """Train models and baselines on the recipe's data, and rank them by decreasing test AUC.
 
-    All models learn from the same training rows, are selected on the same validation rows, and read the test
-    rows once. The features are fitted once. Everything runs in this process.
+    All models learn from the same training rows, are selected on the same validation rows, and are evaluated
+    on the test rows only once. The features are fitted once. Everything runs in this process.
 
     Args:
-        recipe: data, optimizers and training; the model is not used.
+        recipe: recipe with the data, optimizers and training options. Its model is ignored.
         models: names in `MODELS`.
-        tell: called with a model's name before it is trained.
+        tell: called with the name of a model before the model is trained.
 
     Raises:
         ValueError: a name is unknown, the label is not 0 and 1, or validation or test data is missing.
@@ -84,7 +91,12 @@ def leaderboard(
 def _train_and_evaluate(
     recipe: Recipe, features: Any, models: Sequence[str], tell: Callable[[str], None]
 ) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """Train the models and compute the baselines; yield names with metrics by part of the data."""
+    """Train the models and evaluate the baselines.
+
+    Yields:
+        Name, and metrics by data part: ``{"validation": {...}, "test": {...}}``. The test metrics include the
+        effective numbers of samples per class, ``positive`` and ``negative``.
+    """
     source = recipe.data
 
     def opened() -> Any:  # again for every model: a dataset counts skipped rows
@@ -96,6 +108,7 @@ def _train_and_evaluate(
     batches = list(dataset.test.batches(8192))
     labels = torch.cat([batch.labels for batch in batches])
     weights = concat_weights([(batch.weights, len(batch)) for batch in batches])
+    # The confidence intervals need the class sizes in the test data; with sample weights, effective sizes.
     sizes = effective_sizes(score_histograms(labels, labels, weights))
     classes = dict(zip(("positive", "negative"), sizes, strict=True))
     for name in models:

@@ -1,11 +1,12 @@
-"""File locks on a run folder: only one process or launch trains into it at a time.
+"""File locks on a run folder, by which only one launch at a time trains into it.
 
-Both kinds of lock are ``flock`` locks. The system releases them when the process ends for any reason:
+There are two kinds of lock files. Both use ``flock``, so the system releases the lock when the process ends
+for any reason:
 
 - ``.lock`` is held by the process started by the user: MeshRec's launcher, the single process in a run, or
   rank 0 under another launcher. It is taken before the folder is read or written.
-- ``.process_rankN`` is held by rank N. When a launcher is killed, the ranks still write a last checkpoint; no
-  other launch may write to the folder before they have ended.
+- ``.process_rankN`` is held by rank N. When a launcher is killed, its lock ends, but the ranks still write a
+  last checkpoint. No other launch may write to the folder before they have ended.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, new_run, timestamp
 
 _logger = logging.getLogger("meshrec")
 _LOCKED_ERRNOS = (errno.EWOULDBLOCK, errno.EACCES)
-"""Error numbers of ``flock`` if another process holds the lock; others mean that locks do not work there."""
+"""Error numbers with which ``flock`` reports that another process holds the lock. Other errors mean that the
+file system does not support locks.
+"""
 
 
 class RunLock:
@@ -35,7 +38,7 @@ class RunLock:
         folder: run folder.
 
     Raises:
-        ValueError: another process, or a rank from an earlier start, holds the folder.
+        ValueError: another process, or a rank from an earlier launch, holds a lock in the folder.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -100,7 +103,7 @@ def claim_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool 
 
 @contextmanager
 def rank_lock(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Hold a rank's lock in this context. The lock file contains the rank's process ID.
+    """Context manager that holds a rank's lock. The lock file contains the process ID.
 
     Raises:
         ValueError: the same rank of another launch still runs.
@@ -118,15 +121,16 @@ def rank_lock(folder: RunFolder, rank: int) -> Iterator[None]:
         _unlock(path, descriptor)
 
 
-# Descriptors of all held locks, so that a forked child can close its copies.
+# Descriptors of all locks held by this process. A forked child closes its copies, because an flock ends only
+# when all copies of the descriptor are closed.
 _open_descriptors: set[int] = set()
 
 
 def _open_locked(path: Path) -> int | None:
-    """Open and lock a file; return the descriptor, or None if another process holds the lock.
+    """Create and lock a file. Return the descriptor, or None if another process holds the lock.
 
-    A holder removes the file before it releases the lock. The file behind the new lock may thus have been
-    replaced meanwhile; in this case, try again with the new file.
+    A process removes its lock file before it releases the lock. This function may therefore lock a file that
+    has just been removed, perhaps replaced by a new one. It then tries again with the new file.
     """
     while True:
         # O_NOFOLLOW: a symbolic link could make this process lock and later remove another file.
@@ -158,14 +162,14 @@ def _unlock(path: Path, descriptor: int) -> None:
 
 
 def _is_file_at(path: Path, descriptor: int) -> bool:
-    """Return whether an open file is the one now at a path."""
+    """Return whether an open file is the file now at a path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False
 
 
 def _is_free(path: Path) -> bool:
-    """Return whether no process holds the lock on a file. The test itself leaves the file unlocked."""
+    """Return whether no process holds the lock on a file. The function leaves the file unlocked."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -180,13 +184,16 @@ def _is_free(path: Path) -> bool:
 
 
 def _write_holder(descriptor: int, value: Any) -> None:
-    """Replace the content of a lock file, which tells other processes who holds the lock."""
+    """Replace the content of a lock file by a description of the process holding the lock."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(value).encode(), 0)
 
 
 def _read_holder(path: Path) -> dict[str, Any]:
-    """Return the lock holder described in the file; empty if the holder has not written it yet."""
+    """Return the description of the process holding a lock, such as ``{"pid": 7, "host": "node1"}``.
+
+    The result is empty if that process has not written it yet.
+    """
     try:
         content = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -195,7 +202,13 @@ def _read_holder(path: Path) -> dict[str, Any]:
 
 
 def _in_use_message(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
-    """Return the error message for a locked folder; ``holder`` as from `_read_holder`."""
+    """Return the error message for a locked run folder.
+
+    Args:
+        folder: run folder.
+        who: the kind of process holding the lock, such as "process".
+        holder: description from `_read_holder`.
+    """
     where = f"{who} {holder['pid']} on {holder['host']}" if holder else f"{who}, not known yet,"
     since = f" since {holder['since']}" if "since" in holder else ""
     stop = f"stop it (kill {holder['pid']})" if holder else "stop it"

@@ -1,4 +1,4 @@
-"""Quantization of a run's model into a checkpoint."""
+"""Quantize the embedding tables of a run's model, and save the result as a checkpoint."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class QuantisedRun(NamedTuple):
 
     Attributes:
         model: the quantized model.
-        choice: data types selected within the loss budget; None without a budget.
+        choice: data types selected per table within the loss budget; None without a budget.
     """
 
     model: nn.Module
@@ -44,23 +44,23 @@ def quantize_run(
     last: bool = False,
     measured: RunFolder | None = None,
 ) -> QuantisedRun:
-    """Quantize a run's model with the reported weights, and save it.
+    """Quantize the tables of a run's model with the reported weights, and save the model as a checkpoint.
 
-    The result is a checkpoint with the entries ``model`` and ``quantised`` (see ``quantised_about``). With a
-    budget, the folder also contains a page ``report.html``.
+    The checkpoint has the entries ``model`` and ``quantised`` (a description; see ``quantised_about``). With
+    a loss budget, the folder also contains a page ``report.html``.
 
     Args:
         run: the run.
         ranks: the ranks of a single process.
-        folder: the new checkpoint; it must not exist.
-        max_loss: loss budget, see ``choose_precision``; measured on the run's validation data. None: all
-            tables get ``weights``.
-        weights: data type for all tables without a budget.
-        rounding: see ``quantize``.
+        folder: folder for the new checkpoint; it must not exist.
+        max_loss: loss budget: by how much the loss on the run's validation data may rise. Data types are then
+            chosen per table (see ``choose_precision``). None: all tables get the data type ``weights``.
+        weights: data type for all tables, if no budget is given.
+        rounding: rounding method; see ``quantize``.
         step: use the checkpoint at this step instead.
         last: use the run's last checkpoint instead of the best.
-        measured: run on which the budget is measured, if ``run`` is its refit on all rows: the refit has
-            learned from the validation data. None: ``run``.
+        measured: run on whose model the loss is measured. Needed if ``run`` is the refit of that run on all
+            rows, which has learned from the validation data. None: measure on ``run``.
 
     Raises:
         ValueError: a budget is given but the run has no validation data; the folder exists; or as for
@@ -90,7 +90,14 @@ def quantize_run(
 
 
 def _choose_precisions(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Rounding) -> Choice:
-    """Choose a data type per table such that the validation loss rises by at most ``max_loss``."""
+    """Choose a data type per table such that the validation loss rises by at most ``max_loss``.
+
+    Args:
+        trained: model on which the loss is measured.
+        ranks: the ranks of a single process.
+        max_loss: loss budget.
+        rounding: rounding method; see ``quantize``.
+    """
     reader = trained.dataset.validation
     if reader is None:
         raise ValueError(
@@ -108,7 +115,10 @@ def _choose_precisions(trained: TrainedModel, ranks: Ranks, max_loss: float, rou
 
 
 def quantised_run_name(checkpoint: str | Path) -> str | None:
-    """Return the name of the run in a checkpoint of `quantize_run`; ``NAME/final`` for a refit."""
+    """Return the name of the run from which `quantize_run` made a checkpoint; ``NAME/final`` for a refit.
+
+    Return None if the checkpoint does not name a run.
+    """
     state: dict[str, dict[str, str]] = {"quantised": {}}
     load(checkpoint, state)
     return state["quantised"].get("run")

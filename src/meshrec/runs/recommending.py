@@ -1,4 +1,4 @@
-"""Next-item recommendations from a run: the best items for users in a log, and similar items."""
+"""Recommend items with a run's next-item model: the best items for users in a log, and similar items."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,31 +29,40 @@ from meshrec.train.run_folder import RunFolder
 
 # B users of a batch, K items, N items to compare with, I items of the catalog, V width of vectors
 
+# Users scored at once, per rank.
 _USERS_PER_BATCH = 512
 
 
 class Recommender(NamedTuple):
-    """A run's model with the users to recommend items to, and the items' names in the log."""
+    """A run's model with everything needed to recommend items to users.
+
+    Attributes:
+        model: next-item model with trained weights.
+        reader: user histories, in the order of ``users``.
+        users: user values as in the log, [number of users].
+        user_column: name of the user column in the log.
+        items: item values in the log, by item ID.
+        num_unknown: number of users without a history.
+        step: training step of the weights.
+        keep_seen: whether the recipe also ranks items from a user's history.
+    """
 
     model: nn.Module
     reader: Reader
-    """User histories, in the order of ``users``."""
     users: pa.Array
     user_column: str
     items: "ItemValues"
     num_unknown: int
-    """Number of users without a history."""
     step: int | None
     keep_seen: bool = False
-    """Whether the recipe also ranks items from a user's history."""
 
 
 class ItemValues(NamedTuple):
-    """Values of items in the log, such as titles or keys, by item ID.
+    """Values by which items are called in the log, such as titles or keys, by item ID.
 
     Attributes:
-        ids: item IDs, int64 [I], ascending.
-        values: value of each item, [I].
+        ids: item IDs of the model, int64 [I], ascending.
+        values: value of every item in the log, Arrow array [I].
     """
 
     ids: "np.typing.NDArray[np.int64]"
@@ -61,7 +70,7 @@ class ItemValues(NamedTuple):
 
     @staticmethod
     def of(source: LogSource, features: Any) -> "ItemValues":
-        """Return the items of a run trained on ``source`` with these fitted features."""
+        """Return the items of a run, from its log source and its fitted features."""
         vocabulary = vocabulary_of(features, ITEM)
         ids = item_ids(vocabulary, vocabulary.vocabulary, source.key)
         # Ascending, so that `take` can search.
@@ -69,12 +78,12 @@ class ItemValues(NamedTuple):
         return ItemValues(ids[order], vocabulary.vocabulary.take(pa.array(order)))
 
     def take(self, ids: "np.typing.NDArray[np.int64]") -> pa.Array:
-        """Return the values for IDs."""
+        """Return the values for item IDs, which must be in ``ids``."""
         return self.values.take(pa.array(np.searchsorted(self.ids, ids)))
 
 
 def log_source(run: RunFolder) -> LogSource:
-    """Return the log source of a next-item run.
+    """Return the data source of a next-item run, which is a log of users, items and times.
 
     Raises:
         ValueError: the run was not trained on a log.
@@ -97,15 +106,17 @@ def load_recommender(
     step: int | None = None,
     last: bool = False,
 ) -> Recommender:
-    """Load a run's model and user histories. Collective.
+    """Load a next-item model, and the histories of the users to recommend items to. Collective.
 
     Args:
         run: the run.
         ranks: the ranks, from `join`.
-        users: Parquet or CSV file, or table, with a user column named as in the log; duplicate users count
-            once. None: all users in the log.
-        data: another log with the histories; None: the run's log, held-out items included.
-        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
+        users: Parquet or CSV file, or table, with a user column named as in the log. Duplicate users count
+            only once. None: all users in the log.
+        data: another log, from which the histories are read. None: the run's log, including items that were
+            held out for validation and test.
+        step, last: which weights to load if not the reported ones; see
+            ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
         ValueError: the run was not trained on a log, or a file does not fit.
@@ -118,7 +129,7 @@ def load_recommender(
         requested = _read_users(users, column, logged.values).unique()
         positions = pc.index_in(requested, value_set=logged.values.cast(requested.type))
         user_indices = positions.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    # Index -1, an unknown user, reads the last user's history; the first condition excludes it.
+    # The index -1 of an unknown user selects the last user's history. The first condition excludes it.
     has_history = (user_indices >= 0) & (logged.log.stops > logged.log.firsts)[user_indices]
     user_ids = None if source.windows else vocabulary_of(features, USER).lookup_values(requested)
     dataset = source.dataset_of(logged.log, source.held_out) if data is None else source.dataset(features)
@@ -140,18 +151,23 @@ def load_recommender(
 def recommendations(
     recommender: Recommender, ranks: Ranks, k: int, *, keep_seen: bool | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield item IDs and scores [B, K] of the best items per user, batch by batch in user order, on rank 0.
+    """Find the best items for every user, a batch of users at a time.
 
-    Other ranks yield nothing. Collective: every rank must exhaust the iterator.
+    Collective: every rank must exhaust the iterator.
 
     Args:
         recommender: the recommender.
         ranks: the ranks, from `join`.
         k: number of items per user.
-        keep_seen: whether to recommend items from a user's history; None: as the recipe ranks them.
+        keep_seen: whether to recommend items from a user's history as well. None: as set in the recipe.
+
+    Yields:
+        Item IDs [B, K] and scores [B, K], best item first, with users in the recommender's order. Only
+        rank 0 yields.
     """
     seen = None if (recommender.keep_seen if keep_seen is None else keep_seen) else SEEN
     model: Any = recommender.model
+    # A sharded model is wrapped by DistributedModelParallel.
     inner = model if hasattr(model, "recommend") else model.module
     inner.eval()
     for batch in recommender.reader.batches(_USERS_PER_BATCH, rank=ranks.rank, world_size=ranks.size):
@@ -163,15 +179,15 @@ def recommendations(
 
 
 def write_recommendations(out: Path, recommender: Recommender, best: Iterator[tuple[Tensor, Tensor]]) -> int:
-    """Write a row per recommendation: user, rank from 1, item and score.
+    """Write recommendations to a file, with a row per user and item: user, rank (from 1), item and score.
 
     Args:
         out: a ``.parquet`` or ``.csv`` file. An existing file is replaced once everything is written.
         recommender: the recommender.
-        best: the results from `recommendations`.
+        best: output of `recommendations`.
 
     Returns:
-        The number of rows.
+        Number of rows.
     """
     num_rows = 0
     with table_writer(out) as write:
@@ -184,7 +200,13 @@ def write_recommendations(out: Path, recommender: Recommender, best: Iterator[tu
 def recommendation_tables(
     recommender: Recommender, best: Iterator[tuple[Tensor, Tensor]]
 ) -> Iterator[pa.Table]:
-    """Yield the rows for `write_recommendations`, a table per batch of users."""
+    """Convert recommendations to tables with the rows of `write_recommendations`, a table per user batch.
+
+    Args:
+        recommender: the recommender.
+        best: output of `recommendations`.
+    """
+    # Index of the batch's first user among all users.
     first = 0
     for ids_BK, scores_BK in best:
         # A score of -inf marks an excluded item, where a user has fewer than K candidates.
@@ -204,7 +226,12 @@ def recommendation_tables(
 
 
 def _read_users(path: Any, name: str, logged: pa.Array) -> pa.Array:
-    """Read the user column ``name`` from a file or table; values must have the log's kind.
+    """Read the users to recommend items to from a file or table.
+
+    Args:
+        path: file path or table.
+        name: name of the user column.
+        logged: users in the log. The values read must have the same kind, such as integer or string.
 
     Raises:
         DataError: the column is empty, a user is missing, or the values have another kind.
@@ -230,16 +257,18 @@ def _read_users(path: Any, name: str, logged: pa.Array) -> pa.Array:
 def similar_items(
     run: RunFolder, items: pa.Array | None, k: int, *, step: int | None = None, last: bool = False
 ) -> pa.Table:
-    """Return the items with the largest vector cosine to the given items.
+    """Find similar items: those whose learned vectors have the largest cosine with an item's vector.
 
     Args:
         run: a next-item run.
-        items: item values, [N]; None: all items in the log.
-        k: number of similar items per item; fewer if the log has fewer.
-        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
+        items: values of the items in the log, [N]; None: all items in the log.
+        k: number of similar items to return per item. If the log has fewer other items, all are returned.
+        step, last: which weights to load if not the reported ones; see
+            ``meshrec.checkpoint.find_checkpoint``.
 
     Returns:
-        A row per pair: ``item``, ``rank`` from 1, ``similar``, and ``score``, the cosine.
+        Table with a row per pair of items, and the columns ``item``, ``rank`` (from 1), ``similar`` (the
+        similar item), and ``score`` (the cosine).
 
     Raises:
         DataError: an item was not in the training data.
@@ -251,6 +280,7 @@ def similar_items(
     dataset = source.dataset(features)
     ranks = join("cpu")
     model: Any = load_model(run, ranks, recipe, dataset, step=step, last=last)[0]
+    # A sharded model is wrapped by DistributedModelParallel.
     inner = model if hasattr(model, "item_vectors") else model.module
     catalog = ItemValues.of(source, features)
     values = catalog.values if items is None else _as_type(items, catalog.values.type)
@@ -280,7 +310,11 @@ def similar_items(
 
 
 def _as_type(items: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Cast items to the training data's type."""
+    """Cast items to the Arrow type of the items in the training data.
+
+    Raises:
+        DataError: a value cannot be cast.
+    """
     try:
         return items.cast(kind)
     except pa.ArrowException as error:

@@ -1,8 +1,8 @@
-"""Second fit of a run on all rows, after validation data has selected the number of steps.
+"""Refit: train a run's model again on all rows, after validation data has selected the number of steps.
 
-The refit is a run itself, in the folder ``final`` inside the run: features, regression, trees and embeddings
-learn from training, validation and test rows. No rows are left to evaluate it, so the run's metrics stay
-those of the first fit.
+The refit is a run itself, in the folder ``final`` inside the run folder. Features, regression, trees and
+embeddings learn from training, validation and test rows. No rows are left to evaluate the refit, so the
+reported metrics are those of the first fit.
 """
 
 from collections.abc import Callable
@@ -41,8 +41,8 @@ class Refit(NamedTuple):
     Attributes:
         recipe: recipe of the refit.
         step: last step of the refit.
-        num_rows: training rows of the refit.
-        num_first_rows: training rows of the first fit.
+        num_rows: number of training rows in the refit.
+        num_first_rows: number of training rows in the first fit.
         is_stopped: whether a stop request ended the refit early.
     """
 
@@ -54,10 +54,12 @@ class Refit(NamedTuple):
 
 
 def check_refit(job: Job) -> None:
-    """Check that a run can be refitted on all rows, before the first fit.
+    """Check that the requested refit on all rows is possible. Called before the first fit starts.
+
+    Does nothing if no refit is requested.
 
     Raises:
-        ValueError: the data has no source of all rows, or the run folder has no checkpoints.
+        ValueError: the data source cannot provide all rows, or no checkpoints are saved in the run folder.
     """
     if job.final is None:
         return
@@ -73,20 +75,20 @@ def check_refit(job: Job) -> None:
 def refit_recipe(recipe: Recipe, trainer: Trainer, dataset: "Dataset") -> Recipe:
     """Return the recipe for the refit on all rows.
 
-    The refit makes as many passes over its rows as the first fit made up to the reported weights: steps and
-    learning rate schedule grow with the number of rows.
+    The refit makes as many passes over its rows as the first fit made until the reported weights. The number
+    of steps and the length of the learning rate schedule therefore grow with the number of rows.
 
     Args:
-        recipe: recipe of the first fit, with all rows as training data.
-        trainer: the finished first fit.
-        dataset: all rows.
+        recipe: recipe of the first fit, but with all rows as training data.
+        trainer: trainer of the first fit, which has finished.
+        dataset: dataset with all rows.
     """
-    # The refit sees more rows, so as many passes take more steps.
+    # More rows need more steps for the same number of passes.
     growth = dataset.train.num_samples / trainer.dataset.train.num_samples
     step = trainer.evaluator.weights_step
     training = recipe.training
     max_steps = None if training.max_steps is None else max(1, round(training.max_steps * growth))
-    # Options from a checkpoint have lists instead of tuples.
+    # Model options found by `ModelConfig.start` in the first fit. From a checkpoint, tuples come as lists.
     options = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in trainer.progress.start_options.items()
@@ -115,15 +117,17 @@ def refit(
     stop: StopRequest,
     tell: Callable[[float], None],
 ) -> Refit:
-    """Refit on all rows into the run folder, or continue from a checkpoint there. Collective.
+    """Train the model again on all rows, in the folder ``final`` inside the run folder. Collective.
+
+    If the folder has a checkpoint of an interrupted refit, continue from it.
 
     Args:
         job: run options.
-        trainer: the finished first fit.
+        trainer: trainer of the first fit, which has finished.
         folder: run folder.
         ranks: the ranks, from `join`.
-        stop: stop request for an early end.
-        tell: called with the finished share of the work.
+        stop: the user's request to stop, after which the refit ends early.
+        tell: called with the finished share of the work, from 0 to 1.
     """
     final = RunFolder(folder.path / FINAL, folder.is_trusted)
     if ranks.is_first and not final.path.exists():
@@ -160,7 +164,7 @@ def refit(
 
 
 def _write_config(job: Job, recipe: Recipe, again: Trainer, folder: RunFolder, final: RunFolder) -> None:
-    """Write ``config.json`` of the refit.
+    """Write the refit's ``config.json``, state and sharding plan. Rank 0 only.
 
     Args:
         job: run options.
@@ -169,6 +173,7 @@ def _write_config(job: Job, recipe: Recipe, again: Trainer, folder: RunFolder, f
         folder: run folder.
         final: folder of the refit.
     """
+    # An earlier start of the same refit; empty for the first start.
     before = final.read_json(CONFIG) or {}
     plan = again.built.plan
     config = {
@@ -191,7 +196,7 @@ def _write_config(job: Job, recipe: Recipe, again: Trainer, folder: RunFolder, f
 
 
 def _summary(job: Job, again: Trainer, state: str) -> dict[str, Any]:
-    """Return the content of the refit's ``summary.json``, which has no metrics."""
+    """Return the content of the refit's ``summary.json``. It has no metrics, because no rows are left."""
     progress = again.progress
     return {
         "state": state,
@@ -211,12 +216,15 @@ def _summary(job: Job, again: Trainer, state: str) -> dict[str, Any]:
 
 
 def refit_summary(result: Refit, folder: RunFolder, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry for the refit in the summary of the first fit, with a sentence for the user.
+    """Return the entry for the refit in the summary of the first fit.
 
     Args:
-        result: the refit.
+        result: result of the refit.
         folder: run folder.
         summary: summary of the first fit.
+
+    Returns:
+        Plain values by name. ``text`` is an explanation for the user.
     """
     honest = " and ".join(
         f"{data} {leading_text(summary[data])}" for data in ("validation", "test") if summary[data]
@@ -239,7 +247,7 @@ def refit_summary(result: Refit, folder: RunFolder, summary: dict[str, Any]) -> 
 
 
 def can_refit(run: RunFolder, recipe: Recipe) -> bool:
-    """Return whether a run held back rows for validation or test, which a refit would learn from."""
+    """Return whether a refit would learn from more rows: the run held back rows for validation or test."""
     samples = (run.read_json(CONFIG) or {}).get("data", {}).get("samples", {})
     if not samples.get("validation") and not samples.get("test"):
         return False

@@ -1,4 +1,7 @@
-"""Removal of a run folder, limited to MeshRec's files: see [Note: what MeshRec deletes]."""
+"""Delete runs. Only files written by MeshRec are deleted.
+
+See [Note: what MeshRec deletes] in ``durable/removal.py``.
+"""
 
 import os
 import re
@@ -21,16 +24,18 @@ from meshrec.train.run_folder import (
     run_marks,
 )
 
-_MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")  # a copied run also has the mark of its original
+# Names of marks, which prove that MeshRec created a folder. A copied run also has the original's mark.
+_MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")
 _DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")
 
 
 def remove_run(folder: RunFolder) -> list[str]:
-    """Delete a run's files, and the folder unless other files remain. For a link to a run, delete only the
-    link.
+    """Delete a run's files, and its folder unless other files remain in it.
+
+    If the path is a symbolic link to a run, delete only the link.
 
     Returns:
-        The names of remaining files, which MeshRec did not write.
+        Names of the remaining files, which MeshRec did not write.
 
     Raises:
         ValueError: the run is still running, or the folder is not a run.
@@ -63,9 +68,12 @@ def remove_run(folder: RunFolder) -> list[str]:
 
 
 def remove_unstarted(folder: RunFolder) -> None:
-    """Delete the folder of a run which ended before its first step, if it was created for the run."""
+    """Delete the folder of a run without a configuration, because it failed before training.
+
+    The folder is kept if it was not created for the run, or if it contains other files.
+    """
     path = folder.path.resolve()
-    # Retry for up to 0.4 seconds.
+    # Retry for up to 0.4 seconds, because other ranks on this host may still write files there.
     for _ in range(20):
         marks = run_marks(path)
         if not marks or (path / CONFIG).exists():
@@ -80,13 +88,20 @@ def remove_unstarted(folder: RunFolder) -> None:
 
 
 def _source_files(folder: RunFolder) -> list[str]:
-    """Return the file names in the run's recipe copy."""
+    """Return the relative paths of the files in the run's copy of the recipe source."""
     code = (folder.read_json(CONFIG) or {}).get("code") or {}
     return list(code.get("files", ()))
 
 
 def _remove_files(folder: Path, names: list[str]) -> None:
-    """Delete files by relative path, then the folders left empty. Of a link, delete only the link."""
+    """Delete files in a folder, and then the folders that are left empty.
+
+    If ``folder`` is a symbolic link, delete only the link.
+
+    Args:
+        folder: the folder.
+        names: paths relative to the folder.
+    """
     if remove_link(folder):
         return
     remove_named(folder, names)
@@ -98,5 +113,5 @@ def _remove_files(folder: Path, names: list[str]) -> None:
 
 
 def _entries(folder: Path, pattern: str = "*") -> Iterator[Path]:
-    """List a folder's entries; a link to a folder has none."""
+    """List the entries of a folder, sorted. If the folder is a symbolic link, list nothing."""
     return iter(()) if folder.is_symlink() else iter(sorted(folder.glob(pattern)))

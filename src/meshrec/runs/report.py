@@ -1,4 +1,4 @@
-"""Run report as a self-contained HTML page: curves, times, plan, and metrics."""
+"""Write a run's report: a self-contained HTML page with curves, times, plan and metrics."""
 
 import statistics
 from collections import defaultdict
@@ -17,6 +17,7 @@ from meshrec.train.table_counts import PREFIX
 
 # More points than a screen is wide add size but no detail.
 _MAX_POINTS = 800
+# Entries of a metrics line read by the report page, in addition to metrics.
 _CURVES = (
     "step",
     "epoch",
@@ -37,7 +38,7 @@ def write_report(folder: RunFolder) -> None:
 
 
 def report_data(folder: RunFolder) -> dict[str, Any]:
-    """Return all page data as plain JSON types."""
+    """Return all data for a run's report page, as plain JSON types."""
     config, summary = folder.read_json(CONFIG) or {}, folder.read_json(SUMMARY) or {}
     leading = leading_metric({**(summary.get("test") or {}), **(summary.get("validation") or {})}) or "auc"
     return {
@@ -60,11 +61,11 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
 def comparison_data(
     runs: Sequence[RunFolder], tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
 ) -> dict[str, Any]:
-    """Return the data of a page that compares runs.
+    """Return the data for a page comparing runs, as plain JSON types.
 
     Args:
-        runs: runs.
-        tables: title, column names, and rows of text per table.
+        runs: runs to compare.
+        tables: tables to show on the page, as tuples (title, column names, rows of cells).
     """
     reports = [report_data(run) for run in runs]
     # Runs of different tasks have different leading metrics, each with its own chart.
@@ -90,17 +91,20 @@ def _summary_curves(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks for which other ranks waited, the longest waits first.
+    """Return the ranks for which the other ranks waited (stragglers), by decreasing waiting time.
 
     Args:
-        lines: lines of ``metrics.jsonl``; each records only the slowest rank since the line before.
+        lines: lines of ``metrics.jsonl``. A line records only the slowest rank since the previous line.
 
     Returns:
-        ``{"rank": 3, "share": 0.2}`` per straggler: the other ranks waited 20 % of the time for rank 3.
+        A dict per straggler. For example, ``{"rank": 3, "share": 0.2}`` means that the other ranks waited for
+        rank 3 during 20 % of the time.
     """
+    # Waiting time by rank.
     seconds: dict[int, float] = defaultdict(float)
     total, before = 0.0, 0.0
     for line in (line for line in lines if "straggler" in line):
+        # Not below 0, in case lines of a resumed run have smaller times than the lines before.
         passed = max(0.0, line["seconds"] - before)
         before, total = line["seconds"], total + passed
         seconds[line["straggler"]] += passed * line["straggler_share"]
@@ -109,7 +113,7 @@ def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
-    """Return 95 % AUC intervals by part of the data."""
+    """Return 95 % confidence intervals of the AUC, for validation and test data where there is an AUC."""
     intervals = {}
     for data, curves in summary.get("curves", {}).items():
         auc = summary[data].get("auc")
@@ -119,10 +123,13 @@ def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
 
 
 def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return median seconds per phase as ``{"rank", "phases": {name: seconds}}`` per rank, dense part last.
+    """Return the median duration of every phase of a training step, for every rank.
 
-    For a pipelined run, ``"hidden"`` gives the additional seconds by phase if nothing overlaps the exchange.
+    Returns:
+        A dict per rank, with ``"rank"`` and ``"phases"``: seconds by phase name, the dense part last. For a
+        pipelined run, ``"hidden"`` has the seconds by which a phase would be longer without overlap.
     """
+    # Durations without overlap, from measured steps in which the pipeline was switched off.
     whole = dict(_median_phases(folder.whole_phases))
     times: list[dict[str, Any]] = []
     for rank, phases in _median_phases(folder.phases):
@@ -134,7 +141,7 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _median_phases(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Return ``(rank, {phase: median seconds})`` for every rank in a phases file."""
+    """Return pairs (rank, median seconds by phase) from a file of measured phases; empty without the file."""
     if not path.is_file():
         return []
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -153,7 +160,7 @@ def _median_phases(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def _thin_curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return metrics lines, thinned to about as many points as a screen can show."""
+    """Return metrics lines for the page, with at most about as many points per curve as a screen can show."""
     train = [line for line in lines if line["kind"] == "train"]
     judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
@@ -164,19 +171,19 @@ def _thin_curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_curve(name: str) -> bool:
-    """Return whether the report page reads the entry ``name`` from a metrics line."""
+    """Return whether the report page shows the entry ``name`` of a metrics line."""
     return name in _CURVES or name.startswith(PREFIX) or metric_of(name).is_curve
 
 
 def _thin(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return evenly spaced lines, about `_MAX_POINTS` at most."""
+    """Select evenly spaced lines, about `_MAX_POINTS` at most."""
     # Keep the last line too: it has the final values.
     stride = -(-len(lines) // _MAX_POINTS) or 1
     return lines[::stride] + (lines[-1:] if lines and (len(lines) - 1) % stride else [])
 
 
 def _plan(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the plan's report as plain JSON types; None for an unsharded run."""
+    """Return a report on the run's sharding plan as plain JSON types, or None for an unsharded run."""
     if not folder.plan.is_file():
         return None
     report = make_report(load_plan(folder.plan)).to_json()

@@ -1,7 +1,7 @@
-"""Comparison of ranks before training: same recipe, options, data, source code and versions.
+"""Check before training that all ranks have the same recipe, options, data, source code and versions.
 
 Ranks with different settings would train without an error, for example with different learning rates for
-different table shards. So they are compared when they join, and again once their data is loaded.
+different table shards. They are therefore compared when they join, and again after loading the data.
 """
 
 import dataclasses
@@ -37,10 +37,15 @@ ENVIRONMENT = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TRITON_INTERPRET",
 )
-"""Variables that affect a step's results. MESHREC_HOST_LINK may differ: it does not change any bit."""
+"""Environment variables that affect a step's results. MESHREC_HOST_LINK may differ between ranks, because it
+does not change any bit.
+"""
+# A fingerprint covers 9 parts of 64 KiB per file, so a file of up to half a MiB is read completely.
 _FINGERPRINT_BYTES = 1 << 16
-_FINGERPRINT_PARTS = 9  # so that a file of up to half a MiB is read completely
+_FINGERPRINT_PARTS = 9
+# Files per folder to compare.
 _MAX_FILES = 1000
+# Differences listed in an error.
 _MAX_NAMED = 5
 _DATA_SUFFIXES = (".parquet", ".csv", ".tsv", ".dat", ".txt", ".json", ".npy", ".gz", ".bz2", ".zst")
 # Object addresses in reprs differ between processes.
@@ -48,18 +53,18 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], complaint: str) -> None:
-    """Check that values are equal on all ranks: digests first, then every value. Collective.
+    """Check that values are equal on all ranks. Collective.
 
     Args:
         ranks: the ranks, from `join`.
-        mine: this rank's plain values, by name.
-        complaint: completes "the ranks ..." in the error, such as "were not started alike".
+        mine: this rank's values, by name. Values are compared by ``repr``.
+        complaint: end of the error's sentence "the ranks ...", such as "were not started alike".
 
     Raises:
         ValueError: values differ. Raised on every rank, with value names and ranks.
     """
     words = {name: repr(value) for name, value in mine.items()}
-    # Usually all digests agree, and a single small exchange suffices.
+    # Exchange digests first. Usually they agree, and a single small exchange suffices.
     digest = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()
     if len(set(ranks.collect(digest))) == 1:
         return
@@ -77,12 +82,16 @@ def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], complaint: str) -> None
 
 
 def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe this rank's start as plain values by name.
+    """Return everything that must be equal on all ranks when a run starts, for `compare_ranks`.
 
     Args:
         recipe: the recipe to train.
-        source: recipe name, as given to `resolve`.
+        source: recipe name or file, as given to `resolve`.
         options: command-line options, which must be equal on all ranks.
+
+    Returns:
+        Plain values by name: recipe options, data files, options, versions, environment variables, source
+        digests and a digest of the sharding plan.
     """
     paths = dict(_data_paths(recipe.data, "data"))
     description: dict[str, Any] = {
@@ -103,7 +112,7 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
 
 
 def file_fingerprints(source: DataSource) -> dict[str, str]:
-    """Return size and digest of all files of a data source, by option and file name."""
+    """Return a fingerprint of every file of a data source, by option name and file name."""
     return {
         f"{name}: {file}": about
         for name, path in _data_paths(source, "data")
@@ -112,7 +121,7 @@ def file_fingerprints(source: DataSource) -> dict[str, str]:
 
 
 def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
-    """Describe the data loaded on this rank: sizes and files."""
+    """Return the sizes and files of the data loaded on this rank, for `compare_ranks`."""
     description = dict(flatten(describe_data(dataset), "data"))
     for name, reader in (
         ("train", dataset.train),
@@ -124,14 +133,18 @@ def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
 
 
 def _describe_files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
-    """Yield number and description (name, rows, fingerprint) of a reader's files."""
+    """Yield the number and the description (name, row count, fingerprint) of every file of a reader."""
     for number, file in enumerate([] if reader is None else reader.files):
         about = _fingerprint(Path(file.name)) if number < _MAX_FILES else ""
         yield number, f"{Path(file.name).name}, {file.num_rows} rows, {about}"
 
 
 def _format_by_rank(values: list[str]) -> str:
-    """Format values by rank, such as ``0.1 on rank 0, 1 and 0.2 on rank 3``; the most frequent is first."""
+    """Format the values on all ranks, the most frequent first: ``0.1 on rank 0, 1 and 0.2 on rank 3``.
+
+    Args:
+        values: value per rank, in rank order.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -143,7 +156,15 @@ def _format_by_rank(values: list[str]) -> str:
 
 
 def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
-    """Yield name and value of data source options which are paths of existing files or folders."""
+    """Find the options of a data source with paths of existing files or folders.
+
+    Args:
+        value: the data source, or an option in it.
+        name: name of ``value``, such as "data".
+
+    Yields:
+        Option name, such as "data.train", and path.
+    """
     if isinstance(value, str | Path):
         if value and "\0" not in str(value) and os.path.exists(value):
             yield name, value
@@ -156,7 +177,7 @@ def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
 
 
 def _list_data_files(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and fingerprint of a file, or of the data files in a folder."""
+    """Yield the name and fingerprint of a file, or of every data file in a folder."""
     if path.is_dir() and path.resolve() == Path.cwd():
         return  # a default such as Path() means no folder of data; logs that grow may lie here
     files = [path]
@@ -171,7 +192,10 @@ def _list_data_files(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a file's size and a digest over evenly spaced parts; a fixed string if it does not exist."""
+    """Return a fingerprint: the file's size, and a digest of evenly spaced parts.
+
+    Reading whole files would take too long. If the file does not exist, return a fixed string.
+    """
     if not path.is_file():
         return "no file of this machine"
     size = path.stat().st_size
@@ -185,8 +209,9 @@ def _fingerprint(path: Path) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of everything that computes a step. Source file sizes distinguish unreleased
-    versions.
+    """Return the versions of all software that affects the results of a step, by name.
+
+    MeshRec's version includes a digest of its source file sizes, which distinguishes unreleased versions.
     """
     root = Path(library.__file__).parents[1]
     sources = sorted(f"{path.relative_to(root)} {path.stat().st_size}" for path in root.rglob("*.py"))

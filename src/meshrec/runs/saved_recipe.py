@@ -1,4 +1,4 @@
-"""A run's recipe, restored from ``config.json``, and options which a resumed run may change."""
+"""Restore a run's recipe from ``config.json``, and check which options a resumed run changes."""
 
 import dataclasses
 import typing
@@ -24,7 +24,13 @@ _REMEDY = "Resume with the recipe that the run was trained with"
 
 
 class Change(NamedTuple):
-    """Option in which a resumed run differs from the original run."""
+    """Recipe option in which a resumed run differs from the original run.
+
+    Attributes:
+        name: option name, such as "training.batch_size".
+        old: value in the original run.
+        new: value in the resumed run.
+    """
 
     name: str
     old: Any
@@ -32,13 +38,13 @@ class Change(NamedTuple):
 
 
 def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
-    """Return a run's recipe as it was trained.
+    """Return the recipe with which a run was trained.
 
     Args:
         folder: run folder.
-        source: recipe that provides the classes; if none, the run's recorded recipe. All values come from the
-            run. A source given here is executed; the recorded source is executed only if you trained the run,
-            see [Note: whose code a run executes].
+        source: recipe name or file, whose classes are used; None: the run's recorded source. All option
+            values come from the run. A source given here is executed. The recorded source is executed only if
+            this user trained the run; see [Note: whose code a run executes] in ``source.py``.
 
     Raises:
         ValueError: the recipe may not be executed, no longer exists, or has other classes or fields than the
@@ -51,7 +57,7 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
         )
     if source is None and not isinstance(config.get("source"), str):
         raise ValueError(f"{folder.path} does not record its recipe; name the recipe.")
-    # The template provides classes and defaults, the configuration all recorded values.
+    # The template provides the classes and defaults, and the configuration provides all recorded values.
     template = recorded_recipe(folder, config) if source is None else resolve(source)
     if config.get("all_rows"):  # the configuration has no in-memory tables
         template = dataclasses.replace(template, data=template.data.all_rows())
@@ -65,12 +71,12 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
 
 
 def restore_options(template: T, saved: Any, where: str) -> T:
-    """Return ``template`` with values from ``saved``, the `to_json` form of an object with the same classes.
+    """Return a copy of ``template`` with the recorded option values.
 
     Args:
-        template: a recipe, or a part of it.
-        saved: plain values.
-        where: name for errors.
+        template: recipe, or a part of a recipe such as its model config; a dataclass.
+        saved: output of `to_json` for an object with the same classes.
+        where: name of the object in errors.
 
     Raises:
         ValueError: a field cannot be read back; the error names it.
@@ -98,7 +104,7 @@ def restore_options(template: T, saved: Any, where: str) -> T:
 
 
 def changed_options(before: Recipe, after: Recipe) -> list[Change]:
-    """Return the options in which two recipes differ.
+    """Return the options in which two recipes differ, after checking that a resumed run may change them.
 
     Args:
         before: recipe with which the run was trained.
@@ -124,7 +130,7 @@ def changed_options(before: Recipe, after: Recipe) -> list[Change]:
 
 
 def _is_data_path(recipe: Recipe, name: str) -> bool:
-    """Return whether an option is a path to the data: the same data may be elsewhere now."""
+    """Return whether an option is a path to the data. It may change, because data may have been moved."""
     if name in [f"data.{field}" for field in PATH_FIELDS]:
         return True
     value: Any = recipe
@@ -134,7 +140,10 @@ def _is_data_path(recipe: Recipe, name: str) -> bool:
 
 
 def describe_data(dataset: "Dataset") -> dict[str, Any]:
-    """Return plain values on which a position in the data depends: name, sizes and features."""
+    """Return properties of the data that must not change in a resumed run: name, sizes and features.
+
+    A checkpoint's position in the data, and its table sizes, depend on them.
+    """
     sizes = {
         name: None if reader is None else reader.num_samples
         for name, reader in (
@@ -148,10 +157,10 @@ def describe_data(dataset: "Dataset") -> dict[str, Any]:
 
 
 def check_data(config: dict[str, Any], dataset: "Dataset", where: Path) -> None:
-    """Check that the data matches the run's ``config.json``.
+    """Check that the loaded data has the properties recorded in the run's ``config.json``.
 
     Args:
-        config: contents of ``config.json``.
+        config: content of ``config.json``.
         dataset: the loaded data.
         where: run folder, for errors.
 

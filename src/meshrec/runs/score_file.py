@@ -1,4 +1,4 @@
-"""Score files with a row per data row, in data order, and data columns next to the score."""
+"""Write score files: a row per data row, in data order, with the score and some data columns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ from meshrec.train.losses import Loss
 if TYPE_CHECKING:
     from meshrec.data import Dataset, StreamReader
 
-# Rows per row group or write: small batches are collected first.
+# Rows per Parquet row group or CSV write. Smaller batches are collected first.
 _ROW_GROUP = 1 << 17
 
 
@@ -26,19 +26,20 @@ def write_scores(
     keep: Sequence[str] = (),
     loss: Loss = DEFAULT_LOSS,
 ) -> int:
-    """Write a row per data row, in data order: ``score``, and data columns.
+    """Write a file with a row per data row, in data order: the data columns, and ``score``.
 
-    Several tasks have a column each, ``score_TASK``. A skipped damaged row has a null score.
+    A model with several tasks has a score column per task, ``score_TASK``. A damaged row, which the reader
+    skipped has a null score.
 
     Args:
         out: a ``.parquet`` or ``.csv`` file. An existing file is replaced once everything is written.
-        dataset: the training part is the data to score.
-        scored: the results from `gathered`.
-        keep: data columns to write; by default the ID columns.
-        loss: converts model outputs to scores.
+        dataset: dataset whose training part is the data to score.
+        scored: output of `meshrec.runs.scoring.gather_scores`.
+        keep: names of the data columns to write; if empty, the ID columns.
+        loss: the recipe's loss, which converts model outputs to scores.
 
     Returns:
-        The number of rows without a score.
+        Number of rows without a score.
 
     Raises:
         DataError: a column does not exist; raised before anything is scored.
@@ -66,16 +67,16 @@ def write_scores(
 def _fill_skipped_rows(
     scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int
 ) -> Iterator[list[Any]]:
-    """Yield scores for consecutive data rows, with null for rows which the reader skipped.
+    """Yield scores for consecutive data rows, with null for rows skipped by the reader.
 
     Args:
-        scored: scored batches, with row numbers.
+        scored: scored batches, with row numbers in ascending order.
         num_rows: number of data rows.
-        loss: converts model outputs to scores.
+        loss: the recipe's loss, which converts model outputs to scores.
         num_tasks: number of scores per row, T.
 
     Yields:
-        T Arrow arrays of float32 scores, for the next portion of rows.
+        T Arrow arrays with the float32 scores of the next rows.
     """
     import pyarrow as pa
 
@@ -97,16 +98,22 @@ def _fill_skipped_rows(
 
 
 class _ColumnReader:
-    """Reads data columns in portions of any size; the reader itself has blocks of fixed size."""
+    """Reads data columns in portions of any size, from a reader that yields blocks of a fixed size.
+
+    Args:
+        reader: data reader.
+        names: columns to read.
+    """
 
     def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:
         import pyarrow as pa
 
         self._blocks = (pa.table(block) for block in reader.columns(names))
+        # Rows already read, but not yet returned by `take`.
         self._remaining = next(self._blocks)
 
     def take(self, num: int) -> dict[str, Any]:
-        """Return the next ``num`` rows."""
+        """Return the next ``num`` rows, as Arrow columns by name."""
         import pyarrow as pa
 
         while len(self._remaining) < num:
@@ -117,7 +124,13 @@ class _ColumnReader:
 
 @contextmanager
 def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
-    """Open a table writer. The file appears only after all tables are written without an error."""
+    """Context manager that yields a function to append an Arrow table to a Parquet or CSV file.
+
+    The file appears only at the end of the ``with`` block, unless there was an error.
+
+    Raises:
+        ValueError: the file name has another suffix, or a CSV column would have lists.
+    """
     import pyarrow as pa
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet
@@ -127,6 +140,7 @@ def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
         raise ValueError(
             f"{out} ends in {out.suffix!r}: scores are written as {' or '.join(kinds)}. Name one of these."
         )
+    # Tables not yet written.
     waiting: list[Any] = []
 
     def writer_of(schema: Any, file: BinaryIO) -> Any:
@@ -153,5 +167,6 @@ def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
                 flush()
 
         yield write
+        # Without any table, `flush` raises here instead of leaving a file without a schema.
         if waiting or writer is None:
             flush()

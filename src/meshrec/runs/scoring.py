@@ -1,4 +1,4 @@
-"""Scoring of new data with a run's weights, on any number of ranks, in data order."""
+"""Load a run's model on any number of ranks, and score new data in data order."""
 
 import logging
 from collections.abc import Iterator
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
     from meshrec.data.features import Features, Vocabulary
 
 _UNSEEN_WARNING_SHARE = 0.5
-"""Share of values unseen in training from which a feature gets a warning."""
+"""A feature gets a warning if at least this share of its values did not occur in training."""
 _logger = logging.getLogger("meshrec")
-# Sharding types where a single rank sums all IDs for a column, in the same order as one process.
+# Sharding types under which a single rank sums all rows for a column, in the same order as a single process.
+# Scores are then the same for any number of ranks.
 _EXACT_SHARDING_TYPES = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
 
 
 class Scorer(NamedTuple):
-    """A run's model and the data to score.
+    """A run's model, and the data to score.
 
     Attributes:
-        model: model with the weights of ``step``.
+        model: model with trained weights.
         recipe: the run's recipe.
-        dataset: the data to score is ``dataset.train``, read in order.
-        step: training step of the weights.
-        features: fitted features for reading the data, if the recipe has any.
+        dataset: dataset whose training part, ``dataset.train``, is the data to score.
+        step: training step of the weights; None if the checkpoint does not record it.
+        features: fitted features by which the data is read; None if the recipe has none.
     """
 
     model: nn.Module
@@ -61,18 +62,19 @@ def load_scorer(
     step: int | None = None,
     last: bool = False,
 ) -> Scorer:
-    """Load a run's model on the current number of ranks. Collective.
+    """Load a run's model on the current ranks, and open the data to score. Collective.
 
-    With the run's number of ranks, the run's plan places the tables. Otherwise a new plan splits no table by
-    rows, so that sums have the same order as in a single process.
+    If the number of ranks is the same as in training, the run's sharding plan is used. Otherwise a new plan
+    is made, which splits no table by rows, so that sums have the same order as in a single process.
 
     Args:
         run: the run.
         ranks: the ranks, from `join`.
         paths: data to score: files, folders or patterns, in the form of the run's training data.
         labelled: whether to read labels.
-        on_error: handling of damaged rows; None: as in the recipe.
-        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
+        on_error: how to handle damaged rows; None: as in the recipe.
+        step, last: which weights to load if not the reported ones; see
+            ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
         ValueError: the run or the checkpoint does not exist, or the data has another form.
@@ -87,19 +89,23 @@ def load_scorer(
 def load_model(
     run: RunFolder, ranks: Ranks, recipe: Recipe, dataset: "Dataset", *, step: int | None, last: bool
 ) -> tuple[nn.Module, int | None]:
-    """Build a run's model for a dataset on the current number of ranks; return model and step. Collective.
+    """Build a run's model on the current ranks, and load its weights. Collective.
 
     Args:
         run: the run.
         ranks: the ranks, from `join`.
         recipe: the run's recipe.
-        dataset: describes the tables.
-        step, last: other weights than the reported ones, see ``meshrec.checkpoint.find_checkpoint``.
+        dataset: dataset with the run's features, which determine the tables.
+        step, last: which weights to load if not the reported ones; see
+            ``meshrec.checkpoint.find_checkpoint``.
+
+    Returns:
+        The model, sharded if there are several ranks or hashed tables, and the training step of its weights.
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
-    # Nothing is updated here, so no optimizer state is allocated.
+    # Plain SGD, because scoring updates nothing and SGD allocates no optimizer state.
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
-    # Hashed tables keep their rows in shards, even on a single rank.
+    # Hashed tables exist only in sharded models, even on a single rank.
     sharded = ranks.size > 1 or any(feature.keys is not None for feature in dataset.features)
     model = build(_with_placement(scored, run, ranks, sharded=sharded), dataset, ranks).model
     load(checkpoint, {"model": model})
@@ -107,7 +113,14 @@ def load_model(
 
 
 class TrainedModel(NamedTuple):
-    """A run's unsharded model with the weights of ``checkpoint``, and its recipe and data."""
+    """A run's unsharded model with trained weights, and the recipe and data it was trained with.
+
+    Attributes:
+        model: unsharded model on the CPU.
+        recipe: the run's recipe.
+        dataset: the run's data.
+        checkpoint: path of the checkpoint with the weights.
+    """
 
     model: nn.Module
     recipe: Recipe
@@ -116,12 +129,12 @@ class TrainedModel(NamedTuple):
 
 
 def load_trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
-    """Load a run's model from the checkpoint selected by ``meshrec.checkpoint.find_checkpoint``.
+    """Load a run's model into a single process, unsharded, with the reported weights.
 
     Args:
         run: the run.
-        step: load the checkpoint at this step.
-        last: load the last checkpoint instead of the best.
+        step: load the weights of this step instead.
+        last: load the last weights instead of the best.
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
@@ -129,14 +142,18 @@ def load_trained_model(run: RunFolder, *, step: int | None = None, last: bool = 
     model = recipe.model.build(dataset)
     for child in model.modules():
         if isinstance(child, TableCollection):
-            # Tables are built on meta; the checkpoint fills all rows.
+            # Tables are built on the meta device. The checkpoint has values for all rows.
             child.to_empty(device=torch.device("cpu"))
     load(checkpoint, {"model": model})
     return TrainedModel(model, recipe, dataset, checkpoint)
 
 
 def _with_on_error(source: DataSource, on_error: "OnError | None") -> DataSource:
-    """Return the source with another ``on_error`` option; None: unchanged."""
+    """Return a copy of a data source with another ``on_error`` option, or the source itself for None.
+
+    Raises:
+        ValueError: the source has no such option.
+    """
     if on_error is None:
         return source
     if not hasattr(source, "on_error"):
@@ -148,13 +165,16 @@ def _with_on_error(source: DataSource, on_error: "OnError | None") -> DataSource
 
 
 def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: bool) -> "Dataset":
-    """Open other data in the form of a run's training data, as the training part of a dataset.
+    """Open new data with the form of a run's training data.
 
     Args:
         source: the recipe's data source.
         run: the run.
-        paths: files, folders, patterns or a table.
+        paths: new data: files, folders, patterns or a table.
         labelled: whether to read labels.
+
+    Returns:
+        Dataset with the new data as its training part.
 
     Raises:
         ValueError: the source cannot read files, or the columns no longer match the run.
@@ -179,7 +199,10 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
 
 
 def _with_placement(recipe: Recipe, run: RunFolder, ranks: Ranks, *, sharded: bool) -> Recipe:
-    """Return the recipe with a placement for the current ranks: the run's plan if it fits, else an exact one.
+    """Return a recipe whose placement options (how tables are distributed) fit the current ranks.
+
+    The run's plan is used if the run had as many ranks. Otherwise only sharding types are allowed under which
+    scores do not depend on the number of ranks, unless the recipe restricts types or memory itself.
 
     Args:
         recipe: the run's recipe.
@@ -199,13 +222,15 @@ def _with_placement(recipe: Recipe, run: RunFolder, ranks: Ranks, *, sharded: bo
 
 
 def gather_scores(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
-    """Score the data on all ranks, and yield the scores in data order on rank 0, a global batch at a time.
+    """Score the data on all ranks, a global batch at a time.
 
-    Other ranks yield nothing. At the end, rank 0 warns about features with mostly unseen values.
+    Collective: every rank must exhaust the iterator. At the end, rank 0 warns about features for which most
+    values did not occur in training.
 
-    Collective: every rank must exhaust the iterator.
+    Yields:
+        On rank 0, the scores of a global batch, in data order. Other ranks yield nothing.
     """
-    # Counts on every rank, and summed at the end.
+    # Every rank counts its samples. The counts are summed at the end.
     unseen = _UnseenValues(scorer.features)
     for mine in score(scorer.model, scorer.dataset.train, ranks, watch=unseen):
         every = ranks.collect(mine)
@@ -215,14 +240,20 @@ def gather_scores(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
 
 
 def _vocabularies(features: "Features") -> "list[Vocabulary]":
-    """Return the features that map values to rows by a vocabulary."""
+    """Return the features that map values to table rows by a vocabulary."""
     from meshrec.data.features import Vocabulary
 
     return [feature for feature in features.ids if isinstance(feature, Vocabulary)]
 
 
 class _UnseenValues:
-    """Counts the values of each feature, and those outside the training vocabulary."""
+    """Counts, per feature, the scored values and how many of them are not in the training vocabulary.
+
+    Call it with every batch.
+
+    Args:
+        features: fitted features; None: nothing is counted.
+    """
 
     def __init__(self, features: "Features | None") -> None:
         self._features = [] if features is None else _vocabularies(features)
@@ -232,13 +263,13 @@ class _UnseenValues:
     def __call__(self, batch: "Batch") -> None:
         for number, feature in enumerate(self._features):
             ids = batch.sparse[feature.name].values()
+            # ID 0 stands for a missing value, and the next `num_unseen` IDs for values unseen in training.
             self._counts[2 * number] += int((ids > 0).sum())
             self._counts[2 * number + 1] += int(((ids > 0) & (ids <= feature.num_unseen)).sum())
 
     def warn(self, ranks: Ranks) -> None:
-        """Warn about features with at least half of their values unseen in training. Collective."""
+        """Log a warning for every feature for which at least half of the values are unseen. Collective."""
         counts = ranks.sum(self._counts) if self._counts else []
-        # IDs start with 0 (missing), then `num_unseen` IDs for values unseen in training.
         for number, feature in enumerate(self._features):
             num, unseen = counts[2 * number : 2 * number + 2]
             if ranks.is_first and num and unseen / num >= _UNSEEN_WARNING_SHARE:

@@ -1,4 +1,4 @@
-"""Copy of a recipe's source code in the run folder, and the decision whether it may be executed.
+"""Copy a recipe's source code into the run folder, and decide whether the code of a run may be executed.
 
 [Note: whose code a run executes]
 
@@ -41,28 +41,31 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.yaml_recipes import SUFFIXES, recipe_of
 
 COPY = "source"
-"""Folder of the copy, inside the run folder."""
+"""Folder with the copied source code, inside the run folder."""
+# Size of the user's key for HMAC-SHA-256.
 _KEY_BYTES = 32
 _logger = logging.getLogger("meshrec")
 
 
 def key_path() -> Path:
-    """Return the path of this user's sealing key."""
+    """Return the path of this user's secret key, by which runs are sealed. The file may not exist."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "meshrec" / "run-key"
 
 
 def copy_source(folder: RunFolder, source: str | None, before: Any = None) -> dict[str, Any] | None:
-    """Copy the source of a recipe resolved in this process into the run folder, and seal it.
+    """Copy a recipe's source code into the run folder, and seal the copy with this user's key.
+
+    The recipe must have been resolved in this process.
 
     Args:
         folder: run folder.
-        source: recipe name, as given to `resolve`.
-        before: the entry returned at an earlier start of the run.
+        source: recipe name or file, as given to `resolve`.
+        before: value returned at an earlier start of the same run; None: the first start.
 
     Returns:
-        The ``config.json`` entry: file digests, original folder, and seal. None for built-in recipes, and
-        without a source.
+        Entry for ``config.json``: digests of the files, the original folder, and the seal. None for built-in
+        recipes, or if the recipe has no source code.
     """
     if source is None or not _is_code(source):
         return None
@@ -95,7 +98,7 @@ def copy_source(folder: RunFolder, source: str | None, before: Any = None) -> di
 
 
 def source_digests(source: str | None) -> dict[str, str]:
-    """Return a digest per file in a recipe's source; empty for built-in recipes."""
+    """Return the SHA-256 of every source file of a recipe, by file name; empty for built-in recipes."""
     if source is None or not _is_code(source):
         return {}
     try:
@@ -106,7 +109,11 @@ def source_digests(source: str | None) -> dict[str, str]:
 
 
 def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
-    """Execute the source named in a run's ``config.json``, and return the recipe.
+    """Execute the recipe source that a run's ``config.json`` names, and return the recipe.
+
+    Args:
+        folder: run folder.
+        config: content of ``config.json``.
 
     Raises:
         ValueError: the source may not be executed, or no longer exists.
@@ -127,11 +134,12 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
     if entry is None or not file.endswith(".py"):
         return resolve(source)
     origin, main = Path(entry["origin"]), Path(file).name
+    # Unchanged original files are preferred, because the code may read files next to itself.
     if doubt is None and _read_files(origin, entry) is not None:
         return resolve(f"{origin / main}:{function}")
     copy = folder.path / COPY
+    # Without a seal, the digests come from the same source as the files, so checking them proves nothing.
     files = _read_files(copy, entry, check=doubt is None)
-    # Without a seal, the digests come from the same source as the files, so they prove nothing.
     if files is None:
         raise ValueError(
             f"{copy} was changed after the run was trained, and {origin / main} has changed as well. "
@@ -143,12 +151,15 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
 
 
 def _is_code(source: str) -> bool:
-    """Return whether a recipe is user Python code. YAML is not code: config.json holds all of it."""
+    """Return whether a recipe is Python code of a user, rather than a built-in recipe or a YAML file.
+
+    A YAML recipe needs no code, because ``config.json`` contains all of it.
+    """
     return source not in RECIPES and not source.endswith(SUFFIXES)
 
 
 def _code_path(folder: RunFolder, source: str) -> str:
-    """Return the path of the code for the user to read."""
+    """Return the path at which the user can read the code: the copy if it exists, else the original."""
     location = source.rpartition(":")[0]
     name = Path(location).name if location.endswith(".py") else f"{location.replace('.', '/')}.py"
     copy = folder.path / COPY / name
@@ -156,7 +167,7 @@ def _code_path(folder: RunFolder, source: str) -> str:
 
 
 def _distrust_reason(source: str, entry: Any) -> str | None:
-    """Return why the code is not known to be this user's own; None if the seal proves it."""
+    """Return why the code may not be executed without the user's consent; None if the seal is valid."""
     if not isinstance(entry, dict) or not entry.get("seal"):
         return "the run has no seal that says who trained it"
     try:
@@ -169,14 +180,21 @@ def _distrust_reason(source: str, entry: Any) -> str | None:
 
 
 def _seal(key: bytes | None, source: str, entry: Mapping[str, Any]) -> str:
-    """Return the HMAC of source name, original folder and file digests."""
+    """Return the seal: the HMAC-SHA-256 of source name, original folder and file digests."""
     assert key is not None
     sealed = [source, entry.get("origin"), entry.get("files")]
     return hmac.new(key, json.dumps(sealed, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 
 def _key(*, make: bool) -> bytes | None:
-    """Return this user's sealing key; if there is none, create it (``make``) or return None."""
+    """Return this user's secret key.
+
+    Args:
+        make: whether to create the key if it does not exist. If False, return None in this case.
+
+    Raises:
+        ValueError: other users can access the key file, or it has the wrong size.
+    """
     path = key_path()
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -186,7 +204,8 @@ def _key(*, make: bool) -> bytes | None:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            with contextlib.suppress(FileExistsError):  # another process was faster: that key counts
+            # os.link fails if the file exists: then another process was faster, and its key is used.
+            with contextlib.suppress(FileExistsError):
                 os.link(scratch, path)
         finally:
             created.remove()
@@ -205,7 +224,11 @@ def _key(*, make: bool) -> bytes | None:
 
 
 def _read_sources(source: str) -> tuple[Path, dict[str, bytes]]:
-    """Return a recipe's source folder and files: the recipe, and modules imported from the same folder."""
+    """Read a recipe's source files: the recipe itself, and the modules it imported from the same folder.
+
+    Returns:
+        The folder, and the files' content by relative path.
+    """
     location = source.rpartition(":")[0]
     if not location.endswith(".py"):
         path = Path(str(importlib.import_module(location).__file__))
@@ -226,7 +249,17 @@ def _read_sources(source: str) -> tuple[Path, dict[str, bytes]]:
 
 
 def _read_files(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict[str, bytes] | None:
-    """Read the recorded files; return None if a file is missing or, with ``check``, has changed."""
+    """Read the recorded source files.
+
+    Args:
+        folder: original folder, or folder of the copy.
+        entry: entry in ``config.json``, from `copy_source`.
+        check: whether to compare digests.
+
+    Returns:
+        File content by relative path. None if a file is missing, lies outside the folder or, with ``check``,
+        has changed.
+    """
     files = {}
     for name, digest in entry["files"].items():
         path = folder / name
@@ -240,7 +273,13 @@ def _read_files(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -
 
 
 class _InMemoryLoader(SourceFileLoader):
-    """Loader that executes a module from bytes in memory, never from cached bytecode."""
+    """Import loader that executes a module from bytes in memory, never from cached bytecode.
+
+    Args:
+        name: module name.
+        path: path to show in tracebacks.
+        content: source code.
+    """
 
     def __init__(self, name: str, path: Path, content: bytes) -> None:
         super().__init__(name, str(path))
@@ -250,19 +289,24 @@ class _InMemoryLoader(SourceFileLoader):
         return self._content
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
-        """Raise OSError, which makes the loader ignore bytecode."""
+        """Raise OSError, which makes the loader ignore cached bytecode."""
         raise OSError(path)
 
 
 class _InMemoryFinder(MetaPathFinder):
-    """Import finder for modules next to a recipe, from copies in memory."""
+    """Import finder for the modules next to a recipe, which are executed from copies in memory.
+
+    Args:
+        folder: folder of the copy.
+        files: source code by relative path.
+    """
 
     def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
         self._folder, self._files = folder, files
 
     @override
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return a module's spec; None if the module is not among the files."""
+        """Return the spec of a module, or None if the module is not among the copied files."""
         location = fullname.replace(".", "/")
         for name, is_package in ((f"{location}.py", False), (f"{location}/__init__.py", True)):
             if name in self._files:
@@ -281,7 +325,7 @@ def _execute_copy(folder: Path, main: str, files: Mapping[str, bytes]) -> Module
         main: name of the recipe file.
         files: content of all copied files, by relative path.
     """
-    # A finder ahead of sys.path: the copied modules must win over changed files.
+    # The finder comes before sys.path, because copied modules must take precedence over changed files.
     neighbours = {name: content for name, content in files.items() if name != main}
     if neighbours:
         sys.meta_path.insert(0, _InMemoryFinder(folder, neighbours))

@@ -1,4 +1,4 @@
-"""Learned embeddings of a run: a feature's table, and the value for every row."""
+"""Read a run's learned embeddings: a feature's embedding table, and the data value of every row."""
 
 from typing import Any, NamedTuple
 
@@ -15,21 +15,27 @@ from meshrec.train.run_folder import RunFolder
 
 
 class Vectors(NamedTuple):
-    """Table rows, [rows, width]; for a hashed table also the row IDs, int64 [rows]."""
+    """Rows of an embedding table.
+
+    Attributes:
+        rows: embeddings, [num_rows, dim].
+        ids: for a hashed table, the ID of every row, int64 [num_rows]; None for a fixed table.
+    """
 
     rows: Tensor
     ids: Tensor | None
 
 
 def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: bool = False) -> Vectors:
-    """Load a feature's whole table with the reported weights.
+    """Load the whole embedding table of a feature, with the reported weights.
 
-    For a hashed table, the rows are those of live IDs, in key order.
+    A hashed table has a row for every ID in the table, in key order (by a hash of the ID).
 
     Args:
         run: the run.
         feature: feature name.
-        step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
+        step, last: which weights to load if not the reported ones; see
+            ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
         ValueError: the run, checkpoint or feature does not exist.
@@ -53,9 +59,10 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
 
 
 def values_of_rows(run: RunFolder, feature: str, num_rows: int) -> Any:
-    """Return the data value of every table row as an Arrow array; null for a row without a single value.
+    """Return the data value of every table row, as an Arrow array [num_rows].
 
-    Only vocabularies and integers have values; all other features give nulls.
+    A row has a value only if the feature has a vocabulary or is an integer. Rows that represent several
+    values, such as all unseen values, have null.
 
     Args:
         run: the run.

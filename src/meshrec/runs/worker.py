@@ -1,4 +1,4 @@
-"""Training run on one rank, from joining the process group to the last report.
+"""Train a run on one rank, from joining the process group to the last report.
 
 [Note: who closes what at the end of a run]
 
@@ -90,18 +90,21 @@ _logger = logging.getLogger("meshrec")
 
 
 def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
-    """Train a recipe on this rank and return the run's summary, the content of ``summary.json``.
+    """Train a recipe on this rank, and return the run's summary. Collective.
 
     Args:
-        job: run options.
-        screen: creates the observer for the user's screen; called on rank 0 only.
+        job: recipe and run options.
+        screen: function creating the observer for the user's screen; called on rank 0 only.
+
+    Returns:
+        Content of ``summary.json``.
 
     Raises:
         ValueError: the run cannot start or finish as requested; raised on every rank.
     """
     # The launcher's start time, so that the run's duration includes the start of the ranks.
     began = float(os.environ.get(START_TIME_VARIABLE, time.time()))
-    # Joined before the folder is claimed: rank 0 tells the others which folder it has.
+    # The ranks join before the folder is locked, because rank 0 tells the other ranks which folder it has.
     ranks = join(choose_device(job.device))
     try:
         with locked_folder(job, ranks) as (folder, blind), _log_to_folder(folder, ranks):
@@ -112,6 +115,7 @@ def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any
             except BaseException as error:
                 if isinstance(error, OSError):
                     name_full_disk(error, [folder.path, tempfile.gettempdir()])
+                # A rank may fail only because another rank failed first. Record the first failure.
                 cause = named_failure(error) if isinstance(error, RuntimeError) else error
                 _record_error(folder, ranks, cause, blind)
                 if cause is not error:
@@ -123,15 +127,15 @@ def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any
 
 
 def _record_error(folder: RunFolder, ranks: Ranks, error: BaseException, blind: Sequence[int]) -> None:
-    """Write an error with its traceback to this rank's file in the run folder.
+    """Write an error with its traceback to this rank's error file in the run folder.
 
     Args:
         folder: this rank's folder.
         ranks: all ranks.
-        error: reason why this rank failed.
+        error: error with which this rank failed.
         blind: ranks unable to see rank 0's folder.
     """
-    # Without MeshRec's launcher, nobody else records the failure or removes an unstarted folder.
+    # Otherwise MeshRec's launcher records the failure, and removes the folder if the run did not start.
     is_unlaunched = RUN_VARIABLE not in os.environ
     try:
         folder.error(ranks.rank).write_text("".join(traceback.format_exception(error)))
@@ -144,14 +148,17 @@ def _record_error(folder: RunFolder, ranks: Ranks, error: BaseException, blind: 
 
 
 def error_line(error: BaseException) -> str:
-    """Return the first line of an error; errors other than ValueError are prefixed with the type."""
+    """Return the first line of an error message, with the type name before it unless it is a ValueError."""
     text = str(error).strip().splitlines()
     message = text[0] if text else ""
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
 def record_failed_run(folder: RunFolder, error: str) -> None:
-    """Set the run's state to failed, and write a report on the completed part of the training."""
+    """Set the run's state to "failed", and write a report on the training until then.
+
+    Does nothing if the run has not written its configuration yet.
+    """
     if (folder.path / CONFIG).exists():
         step = max((line["step"] for line in folder.metrics()), default=None)
         folder.write_state("failed", error=error, step=step)
@@ -160,7 +167,10 @@ def record_failed_run(folder: RunFolder, error: str) -> None:
 
 @contextmanager
 def _log_to_folder(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """Write the log to this rank's file in this context. Rank 0 also shows warnings, for all ranks."""
+    """Context manager that writes the log to this rank's log file, and holds this rank's lock.
+
+    Rank 0 also shows warnings on the console.
+    """
     handlers: list[logging.Handler] = [logging.FileHandler(folder.log(ranks.rank))]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if ranks.is_first and not logging.getLogger().handlers:
@@ -185,14 +195,14 @@ def _log_to_folder(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 
 
 class _RankRun:
-    """Training run on one rank: its data, trainer, observers and reports.
+    """Training run on one rank: loads data, trains, and writes the reports.
 
     Args:
-        job: run options.
+        job: recipe and run options.
         ranks: all ranks.
         folder: this rank's folder.
-        screen: creates the observer for the user's screen, on rank 0.
-        began: start time of the command, in seconds since 1970.
+        screen: function creating the observer for the user's screen; called on rank 0 only.
+        began: start time of the user's command, in seconds since 1970.
     """
 
     def __init__(
@@ -210,7 +220,7 @@ class _RankRun:
             ]
         if job.on_event is not None:
             self._observers.append(job.on_event)
-        # Start of this process, as text, and of the command, in seconds.
+        # Start time of this process, as a string, and of the command, in seconds since 1970.
         self._began, self._start = timestamp(), began
         # Object store for this run's checkpoints; None: they are in the run folder.
         self._store: ObjectStore | None = None
@@ -218,7 +228,7 @@ class _RankRun:
             self._store = ObjectStore(job.store).under(ranks.share(folder.path.name))
 
     def run(self) -> dict[str, Any]:
-        """Load the data, train, evaluate and write the reports; return the summary. Collective."""
+        """Load the data, train, evaluate, write the reports, and return the summary. Collective."""
         stop = StopRequest()
         with stop.listening():
             if RUN_VARIABLE in os.environ:
@@ -248,6 +258,7 @@ class _RankRun:
             # timeout.
             self._ranks.wait_for_all()
             self._ranks.expect_answers_within(self._job.rank_timeout)
+            # Training seconds of earlier starts, from the checkpoint.
             trained = trainer.progress.seconds
             trainer.run()
             skipped = _merge_skipped(self._ranks.collect(dict(dataset.skipped)))
@@ -258,13 +269,13 @@ class _RankRun:
             if self._ranks.is_first:
                 self._write_results(trainer, summary, stop)
             self._ranks.wait_for_all()
-        # The process that asked to stop leaves; on other hosts the launcher restarts the ranks.
+        # A host that received a signal leaves the run. On the other hosts, the launcher restarts the ranks.
         if trainer.stopped and stop.signal is None and restarts_without_host():
             return {**summary, RESTART_REQUESTED: True}
         return summary
 
     def _refit(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
-        """Fit again on training, validation and test rows, and add the result to the summary. Collective."""
+        """Refit on training, validation and test rows, and add the result to the summary. Collective."""
         self._notify(Reported("fitting again on all rows, validation and test rows too"))
 
         def tell(share: float) -> None:
@@ -278,7 +289,7 @@ class _RankRun:
             self._notify(Reported(summary["final"]["text"]))
 
     def _compare_starts(self) -> None:
-        """Check that the ranks were started alike. Collective."""
+        """Check that all ranks were started with the same recipe, options, data and versions. Collective."""
         job = self._job
         # The name is not compared: rank 0 alone chooses the folder.
         names = (
@@ -297,10 +308,10 @@ class _RankRun:
         compare_ranks(self._ranks, describe_start(job.recipe, job.source, options), "were not started alike")
 
     def _load(self) -> "Dataset":
-        """Load the data, and compare it between ranks. Collective.
+        """Load the data, and check that all ranks have loaded the same data. Collective.
 
         Raises:
-            Exception: on every rank, if any rank cannot load the data, or has other data.
+            Exception: a rank cannot load the data, or has other data; raised on every rank.
         """
         with together(self._ranks.axis, "loading the data"):
             dataset = load_data(self._job.recipe.data, self._folder, self._ranks)
@@ -308,7 +319,13 @@ class _RankRun:
         return dataset
 
     def _resume(self, trainer: Trainer) -> None:
-        """Load the newest checkpoint, if there is one: for --resume, and after a restart of the ranks."""
+        """Load the newest checkpoint if there is one. Collective.
+
+        There is one after --resume, and after the launcher has restarted the ranks.
+
+        Raises:
+            ValueError: the data differs from the run's, or --resume was given but no checkpoint exists.
+        """
         config = self._folder.read_json(CONFIG)
         if config is not None:
             check_data(config, trainer.dataset, self._folder.path)
@@ -326,7 +343,7 @@ class _RankRun:
                 self._notify(Reported(f"{name} {old} -> {new}"))
 
     def _notify(self, event: Event) -> None:
-        """Pass an event to all observers."""
+        """Pass an event to all observers on this rank."""
         for observer in self._observers:
             observer(event)
 
@@ -368,12 +385,12 @@ class _RankRun:
     def _summary(
         self, trainer: Trainer, train_seconds: float, skipped: Mapping[str, Mapping[str, int]]
     ) -> dict[str, Any]:
-        """Return the summary, without the entries which `run` and `_write_results` add.
+        """Return the summary of the training. `run` and `_write_results` add further entries later.
 
         Args:
             trainer: the finished trainer.
-            train_seconds: seconds of training since this start.
-            skipped: skipped rows by file and reason.
+            train_seconds: training time in seconds since this start, without earlier starts.
+            skipped: number of skipped rows by file and reason.
         """
         progress = trainer.progress
         error = None
@@ -412,14 +429,14 @@ class _RankRun:
         }
 
     def _precision(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the dense precision, and for bf16 the loss of the weights in both precisions."""
+        """Return the dense part's precision and, for bf16, the final weights' loss in bf16 and fp32."""
         check = trainer.loss_check
         if check is None:
             return {"used": "bf16" if trainer.precision.bf16 else "fp32"}
         return {"used": "bf16", **check._asdict(), "difference": check.difference}
 
     def _held_back(self, dataset: "Dataset") -> int:
-        """Return the number of additional samples in a refit on all rows; 0 without a source of all rows."""
+        """Return how many more samples a refit on all rows would have; 0 if a refit is not possible."""
         try:
             self._job.recipe.data.all_rows()
         except ValueError:
@@ -427,8 +444,9 @@ class _RankRun:
         return sum(part.num_samples for part in (dataset.validation, dataset.test) if part is not None)
 
     def _checkpoints(self, weights_step: int) -> dict[str, str | None]:
-        """Return the paths of the reported weights, and of the checkpoint from which training can
-        continue.
+        """Return the paths of the checkpoint with the reported weights ("weights") and of the last ("last").
+
+        A path is None if the checkpoint does not exist.
         """
         paths: dict[str, str | None] = {}
         for name, selection in (("weights", {"step": weights_step}), ("last", {"last": True})):
@@ -439,13 +457,16 @@ class _RankRun:
         return paths
 
     def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """Return predicted and measured seconds per phase on the slowest rank, and for the ``step``."""
+        """Return predicted and measured seconds per phase on the slowest rank, and for the whole step.
+
+        The result is empty for an unsharded model, or if no phases were measured.
+        """
         plan = trainer.built.plan
         times = read_phases(self._folder.path) if self._folder.phases.is_file() else []
         return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
 
     def _write_results(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
-        """Compute the baselines and write the reports, on rank 0."""
+        """Compute the baselines, and write summary, state and report. Rank 0 only."""
         num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
         if self._store is not None:
             self._download_weights(trainer.evaluator.weights_step, summary)
@@ -464,7 +485,7 @@ class _RankRun:
         self._notify(Finished(summary))
 
     def _download_weights(self, step: int, summary: dict[str, Any]) -> None:
-        """Download the reported weights into the run folder, where commands look for them."""
+        """Download the reported weights from the object store to the run folder, where commands find them."""
         assert self._store is not None
         for name in (BEST, CHECKPOINTS):
             checkpoints = StoredCheckpoints(self._store.under(name), self._folder.path)
@@ -474,7 +495,7 @@ class _RankRun:
         summary["checkpoints"] = self._checkpoints(step)
 
     def _evaluate_baselines(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
-        """Add the baselines' metrics to the summary; a stop request skips those not computed yet."""
+        """Add the baselines' metrics to the summary. After a stop request, skip the remaining baselines."""
 
         def tell(share: float) -> None:
             if stop.signal is not None:
@@ -505,11 +526,12 @@ class _RankRun:
 
 
 def restarts_without_host() -> bool:
-    """Return whether an elastic launcher on several hosts restarts this host's ranks when they fail.
+    """Return whether an elastic launcher (torchrun) on several hosts would restart the ranks if they failed.
 
-    In this case, after a signal, ranks on the leaving host end with exit code 0. All other ranks fail on
-    purpose, so that the launcher restarts them in a smaller world.
+    In this case, after a signal to a host, the ranks on that host end with exit code 0. All other ranks fail
+    on purpose, so that the launcher restarts them with fewer hosts.
     """
+    # Number of hosts, allowed restarts, and restarts so far.
     values = [
         int(os.environ.get(f"{name}", "0"))
         for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
@@ -518,11 +540,11 @@ def restarts_without_host() -> bool:
 
 
 class _Stopped(Exception):
-    """Raised while baselines are computed, when the user asks the run to stop."""
+    """Raised to leave the computation of baselines, when the user has asked the run to stop."""
 
 
 def next_commands(folder: RunFolder) -> dict[str, str]:
-    """Return commands which a user may type next for a run, such as resume and export, by purpose."""
+    """Return command lines a user may type next for a run, by purpose, such as "resume" or "export"."""
     runs = "" if folder.path.parent == RUNS else f" --runs {quote(str(folder.path.parent))}"
     name, path = folder.path.name, quote(str(folder.path))
     return {
@@ -539,11 +561,15 @@ def next_commands(folder: RunFolder) -> dict[str, str]:
 
 
 def _merge_skipped(by_rank: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Merge the counts of skipped rows of all ranks.
+    """Merge the counts of skipped rows from all ranks.
+
+    Ranks that read the same file report the same counts, so counts are not added.
 
     Args:
-        by_rank: per rank, counts by file and reason: ``{"day_0.parquet": {"negative label": 3}}``. Ranks
-            which read the same file report the same counts, so counts are not added.
+        by_rank: per rank, counts by file and reason, such as ``{"day_0.parquet": {"negative label": 3}}``.
+
+    Returns:
+        Counts by file and reason.
     """
     merged: dict[str, dict[str, int]] = {}
     for of_rank in by_rank:
