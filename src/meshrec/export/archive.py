@@ -22,12 +22,13 @@ from meshrec.durable import Created
 from meshrec.lazy import without_gc
 from meshrec.ops import library
 
+# Matches lines in /proc/self/maps. Group 1 is the temporary folder to which torch extracted the library.
 _EXTRACTED = re.compile(r" (/.*/aotinductor_\w+)/(?:program|shared)/data/aotinductor/model/")
 # Held while a program is loaded, because torch's extracted folder is found by comparing folders before and
 # after.
 _loading = threading.Lock()
+# Modules imported by torch to load an exported program.
 _READERS = ("torch.export.pt2_archive._package", "torch._export.serde.serialize", "torch.export._trace")
-"""Modules imported by torch to load an exported program."""
 
 
 class PackageError(RuntimeError):
@@ -37,8 +38,12 @@ class PackageError(RuntimeError):
 def load_compiled(path: Path) -> Any:
     """Load a program compiled by AOTInductor. This executes code, so load only trusted packages.
 
+    Args:
+        path: ``program.pt2`` or ``shared.pt2`` in a package.
+
     Returns:
-        torch's loader, whose ``boxed_run`` calls the program.
+        torch's loader. Its ``boxed_run`` takes a flat list with all input tensors, and returns a list with
+        the outputs.
     """
     # torch extracts the library to a temporary folder, and removes it when the process ends, unless it is
     # killed. Remove it at once: the library is in memory.
@@ -53,10 +58,11 @@ def load_compiled(path: Path) -> Any:
 
 
 def load_exported(path: Path) -> "torch.export.ExportedProgram":
-    """Load an exported program. This can execute code, so load only trusted packages.
+    """Load a program written by ``torch.export.save``. This can execute code, so load only trusted packages.
 
     Raises:
-        PackageError: the program has pickles, calls unknown operators, or was saved by another torch version.
+        PackageError: the program contains pickles, calls operators unknown here, or was saved by an
+            incompatible torch version.
     """
     try:
         pickles = _find_pickles(path)
@@ -85,15 +91,16 @@ def import_readers() -> None:
 
 
 def extra_file(path: Path, name: str, most: int) -> bytes | None:
-    """Read an extra file from an exported program's archive.
+    """Read an extra file from the archive of an exported program (see ``extra_files`` in
+    ``torch.export.save``).
 
     Args:
-        path: archive (``extra_files`` of ``torch.export.save``).
-        name: extra file name.
+        path: archive, such as ``exported.pt2`` in a package.
+        name: name under which the extra file was saved.
         most: maximum size in bytes.
 
     Returns:
-        Content; None if the archive has no such file.
+        File content, or None if the archive has no such file.
 
     Raises:
         PackageError: not an archive, or a file larger than ``most`` bytes.
@@ -110,7 +117,7 @@ def extra_file(path: Path, name: str, most: int) -> bytes | None:
 
 
 def _extracted_folders() -> set[str]:
-    """Return the temporary folders of compiled programs mapped by this process (on Linux)."""
+    """Return the temporary folders from which this process has mapped compiled programs; Linux only."""
     maps = None
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
@@ -138,10 +145,14 @@ def _find_pickles(path: Path) -> list[str]:
 
 
 def isa() -> str:
-    """Return the CPU instruction set for programs compiled here, such as AVX512."""
+    """Return the CPU instruction set for which programs are compiled on this machine, such as "AVX512"."""
     return str(torch.backends.cpu.get_cpu_capability())
 
 
 def operators() -> str:
-    """Return a digest of MeshRec's operator schemas, on which compiled programs depend."""
+    """Return a digest of MeshRec's operator schemas.
+
+    A compiled program calls these operators by their schemas, so it can run only where the digest is the
+    same.
+    """
     return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Call a model with replaced weights."""
+"""Call a model with other weights than the model's own, without copying the model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 
 def call_with(model: nn.Module, weights: Mapping[str, Tensor], *arguments: Any) -> Any:
-    """Call a model with other parameters and buffers.
+    """Call a model with other parameters and buffers, and return the model's outputs.
+
+    The model has its own weights again afterwards. It must not be called from another thread meanwhile.
 
     Args:
         model: the model.
-        weights: parameters and buffers by name. Modules sharing a parameter all get the value.
-        arguments: model arguments.
+        weights: replacements by parameter or buffer name. If modules share a parameter, all of them use the
+            replacement. Weights without a replacement stay.
+        arguments: positional arguments for the model.
     """
     # Not torch.func.functional_call, which sets attributes and so fails for a table named ``items``: the
     # module with the tables has a method with this name.
@@ -24,8 +27,9 @@ def call_with(model: nn.Module, weights: Mapping[str, Tensor], *arguments: Any) 
 
 @contextmanager
 def _replace_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace parameters and buffers, and restore them at the end."""
+    """Replace parameters and buffers in the model's modules, and restore the originals on exit."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    # By identity, because a shared parameter may be replaced under any of its names.
     replacements = {id(original): weights[name] for name, original in named if name in weights}
     swapped: list[tuple[dict[str, Any], str, Any]] = []
     try:

@@ -1,7 +1,8 @@
-"""Compute next-item model queries from cached keys and values, in Python with package weights.
+"""Encode only the new items in a user's history, with attention keys and values cached for the earlier items.
 
-A package's compiled program takes whole histories. If a model can continue from cached keys and values, the
-package also describes the architecture, and Python rebuilds the model around the package weights.
+A next-item model encodes a history as a query vector. The compiled program in a package always takes whole
+histories. If the model supports a cache of attention keys and values (a KV cache), the package also describes
+the architecture. Python then rebuilds the model around the package weights, and continues from the cache.
 """
 
 import json
@@ -28,15 +29,16 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class Encoder(NamedTuple):
-    """Architecture of a next-item model able to continue from cached keys and values.
+    """Architecture of a next-item model that supports a KV cache, from which the model can be rebuilt.
 
     Attributes:
         kind: model class name.
         features: the model's feature names.
-        table: item table name, row count and width.
+        table: name, row count and width of the item table.
         sizes: other constructor arguments that determine weight shapes.
-        scores_new_users: whether the query of an empty history is 0; see `HistoryModel`.
-        has_repeats: whether the model has a `meshrec.models.repeats.RepeatScores`, unused by queries.
+        scores_new_users: whether the query vector for an empty history is 0; see `HistoryModel`.
+        has_repeats: whether the model has a `meshrec.models.repeats.RepeatScores`. Query vectors do not
+            depend on it, but the package has its weights.
     """
 
     kind: str
@@ -48,7 +50,12 @@ class Encoder(NamedTuple):
 
     @staticmethod
     def of(model: nn.Module) -> "Encoder | None":
-        """Describe a model; None if it has no cache, or the table is not a plain float32 table."""
+        """Describe a model's architecture.
+
+        Returns:
+            The description, or None if the model does not support a KV cache, or the item table is hashed,
+            quantized or in a file.
+        """
         if not isinstance(model, HSTU):
             return None
         ((config, _),) = model.embedding_collection.tables().values()
@@ -59,15 +66,15 @@ class Encoder(NamedTuple):
         return Encoder(HSTU.__name__, model.features, table, model.sizes, model.scores_new_users, has_repeats)
 
     def to_json(self) -> str:
-        """Serialize for `from_json`."""
+        """Serialize the architecture as JSON, which `from_json` reads."""
         return json.dumps(self._asdict() | {"features": self.features._asdict()})
 
     @staticmethod
     def from_json(text: str | bytes) -> "Encoder":
-        """Parse `to_json` output.
+        """Create an architecture from `to_json` output.
 
         Raises:
-            PackageError: not a model in this version.
+            PackageError: the JSON is damaged, or describes a model class which this version does not support.
         """
         try:
             values: dict[str, Any] = json.loads(text)
@@ -85,12 +92,17 @@ class Encoder(NamedTuple):
 
 
 class IncrementalQueries:
-    """Computes queries for histories whose first items have been encoded before.
+    """Computes query vectors for histories from a KV cache for the first items and from the remaining items.
 
     Args:
         encoder: model architecture.
         weights: package weights by name. They are read in every call, so later changes have an effect.
-        normalise: whether queries are scaled to length 1.
+        normalise: whether query vectors are scaled to length 1.
+
+    Attributes:
+        features: names of the features to pass in every call: the history, and the times if the model reads
+            them.
+        cache_shape: number of layers, and the width of the cached keys and values per item and layer.
 
     Raises:
         PackageError: the weights do not match the architecture.
@@ -129,13 +141,16 @@ class IncrementalQueries:
 
     @torch.inference_mode()
     def __call__(self, values: list[Tensor], lengths: list[Tensor], cache: TokenCache) -> AdvancedHistories:
-        """Compute queries, and the keys and values to cache; see `HSTU.advance`.
+        """Encode the new items in B histories; see `HSTU.advance`.
 
         Args:
-            values: for every feature in ``features``, the values after the cached prefixes, [N], sample by
+            values: for every feature in ``features``, the values [N] after the cached items, sample by
                 sample.
-            lengths: for every feature, the value count per sample, int64 [B].
-            cache: cached prefix per history, computed with the current weights.
+            lengths: for every feature, the number of these values per sample, int64 [B].
+            cache: keys and values for the first items in every history, computed with the current weights.
+
+        Returns:
+            Query vectors, and the keys and values to cache for the new items.
 
         Raises:
             ValueError: a history is too long, or an ID is outside the table.

@@ -1,4 +1,4 @@
-"""Package manifest, and verification of package files.
+"""Package manifest (``manifest.json``), and verification of all files in a package.
 
 `check_package` reads every file before anything in the package is used. Packages with ``digests.txt`` are
 verified by CRC-32, older packages by the SHA-256s in the manifest, which takes two to four times as long.
@@ -37,9 +37,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 FORMAT = 2
+"""Version of the package format. Other versions are rejected."""
 MANIFEST, LAYOUT, WEIGHTS = "manifest.json", "layout.txt", "weights.bin"
 COMPILED, EXPORTED = "program.pt2", "exported.pt2"
+"""Files with the program for samples that share no features: compiled, and exported."""
 SHARED, SHARED_EXPORTED = "shared.pt2", "shared-exported.pt2"
+"""Files with the program for samples that share the features in the manifest field ``shared``."""
 INTERFACE = "interface.json"
 """Extra file in every exported program's archive, with the `interface_of` output."""
 ALIGNMENT = 4096
@@ -52,30 +55,31 @@ DTYPES = {
     torch.int64: "int64",
 }
 _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+# Maximum size of a manifest, layout or interface, so that a forged file does not exhaust memory.
 _MAX_BYTES = 1 << 28
+# Maximum file size if the size is in neither ``digests.txt`` nor the manifest.
 _MAX_UNKNOWN_BYTES = 1 << 34
-"""Maximum file size if the size is in neither ``digests.txt`` nor the manifest."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = (
     *("format", "torch", "isa", "operators", "compiled", "features", "num_dense", "outputs", "shared"),
     *("rows", "weights", "quantised", "rounding", "about", "sha256"),
 )
+# Manifest fields that only packages with hashed tables have.
 _OPTIONAL = ("hashed", "any_ids")
-"""Manifest fields that only packages with hashed tables have."""
+# Hashed table fields: parameters for keys and for the initial rows of unseen IDs.
 _FORMULA = ("seed", "max_rows", "dim", "first_seed", "low", "high")
-"""Hashed table fields: parameters for keys and for the initial rows of unseen IDs."""
 _INTERFACE = ("features", "num_dense", "outputs", "shared", "rows", "quantised", "rounding")
 _REMEDY = "Copy the package again from where it was exported, or export the model again."
 
 
 class WeightRecord(NamedTuple):
-    """Position of a tensor in ``weights.bin``.
+    """Name, type and position of a tensor in ``weights.bin``.
 
     Attributes:
-        name: weight name.
+        name: parameter or buffer name in the exported model.
         dtype: dtype name, such as "float32".
         shape: tensor shape.
-        offset: first byte in the file.
+        offset: position of the first byte in the file, a multiple of `ALIGNMENT`.
     """
 
     name: str
@@ -85,7 +89,7 @@ class WeightRecord(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Tensor size in bytes."""
+        """Bytes of the tensor, without the padding after it."""
         size = _ITEM_SIZES[self.dtype]
         for dim in self.shape:
             size *= dim
@@ -117,7 +121,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def layout_of(manifest: Mapping[str, Any]) -> str:
-    """Return the content of ``layout.txt``, with the manifest fields read by C++."""
+    """Return the content of ``layout.txt``, which has the manifest fields that C++ needs, as plain lines."""
     lines = [
         f"meshrec-package {FORMAT}",
         f"torch {manifest['torch']}",
@@ -147,8 +151,10 @@ class CheckedPackage(NamedTuple):
     Attributes:
         folder: package folder, with links resolved.
         manifest: result of `read_manifest`.
-        version: first 12 digits of the manifest's SHA-256. The manifest has the SHA-256s for all other files.
-        weights: digest of ``weights.bin``; None if the package has no ``digests.txt`` or was not verified.
+        version: first 12 hexadecimal digits of the manifest's SHA-256. They identify the content of the whole
+            package, because the manifest has the SHA-256s of all other files.
+        weights: checksums of ``weights.bin``, with which changes in use are detected. None if the package has
+            no ``digests.txt`` or was not verified.
     """
 
     folder: Path
@@ -160,12 +166,16 @@ class CheckedPackage(NamedTuple):
 def check_package(
     folder: str | Path, *, verify: bool = True, public_key: "str | Path | None" = None
 ) -> CheckedPackage:
-    """Verify package files without executing code.
+    """Verify that a package is complete and undamaged, without executing code from it.
 
     Args:
-        folder: the package.
+        folder: package folder.
         verify: whether to read all files and compare their checksums. False: only the manifest is read.
-        public_key: PEM file with an ed25519 public key, whose private key must have signed the package.
+        public_key: PEM file with an ed25519 public key. The package must be signed with the matching private
+            key. None: no signature is needed.
+
+    Returns:
+        The resolved folder, the manifest, and the checksums, to be passed to `Predictor`.
 
     Raises:
         PackageError: the package is damaged or incomplete, has another format, or is not signed by the key.
@@ -198,9 +208,10 @@ def verify_package(
     exported programs.
 
     Args:
-        folder: the package.
+        folder: package folder.
         manifest: result of `read_manifest`.
-        key: public key, whose private key must have signed the package; None: no signature is needed.
+        key: public key. The package must be signed with the matching private key. None: no signature is
+            needed.
 
     Returns:
         Digest of ``weights.bin`` from ``digests.txt``; None if the package has no such file.
@@ -249,6 +260,7 @@ def _weights_end(manifest: Mapping[str, Any]) -> int:
 
 
 def _exists(path: Path) -> bool:
+    # A dangling link counts as existing, so that reading it fails instead of skipping the verification.
     return path.is_symlink() or path.exists()
 
 
@@ -284,7 +296,12 @@ def _check_manifest(parsed: Any) -> None:
 
 
 def _check_weights(records: Sequence[Any]) -> list[str]:
-    """Raise DamageError unless weights follow one another, as `export` writes them. Return their names."""
+    """Check that weight records are valid and contiguous, as `export` writes them, and return the weight
+    names.
+
+    Raises:
+        DamageError: a record is invalid, or does not start at the aligned end of the previous weight.
+    """
     names, end = [], 0
     for record in records:
         values = fields(record, "a weight", WeightRecord._fields)
@@ -317,6 +334,7 @@ def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def _check_files(values: Mapping[str, Any]) -> None:
+    """Raise DamageError if a required file is not listed, or a listed name could leave the package folder."""
     files = mapping(values["sha256"], "the list of files")
     for name, digest in files.items():
         if Path(name).name != name or name in ("", ".", "..", MANIFEST, DIGESTS, SIGNATURE) or "\0" in name:
@@ -332,6 +350,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
 
 
 def _one_line(value: Any, label: str) -> str:
+    """Return a string from the manifest without line breaks, which would forge lines in ``layout.txt``."""
     line = text(value, label)
     if "\n" in line or "\r" in line:
         raise DamageError(f"{label} contains a line break: {line[:80]!r}")

@@ -1,4 +1,8 @@
-"""Next-item models in packages: the query encoder, and the items to rank."""
+"""Next-item models in packages: the exported part that encodes histories, and the items to rank.
+
+The program in the package computes a query vector [V] per history. The server multiplies it with the item
+vectors, which are rows of the item table, and recommends the items with the highest scores.
+"""
 
 import copy
 from pathlib import Path
@@ -20,16 +24,17 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 # B samples, I items, K recommendations, V vector width
 
 ITEMS = "items.arrow"
-"""Package file listing the items."""
+"""Package file which lists the items to rank."""
+# Keys in the metadata of this Arrow file.
 _WEIGHT, _NORMALISE, _SCALE, _ENCODER = b"weight", b"normalise", b"scale", b"encoder"
 _KEEP_SEEN, _REPEATS = b"keep_seen", b"repeats"
 
 
 class NextItemQuery(nn.Module):
-    """Part of a next-item model that computes queries from histories. Shares memory with the model.
+    """Part of a next-item model that computes query vectors from histories. Shares memory with the model.
 
     Args:
-        model: the model.
+        model: the complete model.
 
     Raises:
         ValueError: the score is not a dot product of two vectors.
@@ -51,51 +56,58 @@ class NextItemQuery(nn.Module):
         self.model._modules = {name: child for name, child in model._modules.items() if name not in left_out}
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Compute the query for every history, [B, V]; ``dense`` is ignored."""
+        """Compute a query vector per history, [B, V]. ``dense`` is ignored, but packages always pass it."""
         return self.model.query_vectors(sparse, check=False)
 
     @property
     def reads_times(self) -> bool:
-        """Whether the model reads item times in the history."""
+        """Whether the model reads the times of items in the history, in addition to the items."""
         return self.model.features.times is not None
 
     @property
     def encoder(self) -> Encoder | None:
-        """Model architecture; None if it cannot continue from cached keys and values."""
+        """Model architecture, from which Python rebuilds the model; None without KV cache support."""
         return self._encoder
 
     def table(self) -> str:
-        """Return the item table's weight name."""
+        """Return the name of the item table's weight, as in ``named_parameters()``."""
         ((_, weight),) = self.model.embedding_collection.tables().values()
         return next(name for name, parameter in self.named_parameters() if parameter is weight)
 
     def repeats(self) -> str | None:
-        """Return the name of the model's `meshrec.models.repeats.RepeatScores`, or None."""
+        """Return the module name of the model's `meshrec.models.repeats.RepeatScores`, or None."""
         names = (name for name, child in self.named_modules() if child is self.model.repeats)
         return None if self.model.repeats is None else next(names)
 
 
 class Recommended(NamedTuple):
-    """The best items for every sample and their scores, best first; fewer than K if too few items remain."""
+    """Recommendations for B samples.
+
+    Attributes:
+        items: for every sample, up to K raw item values, best first. There are fewer if too few items remain
+            after hidden items are removed.
+        scores: for every sample, the scores of these items.
+    """
 
     items: list[list[Any]]
     scores: list[list[float]]
 
 
 class RankedItems(NamedTuple):
-    """Items a package can recommend.
+    """The I items that a package can recommend, and how to score them.
 
     Attributes:
-        ids_I: item rows in the item table, ascending.
-        values: raw item values (as named in the data), as an Arrow array.
-        weight: the item table's weight name.
-        normalise: whether rows are scaled to length 1.
+        ids_I: rows of the items in the item table, int64, ascending.
+        values: raw item values (as named in the training data), as an Arrow array in the same order.
+        weight: name of the item table's weight in the package.
+        normalise: whether item vectors are scaled to length 1.
         scale: factor from dot product to score.
-        encoder: model architecture; None if it cannot continue from cached keys and values.
-        new_user_scores_I: scores for users without a history, whose query is 0; None: the model has none.
+        encoder: model architecture; None if the model does not support a KV cache.
+        new_user_scores_I: scores for users without a history, whose query vector is 0; None: the model has no
+            such scores.
         keep_seen: whether items in the history are recommended as well, unless a request says otherwise.
-        repeats: name of the module whose weights score history items, see [Note: repeated items];
-            None: none.
+        repeats: name of the module whose weights give history items additional scores, see
+            [Note: repeated items]; None: the model has no such module.
     """
 
     ids_I: Ints
@@ -117,12 +129,12 @@ class RankedItems(NamedTuple):
         new_user_scores_I: Floats | None = None,
         keep_seen: bool = False,
     ) -> "RankedItems":
-        """Create the items for a model.
+        """Describe the items of a model, for export together with the query encoder.
 
         Args:
             query: the exported part of the model.
-            ids_I: item rows in the item table, ascending.
-            values: raw item values, as an Arrow array.
+            ids_I: rows of the items in the item table, int64, ascending.
+            values: raw item values, as an Arrow array in the same order.
             new_user_scores_I: scores for users without a history.
             keep_seen: whether items in the history are recommended as well, unless a request says otherwise.
         """
@@ -140,19 +152,20 @@ class RankedItems(NamedTuple):
         )
 
     def vectors(self, weights: dict[str, Tensor]) -> Tensor:
-        """Compute all item vectors, [I, V], from package weights by name."""
+        """Return the vectors of all items, float32 [I, V], from package weights by name."""
         rows = weights[self.weight][torch.from_numpy(self.ids_I)].float()
         return nn.functional.normalize(rows, dim=1) if self.normalise else rows
 
     def repeated(self, weights: dict[str, Tensor], values_N: Ints, lengths_B: Ints) -> RepeatedItems | None:
-        """Score the items in users' histories, which may be recommended again.
-
-        Returns None if the model has no module for repeated items (``repeats`` is None).
+        """Compute additional scores for items which are already in a user's history.
 
         Args:
             weights: package weights by name.
-            values_N: item rows in all histories, int64.
-            lengths_B: item count per history, int64.
+            values_N: item rows in all histories, int64, sample by sample.
+            lengths_B: number of items per history, int64.
+
+        Returns:
+            Input for `best`, or None if the model does not score repeated items (``repeats`` is None).
         """
         if self.repeats is None:
             return None
@@ -172,19 +185,22 @@ class RankedItems(NamedTuple):
         """Return the K items with the highest scores for every query. Equal scores are ordered by item row.
 
         Args:
-            queries_BV: queries.
-            vectors_IV: item vectors.
-            k: number of items.
-            hidden: rows of items not to recommend, int64 [N], and their number per sample, int64 [B].
+            queries_BV: query vectors.
+            vectors_IV: result of `vectors`.
+            k: number of items to recommend per query.
+            hidden: items not to recommend, as pairs: item rows, int64 [N], sample by sample, and their number
+                per sample, int64 [B].
             repeated: result of the method `repeated`; None: history items have no additional scores.
         """
         scores_BI = torch.from_numpy(queries_BV) @ vectors_IV.T * self.scale
         if self.new_user_scores_I is not None:
+            # Models with these scores have the query vector 0 for an empty history.
             is_new_B = torch.from_numpy(~queries_BV.any(1))
             scores_BI[is_new_B] = torch.from_numpy(self.new_user_scores_I)
         if repeated is not None:
             scores_BI = add_repeat_scores(scores_BI, torch.from_numpy(self.ids_I), repeated)
         for rows, lengths in hidden:
+            # Hidden rows need not be among the items; `is_item` drops the others.
             at = np.searchsorted(self.ids_I, rows).clip(max=len(self.ids_I) - 1)
             is_item = self.ids_I[at] == rows
             of = np.repeat(np.arange(len(lengths)), lengths)
@@ -200,7 +216,7 @@ class RankedItems(NamedTuple):
         )
 
     def save(self, folder: Path) -> None:
-        """Write the items to a package folder."""
+        """Write the items to ``items.arrow`` in a package folder. Scalar attributes go to the metadata."""
         pa, feather = needs("pyarrow", "data"), needs("pyarrow.feather", "data")
         about = {_WEIGHT: self.weight, _NORMALISE: str(int(self.normalise)), _SCALE: repr(self.scale)}
         about[_KEEP_SEEN] = str(int(self.keep_seen))
@@ -216,7 +232,7 @@ class RankedItems(NamedTuple):
 
     @staticmethod
     def load(folder: Path) -> "RankedItems":
-        """Read the items written to a package folder by `save`."""
+        """Read the items which `save` wrote to a package folder."""
         table = needs("pyarrow.feather", "data").read_table(str(folder / ITEMS), memory_map=False)
         about = table.schema.metadata
         return RankedItems(

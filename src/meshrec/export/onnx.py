@@ -30,8 +30,8 @@ from meshrec.sparse import KeyedJaggedTensor, KeyedTensor
 # B samples, N IDs in a feature, D width, V vector width
 
 DENSE, VALUES, LENGTHS = "dense", ".values", ".lengths"
+# If initializers take more bytes, they go to a second file, because a protobuf message has at most 2 GiB.
 _MAX_INITIALIZER_BYTES = 1 << 30
-"""If initializers take more bytes, they go to a second file, because a protobuf message has at most 2 GiB."""
 _REMEDY = "Export a package instead (`meshrec export` without --format onnx)."
 
 
@@ -53,10 +53,11 @@ def export_onnx(
         num_dense: dense input columns.
         scores: maps logits [B] to scores; None: the model returns vectors [B, V].
 
-    Returns: the path.
+    Returns:
+        The path.
 
     Raises:
-        ValueError: the file exists, or ONNX cannot hold the model.
+        ValueError: the file exists already, or ONNX has no operators for the model.
         ModuleNotFoundError: onnxscript is missing.
     """
     path = Path(path)
@@ -100,15 +101,15 @@ def export_onnx(
 
 
 class OnnxModel(nn.Module):
-    """A model as a function of plain tensors that only uses ONNX operators.
+    """A model as a function of plain tensors, in which table lookups use only operators that ONNX has.
 
     Args:
-        model: see `export_onnx`.
-        features: the input keys.
+        model: model with unsharded tables; see `export_onnx`.
+        features: feature names, in the order of the inputs.
         scores: see `export_onnx`.
 
     Raises:
-        ValueError: ONNX cannot hold a model table.
+        ValueError: ONNX has no operators for a table.
     """
 
     def __init__(
@@ -143,7 +144,14 @@ class OnnxModel(nn.Module):
 
 
 class _PlainBags(nn.Module):
-    """An EmbeddingBagCollection without MeshRec operators."""
+    """Replacement for an EmbeddingBagCollection which pools with operators that ONNX has.
+
+    Args:
+        collection: collection to replace. The weights are shared.
+
+    Raises:
+        ValueError: ONNX has no operators for the collection or a table.
+    """
 
     # Set by `OnnxModel` before every call. They cannot be read from the KeyedJaggedTensor: ONNX would have to
     # slice its concatenated IDs at data-dependent positions.
@@ -159,6 +167,7 @@ class _PlainBags(nn.Module):
         if collection.is_weighted():
             raise ValueError(f"ONNX files take no weights of IDs, and this model has some. {_REMEDY}")
         readers = [name for config in collection.embedding_bag_configs() for name in config.feature_names]
+        # For every output: its name, the feature, the attribute with the table, and whether to pool by mean.
         self._lookups: list[tuple[str, str, str, bool]] = []
         weights = {config.name: weight for config, weight in collection.tables().values()}
         for number, config in enumerate(collection.embedding_bag_configs()):
@@ -174,7 +183,7 @@ class _PlainBags(nn.Module):
                 self._lookups.append((name, feature, f"table{number}", is_mean))
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the pooled rows; ``features`` gives the batch size."""
+        """Return the pooled rows by feature. IDs are taken from ``bags`` instead of ``features``."""
         pooled = []
         for _, feature, table, is_mean in self._lookups:
             values_N, lengths_B = self.bags[feature]

@@ -1,5 +1,6 @@
-"""Write packages. A package is a folder with a compiled program, the exported program, and a weights file.
+"""Write packages. A package is a folder from which C++ or Python serves a model without the training code.
 
+It has a program compiled by AOTInductor, the same program as written by torch.export, and a weights file.
 ``manifest.json`` describes the content and how it was built. C++ reads a part from ``layout.txt``::
 
     meshrec-package 2
@@ -61,7 +62,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TORCHSCRIPT = "torchscript.pt"
-# Bytes per write for a weight.
+"""Package file with the program and weights as TorchScript, written on request."""
+# Bytes per write, which bound the copy of a weight in memory.
 _BLOCK = 1 << 24
 
 
@@ -89,17 +91,18 @@ def export(
         model: called as ``model(dense [B, num_dense], sparse)``; returns logits, [B] or [B, 1]. In evaluation
             mode it must be a pure function supported by torch.export. Tables sharded in this
             process, also over several devices, are merged.
-        folder: new package folder.
-        features: keys of ``sparse``, in request order.
-        num_dense: dense input column count.
+        folder: package folder to create.
+        features: keys of ``sparse``, in the order in which requests have them.
+        num_dense: number of columns in the dense input.
         scores: function from logits [B] to scores; by default probabilities. None: the model returns vectors
-            [B, V], like a tower, and so does the package.
-        shared: user features (or "dense") that all samples in a request may share. A second program
-            looks them up once per request; scores are the same as with repeated features.
+            [B, V], like the tower of a two-tower model, and so does the package.
+        shared: user features (or "dense") that all samples in a request may share. The package gets a second
+            program, which looks them up once per request. Scores are the same as with repeated features.
         raw: converts raw values to IDs and dense values, so requests may contain raw values.
         items: items to recommend by the model's vectors, so servers answer ``/recommend``.
-        rounding: rounding for quantized tables (`meshrec.quant.Rounding`), which is also applied to deltas.
-        about: information about the weights for the manifest, such as run and step.
+        rounding: rounding for quantized tables (`meshrec.quant.Rounding`). Servers apply it to later updates
+            of rows, too.
+        about: information about the weights to store in the manifest, such as run and step.
         compile: whether to compile the program for this machine, which needs a C++ compiler. Without a
             compiled program, Python serves the package.
         torchscript: whether to write ``torchscript.pt`` as well, with weights; see `write_torchscript`.
@@ -117,6 +120,7 @@ def export(
     if folder.exists():
         raise ValueError(f"{folder} exists already. Name another folder, or remove it.")
     key = None if sign is None else read_private_key(sign)
+    # `real` has the actual tensors for hashed tables. The model only has small examples for tracing.
     model, real = with_served_tables(with_whole_tables(model))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     contents = {**state, **real}
@@ -185,16 +189,16 @@ def compile_anew(
     sign: str | Path | None = None,
     public_key: str | Path | None = None,
 ) -> Path:
-    """Create a package from another package by compiling the program for this machine and torch version.
+    """Create a package from another package, with the program compiled for this machine and torch version.
 
     Weights are hard-linked if both packages are on the same file system, otherwise copied.
 
     Args:
-        package: existing package.
-        folder: new package folder.
+        package: existing package, which does not change.
+        folder: package folder to create.
         sign: PEM file with the ed25519 private key to sign the new package with; None: no signature.
-        public_key: PEM file with an ed25519 public key, whose private key must have signed ``package``; None:
-            no signature is needed.
+        public_key: PEM file with an ed25519 public key. ``package`` must be signed with the matching private
+            key. None: no signature is needed.
 
     Returns:
         The new folder.
@@ -219,6 +223,7 @@ def compile_anew(
                 exported_program = load_exported(package / exported_name)
                 shared = manifest["shared"] if exported_name == SHARED_EXPORTED else []
                 inputs = example_inputs(weights, manifest["num_dense"], manifest["features"], shared)
+                # The compiler needs example inputs, which `export` does not save.
                 exported_program._example_inputs = inputs, {}
                 why_not = compile_program(exported_program, parts / compiled_name)
                 if why_not is not None:
@@ -228,9 +233,14 @@ def compile_anew(
 
 
 def compile_program(export_program: "torch.export.ExportedProgram", target: Path) -> str | None:
-    """Compile a program for this machine with AOTInductor.
+    """Compile an exported program for this machine with AOTInductor.
 
-    Return None, or the reason why this is not possible.
+    Args:
+        export_program: program with example inputs.
+        target: file to write.
+
+    Returns:
+        None if the program was compiled, otherwise the reason why that is not possible here.
     """
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
@@ -245,7 +255,10 @@ def compile_program(export_program: "torch.export.ExportedProgram", target: Path
 
 
 def rows_of(model: nn.Module) -> dict[str, int]:
-    """Return the exclusive upper limit of IDs, for features whose tables raise for invalid IDs."""
+    """Return the exclusive upper limit for IDs, by feature.
+
+    Features without a limit are left out: their tables are hashed, or do not raise an error for invalid IDs.
+    """
     limits: dict[str, int] = {}
     for child in model.modules():
         if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:
@@ -258,7 +271,7 @@ def rows_of(model: nn.Module) -> dict[str, int]:
 
 
 def _features_of_hashed_tables(model: nn.Module) -> set[str]:
-    """Return the features read only by hashed tables, for which every int64 is a valid ID."""
+    """Return the features which only hashed tables look up. Every int64 is a valid ID for them."""
     readers: dict[str, list[bool]] = {}
     for child in model.modules():
         if isinstance(child, TableCollection):
@@ -275,6 +288,7 @@ def _check_arguments(
     shared: Sequence[str],
     raw: RawValues | None,
 ) -> None:
+    """Raise ValueError if a weight dtype is not supported, or `shared` or `raw` do not match the inputs."""
     for name, tensor in state.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(
@@ -295,7 +309,10 @@ def _check_arguments(
 
 
 def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return key and initial row parameters for hashed tables, by weight name."""
+    """Return what servers need to look up IDs in hashed tables, by weight name.
+
+    The parameters give the key of an ID, and the initial row of an ID which the table does not have.
+    """
     formulas = {}
     for path, child in model.named_modules():
         if isinstance(child, ServedTable):
@@ -312,7 +329,7 @@ def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _quantized_types(model: nn.Module) -> dict[str, str]:
-    """Return quantized table data types, by weight name."""
+    """Return the data type of every quantized table, by weight name."""
     types = {}
     for path, child in model.named_modules():
         if isinstance(child, TableCollection):
@@ -351,6 +368,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def _to_tensors(contents: Mapping[str, Tensor | ServedRows]) -> dict[str, Tensor]:
+    """Return all weights as tensors. Rows of hashed tables, which are read in blocks, are concatenated."""
     return {
         name: content if isinstance(content, Tensor) else torch.cat([content.empty(), *content.blocks()])
         for name, content in contents.items()
@@ -358,7 +376,7 @@ def _to_tensors(contents: Mapping[str, Tensor | ServedRows]) -> dict[str, Tensor
 
 
 def _assign_offsets(state: Mapping[str, Tensor | ServedRows]) -> list[WeightRecord]:
-    """Return a record per tensor, with the offset in ``weights.bin``."""
+    """Return a record per tensor, with consecutive aligned offsets in ``weights.bin``."""
     records, end = [], 0
     for name, tensor in state.items():
         record = WeightRecord(name, DTYPES[tensor.dtype], list(tensor.shape), end + -end % ALIGNMENT)
@@ -370,6 +388,7 @@ def _assign_offsets(state: Mapping[str, Tensor | ServedRows]) -> list[WeightReco
 def _write_weights(
     path: Path, state: Mapping[str, Tensor | ServedRows], records: Sequence[WeightRecord]
 ) -> None:
+    """Write all tensors at their offsets, with zeros between them and up to the end of the last page."""
     with path.open("wb") as file:
         for content, record in zip(state.values(), records, strict=True):
             file.write(b"\0" * (record.offset - file.tell()))
@@ -382,15 +401,16 @@ def _write_weights(
 
 
 def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | None" = None) -> None:
-    """Write the layout, the manifest, the digests and the signature for a package.
+    """Write the last files of a package: layout, manifest, digests and signature.
 
     Args:
         parts: folder with all other files.
-        manifest: manifest fields describing the model.
+        manifest: manifest fields which describe the model. Fields about the machine are added here.
         key: private key to sign with; None: no signature.
     """
     built_with = {"format": FORMAT, "torch": _torch_version(), "isa": isa(), "operators": operators()}
     manifest = {**manifest, **built_with}
+    # The manifest lists the layout's SHA-256, the digests cover the manifest, and the signature covers both.
     (parts / LAYOUT).write_text(layout_of(manifest))
     files = {path.name: sha256_of(path) for path in sorted(parts.iterdir())}
     with (parts / MANIFEST).open("w") as file:

@@ -1,4 +1,7 @@
-"""Compute the scores of a package in Python, with the compiled program if possible, else the exported one."""
+"""Compute the scores of a package in Python.
+
+The compiled program is used if it runs on this machine, otherwise the slower exported program.
+"""
 
 import contextlib
 import functools
@@ -34,37 +37,42 @@ _log = logging.getLogger(__name__)
 
 # B samples, R shared rows, N IDs, V vector width
 
+# Takes the weights in manifest order, dense values, values and lengths per feature, and for shared features
+# the group; returns scores or vectors.
 _Program = Callable[..., Tensor]
 
 
 class Predictor:
-    """Computes the scores or vectors of a package. Processes share weight memory. Thread-safe.
+    """Computes the scores or vectors of an exported package for batches of samples. Thread-safe.
+
+    Processes that open the same package share the memory for weights, unless these are copied.
 
     Args:
         package: folder written by `meshrec.export.export`, or a result from `check_package`, which is not
             verified again.
         verify: whether to read all files and compare checksums first. If False, loading takes
             milliseconds, but a damaged file gives wrong scores or a crash.
-        public_key: PEM file with an ed25519 public key, whose private key must have signed the package.
+        public_key: PEM file with an ed25519 public key. The package must be signed with the matching private
+            key. None: no signature is needed.
         copy_weights: whether to copy weights to memory instead of mapping the file, so later changes to
             the file have no effect.
         larger_than_memory: whether weights are larger than memory, so that lookups should request all rows
-            from the disk before they read the first. None: decided by the file size and the memory limit of
-            this process.
+            from the disk before they read the first. None: compare the file size with this process's memory
+            limit.
 
     Attributes:
         folder: package folder.
         features: features required in a request.
         num_dense: number of dense columns required in a request.
         outputs: ``scores``, or ``vectors`` from a tower.
-        shared: features (or "dense") that samples may share.
-        rows: exclusive upper limit of IDs by feature, for features whose tables raise for invalid IDs.
-        version: package content digest.
-        weights: weights by name. Changes have an effect on later scores, but never on the package.
+        shared: features (or "dense") that samples in a request may share; see `__call__`.
+        rows: exclusive upper limit for IDs by feature, for features whose tables raise for invalid IDs.
+        version: digest of the package content, 12 hexadecimal digits.
+        weights: weights by name. Writes to these tensors affect later scores, but never the package files.
         any_ids: features for which every int64 is a valid ID, because only hashed tables read them.
-        hashed: key and initial row parameters for hashed tables, by weight name.
+        hashed: for hashed tables, by weight name, the parameters for keys and for initial rows of unseen IDs.
         is_compiled: whether the compiled program is used. If not, the log says why.
-        quantised: quantized weight data types by name.
+        quantised: data type of every quantized weight, by weight name.
         rounding: rounding for quantized weights.
         about: information about the weights from the export, such as run and step.
 
@@ -131,7 +139,7 @@ class Predictor:
 
     @functools.cached_property
     def incremental(self) -> IncrementalQueries | None:
-        """Query computation from cached keys and values; None if the model does not support it.
+        """Encoder for new items in a history, given a KV cache; None if the model does not support it.
 
         It runs in Python. The compiled program, also in C++, always encodes whole histories.
         """
@@ -141,12 +149,14 @@ class Predictor:
         return IncrementalQueries(items.encoder, self.weights, normalise=items.normalise)
 
     def advance(self, values: list[Tensor], lengths: list[Tensor], cache: TokenCache) -> AdvancedHistories:
-        """Compute queries from cached prefixes; see `IncrementalQueries`.
+        """Compute query vectors from a KV cache and the items after it; see `IncrementalQueries`.
+
+        The property `incremental` must not be None.
 
         Args:
-            values: values [N] per feature.
-            lengths: values per sample, int64 [B], per feature.
-            cache: cached prefixes.
+            values: for every feature in ``incremental.features``, the values [N] after the cached items.
+            lengths: for every such feature, the number of these values per sample, int64 [B].
+            cache: keys and values for the first items in every history.
 
         Raises:
             ValueError: a history is too long, or an ID is outside the table.
@@ -165,6 +175,7 @@ class Predictor:
         raise PackageError(f"{self.folder} was replaced while it was read. Load it again.")
 
     def _load(self, compiled: str, exported: str) -> _Program:
+        """Load the compiled program from one file, or the exported program from the other."""
         if not self.is_compiled:
             return load_exported(self.folder / exported).module()
         loader = load_compiled(self.folder / compiled)
@@ -173,7 +184,8 @@ class Predictor:
     def check_weights(self) -> None:
         """Check that the weights file has not changed since it was mapped.
 
-        Takes a microsecond. Only if the file was written to, it is read and verified again.
+        Takes a microsecond if the size and modification time are the same. Otherwise the file is verified
+        again.
 
         Raises:
             PackageError: the file was truncated or changed, so scores may be wrong.
@@ -188,15 +200,18 @@ class Predictor:
         *,
         group: Tensor | None = None,
     ) -> Tensor:
-        """Compute scores [B] or vectors [B, V], float32.
+        """Compute the scores or vectors of B samples. Checks the inputs.
 
         Args:
             dense: dense values, float32 [B, num_dense].
             values: IDs by feature, int64 [N], sample by sample.
-            lengths: ID count per sample by feature, int64 [B].
-            group: for samples that share features, every sample's row in the shared values, int64 [B],
-                in [0, R). Lengths of ``shared`` features are then [R], and so is dense ([R, num_dense]) if it
-                is shared.
+            lengths: number of IDs per sample by feature, int64 [B].
+            group: if samples share features, such as the candidates for one user: the index of every sample's
+                shared row, int64 [B], in [0, R). Lengths of ``shared`` features are then [R] instead of [B],
+                and dense is [R, num_dense] if it is shared. None: samples share nothing.
+
+        Returns:
+            Scores [B], or vectors [B, V], float32.
 
         Raises:
             ValueError: a feature is missing, a shape or dtype is wrong, lengths do not sum to the ID count, a
@@ -212,13 +227,16 @@ class Predictor:
     def run(
         self, dense: Tensor, values: list[Tensor], lengths: list[Tensor], group: Tensor | None = None
     ) -> Tensor:
-        """Compute scores or vectors for a request whose shapes and dtypes are valid.
+        """Compute scores or vectors without checking shapes and dtypes, for callers which have checked them.
 
         Args:
             dense: dense values, float32 [B, num_dense].
-            values: IDs per feature, int64 [N], in the order of ``features``.
-            lengths: ID count per sample, int64 [B], in the order of ``features``.
+            values: for every feature in ``features``, the IDs, int64 [N], sample by sample.
+            lengths: for every feature in ``features``, the number of IDs per sample, int64 [B].
             group: see `__call__`.
+
+        Returns:
+            Scores [B], or vectors [B, V], float32.
 
         Raises:
             ValueError: an ID is outside the table.
@@ -248,6 +266,7 @@ class Predictor:
         lengths: Mapping[str, Tensor],
         group: Tensor | None,
     ) -> None:
+        """Raise ValueError if a feature is missing, or an input has an invalid shape, dtype or value."""
         if group is not None and not self.shared:
             raise ValueError(
                 f"{self.folder} has no shared features, but a group was given. Export with shared=[...], or "
@@ -277,7 +296,11 @@ class Predictor:
             _check_jagged(feature, values[feature], lengths[feature], batch)
 
     def _check_group(self, group: Tensor, dense: Tensor, lengths: Mapping[str, Tensor]) -> int:
-        """Raise ValueError for an invalid ``group``. Return the shared row count."""
+        """Check ``group``, and return the number of shared rows R.
+
+        Raises:
+            ValueError: the group has an invalid shape or dtype, or names a row that was not given.
+        """
         num_rows = len(dense) if DENSE in self.shared else len(lengths[min(self.shared)])
         if group.dtype != torch.int64 or group.dim() != 1:
             raise ValueError(f"group must be [batch] int64, got {list(group.shape)} {group.dtype}.")
@@ -292,6 +315,7 @@ class Predictor:
 
 
 def _flatten(inputs: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in a sequence of tensors and of lists of tensors, as compiled programs take them."""
     for item in inputs:
         if isinstance(item, Tensor):
             yield item
@@ -300,6 +324,7 @@ def _flatten(inputs: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> None:
+    """Raise ValueError unless a feature has int64 IDs, and `batch` lengths which sum to the number of IDs."""
     for part, tensor in (("ids", values), ("lengths", lengths)):
         if tensor.dtype != torch.int64 or tensor.dim() != 1:
             raise ValueError(

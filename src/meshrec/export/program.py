@@ -1,4 +1,4 @@
-"""Export a model as a function of weights and a batch, with weights stored outside the program."""
+"""Export a model as a program which takes the weights as inputs, so that they stay outside the program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,20 +12,21 @@ from meshrec.export.sharing import compute_once
 from meshrec.modules import EmbeddingCollection
 from meshrec.sparse import KeyedJaggedTensor
 
-# B samples, R requests (a user with several samples), F features, N IDs, V vector width
+# B samples, R shared rows (a row per user with several samples), F features, N IDs, V vector width
 
 
 class Program(nn.Module):
-    """A model as a function of weights and a batch, which returns scores [B].
+    """A model as a function of weights and a batch, which returns scores [B] or vectors [B, V].
 
     Weights are arguments instead of constants, so tables stay in a single mapped file, and a server may
     pass other weights in every call.
 
-    With ``shared`` features, the argument ``group`` [B] has every sample's row in the shared values.
-    Lengths of shared features are then [R], and so is dense ([R, num_dense]) if it is shared. Shared features
-    are looked up once per row instead of once per sample, and `export_program` also computes everything
-    depending only on them once per row. Features of an EmbeddingCollection (a vector per ID) are repeated per
-    sample before the lookup.
+    Samples may share features, for example all candidate items for one user share the user features. The
+    batch then has R shared rows, and the argument ``group`` [B] has the index of every sample's shared row.
+    Lengths of shared features are [R] instead of [B], and dense is [R, num_dense] if it is shared. Shared
+    features are looked up once per shared row instead of once per sample, and `export_program` also computes
+    everything that depends only on them once per shared row. Features of an EmbeddingCollection (a vector per
+    ID) are repeated per sample before the lookup.
 
     Args:
         model: called as ``model(dense, sparse)``; returns logits, [B] or [B, 1].
@@ -63,9 +64,9 @@ class Program(nn.Module):
         Args:
             weights: parameters and buffers, in the order of ``names``.
             dense: dense values, float32 [B, num_dense].
-            values: IDs per feature, int64 [N].
-            lengths: ID count per sample, int64 [B], for every feature.
-            group: every sample's row in the shared values, int64 [B]; None: no feature is shared.
+            values: for every feature, the IDs, int64 [N], sample by sample.
+            lengths: for every feature, the number of IDs per sample, int64 [B].
+            group: index of every sample's shared row, int64 [B]; None: samples share nothing.
 
         Raises:
             ValueError: the model returns several outputs per sample.
@@ -110,7 +111,7 @@ class Program(nn.Module):
 
 
 def _unpooled(model: nn.Module) -> set[str]:
-    """Return the features looked up without pooling."""
+    """Return the features which the model looks up without pooling, in an EmbeddingCollection."""
     return {
         feature
         for module in model.modules()
@@ -122,6 +123,7 @@ def _unpooled(model: nn.Module) -> set[str]:
 
 def _repeat_bags(ids: Tensor, lengths_R: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat R shared bags for the B samples sharing them, and return IDs and lengths [B]."""
+    # ID n in the result is ID n + shift_N[n] in `ids`.
     firsts_R = lengths_R.cumsum(0) - lengths_R
     lengths_B = lengths_R.index_select(0, group_B)
     shift_B = firsts_R.index_select(0, group_B) - (lengths_B.cumsum(0) - lengths_B)
@@ -142,11 +144,11 @@ def export_program(
 
     Args:
         program: program to export.
-        weights: example weights.
+        weights: example weights, in the program's order.
         features: feature names.
-        num_dense: dense column count.
-        shared: features shared by samples.
-        growing: for every weight, whether the row count may change (weights of hashed tables).
+        num_dense: number of columns in the dense input.
+        shared: features (or "dense") that samples share.
+        growing: for every weight, whether the row count may change later, as in hashed tables.
 
     Raises:
         Exception: any error from torch.export or the model.
@@ -162,6 +164,7 @@ def export_program(
     if shared:
         shapes = (*shapes, any_size)
     with torch.no_grad():
+        # Errors of the model itself are clearer in a plain call than inside torch.export.
         program(*inputs)
         exported_program = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
         if shared:
@@ -173,13 +176,13 @@ def export_program(
 def example_inputs(
     weights: Sequence[Tensor], num_dense: int, features: Sequence[str], shared: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return example arguments of a `Program`.
+    """Return example arguments with which torch.export traces a `Program`.
 
     Args:
-        weights: example weights.
-        num_dense: dense column count.
+        weights: example weights, in the program's order.
+        num_dense: number of columns in the dense input.
         features: feature names.
-        shared: features shared by samples.
+        shared: features (or "dense") that samples share.
     """
     # All sizes differ, because torch.export takes equal sizes for the same dimension.
     batch, rows = 5, 3

@@ -1,4 +1,4 @@
-"""Rewrite exported programs to compute values shared by samples once.
+"""Rewrite an exported program so that values which several samples share are computed once.
 
 A program with ``group`` [B] repeats the R shared rows with ``x.index_select(0, group)`` where the model joins
 them with sample rows. The model knows nothing about sharing, so it computes with repeated rows from there
@@ -27,7 +27,9 @@ _aten = torch.ops.aten
 _SELECT = _aten.index_select.default
 _LINEAR = _aten.linear.default
 _DOTS = torch.ops.meshrec.dot_interaction.default
+# Operators that do not change values, except perhaps the dtype.
 _UNCHANGED = {_aten.alias.default, _aten.detach.default, _aten.to.dtype, _aten.to.device}
+# Operators that are elementwise in their first argument.
 _ELEMENTWISE = {
     _aten.relu.default,
     _aten.gelu.default,
@@ -36,10 +38,9 @@ _ELEMENTWISE = {
     _aten.tanh.default,
     _aten.dropout.default,
 }
-"""Operators that are elementwise in their first argument."""
 _BINARY = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor}
+# Operators that compute every result row from the same row in the first argument.
 _ROWWISE = {_LINEAR, _aten.layer_norm.default}
-"""Operators that compute every result row from the same row in the first argument."""
 _SPLITS = {_aten.split_with_sizes.default, _aten.split.Tensor, _aten.chunk.default}
 _SHAPES = {
     _aten.view.default,
@@ -47,20 +48,19 @@ _SHAPES = {
     _aten.flatten.using_ints,
     _aten.unsqueeze.default,
 }
+# Fraction of shared columns from which a linear layer is split. Below it, the additional sum takes more time
+# than the split saves.
 _MIN_SHARED = 0.2
-"""Fraction of shared columns from which a linear layer is split. Below it, the additional sum takes more time
-than the split saves.
-"""
 
 
 class SharedColumns(NamedTuple):
-    """Where to read the columns of a value, [B, C] or [B, C, D].
+    """Two nodes from which the columns of a value can be read, [B, C] or [B, C, D].
 
     Attributes:
         per_sample: node with a row per sample, [B, ...]; None if all columns are shared.
         shared: node with a row per shared row, [R, ...]; None if no column is shared.
-        sources: for every column, whether it is in ``shared``, and its index there (otherwise in
-            ``per_sample``).
+        sources: for every column, (True, index) if it is a column of ``shared``, or (False, index) if it is a
+            column of ``per_sample``.
     """
 
     per_sample: Node | None
@@ -68,16 +68,16 @@ class SharedColumns(NamedTuple):
     sources: tuple[tuple[bool, int], ...]
 
     def of(self, is_shared: bool) -> list[int]:
-        """Return the indices of the shared columns, or of the other columns."""
+        """Return the indices of the shared columns, or of the per-sample columns if not `is_shared`."""
         return [column for column, (kind, _) in enumerate(self.sources) if kind is is_shared]
 
 
 def compute_once(graph: Graph, group: Node) -> None:
-    """Rewrite a graph so that values depending only on shared rows are computed once per shared row.
+    """Rewrite a graph so that values which depend only on shared rows are computed once per shared row.
 
     Args:
-        graph: exported program's graph; changed in place.
-        group: node with every sample's shared row.
+        graph: graph of an exported program; changed in place.
+        group: input node with the index of every sample's shared row, int64 [B].
     """
     _Sharing(graph, group).run()
 
@@ -95,6 +95,7 @@ class _Sharing:
         self._current: Node = group
 
     def run(self) -> None:
+        """Rewrite all nodes in graph order, then erase those that are no longer used."""
         for node in list(self._graph.nodes):
             rule = self._find_rule(node)
             if rule is None:
@@ -107,6 +108,7 @@ class _Sharing:
                 columns = rule(node)
                 if columns is None:
                     continue
+                # Everything here is shared: compute it on R rows, and repeat the result for later users.
                 if columns.per_sample is None and node.target is not _SELECT:
                     rows = self._select_columns(columns, True)
                     late = self._call(_SELECT, rows, 0, self._group)
@@ -119,6 +121,7 @@ class _Sharing:
                 self._graph.erase_node(node)
 
     def _find_rule(self, node: Node) -> "Callable[[Node], SharedColumns | None] | None":
+        """Return the method which computes a node's columns, or None if all are per sample."""
         if node.op != "call_function":
             return None
         if node.target is _SELECT:
@@ -143,6 +146,7 @@ class _Sharing:
     # The following rules return the columns of a node; None if they cannot be determined.
 
     def _repeated(self, node: Node) -> SharedColumns | None:
+        """``x.index_select(0, group)``, with which the model repeats shared rows: all columns are shared."""
         rows, dim, index = node.args
         if dim != 0 or _origin(index) is not self._group or len(_shape(rows)) not in (2, 3):
             return None
@@ -150,6 +154,7 @@ class _Sharing:
         return SharedColumns(None, rows, tuple((True, column) for column in range(_shape(rows)[1])))
 
     def _concatenated(self, node: Node) -> SharedColumns | None:
+        """Concatenation by columns: concatenate shared and per-sample columns separately."""
         given: Any = node.args[0]
         dims = len(_shape(node))
         dim: Any = node.args[1] if len(node.args) > 1 else 0
@@ -187,6 +192,7 @@ class _Sharing:
         return self._between(split.args[0], sum(widths[:number]), sum(widths[: number + 1]))
 
     def _between(self, source: Any, start: int, end: int) -> SharedColumns:
+        """Return the columns ``source[:, start:end]``."""
         per_sample, shared, all_sources = self._columns(source)
         sources = all_sources[start:end]
         kinds = {kind for kind, _ in sources}
@@ -228,6 +234,7 @@ class _Sharing:
         return SharedColumns(nodes[0], nodes[1], sources)
 
     def _elementwise(self, node: Node) -> SharedColumns:
+        """Apply an elementwise operator to shared and per-sample columns separately."""
         columns = self._columns(node.args[0])
         per_sample, shared = (
             source if source is None else self._call(node.target, source, *node.args[1:], **node.kwargs)
@@ -239,6 +246,7 @@ class _Sharing:
         return self._on_rows(node, node.args[:1])
 
     def _binary(self, node: Node) -> SharedColumns | None:
+        """Apply a binary operator to shared rows, if both sides are shared and have equal ranks."""
         if any(
             isinstance(argument, Node) and len(_shape(argument)) != len(_shape(node))
             for argument in node.args
@@ -247,7 +255,12 @@ class _Sharing:
         return self._on_rows(node, [argument for argument in node.args if isinstance(argument, Node)])
 
     def _on_rows(self, node: Node, repeated: Sequence[Any]) -> SharedColumns | None:
-        """Apply an operator to shared rows, if all arguments in ``repeated`` depend only on shared rows."""
+        """Apply an operator to shared rows, if all arguments in ``repeated`` depend only on shared rows.
+
+        Args:
+            node: node with the operator, which must compute every row from the same rows of `repeated`.
+            repeated: arguments with a row per sample.
+        """
         given: dict[Any, Node] = {}
         for argument in repeated:
             columns = self._columns_of.get(argument)
@@ -262,7 +275,10 @@ class _Sharing:
         return SharedColumns(None, shared, tuple((True, column) for column in range(_shape(shared)[1])))
 
     def _dots(self, node: Node) -> SharedColumns | None:
-        """Compute dot products of two shared vectors once per shared row, and all others per sample."""
+        """Compute dot products of two shared vectors once per shared row, and all others per sample.
+
+        The original node still computes all dot products. Users of shared products read the new node.
+        """
         dense, sparse = (self._columns(argument) for argument in node.args)
         kinds = {is_shared for is_shared, _ in dense.sources}
         if len(kinds) != 1:
@@ -288,7 +304,11 @@ class _Sharing:
         return SharedColumns(node, shared, tuple(sources))
 
     def _split_linear(self, node: Node) -> Node | None:
-        """Replace a linear layer over both column kinds by a sum of two; None if this does not pay."""
+        """Split a linear layer over shared and per-sample columns into a sum of two layers.
+
+        Returns:
+            The node with the sum, or None if there are too few shared columns to save time, or only such.
+        """
         columns, weight = self._columns(node.args[0]), node.args[1]
         num_shared = len(columns.of(True))
         least = _MIN_SHARED * len(columns.sources)
@@ -303,6 +323,7 @@ class _Sharing:
         return self._call(_aten.add.Tensor, parts[0], self._call(_SELECT, parts[1], 0, self._group))
 
     def _columns(self, node: Any) -> SharedColumns:
+        """Return the columns of a value. Without a rule, all columns are per sample."""
         columns = self._columns_of.get(node)
         if columns is None:
             columns = SharedColumns(node, None, tuple((False, column) for column in range(_shape(node)[1])))
@@ -315,6 +336,7 @@ class _Sharing:
         return self._slices(source, [column for kind, column in columns.sources if kind is is_shared])
 
     def _slices(self, source: Node, columns: Sequence[int]) -> Node:
+        """Return a node with the given columns, sliced in runs and concatenated; `source` itself for all."""
         if list(columns) == list(range(_shape(source)[1])):
             return source
         runs: list[list[int]] = []
@@ -329,6 +351,9 @@ class _Sharing:
         return self._call(_aten.cat.default, list(parts), 1) if len(parts) > 1 else parts[0]
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call before the current node, with the metadata ``val`` from which later rules read
+        shapes.
+        """
         node: Node = self._graph.call_function(target, args, kwargs)
         values: Any = torch.fx.map_arg(args, lambda argument: argument.meta["val"])
         node.meta = {**self._current.meta, "val": target(*values, **kwargs)}

@@ -103,15 +103,16 @@ def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
 
 
 def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey") -> None:
-    """Check that package files equal the files signed by the key owner.
+    """Check that the files of a package are the files which the key owner signed.
 
     Args:
-        folder: the package.
-        names: names of all files to use.
+        folder: package folder.
+        names: names of all files that will be used. Other signed files are not checked.
         key: result of `read_public_key`.
 
     Raises:
-        PackageError: the package is not signed, or by another key, or a file differs from the signed file.
+        PackageError: the package is not signed, is signed with another key, or a file differs from the signed
+            file.
     """
     from cryptography.exceptions import InvalidSignature
 
@@ -154,6 +155,7 @@ def _file_line(path: Path) -> str:
 
 
 def _compare(path: Path, num_bytes: int, tree_hash: str) -> None:
+    """Raise DamageError unless a file has the signed size and tree hash."""
     with open_regular(path) as descriptor:
         size = os.fstat(
             descriptor
@@ -163,7 +165,15 @@ def _compare(path: Path, num_bytes: int, tree_hash: str) -> None:
 
 
 def _parse(statement: bytes, path: Path) -> dict[str, tuple[int, str]]:
-    """Return the signed (size, hash) by file name."""
+    """Return the signed size in bytes and tree hash by file name.
+
+    Args:
+        statement: signed text: ``signature.txt`` without the last line.
+        path: ``signature.txt``, for errors.
+
+    Raises:
+        PackageError: a line has another format.
+    """
     first, *lines = statement.decode(errors="replace").split("\n")
     matches = [_FILE_LINE.fullmatch(line) for line in lines[:-1]]
     if first != _FIRST_LINE or lines[-1:] != [""] or None in matches:

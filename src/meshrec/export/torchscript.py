@@ -1,4 +1,4 @@
-"""Write an exported program as TorchScript, which torch has deprecated."""
+"""Write an exported program as TorchScript, a format that torch has deprecated."""
 
 import logging
 import warnings
@@ -10,7 +10,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-# Size checks, which are removed because the operators check sizes themselves.
+# Size checks which torch.export inserts, and TorchScript lacks. The operators check sizes themselves.
 _REMOVED = {
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten._assert_tensor_metadata.default,
@@ -21,15 +21,16 @@ _REMOVED = {
 def write_torchscript(
     exported: "torch.export.ExportedProgram", weights: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Write an exported `Program` and the weights as a TorchScript file.
+    """Write an exported `Program` and its weights as a TorchScript file.
 
-    ``forward`` takes dense values [B, num_dense], then the IDs per feature, then the lengths per
-    feature, in the order of the package. A program that loads the file must load ``libmeshrec.so`` first.
+    ``forward`` of the TorchScript module takes dense values [B, num_dense], then the IDs of every feature,
+    then the lengths of every feature, in the package's feature order. A process must load ``libmeshrec.so``
+    before this file.
 
     Args:
-        exported: the exported program.
+        exported: program without shared features.
         weights: weights by name, in the program's argument order.
-        path: output file.
+        path: file to write.
 
     Raises:
         ValueError: TorchScript does not support a program operation.

@@ -1,4 +1,8 @@
-"""Export a single tower of a two-tower model, for item or query vectors."""
+"""Export one tower of a two-tower model, and compute item vectors with an exported tower.
+
+A two-tower model has a query tower and an item tower. Each maps features to a vector [V], and the score is a
+function of both vectors. Items can be encoded in advance, so a server needs only the query tower.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -20,16 +24,20 @@ if TYPE_CHECKING:
 # B samples, I items, V vector width
 
 Side = Literal["query", "item"]
-# Items per batch, which bound activation memory.
+# Maximum items per batch, which bounds activation memory.
 _CHUNK = 8192
 
 
 class Tower(nn.Module):
-    """A tower of a two-tower model and the tables it reads. Shares memory with the model.
+    """One tower of a two-tower model, and the tables it reads. Shares memory with the model.
 
     Args:
         model: model with exactly one `TwoTower`.
-        side: the tower, ``"query"`` or ``"item"``.
+        side: tower to take, ``"query"`` or ``"item"``.
+
+    Attributes:
+        features: features which the tower reads.
+        num_dense: number of dense columns which the tower reads; 0 for the item tower.
 
     Raises:
         ValueError: the model has no `TwoTower`, or several.
@@ -59,6 +67,7 @@ class Tower(nn.Module):
             bounds_check=collection.bounds_check,
             output_dtype=collection.output_dtype,
         )
+        # The collection is created without memory (on meta), and gets the weights of the model's tables.
         holders = self.embedding_bag_collection.table_holders()[1]._modules
         for config, weight in collection.tables().values():
             if config.name in holders:
@@ -73,11 +82,16 @@ class Tower(nn.Module):
 
 
 class TowerQuery(nn.Module):
-    """A next-item model's query tower, and all item vectors as a buffer.
+    """The query tower of a next-item model with two towers, and the vectors of all items as a buffer.
+
+    The item tower is not needed afterwards: `RankedItems` ranks items by the buffer's rows.
 
     Args:
-        model: the model.
-        ids_I: item IDs, ascending. ``item_vectors`` has a row for every ID up to the largest.
+        model: model which ranks items by two towers.
+        ids_I: item IDs, ascending.
+
+    Attributes:
+        item_vectors: vector of every item [ID, V]. Rows for other IDs up to the largest are 0.
     """
 
     item_vectors: Tensor
@@ -97,7 +111,15 @@ class TowerQuery(nn.Module):
 
 
 def catalogue_vectors(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Floats:
-    """Compute all item vectors, [I, V], from a catalog with a sample per item."""
+    """Compute the vectors of all items with an exported item tower.
+
+    Args:
+        predictor: package with the item tower.
+        catalogue: item features, with a sample per item.
+
+    Returns:
+        Vectors, float32 [I, V].
+    """
     chunks = []
     for start in range(0, max(catalogue.stride(), 1), _CHUNK):
         values, lengths = {}, {}
@@ -112,9 +134,9 @@ def catalogue_vectors(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Flo
 
 
 def row_vectors(predictor: Predictor) -> Floats:
-    """Compute a vector for every embedding table row, [I, V].
+    """Compute a vector for every row of the item table, float32 [I, V], with an exported item tower.
 
-    The tower must read a single feature, so every row is an item.
+    The tower must read a single feature, because then every row is an item.
 
     Raises:
         ValueError: the tower reads several features, dense values, or a feature without an ID limit.
@@ -136,11 +158,11 @@ def row_vectors(predictor: Predictor) -> Floats:
 
 
 def vectors_of_raw_items(predictor: Predictor, items: "Table") -> Floats:
-    """Compute item vectors, [I, V], from raw values.
+    """Compute item vectors, float32 [I, V], from raw values, with an exported item tower.
 
     Args:
-        predictor: package with an item tower.
-        items: Arrow table with a row per item.
+        predictor: package with the item tower, exported with the conversion from raw values.
+        items: Arrow table with a row per item, and the columns used in training.
 
     Raises:
         ValueError: the package does not accept raw values, or the table lacks a column.

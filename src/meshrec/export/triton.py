@@ -1,4 +1,4 @@
-"""Write a model repository for NVIDIA Triton's Python backend."""
+"""Write packages to a model repository, from which NVIDIA Triton serves them with its Python backend."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from meshrec.export.manifest import read_manifest
 from meshrec.export.package import link
 
 PACKAGE = "package"
-"""Package folder name in the model version folder."""
+"""Name of the package folder in the model version folder."""
 _MODEL = """# Answers with the package beside it.
 from meshrec.export.triton_backend import TritonPythonModel
 """
@@ -31,7 +31,7 @@ def write_triton(package: str | Path, repository: str | Path, *, name: str) -> P
 
     Raises:
         ValueError: the repository already has a model with this name.
-        PackageError: not a package.
+        PackageError: the folder is not a package.
     """
     package, folder = Path(package), Path(repository) / name
     manifest = read_manifest(package)
@@ -50,6 +50,7 @@ def write_triton(package: str | Path, repository: str | Path, *, name: str) -> P
 
 
 def _config(name: str, manifest: dict[str, Any]) -> str:
+    """Return ``config.pbtxt``: inputs per feature, and the output, with variable sizes."""
     inputs = [("dense", "FP32", [-1, manifest["num_dense"]])] if manifest["num_dense"] else []
     for feature in manifest["features"]:
         inputs += [(f"{feature}.values", "INT64", [-1]), (f"{feature}.lengths", "INT32", [-1])]

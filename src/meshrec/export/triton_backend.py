@@ -1,4 +1,4 @@
-"""Model class for Triton's Python backend. Only Triton has ``triton_python_backend_utils``."""
+"""Model class for Triton's Python backend. Can only be imported in Triton, which has its utility module."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from meshrec.export.triton import PACKAGE
 
 
 class TritonPythonModel:
-    """Triton model that answers requests with the scores or vectors of a package."""
+    """Triton model which answers requests with the scores or vectors of a package."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the package next to ``model.py``."""
@@ -25,6 +25,8 @@ class TritonPythonModel:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
+        """Return the response to one request, whose tensors are named as in ``config.pbtxt``."""
+
         def tensor(name: str) -> torch.Tensor:
             return torch.from_numpy(utils.get_input_tensor_by_name(request, name).as_numpy())
 

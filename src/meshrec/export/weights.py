@@ -1,4 +1,4 @@
-"""Package weights in memory, and detection of changes to the mapped file."""
+"""Package weights, mapped from ``weights.bin`` or copied, and detection of changes to the mapped file."""
 
 import logging
 import os
@@ -22,21 +22,21 @@ _log = logging.getLogger(__name__)
 
 
 class Weights:
-    """Package weights, mapped from ``weights.bin`` or copied to memory.
+    """Package weights as tensors, mapped from ``weights.bin`` or copied to memory.
 
-    Writing to the file or truncating it changes or damages mapped weights. `check` and `check_changes` detect
-    that. Replacing the file (a rename) is safe.
+    If another program writes to the mapped file or truncates it, the weights change or are lost. `check` and
+    `check_changes` detect that. Replacing the file by renaming another is safe.
 
     Args:
-        path: ``weights.bin``.
-        records: tensors in the file.
+        path: ``weights.bin`` in a package.
+        records: names, types and positions of the tensors in the file.
         private: whether to copy the file to memory instead of mapping it.
-        larger_than_memory: whether lookups will miss pages; see ``ops.mapping.expect_misses``. None: if the
-            file is larger than this process's memory limit.
-        digest: expected file content; None: not known.
+        larger_than_memory: whether lookups will miss pages; see ``ops.mapping.expect_misses``. None: whether
+            the file is larger than this process's memory limit.
+        digest: checksums of the expected content; None: not known.
 
     Attributes:
-        tensors: weights in ``records`` order.
+        tensors: weights, in the same order as ``records``. Writes to them do not change the file.
 
     Raises:
         PackageError: the file is too short or unreadable, or the copy does not match the digest.
@@ -97,6 +97,8 @@ class Weights:
     def check_changes(self) -> None:
         """Check that the file has not been truncated, and verify the content if it was written to.
 
+        If the digest is not known, changed content is only logged as a warning.
+
         Raises:
             PackageError: the file was truncated or changed.
         """
@@ -117,7 +119,7 @@ class Weights:
         self._stamp = stamp
 
     def _copy_file(self) -> Tensor:
-        """Read the file to memory, and verify the copy if the digest is known."""
+        """Read the file to memory, and verify the copy block by block if the digest is known."""
         memory = torch.empty(self._num_bytes, dtype=torch.uint8)
         view = memory.numpy().data
         try:
@@ -138,7 +140,16 @@ def _size_and_time(descriptor: int) -> tuple[int, int]:
 
 
 def _tensor(memory: Tensor, record: WeightRecord, path: Path) -> Tensor:
-    """Return a tensor in the file as a view of the file's bytes."""
+    """Return a tensor as a view of the bytes at the record's position.
+
+    Args:
+        memory: content of the file, uint8.
+        record: type and position of the tensor.
+        path: the file, for errors.
+
+    Raises:
+        PackageError: the file is too short, or the shape is invalid.
+    """
     end = record.offset + record.num_bytes
     if end > len(memory):
         raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")

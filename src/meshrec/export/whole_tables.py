@@ -1,4 +1,7 @@
-"""Convert a model so that torch.export can trace it: unsharded tables, and read-only hashed tables."""
+"""Convert a model so that torch.export can trace it.
+
+Sharded tables are merged, and hashed tables get a read-only form.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,6 +47,7 @@ def with_whole_tables(model: nn.Module) -> nn.Module:
 
 
 def _merge_shards(module: Any) -> TableCollection:
+    """Return an unsharded collection on the CPU with the rows of a sharded collection in this process."""
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     types = {config.name: config.data_type for config in configs()}
     options = module.built.options
@@ -64,7 +68,7 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
 
     Returns:
         A copy of the model, in which hashed tables have small example tensors for tracing, and the actual
-        tensors by name. Without hashed tables, the model itself and no tensors.
+        tensors or row readers by weight name. Without hashed tables, the model itself and no tensors.
     """
     memo: dict[int, nn.Module] = {}
     real: dict[str, ServedRows | Tensor] = {}
@@ -108,6 +112,7 @@ def allocate_rows(collection: TableCollection, configs: Iterable[BaseEmbeddingCo
 
 
 def _map_new_file(folder: Path, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor mapped from a new file without a name, whose space is freed with the tensor."""
     folder.mkdir(parents=True, exist_ok=True)
     with scratch_folder("rows", folder) as scratch:
         rows = torch.from_file(f"{scratch}/rows", shared=True, size=shape[0] * shape[1], dtype=dtype)
