@@ -1,4 +1,7 @@
-"""Sparse inputs (jagged tensors) and pooled embeddings, with TorchRec's names and semantics."""
+"""Sparse inputs (jagged tensors) and keyed dense tensors, with TorchRec's names and semantics.
+
+A jagged tensor holds bags: lists of values with different lengths, such as the IDs of a feature per sample.
+"""
 
 from meshrec.sparse import pytrees  # noqa: F401  registers the types
 from meshrec.sparse.jagged_tensor import JaggedTensor

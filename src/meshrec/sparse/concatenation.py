@@ -1,4 +1,4 @@
-"""Concatenation of jagged tensors, with errors for inputs that do not fit together."""
+"""Concatenation of jagged tensors, with an error for tensors that do not fit together."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -10,9 +10,10 @@ from meshrec.sparse.keyed_bags import Bags, InverseIndices, KeyedBags, ValueBags
 
 
 def concatenate_keys(kjts: Sequence[Bags]) -> Bags:
-    """Concatenate a non-empty sequence along the keys. Implements ``KeyedJaggedTensor.concat``.
+    """Concatenate KeyedJaggedTensors along the keys. Implements ``KeyedJaggedTensor.concat``.
 
-    Keys ``["a", "b"]`` and ``["c"]`` give a tensor with keys ``["a", "b", "c"]``.
+    Keys ``["a", "b"]`` and ``["c"]`` give a tensor with keys ``["a", "b", "c"]``. The sequence must not be
+    empty.
     """
     values, weights, lengths = concatenate_bags("concat", kjts)
     stride, strides = _common_strides(kjts)
@@ -31,11 +32,11 @@ def concatenate_keys(kjts: Sequence[Bags]) -> Bags:
 
 
 def concatenate_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Concatenate the values, the weights and the lengths of several jagged tensors.
+    """Concatenate the values, weights and lengths of several jagged tensors.
 
     Args:
         op: Name of the calling KeyedJaggedTensor method, for error messages.
-        parts: Non-empty sequence of jagged tensors.
+        parts: Jagged tensors, at least one.
 
     Returns:
         Values [N, ...], weights [N] or None, lengths [B].
@@ -61,10 +62,10 @@ def concatenate_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tenso
 
 
 def _common_strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | None]:
-    """Return ``stride`` and ``stride_per_key_per_rank`` of the concatenation. Exactly one of them is None.
+    """Return ``stride`` and ``stride_per_key_per_rank`` for the concatenation; exactly one of them is None.
 
-    If all inputs have a single stride, it is returned. If all have variable strides, the rows
-    ``stride_per_key_per_rank`` of all inputs are returned, one per key of the result.
+    If all inputs have a single stride (equal bag counts for all keys), the result has this stride. If all
+    have variable strides, the result has the rows of all inputs, one per key.
 
     Raises:
         ValueError: The strides differ, or only some inputs have variable strides.
@@ -78,6 +79,7 @@ def _common_strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[in
         )
     if variable:
         return None, [row for kjt in kjts for row in kjt.stride_per_key_per_rank()]
+    # Bag i of all keys belongs to sample i, so equal strides are required.
     stride = kjts[0].stride()
     for i, kjt in enumerate(kjts):
         if kjt.stride() != stride:
@@ -89,7 +91,7 @@ def _common_strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[in
 
 
 def _inverse_indices(parts: list[InverseIndices | None]) -> InverseIndices | None:
-    """Concatenate the inverse indices along the keys, or return None if any input lacks them."""
+    """Concatenate the inverse indices along the keys. None if any input has no inverse indices."""
     given = [part for part in parts if part is not None]
     # As in TorchRec: inverse indices for only some keys could not expand the pooled embeddings.
     if len(given) < len(parts):

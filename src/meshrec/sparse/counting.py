@@ -1,4 +1,4 @@
-"""Number of values per key in a KeyedJaggedTensor, read to the host."""
+"""Value counts per key in a KeyedJaggedTensor, read from the device to the host."""
 
 from collections.abc import Iterable
 from functools import reduce
@@ -11,7 +11,7 @@ from meshrec.sparse.keyed_bags import KeyedBags
 
 
 def count_per_key(kjt: KeyedBags) -> list[int]:
-    """Return the number of values per key. Synchronizes with the device.
+    """Return the number of values per key. This waits for the device.
 
     Raises:
         ValueError: The lengths do not sum to the number of values.
@@ -38,7 +38,7 @@ def count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
-    """Return the number of values per key while tracing, as unbacked symbolic integers.
+    """Return the number of values per key in tracing, as symbolic integers without a known value.
 
     The symbols are marked as non-negative, so that torch.export accepts them as sizes.
     """
@@ -46,6 +46,7 @@ def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
         bags = torch.tensor(kjt.lengths_offset_per_key(), device=kjt.device())
         counts = kjt.offsets()[bags].diff()
     else:
+        # Sums, not differences of offsets: the key count and the stride are known shapes in tracing.
         counts = kjt.lengths().view(len(kjt.keys()), kjt.stride()).sum(1)
     count_per_key: list[int] = counts.tolist()
     for count in count_per_key:
@@ -55,6 +56,6 @@ def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def sum_counts(counts: Iterable[int]) -> int:
-    """Return the sum of counts, which may be symbolic integers."""
+    """Return the sum of some counts, which may be symbolic integers."""
     # Not sum(): under tracing it builds an expression that torch cannot save in an exported program.
     return reduce(add, counts, 0)

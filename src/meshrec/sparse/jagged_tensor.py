@@ -20,9 +20,9 @@ _is_not_none: Any = partial(operator.is_not, None)
 
 
 class Jagged:
-    """Base class for jagged tensors: values, optional weights, bag boundaries (lengths, offsets or both).
+    """Base class for jagged tensors: values, optional weights, and bag boundaries.
 
-    Subclasses set all fields in their constructors.
+    The boundaries are stored as lengths, offsets or both. Subclasses set all fields in the constructor.
     """
 
     # Set once. Consumers rely on immutability: lengths and offsets are cached from each other.
@@ -40,7 +40,7 @@ class Jagged:
         return self._values
 
     def weights(self) -> Tensor:
-        """Return one weight per value, [N].
+        """Return the weights, a number per value: [N].
 
         Raises:
             ValueError: The tensor is unweighted.
@@ -52,7 +52,7 @@ class Jagged:
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """Return one weight per value, [N], or None if the tensor is unweighted."""
+        """Return the weights, a number per value: [N]. None if the tensor is unweighted."""
         return self._weights
 
     def lengths(self) -> Tensor:
@@ -65,7 +65,7 @@ class Jagged:
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they were given or read before, otherwise None. Computes nothing."""
+        """Return the lengths if they were given or already computed, otherwise None."""
         return self._lengths
 
     def offsets(self) -> Tensor:
@@ -80,7 +80,7 @@ class Jagged:
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they were given or read before, otherwise None. Computes nothing."""
+        """Return the offsets if they were given or already computed, otherwise None."""
         return self._offsets
 
     def device(self) -> torch.device:
@@ -88,7 +88,7 @@ class Jagged:
         return self._values.device
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep all tensors' memory from being reused before the work now queued on ``stream`` has run."""
+        """Keep the memory of all tensors allocated until the work now queued on ``stream`` has run."""
         for tensor in self._tensors():
             # The caching allocator may reuse memory freed on another stream before the work has run.
             tensor.record_stream(stream)
@@ -98,7 +98,7 @@ class Jagged:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
-        """Return the tensors that exist: values, and weights, lengths and offsets if set."""
+        """Return all tensors that exist: the values, and the weights, lengths and offsets that are set."""
         parts = (self._values, self._weights, self._lengths, self._offsets)
         return list(filter(_is_not_none, parts))
 
@@ -110,17 +110,17 @@ class Jagged:
 
 
 class JaggedTensor(Jagged):
-    """A batch of variable-length bags, such as the IDs of a feature or sequences of embeddings.
+    """A batch of variable-length bags, such as the IDs of a feature, or sequences of embeddings.
 
-    Lengths and offsets are derived from each other on first read.
+    Lengths and offsets are computed from each other at the first read, and cached.
 
     Args:
         values: Values of all bags, concatenated, [N, ...].
-        weights: One weight per value, [N].
+        weights: Weight per value, [N].
         lengths: Number of values per bag, [B], int32 or int64.
         offsets: Index in ``values`` where each bag starts, followed by N: [B+1], int32 or int64. Pass
-            lengths, offsets or both. If both are given, they are compared on the CPU; on other devices the
-            lengths take precedence.
+            lengths, offsets or both. If both are given, they are compared on the CPU. On other devices, the
+            lengths count and the offsets are ignored.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not match, or lengths and offsets disagree. The constructor
@@ -155,13 +155,13 @@ class JaggedTensor(Jagged):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Build a JaggedTensor without the constructor's checks, from tensors already known to match.
+        """Build a JaggedTensor without the constructor's checks, from tensors that are known to match.
 
         Args:
-            values: Values from all bags, concatenated, [N, ...].
-            weights: One weight per value, [N].
-            lengths: Value count per bag, [B].
-            offsets: Start index per bag, followed by N: [B+1]. Lengths or offsets must be given.
+            values: Values of all bags, concatenated, [N, ...].
+            weights: Weight per value, [N].
+            lengths: Number of values per bag, [B].
+            offsets: Index where each bag starts, followed by N: [B+1]. Lengths or offsets must be given.
         """
         jt = JaggedTensor.__new__(JaggedTensor)
         jt._values = values
@@ -195,11 +195,11 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
-        """Build a JaggedTensor with zero bags and the dtypes of ``jt``. It has weights if ``jt`` has.
+        """Build a JaggedTensor with zero bags and the dtypes of ``jt``. It has weights if ``jt`` has weights.
 
         Args:
             jt: Template.
-            device: Result device; None: as ``jt``.
+            device: Device of the result; None: the device of ``jt``.
         """
         return JaggedTensor.empty(
             jt._weights is not None,
@@ -211,7 +211,7 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
-        """Build a JaggedTensor from one tensor [length, ...] per bag.
+        """Build a JaggedTensor from a list with a tensor [length, ...] for each bag.
 
         Raises:
             ValueError: The list is empty, or weights and values differ in length.
@@ -233,11 +233,12 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """Build a JaggedTensor from padded rows: bag ``b`` has the first ``lengths[b]`` entries of row ``b``.
+        """Build a JaggedTensor from padded rows: bag ``b`` gets the first ``lengths[b]`` entries of row
+        ``b``.
 
         Args:
             values: Padded rows, [B, T, ...].
-            lengths: Entries to keep per row, [B], int32 or int64.
+            lengths: Number of entries to keep in each row, [B], int32 or int64.
             weights: Padded weights, [B, T].
 
         Raises:
@@ -257,20 +258,20 @@ class JaggedTensor(Jagged):
         return JaggedTensor(values[mask], None if weights is None else weights[mask], lengths=lengths)
 
     def to_dense(self) -> list[Tensor]:
-        """Return one value view per bag."""
+        """Return the values of each bag, as a list of views. Waits for the device."""
         # Synchronizes: split needs the sizes on the host.
         return list(self._values.split(self.lengths().tolist()))
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return one weight view per bag, or None if unweighted."""
+        """Return the weights of each bag, as a list of views; None if unweighted. Waits for the device."""
         return None if self._weights is None else list(self._weights.split(self.lengths().tolist()))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Pad or truncate all bags to a common length, and return the values as [B, T, ...].
+        """Pad or truncate all bags to a common length T, and return the values as [B, T, ...].
 
         Args:
-            desired_length: T; if None, the longest bag length.
-            padding_value: Fill value after the last value in a bag.
+            desired_length: T; None: the length of the longest bag.
+            padding_value: Value that fills the entries after the end of a bag.
         """
         return self._padded(self._values, desired_length, padding_value)
 
@@ -286,6 +287,7 @@ class JaggedTensor(Jagged):
         if desired_length is None:
             # Not int(): under torch.export item() returns a symbol, which int() cannot convert.
             longest: Any = lengths_B.max().item() if self._num_bags() else 0
+            # export refuses a size that may be negative.
             if torch.compiler.is_compiling():
                 torch._check(longest >= 0)
         else:
@@ -312,7 +314,7 @@ class JaggedTensor(Jagged):
         return jt
 
     def validate(self) -> None:
-        """Check the data in all lengths, offsets and weights. Synchronizes with the device.
+        """Check the data in lengths, offsets and weights. Waits for the device.
 
         Raises:
             ValueError: A value is invalid. The message names the sample.

@@ -1,6 +1,7 @@
-"""Protocol for the methods of KeyedJaggedTensor that other files in this package call.
+"""Protocol with the methods of KeyedJaggedTensor that other files in this package call.
 
-KeyedJaggedTensor imports those files. With the protocol as parameter type, they need not import it back.
+KeyedJaggedTensor imports these files. Since their parameters have the protocol as type, they need not import
+KeyedJaggedTensor in turn.
 """
 
 from typing import Protocol, TypeVar
@@ -10,9 +11,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 InverseIndices = tuple[list[str], Tensor]
-"""Keys, and the bag index per key and sample, int64 [K, batch size]."""
+"""Pair of keys, and a bag index for each key and sample, int64 [K, batch size].
+
+If duplicate bags were removed from a batch, entry (k, i) says which bag of key k belongs to sample i.
+"""
 Strides = list[list[int]] | Tensor
-"""Number of bags per key and source rank, [K][R] or a tensor [K, R]."""
+"""Number of bags per key and source rank, as nested lists [K][R] or a tensor [K, R]."""
 
 
 class ValueBags(Protocol):
@@ -68,4 +72,4 @@ class KeyedBags(ValueBags, Protocol):
 
 
 Bags = TypeVar("Bags", bound=KeyedBags)
-"""KeyedJaggedTensor or a subclass: operations return the type they take."""
+"""KeyedJaggedTensor or a subclass. Functions return the type that they get."""

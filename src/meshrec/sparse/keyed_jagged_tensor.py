@@ -1,6 +1,6 @@
 """KeyedJaggedTensor: the bags of several features (keys) in shared tensors.
 
-Shape legend: K keys, B bags from all keys, N values, R ranks.
+Shape legend: K keys, B bags of all keys, N values, R ranks.
 """
 
 from collections.abc import Callable
@@ -24,31 +24,31 @@ from meshrec.sparse.validation import check_layout, consistent_offsets, count_ba
 class KeyedJaggedTensor(Jagged):
     """Bags of several features (keys) in shared tensors: all bags of the first key, then of the second, etc.
 
-    Each key has ``stride`` bags (the batch size), unless ``stride_per_key`` or ``stride_per_key_per_rank``
-    are given. Derived values are computed on first read and cached. ``length_per_key``, ``offset_per_key``,
-    ``split``, ``kjt[key]`` and ``to_dict`` need counts on the host, and the first such call synchronizes with
-    the device. Call :meth:`sync` to choose when.
+    Each key has ``stride`` bags (the batch size), unless ``stride_per_key`` or ``stride_per_key_per_rank`` is
+    given. Derived values are computed at the first read, and cached. ``length_per_key``, ``offset_per_key``,
+    ``split``, ``kjt[key]`` and ``to_dict`` need counts on the host, so the first such call waits for the
+    device. Call :meth:`sync` to choose when.
 
     Args:
         keys: Feature names.
-        values: IDs from all bags, concatenated in key order, [N, ...].
-        weights: One weight per value, [N].
-        lengths: Value count per bag, [B] or [K, stride], int32 or int64.
-        offsets: Bag starts in ``values``, followed by N: [B+1], int32 or int64. Pass
-            lengths, offsets or both. If both are given, they are compared on the CPU; on other devices the
-            lengths take precedence.
-        stride: Bag count per key; B / K if None.
-        stride_per_key_per_rank: Bag count per key and source rank, [K][R] or a tensor [K, R].
-        stride_per_key: Bag count per key, [K], if the keys differ.
-        length_per_key: Value count per key, [K]. Computed if None; checked on the CPU if given.
+        values: IDs of all bags, concatenated in key order, [N, ...].
+        weights: Weight per value, [N].
+        lengths: Number of values per bag, [B] or [K, stride], int32 or int64.
+        offsets: Index in ``values`` where each bag starts, followed by N: [B+1], int32 or int64. Pass
+            lengths, offsets or both. If both are given, they are compared on the CPU. On other devices, the
+            lengths count and the offsets are ignored.
+        stride: Number of bags per key; B / K if None.
+        stride_per_key_per_rank: Number of bags per key and source rank, [K][R] or a tensor [K, R].
+        stride_per_key: Number of bags per key, [K], if the keys differ.
+        length_per_key: Number of values per key, [K]. Computed if None; checked on the CPU if given.
         lengths_offset_per_key: First bag index per key, followed by B: K+1 integers. Computed if None;
             checked on the CPU if given.
         offset_per_key: First value index per key, followed by N: K+1 integers. Computed if None;
             checked on the CPU if given.
-        index_per_key: Key positions in ``keys``. Computed if None; not checked.
+        index_per_key: Position of each key in ``keys``. Computed if None; not checked.
         jt_dict: Result of :meth:`to_dict`. Computed if None; not checked.
-        inverse_indices: Keys, and an int64 tensor [K, batch size] with the bag index per key and sample. Pass
-            it if duplicate bags were removed, which leaves keys with different bag counts.
+        inverse_indices: Keys, and an int64 tensor [K, batch size] that says which bag of a key belongs to a
+            sample. Pass it if duplicate bags were removed, which leaves keys with different bag counts.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not match, or lengths, offsets and per-key counts disagree.
@@ -114,6 +114,7 @@ class KeyedJaggedTensor(Jagged):
                 )
             check_keys_and_strides(keys, count_bags(lengths, offsets), stride, strides)
             offsets = consistent_offsets(lengths, offsets, "bag {}".format)
+        # _fill clears the caches, so set those that the caller passed afterwards.
         self._fill(keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices)
         self._bag_offset_per_key = lengths_offset_per_key
         self._offset_per_key = offset_per_key
@@ -134,7 +135,7 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None,
         inverse_indices: InverseIndices | None,
     ) -> None:
-        """Set all fields: the given ones to the arguments, caches to None."""
+        """Set all fields: those that are given to the arguments, and the caches to None."""
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -167,17 +168,17 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> Self:
-        """Build a KeyedJaggedTensor without the constructor's checks, from tensors already known to match.
+        """Build a KeyedJaggedTensor without the constructor's checks, from tensors that are known to match.
 
         Args:
             keys: Feature names.
-            values: [N, ...].
-            weights: [N].
-            lengths: [B].
-            offsets: [B+1]. Lengths or offsets must be given.
-            stride: Bag count per key, if equal for all keys.
-            strides: ``stride_per_key_per_rank`` of the constructor.
-            length_per_key: Value count per key; None: computed on first read.
+            values: Values of all bags, [N, ...].
+            weights: Weight per value, [N].
+            lengths: Number of values per bag, [B].
+            offsets: Index where each bag starts, followed by N: [B+1]. Lengths or offsets must be given.
+            stride: Number of bags per key, if equal for all keys.
+            strides: ``stride_per_key_per_rank`` as in the constructor.
+            length_per_key: Number of values per key; None: computed at the first read.
             inverse_indices: As in the constructor.
         """
         kjt = cls.__new__(cls)
@@ -248,7 +249,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """Build a KeyedJaggedTensor from one JaggedTensor per key, which may have different bag counts.
+        """Build a KeyedJaggedTensor from a JaggedTensor for each key. Their bag counts may differ.
 
         Raises:
             ValueError: The dict is empty, or only some inputs have weights.
@@ -325,11 +326,12 @@ class KeyedJaggedTensor(Jagged):
         return self._keys
 
     def stride(self) -> int:
-        """Return the bag count per key (the batch size).
+        """Return the number of bags per key (the batch size).
 
-        With variable strides, return the batch size in ``inverse_indices`` if given, else the largest stride.
+        If the keys differ, return the batch size of ``inverse_indices`` if given, else the largest bag count.
         """
         stride = self._stride
+        # With inverse indices, a key has fewer bags than the batch has samples.
         if stride is None:
             if self._strides is None:
                 stride = self._num_bags() // len(self._keys) if self._keys else 0
@@ -367,9 +369,10 @@ class KeyedJaggedTensor(Jagged):
         return self._bag_offset_per_key
 
     def segments_or_none(self) -> Tensor | None:
-        """Return ``lengths_offset_per_key`` as an int64 tensor [K+1] on the CPU; None unless strides vary.
+        """Return ``lengths_offset_per_key`` as an int64 tensor [K+1] on the CPU. None unless strides are
+        variable.
 
-        The ``segments`` argument of operators in ``torch.ops.meshrec``.
+        This is the ``segments`` argument of the operators in ``torch.ops.meshrec``.
         """
         # On the CPU: kernels read it as host metadata, also for GPU tensors.
         if self._strides is not None and self._segments is None:
@@ -394,52 +397,56 @@ class KeyedJaggedTensor(Jagged):
         return self._inverse_indices
 
     def index_per_key(self) -> dict[str, int]:
-        """Return each key's position in ``keys()``; the last position if a key is repeated."""
+        """Return the position of each key in ``keys()``; the last position if a key is repeated."""
         if self._index_per_key is None:
             # Later duplicates overwrite earlier ones, as in TorchRec.
             self._index_per_key = {key: i for i, key in enumerate(self._keys)}
         return self._index_per_key
 
     def length_per_key(self) -> list[int]:
-        """Return the value count per key. The first call synchronizes with the device."""
+        """Return the number of values per key. The first call waits for the device."""
         if self._length_per_key is None:
             self._length_per_key = count_per_key(self)
         return self._length_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Return the value count per key if cached on the host, otherwise None."""
+        """Return the number of values per key if it is known on the host, otherwise None."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
         """Return the first value index per key, followed by N: K+1 integers.
 
-        The first call synchronizes with the device.
+        The first call waits for the device.
         """
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self.length_per_key(), initial=0))
         return self._offset_per_key
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Return ``offset_per_key()`` if cached on the host, otherwise None."""
+        """Return ``offset_per_key()`` if it is known on the host, otherwise None."""
         return self._offset_per_key
 
     def sync(self) -> "KeyedJaggedTensor":
-        """Copy the per-key counts to the host for ``split``, ``to_dict`` and ``kjt[key]``. Returns self."""
+        """Copy the per-key counts to the host, where ``split``, ``to_dict`` and ``kjt[key]`` need them.
+
+        Returns:
+            This tensor.
+        """
         self.offset_per_key()
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Drop the per-key counts cached by :meth:`sync`. Returns self."""
+        """Drop the per-key counts that :meth:`sync` copied to the host. Returns this tensor."""
         self._length_per_key = None
         self._offset_per_key = None
         return self
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
-        """Return self: the constructor already flattens lengths."""
+        """Return this tensor. The constructor has already flattened the lengths."""
         return self
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """Return the bags for one key as a JaggedTensor with views.
+        """Return the bags of a key as a JaggedTensor, whose tensors are views.
 
         Raises:
             KeyError: The key does not exist.
@@ -450,14 +457,15 @@ class KeyedJaggedTensor(Jagged):
         cached = self._cached_dict()
         if cached is not None:
             return cached[key]
+        # Three groups: the keys before it, the key itself, and the keys after it.
         group = slice_keys(self, [index, 1, len(self._keys) - index - 1])[1]
         return JaggedTensor.unchecked(*group, None)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return one JaggedTensor of views per key.
+        """Return a dict with the bags of each key as a JaggedTensor, whose tensors are views.
 
         Args:
-            compute_offsets: Ignored, for compatibility with TorchRec. Offsets are computed on first read.
+            compute_offsets: Ignored, for compatibility with TorchRec. Offsets are computed at the first read.
         """
         cached = self._cached_dict()
         if cached is not None:
@@ -474,27 +482,29 @@ class KeyedJaggedTensor(Jagged):
         return jt_dict
 
     def _cached_dict(self) -> dict[str, JaggedTensor] | None:
-        """Return the cached result of ``to_dict``, or None if absent or made in another grad mode."""
+        """Return the cached result of ``to_dict``. None if there is none, or if grad mode has changed
+        since.
+        """
         if self._jt_dict is None or torch.compiler.is_compiling():
             return None
         return self._jt_dict if self._jt_dict_grad in (None, torch.is_grad_enabled()) else None
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Split into adjacent key groups, as KeyedJaggedTensors with views.
+        """Split into groups of adjacent keys: a KeyedJaggedTensor for each group, whose tensors are views.
 
         Args:
-            segments: Key count per group. Keys after the last group are left out of the result.
+            segments: Number of keys in each group. Keys after the last group are left out.
 
         Raises:
-            ValueError: A segment is negative, or the segments sum to more than the key count.
+            ValueError: A segment is negative, or the segments sum to more than the number of keys.
         """
         return split_keys(self, segments)
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
-        """Select keys by position; keys may be repeated or left out.
+        """Select keys by position. Keys may be repeated or left out.
 
         Args:
-            indices: Position per key in the result.
+            indices: Position in ``keys()`` for each key of the result.
             indices_tensor: Ignored, for compatibility with TorchRec.
 
         Raises:
@@ -527,7 +537,9 @@ class KeyedJaggedTensor(Jagged):
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
-        """Return a copy with ``change`` applied to all tensors. Counts cached on the host are copied over."""
+        """Return a copy with ``change`` applied to all tensors. The copy shares the counts cached on the
+        host.
+        """
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
@@ -561,7 +573,7 @@ class KeyedJaggedTensor(Jagged):
         return tensors if inverse is None else [*tensors, inverse[1]]
 
     def validate(self) -> None:
-        """Check the data in all tensors, and the per-key counts. Synchronizes with the device.
+        """Check the data in all tensors, and the per-key counts. Waits for the device.
 
         Raises:
             ValueError: A value is invalid. The message names the key and sample.

@@ -1,4 +1,4 @@
-"""KeyedTensor: dense columns concatenated in a single tensor and read by key, such as pooled embeddings."""
+"""KeyedTensor: dense columns in a single tensor, which are read by key, such as pooled embeddings."""
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -11,26 +11,30 @@ from meshrec.sparse.printing import format_per_key, format_rows, format_shapes, 
 
 
 class _ColumnRange(NamedTuple):
-    """Columns ``start`` to ``stop`` (exclusive) of an input KeyedTensor: one key or several adjacent keys."""
+    """Columns of an input KeyedTensor that belong to a key, or to several adjacent keys."""
 
-    tensor: int  # position in the list of input tensors
+    tensor: int
+    """Position in the list of input tensors."""
     start: int
+    """First column."""
     stop: int
+    """End column, exclusive."""
 
 
 class KeyedTensor:
-    """A tensor split along ``key_dim`` into pieces, one per key.
+    """A tensor that consists of a piece for each key, side by side along the dimension ``key_dim``.
 
-    Reading a piece returns a view. All pieces are split at once, so the backward pass builds a single
-    gradient instead of one per key. torch therefore forbids in-place changes to a piece that requires grad.
+    Reading a piece returns a view. All pieces are split off at once, so the backward pass builds a single
+    gradient for the whole tensor. For this reason, torch forbids in-place changes to a piece that requires
+    grad.
 
     Args:
-        keys: Piece names.
-        length_per_key: Piece sizes along ``key_dim``.
-        values: Concatenated pieces, such as [B, sum(length_per_key)].
+        keys: Names of the pieces.
+        length_per_key: Size of each piece along ``key_dim``.
+        values: The pieces, concatenated, such as [B, sum(length_per_key)].
         key_dim: Dimension to split.
-        offset_per_key: Piece starts along ``key_dim``, followed by the total size; computed if None.
-        index_per_key: Key positions in ``keys``; computed if None.
+        offset_per_key: Position where each piece starts, followed by the total size; computed if None.
+        index_per_key: Position of each key in ``keys``; computed if None.
 
     Raises:
         ValueError: The lengths do not match the keys or the tensor.
@@ -83,15 +87,16 @@ class KeyedTensor:
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
-        """Build a KeyedTensor without the constructor's checks, from arguments already known to match.
+        """Build a KeyedTensor without the constructor's checks, from arguments that are known to match.
 
         Args:
-            keys: Piece names.
-            length_per_key: Piece sizes along ``key_dim``.
-            values: Concatenated pieces.
+            keys: Names of the pieces.
+            length_per_key: Size of each piece along ``key_dim``.
+            values: The pieces, concatenated.
             key_dim: Dimension to split.
         """
         kt = KeyedTensor.__new__(KeyedTensor)
+        # Fills every field that the constructor sets.
         kt._fill(keys, length_per_key, values, key_dim)
         return kt
 
@@ -99,11 +104,11 @@ class KeyedTensor:
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Concatenate tensors, one per key, into a KeyedTensor.
+        """Concatenate a list with a tensor for each key into a KeyedTensor.
 
         Args:
-            keys: Tensor names.
-            tensors: Tensors to concatenate, one per key.
+            keys: Names of the tensors.
+            tensors: Tensors to concatenate.
             key_dim: Dimension to split when a key is read.
             cat_dim: Dimension to concatenate along. Must equal ``key_dim`` if there are several tensors.
 
@@ -117,7 +122,7 @@ class KeyedTensor:
         )
 
     def keys(self) -> list[str]:
-        """Return the piece names."""
+        """Return the names of the pieces."""
         return self._keys
 
     def values(self) -> Tensor:
@@ -125,19 +130,19 @@ class KeyedTensor:
         return self._values
 
     def key_dim(self) -> int:
-        """Return the split dimension."""
+        """Return the dimension along which the pieces are concatenated."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Return the value device."""
+        """Return the device of the values."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Return the piece sizes along ``key_dim``."""
+        """Return the size of each piece along ``key_dim``."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the piece starts along ``key_dim``, followed by the total size: K+1 integers."""
+        """Return where each piece starts along ``key_dim``, followed by the total size: K+1 integers."""
         if self._offset_per_key is None:
             self._offset_per_key = list(accumulate(self._length_per_key, initial=0))
         return self._offset_per_key
@@ -161,11 +166,13 @@ class KeyedTensor:
         return self._split()[index]
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return the piece (a view) for every key."""
+        """Return a dict with the piece of each key, as a view."""
         return dict(zip(self._keys, self._split(), strict=True))
 
     def _split(self) -> list[Tensor]:
-        """Return the pieces for all keys, cached."""
+        """Return the pieces of all keys, from the cache if grad mode has not changed since they were
+        split.
+        """
         # Views made under no_grad are detached, so a cached piece is valid in a single grad mode only.
         if torch.compiler.is_compiling():  # a traced program must not leave tensors in an input
             return list(self._values.split(self._length_per_key, dim=self._key_dim))
@@ -176,14 +183,14 @@ class KeyedTensor:
 
     @staticmethod
     def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
-        """Concatenate pieces of several KeyedTensors into one tensor per group of keys; differentiable.
+        """Concatenate pieces of several KeyedTensors into a tensor for each group of keys. Differentiable.
 
         ``groups=[["a", "c"], ["b"]]`` returns two tensors: the pieces of a and c side by side, and the piece
-        of b. A group that is a contiguous column range in a single input is returned as a view.
+        of b. A group whose columns are adjacent in a single input is returned as a view.
 
         Args:
             keyed_tensors: Tensors for the same batch. If several tensors have the same key, the last is used.
-            groups: Keys per result, in order; a key may be in several groups.
+            groups: Keys of each result, in order. A key may be in several groups.
 
         Returns:
             A tensor per group, such as [B, total length of the group's keys].
@@ -199,6 +206,7 @@ class KeyedTensor:
             for key, start, length in zip(kt._keys, kt.offset_per_key(), kt._length_per_key, strict=False)
         }
         ranges_per_group = [_column_ranges(group, columns_per_key) for group in groups]
+        # Every input is split once, at the boundaries that any group needs.
         pieces = [
             _split_at(kt, [columns for group in ranges_per_group for columns in group if columns.tensor == i])
             for i, kt in enumerate(keyed_tensors)
@@ -217,12 +225,12 @@ class KeyedTensor:
     def regroup_as_dict(
         keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """Call :meth:`regroup`, and return a dict of the results.
+        """Concatenate pieces as :meth:`regroup` does, and return the results as a dict.
 
         Args:
             keyed_tensors: Tensors for the same batch.
-            groups: Keys per result.
-            keys: Group names in the returned dict.
+            groups: Keys of each result.
+            keys: Names of the groups in the returned dict.
 
         Raises:
             ValueError: Groups and names differ in number, or :meth:`regroup` fails.
@@ -236,6 +244,7 @@ class KeyedTensor:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedTensor":
         """Copy to another device."""
+        # Keeps the per-key positions, but not the cached views of this device.
         return KeyedTensor(
             self._keys,
             self._length_per_key,
@@ -246,11 +255,11 @@ class KeyedTensor:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the values alive until the work queued on ``stream`` has run."""
+        """Keep the memory of the values allocated until the work now queued on ``stream`` has run."""
         self._values.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Return the values' size in bytes."""
+        """Return the size of the values in bytes."""
         return self._values.numel() * self._values.element_size()
 
     # The cache holds views, which pickle would store a second time.
@@ -268,7 +277,7 @@ class KeyedTensor:
 
 
 def _common_key_dim(keyed_tensors: list[KeyedTensor]) -> int:
-    """Return the ``key_dim`` shared by all tensors. Raises ValueError if they differ or the list is empty."""
+    """Return the ``key_dim`` that all tensors have. Raises ValueError if they differ or the list is empty."""
     if not keyed_tensors:
         raise ValueError("KeyedTensor.regroup: there are no tensors; pass at least one")
     dims = [kt.key_dim() for kt in keyed_tensors]
@@ -278,7 +287,7 @@ def _common_key_dim(keyed_tensors: list[KeyedTensor]) -> int:
 
 
 def _column_ranges(group: list[str], columns_per_key: dict[str, _ColumnRange]) -> list[_ColumnRange]:
-    """Return the column ranges of the keys in a group, with adjacent ranges merged."""
+    """Return the column ranges of the keys in a group. Adjacent ranges are merged."""
     joined: list[_ColumnRange] = []
     for key in group:
         columns = columns_per_key.get(key)
@@ -294,9 +303,9 @@ def _column_ranges(group: list[str], columns_per_key: dict[str, _ColumnRange]) -
 
 
 def _split_at(kt: KeyedTensor, ranges: list[_ColumnRange]) -> dict[int, Tensor]:
-    """Split a tensor at the boundaries of all ranges. Returns the pieces, keyed by their first column.
+    """Split a tensor at the boundaries of all ranges, and return the pieces by first column.
 
-    Ranges 0-4 and 2-6 of a tensor with 8 columns give pieces starting at columns 0, 2, 4 and 6.
+    Ranges 0-4 and 2-6 of a tensor with 8 columns give pieces that start at columns 0, 2, 4 and 6.
     """
     # A single split per tensor: autograd then builds one gradient for it, not one per group.
     width = kt.offset_per_key()[-1]

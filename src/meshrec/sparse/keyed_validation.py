@@ -1,4 +1,4 @@
-"""Validation of KeyedJaggedTensor: keys, strides, per-key counts, inverse indices."""
+"""Validation of KeyedJaggedTensors: keys, strides, per-key counts, inverse indices."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -16,13 +16,13 @@ _NAME = "KeyedJaggedTensor"
 def check_keys_and_strides(
     keys: list[str], num_bags: int, stride: int | None, strides: list[list[int]] | Tensor | None
 ) -> None:
-    """Check that the bag count matches the keys and strides. Reads no tensor data.
+    """Check that the number of bags matches the keys and strides. Reads no tensor data.
 
     Args:
         keys: Feature names.
-        num_bags: Total bag count.
-        stride: Bag count per key, if equal for all keys.
-        strides: Bag count per key and source rank, [K][R] or a tensor [K, R].
+        num_bags: Total number of bags.
+        stride: Number of bags per key, if equal for all keys.
+        strides: Number of bags per key and source rank, [K][R] or a tensor [K, R].
 
     Raises:
         ValueError: The counts do not match.
@@ -66,7 +66,7 @@ def check_keys_and_strides(
 
 
 def check_keyed_values(kjt: KeyedBags) -> None:
-    """Check keys, bags, weights, per-key counts and inverse indices. Synchronizes with the device.
+    """Check keys, bags, weights, per-key counts and inverse indices. Waits for the device.
 
     Raises:
         ValueError: A value is invalid. The message names the key and sample.
@@ -95,7 +95,7 @@ def check_keyed_values(kjt: KeyedBags) -> None:
 
 
 def check_given_counts(kjt: KeyedBags) -> None:
-    """Compare the per-key counts passed to the constructor with the lengths. Checks CPU tensors only.
+    """Compare the per-key counts that the constructor got with the lengths. Checks only CPU tensors.
 
     Raises:
         ValueError: The counts do not match.
@@ -144,6 +144,7 @@ def _check_equal_counts(keys: list[str], name: str, given: list[int] | None, exp
 
 
 def _check_inverse_indices(kjt: KeyedBags) -> None:
+    """Check that the inverse indices have the same keys as the tensor, and point to bags that exist."""
     inverse_indices = kjt.inverse_indices_or_none()
     if inverse_indices is None:
         return

@@ -1,4 +1,4 @@
-"""``str()`` of jagged and keyed tensors, with the middle of long lists elided."""
+"""``str()`` for jagged and keyed tensors. Long lists are shortened in the middle."""
 
 from itertools import pairwise
 from typing import Any
@@ -15,18 +15,19 @@ _EDGE_ITEMS = 3  # items printed at both ends of a shortened list; torch's defau
 def is_readable(*tensors: Tensor | None) -> bool:
     """Return whether the data of all tensors can be read: none is traced, fake or on the meta device.
 
-    None counts as readable.
+    None counts as readable, so that callers may pass optional tensors.
     """
     # Subclasses such as FakeTensor hold no data; Parameter is the only subclass in use that does.
     return all(t is None or (type(t) in (Tensor, Parameter) and not t.is_meta) for t in tensors)
 
 
 def format_shapes(name: str, **parts: Any) -> str:
-    """Format a tensor without readable data, such as ``JaggedTensor(values=int64[3], lengths=int32[2])``.
+    """Format a tensor whose data cannot be read, such as ``JaggedTensor(values=int64[3], lengths=int32[2])``.
 
     Args:
         name: Class name.
-        **parts: Tensors, shown as dtype and shape; other values, shown as they are; None, left out.
+        **parts: Fields to show. Tensors are shown as dtype and shape, other values as they are. Fields that
+            are None are left out.
     """
     shown = {key: value for key, value in parts.items() if value is not None}
     items = (
@@ -37,11 +38,11 @@ def format_shapes(name: str, **parts: Any) -> str:
 
 
 def format_bags(values: Tensor, offsets: list[int]) -> str:
-    """Format the values per bag, such as ``[[5], [], [7, 1]]``.
+    """Format the values of each bag, such as ``[[5], [], [7, 1]]``.
 
     Args:
         values: [N, ...].
-        offsets: Bag boundaries in ``values``; the first need not be 0.
+        offsets: Index in ``values`` where each bag starts, and the end of the last. The first need not be 0.
     """
     num_bags = len(offsets) - 1
     # Count the bags too: empty bags print brackets.
@@ -58,7 +59,7 @@ def format_bags(values: Tensor, offsets: list[int]) -> str:
 
 
 def format_keyed_jagged(kjt: KeyedBags) -> str:
-    """Format a KeyedJaggedTensor, one line per key; shapes only if the data is not readable."""
+    """Format a KeyedJaggedTensor with a line per key. If its data cannot be read, format only the shapes."""
     values, weights = kjt.values(), kjt.weights_or_none()
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
     if not is_readable(values, weights, lengths, offsets):
@@ -80,12 +81,12 @@ def format_keyed_jagged(kjt: KeyedBags) -> str:
 
 
 def format_per_key(name: str, keys: list[str], formatted: list[str]) -> str:
-    """Format a class name, and one line per key in braces.
+    """Format a class name, followed by a line per key in braces.
 
     Args:
         name: Class name.
         keys: Feature names.
-        formatted: Formatted bags or rows by key.
+        formatted: Formatted bags or rows of each key.
     """
     lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, formatted, strict=True))
     return f"{name}({{\n{lines}\n}})" if lines else f"{name}()"
@@ -98,12 +99,12 @@ def format_rows(rows: Tensor) -> str:
 
 
 def _format_weighted_bags(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
-    """Format the bags of a single key: values only, or values and weights on separate lines.
+    """Format the bags of a key: only values, or values and weights on separate lines.
 
     Args:
-        values: Values for all keys, [N, ...].
-        weights: Weights for all keys, [N].
-        offsets: The key's bag boundaries in ``values``.
+        values: Values of all keys, [N, ...].
+        weights: Weights of all keys, [N].
+        offsets: Index in ``values`` where each bag of the key starts, and the end of the last.
     """
     text = format_bags(values, offsets)
     if weights is None:
@@ -116,7 +117,9 @@ def _format_shape(tensor: Tensor) -> str:
 
 
 def _shown_indices(count: int, short: bool) -> list[int]:
-    """Return the list indices to print: all, or the first and last ``_EDGE_ITEMS`` of a shortened list."""
+    """Return which list indices to print: all, or the first and last ``_EDGE_ITEMS`` if the list is
+    shortened.
+    """
     indices = list(range(count))
     return [*indices[:_EDGE_ITEMS], *indices[-_EDGE_ITEMS:]] if short and count > 2 * _EDGE_ITEMS else indices
 

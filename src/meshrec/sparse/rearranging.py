@@ -1,4 +1,4 @@
-"""Slicing, splitting and permutation of keys in a KeyedJaggedTensor."""
+"""Slicing, splitting and permutation of the keys in a KeyedJaggedTensor."""
 
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -11,21 +11,24 @@ from meshrec.sparse.keyed_bags import Bags, KeyedBags
 
 
 class KeyGroup(NamedTuple):
-    """Values, weights and lengths of adjacent keys, as views."""
+    """The tensors of adjacent keys, as views."""
 
     values: Tensor
+    """Values of the keys, [N, ...]."""
     weights: Tensor | None
+    """Weight per value, [N]; None if unweighted."""
     lengths: Tensor
+    """Number of values per bag, [B]."""
 
 
 def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
-    """Cut the keys into consecutive groups, and return views of each group's tensors.
+    """Cut the keys into consecutive groups, and return the tensors of each group as views.
 
     Keys a, b, c with sizes [1, 2] give the groups (a) and (b, c).
 
     Args:
         kjt: Tensor to slice.
-        sizes: Key count per group; must sum to the key count.
+        sizes: Number of keys in each group. Must sum to the number of keys.
     """
     all_values, all_weights, all_lengths = kjt.values(), kjt.weights_or_none(), kjt.lengths()
     num_keys = len(kjt.keys())
@@ -44,12 +47,12 @@ def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
 
 
 def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
-    """Split into groups of ``segments[i]`` adjacent keys. Keys after the last group are left out.
+    """Split into groups of adjacent keys, with ``segments[i]`` keys in group i. Later keys are left out.
 
     Implements ``KeyedJaggedTensor.split``.
 
     Raises:
-        ValueError: A segment is negative, or the segments sum to more than the key count.
+        ValueError: A segment is negative, or the segments sum to more than the number of keys.
     """
     num_keys, num_taken = len(kjt.keys()), sum(segments)
     if num_taken > num_keys or min(segments, default=0) < 0:
@@ -58,6 +61,7 @@ def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
             f"got {segments}"
         )
     ends = list(accumulate(segments, initial=0))
+    # slice_keys wants all keys, so the last group takes those to leave out; zip below drops it.
     groups = slice_keys(kjt, [*segments, num_keys - num_taken])
     variable, strides = kjt.variable_stride_per_key(), kjt.stride_per_key_per_rank()
     length_per_key = kjt.length_per_key_or_none()
@@ -76,7 +80,7 @@ def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
 
 
 def permute_keys(kjt: Bags, indices: list[int]) -> Bags:
-    """Select keys by position; keys may be repeated or left out. Implements ``KeyedJaggedTensor.permute``.
+    """Select keys by position. Keys may be repeated or left out. Implements ``KeyedJaggedTensor.permute``.
 
     Keys a, b, c with indices [2, 0] give the keys c, a.
 

@@ -1,4 +1,6 @@
-"""Validation of jagged tensors: shape checks for constructors, full checks that name the invalid sample."""
+"""Validation of jagged tensors: shape checks for constructors, and full checks that name the invalid
+sample.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +10,7 @@ from torch import Tensor
 from meshrec.sparse.printing import is_readable
 
 BagName = Callable[[int], str]
-"""Maps a bag index to the name used in errors, such as ``key 'user', sample 3``."""
+"""Function that returns the name of a bag for error messages, such as ``key 'user', sample 3``."""
 
 # Integer types that the operators' kernels are compiled for.
 _COUNT_DTYPES = (torch.int32, torch.int64)
@@ -17,7 +19,7 @@ _COUNT_DTYPES = (torch.int32, torch.int64)
 def check_layout(
     name: str, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
 ) -> None:
-    """Check the shapes, dtypes and devices for constructor arguments. Reads no tensor data.
+    """Check the shapes, dtypes and devices of constructor arguments. Reads no tensor data.
 
     Args:
         name: Class name for error messages.
@@ -60,15 +62,15 @@ def check_layout(
 
 
 def consistent_offsets(lengths: Tensor | None, offsets: Tensor | None, name_bag: BagName) -> Tensor | None:
-    """Return the offsets that a constructor should store, or None to compute them from the lengths later.
+    """Return the offsets that a constructor should store. None: compute them from the lengths later.
 
-    If both are given on the CPU, they are compared. On other devices a comparison would synchronize: there
-    the given offsets are ignored, and computed from the lengths on first read.
+    If both lengths and offsets are given, they are compared on the CPU. On other devices this would wait for
+    the device, so the offsets are ignored there.
 
     Args:
-        lengths: Value count per bag, [B].
+        lengths: Number of values per bag, [B].
         offsets: Bag boundaries, [B+1].
-        name_bag: Returns the bag name for error messages.
+        name_bag: Returns the name of a bag for error messages.
 
     Raises:
         ValueError: Lengths and offsets disagree. The message names the bag.
@@ -83,14 +85,16 @@ def consistent_offsets(lengths: Tensor | None, offsets: Tensor | None, name_bag:
 
 
 def describe(argument: object) -> str:
-    """Describe an argument for an error message: dtype and shape of a tensor, type and value otherwise."""
+    """Describe an argument for an error message: a tensor by dtype and shape, another value by type and
+    value.
+    """
     if isinstance(argument, Tensor):
         return f"{str(argument.dtype).removeprefix('torch.')} {list(argument.shape)}"
     return f"{type(argument).__name__} {argument!r}"
 
 
 def count_bags(lengths: Tensor | None, offsets: Tensor | None) -> int:
-    """Return the bag count given lengths [B] or offsets [B+1]."""
+    """Return the number of bags, given lengths [B] or offsets [B+1]."""
     if lengths is not None:
         return lengths.numel()
     assert offsets is not None
@@ -107,7 +111,7 @@ def check_bags(
         weights: [N].
         lengths: [B].
         offsets: [B+1].
-        name_bag: Returns the bag name for error messages.
+        name_bag: Returns the name of a bag for error messages.
 
     Raises:
         ValueError: A value is invalid. The message names the bag.
@@ -124,13 +128,15 @@ def check_bags(
 
 
 def _first_index(mask: Tensor) -> int | None:
-    """Return the first index with True, or None if there is none."""
+    """Return the index of the first True, or None if there is none."""
     indices = mask.nonzero()
     return int(indices[0, 0]) if indices.numel() else None
 
 
 def _offsets_from_lengths(lengths: Tensor | None) -> Tensor:
-    """Return bag boundaries, int64 [B+1], in plain torch: invalid lengths must not reach a kernel."""
+    """Return the bag boundaries, int64 [B+1]. In plain torch, because invalid lengths must not reach a
+    kernel.
+    """
     assert lengths is not None
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
@@ -138,11 +144,13 @@ def _offsets_from_lengths(lengths: Tensor | None) -> Tensor:
 def _check_lengths(lengths: Tensor, num_values: int, name_bag: BagName) -> None:
     """Check that no length is negative, and that the lengths sum to the value count."""
     bag = _first_index(lengths < 0)
+    # Name the first invalid bag, so that the user can find the sample.
     if bag is not None:
         raise ValueError(f"{name_bag(bag)}: the length is {int(lengths[bag])}; lengths are 0 or more")
     # int64: a corrupt int32 length must not overflow the sum before it is reported.
     ends = _offsets_from_lengths(lengths)
     if int(ends[-1]) > num_values:
+        # The first bag that needs values after the end.
         bag = _first_index(ends[1:] > num_values)
         assert bag is not None
         raise ValueError(
