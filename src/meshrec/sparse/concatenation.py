@@ -1,4 +1,4 @@
-"""Concatenation of jagged tensors, with an error for tensors that do not fit together."""
+"""Concatenation of jagged tensors, with errors for tensors that do not fit together."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -64,7 +64,7 @@ def concatenate_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tenso
 def _common_strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | None]:
     """Return ``stride`` and ``stride_per_key_per_rank`` for the concatenation; exactly one of them is None.
 
-    If all inputs have a single stride (equal bag counts for all keys), the result has this stride. If all
+    If all inputs have a single stride (equal bag counts for all keys), it is returned. If all
     have variable strides, the result has the rows of all inputs, one per key.
 
     Raises:

@@ -11,10 +11,10 @@ from meshrec.sparse.keyed_bags import KeyedBags
 
 
 def count_per_key(kjt: KeyedBags) -> list[int]:
-    """Return the number of values per key. This waits for the device.
+    """Return the value count per key. This waits for the device.
 
     Raises:
-        ValueError: The lengths do not sum to the number of values.
+        ValueError: The lengths do not sum to the value count.
     """
     if not kjt.keys():
         return []
@@ -38,7 +38,7 @@ def count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
-    """Return the number of values per key in tracing, as symbolic integers without a known value.
+    """Return the value count per key in tracing, as symbolic integers without a known value.
 
     The symbols are marked as non-negative, so that torch.export accepts them as sizes.
     """

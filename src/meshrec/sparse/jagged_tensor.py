@@ -84,11 +84,11 @@ class Jagged:
         return self._offsets
 
     def device(self) -> torch.device:
-        """Return the device of the values."""
+        """Return the value device."""
         return self._values.device
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors allocated until the work now queued on ``stream`` has run."""
+        """Keep all tensor memory allocated until the work now queued on ``stream`` has run."""
         for tensor in self._tensors():
             # The caching allocator may reuse memory freed on another stream before the work has run.
             tensor.record_stream(stream)
@@ -98,7 +98,7 @@ class Jagged:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
-        """Return all tensors that exist: the values, and the weights, lengths and offsets that are set."""
+        """Return all existing tensors: the values, and weights, lengths and offsets if set."""
         parts = (self._values, self._weights, self._lengths, self._offsets)
         return list(filter(_is_not_none, parts))
 
@@ -115,9 +115,9 @@ class JaggedTensor(Jagged):
     Lengths and offsets are computed from each other at the first read, and cached.
 
     Args:
-        values: Values of all bags, concatenated, [N, ...].
+        values: Values from all bags, concatenated, [N, ...].
         weights: Weight per value, [N].
-        lengths: Number of values per bag, [B], int32 or int64.
+        lengths: Value count per bag, [B], int32 or int64.
         offsets: Index in ``values`` where each bag starts, followed by N: [B+1], int32 or int64. Pass
             lengths, offsets or both. If both are given, they are compared on the CPU. On other devices, the
             lengths count and the offsets are ignored.
@@ -155,13 +155,13 @@ class JaggedTensor(Jagged):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Build a JaggedTensor without the constructor's checks, from tensors that are known to match.
+        """Build a JaggedTensor without the constructor's checks, from tensors known to match.
 
         Args:
-            values: Values of all bags, concatenated, [N, ...].
+            values: Values from all bags, concatenated, [N, ...].
             weights: Weight per value, [N].
-            lengths: Number of values per bag, [B].
-            offsets: Index where each bag starts, followed by N: [B+1]. Lengths or offsets must be given.
+            lengths: Value count per bag, [B].
+            offsets: Bag starts, followed by N: [B+1]. Lengths or offsets must be given.
         """
         jt = JaggedTensor.__new__(JaggedTensor)
         jt._values = values
@@ -199,7 +199,7 @@ class JaggedTensor(Jagged):
 
         Args:
             jt: Template.
-            device: Device of the result; None: the device of ``jt``.
+            device: Result device; None: as ``jt``.
         """
         return JaggedTensor.empty(
             jt._weights is not None,
@@ -211,7 +211,7 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
-        """Build a JaggedTensor from a list with a tensor [length, ...] for each bag.
+        """Build a JaggedTensor from a list with a tensor [length, ...] per bag.
 
         Raises:
             ValueError: The list is empty, or weights and values differ in length.
@@ -238,7 +238,7 @@ class JaggedTensor(Jagged):
 
         Args:
             values: Padded rows, [B, T, ...].
-            lengths: Number of entries to keep in each row, [B], int32 or int64.
+            lengths: Entries to keep per row, [B], int32 or int64.
             weights: Padded weights, [B, T].
 
         Raises:
@@ -258,20 +258,20 @@ class JaggedTensor(Jagged):
         return JaggedTensor(values[mask], None if weights is None else weights[mask], lengths=lengths)
 
     def to_dense(self) -> list[Tensor]:
-        """Return the values of each bag, as a list of views. Waits for the device."""
+        """Return the values per bag, as views. Waits for the device."""
         # Synchronizes: split needs the sizes on the host.
         return list(self._values.split(self.lengths().tolist()))
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return the weights of each bag, as a list of views; None if unweighted. Waits for the device."""
+        """Return the weights per bag, as views; None if unweighted. Waits for the device."""
         return None if self._weights is None else list(self._weights.split(self.lengths().tolist()))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Pad or truncate all bags to a common length T, and return the values as [B, T, ...].
 
         Args:
-            desired_length: T; None: the length of the longest bag.
-            padding_value: Value that fills the entries after the end of a bag.
+            desired_length: T; None: the longest bag length.
+            padding_value: Fill value after the end of a bag.
         """
         return self._padded(self._values, desired_length, padding_value)
 

@@ -1,4 +1,4 @@
-"""Protocol with the methods of KeyedJaggedTensor that other files in this package call.
+"""Protocol with the KeyedJaggedTensor methods called by other files in this package.
 
 KeyedJaggedTensor imports these files. Since their parameters have the protocol as type, they need not import
 KeyedJaggedTensor in turn.
@@ -11,12 +11,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 InverseIndices = tuple[list[str], Tensor]
-"""Pair of keys, and a bag index for each key and sample, int64 [K, batch size].
+"""Pair of keys, and a bag index per key and sample, int64 [K, batch size].
 
 If duplicate bags were removed from a batch, entry (k, i) says which bag of key k belongs to sample i.
 """
 Strides = list[list[int]] | Tensor
-"""Number of bags per key and source rank, as nested lists [K][R] or a tensor [K, R]."""
+"""Bag count per key and source rank, as nested lists [K][R] or a tensor [K, R]."""
 
 
 class ValueBags(Protocol):

@@ -31,21 +31,21 @@ class KeyedJaggedTensor(Jagged):
 
     Args:
         keys: Feature names.
-        values: IDs of all bags, concatenated in key order, [N, ...].
+        values: IDs from all bags, concatenated in key order, [N, ...].
         weights: Weight per value, [N].
-        lengths: Number of values per bag, [B] or [K, stride], int32 or int64.
+        lengths: Value count per bag, [B] or [K, stride], int32 or int64.
         offsets: Index in ``values`` where each bag starts, followed by N: [B+1], int32 or int64. Pass
             lengths, offsets or both. If both are given, they are compared on the CPU. On other devices, the
             lengths count and the offsets are ignored.
-        stride: Number of bags per key; B / K if None.
-        stride_per_key_per_rank: Number of bags per key and source rank, [K][R] or a tensor [K, R].
-        stride_per_key: Number of bags per key, [K], if the keys differ.
-        length_per_key: Number of values per key, [K]. Computed if None; checked on the CPU if given.
+        stride: Bag count per key; B / K if None.
+        stride_per_key_per_rank: Bag count per key and source rank, [K][R] or a tensor [K, R].
+        stride_per_key: Bag count per key, [K], if the keys differ.
+        length_per_key: Value count per key, [K]. Computed if None; checked on the CPU if given.
         lengths_offset_per_key: First bag index per key, followed by B: K+1 integers. Computed if None;
             checked on the CPU if given.
         offset_per_key: First value index per key, followed by N: K+1 integers. Computed if None;
             checked on the CPU if given.
-        index_per_key: Position of each key in ``keys``. Computed if None; not checked.
+        index_per_key: Key positions in ``keys``. Computed if None; not checked.
         jt_dict: Result of :meth:`to_dict`. Computed if None; not checked.
         inverse_indices: Keys, and an int64 tensor [K, batch size] that says which bag of a key belongs to a
             sample. Pass it if duplicate bags were removed, which leaves keys with different bag counts.
@@ -135,7 +135,7 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None,
         inverse_indices: InverseIndices | None,
     ) -> None:
-        """Set all fields: those that are given to the arguments, and the caches to None."""
+        """Set the fields to the arguments, and the caches to None."""
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -168,17 +168,17 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> Self:
-        """Build a KeyedJaggedTensor without the constructor's checks, from tensors that are known to match.
+        """Build a KeyedJaggedTensor without the constructor's checks, from tensors known to match.
 
         Args:
             keys: Feature names.
-            values: Values of all bags, [N, ...].
+            values: Values from all bags, [N, ...].
             weights: Weight per value, [N].
-            lengths: Number of values per bag, [B].
-            offsets: Index where each bag starts, followed by N: [B+1]. Lengths or offsets must be given.
-            stride: Number of bags per key, if equal for all keys.
+            lengths: Value count per bag, [B].
+            offsets: Bag starts, followed by N: [B+1]. Lengths or offsets must be given.
+            stride: Bag count per key, if equal for all keys.
             strides: ``stride_per_key_per_rank`` as in the constructor.
-            length_per_key: Number of values per key; None: computed at the first read.
+            length_per_key: Value count per key; None: computed at the first read.
             inverse_indices: As in the constructor.
         """
         kjt = cls.__new__(cls)
@@ -249,7 +249,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """Build a KeyedJaggedTensor from a JaggedTensor for each key. Their bag counts may differ.
+        """Build a KeyedJaggedTensor from a JaggedTensor per key. Their bag counts may differ.
 
         Raises:
             ValueError: The dict is empty, or only some inputs have weights.
@@ -326,7 +326,7 @@ class KeyedJaggedTensor(Jagged):
         return self._keys
 
     def stride(self) -> int:
-        """Return the number of bags per key (the batch size).
+        """Return the bag count per key (the batch size).
 
         If the keys differ, return the batch size of ``inverse_indices`` if given, else the largest bag count.
         """
@@ -397,20 +397,20 @@ class KeyedJaggedTensor(Jagged):
         return self._inverse_indices
 
     def index_per_key(self) -> dict[str, int]:
-        """Return the position of each key in ``keys()``; the last position if a key is repeated."""
+        """Return the key positions in ``keys()``; the last position if a key is repeated."""
         if self._index_per_key is None:
             # Later duplicates overwrite earlier ones, as in TorchRec.
             self._index_per_key = {key: i for i, key in enumerate(self._keys)}
         return self._index_per_key
 
     def length_per_key(self) -> list[int]:
-        """Return the number of values per key. The first call waits for the device."""
+        """Return the value count per key. The first call waits for the device."""
         if self._length_per_key is None:
             self._length_per_key = count_per_key(self)
         return self._length_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Return the number of values per key if it is known on the host, otherwise None."""
+        """Return the value count per key if it is known on the host, otherwise None."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
@@ -436,7 +436,7 @@ class KeyedJaggedTensor(Jagged):
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Drop the per-key counts that :meth:`sync` copied to the host. Returns this tensor."""
+        """Drop the per-key counts copied by :meth:`sync`. Returns this tensor."""
         self._length_per_key = None
         self._offset_per_key = None
         return self
@@ -462,7 +462,7 @@ class KeyedJaggedTensor(Jagged):
         return JaggedTensor.unchecked(*group, None)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return a dict with the bags of each key as a JaggedTensor, whose tensors are views.
+        """Return the bags per key as JaggedTensors, whose tensors are views.
 
         Args:
             compute_offsets: Ignored, for compatibility with TorchRec. Offsets are computed at the first read.
@@ -490,13 +490,13 @@ class KeyedJaggedTensor(Jagged):
         return self._jt_dict if self._jt_dict_grad in (None, torch.is_grad_enabled()) else None
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Split into groups of adjacent keys: a KeyedJaggedTensor for each group, whose tensors are views.
+        """Split into groups of adjacent keys: a KeyedJaggedTensor per group, whose tensors are views.
 
         Args:
-            segments: Number of keys in each group. Keys after the last group are left out.
+            segments: Key count per group. Keys after the last group are left out.
 
         Raises:
-            ValueError: A segment is negative, or the segments sum to more than the number of keys.
+            ValueError: A segment is negative, or the segments sum to more than the key count.
         """
         return split_keys(self, segments)
 

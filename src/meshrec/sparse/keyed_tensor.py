@@ -11,7 +11,7 @@ from meshrec.sparse.printing import format_per_key, format_rows, format_shapes, 
 
 
 class _ColumnRange(NamedTuple):
-    """Columns of an input KeyedTensor that belong to a key, or to several adjacent keys."""
+    """Columns of a key, or of several adjacent keys, in an input KeyedTensor."""
 
     tensor: int
     """Position in the list of input tensors."""
@@ -29,12 +29,12 @@ class KeyedTensor:
     grad.
 
     Args:
-        keys: Names of the pieces.
-        length_per_key: Size of each piece along ``key_dim``.
+        keys: Piece names.
+        length_per_key: Piece sizes along ``key_dim``.
         values: The pieces, concatenated, such as [B, sum(length_per_key)].
         key_dim: Dimension to split.
-        offset_per_key: Position where each piece starts, followed by the total size; computed if None.
-        index_per_key: Position of each key in ``keys``; computed if None.
+        offset_per_key: Piece starts, followed by the total size; computed if None.
+        index_per_key: Key positions in ``keys``; computed if None.
 
     Raises:
         ValueError: The lengths do not match the keys or the tensor.
@@ -87,11 +87,11 @@ class KeyedTensor:
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
-        """Build a KeyedTensor without the constructor's checks, from arguments that are known to match.
+        """Build a KeyedTensor without the constructor's checks, from arguments known to match.
 
         Args:
-            keys: Names of the pieces.
-            length_per_key: Size of each piece along ``key_dim``.
+            keys: Piece names.
+            length_per_key: Piece sizes along ``key_dim``.
             values: The pieces, concatenated.
             key_dim: Dimension to split.
         """
@@ -104,10 +104,10 @@ class KeyedTensor:
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Concatenate a list with a tensor for each key into a KeyedTensor.
+        """Concatenate a list with a tensor per key into a KeyedTensor.
 
         Args:
-            keys: Names of the tensors.
+            keys: Tensor names.
             tensors: Tensors to concatenate.
             key_dim: Dimension to split when a key is read.
             cat_dim: Dimension to concatenate along. Must equal ``key_dim`` if there are several tensors.
@@ -122,7 +122,7 @@ class KeyedTensor:
         )
 
     def keys(self) -> list[str]:
-        """Return the names of the pieces."""
+        """Return the piece names."""
         return self._keys
 
     def values(self) -> Tensor:
@@ -134,11 +134,11 @@ class KeyedTensor:
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Return the device of the values."""
+        """Return the value device."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Return the size of each piece along ``key_dim``."""
+        """Return the piece sizes along ``key_dim``."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
@@ -166,7 +166,7 @@ class KeyedTensor:
         return self._split()[index]
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return a dict with the piece of each key, as a view."""
+        """Return all pieces as views, by key."""
         return dict(zip(self._keys, self._split(), strict=True))
 
     def _split(self) -> list[Tensor]:
@@ -183,14 +183,14 @@ class KeyedTensor:
 
     @staticmethod
     def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
-        """Concatenate pieces of several KeyedTensors into a tensor for each group of keys. Differentiable.
+        """Concatenate pieces of several KeyedTensors into a tensor per group of keys. Differentiable.
 
         ``groups=[["a", "c"], ["b"]]`` returns two tensors: the pieces of a and c side by side, and the piece
         of b. A group whose columns are adjacent in a single input is returned as a view.
 
         Args:
             keyed_tensors: Tensors for the same batch. If several tensors have the same key, the last is used.
-            groups: Keys of each result, in order. A key may be in several groups.
+            groups: Keys per result, in order. A key may be in several groups.
 
         Returns:
             A tensor per group, such as [B, total length of the group's keys].
@@ -229,8 +229,8 @@ class KeyedTensor:
 
         Args:
             keyed_tensors: Tensors for the same batch.
-            groups: Keys of each result.
-            keys: Names of the groups in the returned dict.
+            groups: Keys per result.
+            keys: Group names in the returned dict.
 
         Raises:
             ValueError: Groups and names differ in number, or :meth:`regroup` fails.
@@ -255,11 +255,11 @@ class KeyedTensor:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the values allocated until the work now queued on ``stream`` has run."""
+        """Keep the value memory allocated until the work now queued on ``stream`` has run."""
         self._values.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Return the size of the values in bytes."""
+        """Return the value size in bytes."""
         return self._values.numel() * self._values.element_size()
 
     # The cache holds views, which pickle would store a second time.
@@ -277,7 +277,7 @@ class KeyedTensor:
 
 
 def _common_key_dim(keyed_tensors: list[KeyedTensor]) -> int:
-    """Return the ``key_dim`` that all tensors have. Raises ValueError if they differ or the list is empty."""
+    """Return the ``key_dim`` shared by all tensors. Raises ValueError if they differ or the list is empty."""
     if not keyed_tensors:
         raise ValueError("KeyedTensor.regroup: there are no tensors; pass at least one")
     dims = [kt.key_dim() for kt in keyed_tensors]
@@ -305,7 +305,7 @@ def _column_ranges(group: list[str], columns_per_key: dict[str, _ColumnRange]) -
 def _split_at(kt: KeyedTensor, ranges: list[_ColumnRange]) -> dict[int, Tensor]:
     """Split a tensor at the boundaries of all ranges, and return the pieces by first column.
 
-    Ranges 0-4 and 2-6 of a tensor with 8 columns give pieces that start at columns 0, 2, 4 and 6.
+    Ranges 0-4 and 2-6 of a tensor with 8 columns give pieces starting at columns 0, 2, 4 and 6.
     """
     # A single split per tensor: autograd then builds one gradient for it, not one per group.
     width = kt.offset_per_key()[-1]

@@ -16,13 +16,13 @@ _NAME = "KeyedJaggedTensor"
 def check_keys_and_strides(
     keys: list[str], num_bags: int, stride: int | None, strides: list[list[int]] | Tensor | None
 ) -> None:
-    """Check that the number of bags matches the keys and strides. Reads no tensor data.
+    """Check that the bag count matches the keys and strides. Reads no tensor data.
 
     Args:
         keys: Feature names.
-        num_bags: Total number of bags.
-        stride: Number of bags per key, if equal for all keys.
-        strides: Number of bags per key and source rank, [K][R] or a tensor [K, R].
+        num_bags: Total bag count.
+        stride: Bag count per key, if equal for all keys.
+        strides: Bag count per key and source rank, [K][R] or a tensor [K, R].
 
     Raises:
         ValueError: The counts do not match.
@@ -95,7 +95,7 @@ def check_keyed_values(kjt: KeyedBags) -> None:
 
 
 def check_given_counts(kjt: KeyedBags) -> None:
-    """Compare the per-key counts that the constructor got with the lengths. Checks only CPU tensors.
+    """Compare the per-key counts given to the constructor with the lengths. Checks only CPU tensors.
 
     Raises:
         ValueError: The counts do not match.

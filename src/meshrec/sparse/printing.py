@@ -38,11 +38,11 @@ def format_shapes(name: str, **parts: Any) -> str:
 
 
 def format_bags(values: Tensor, offsets: list[int]) -> str:
-    """Format the values of each bag, such as ``[[5], [], [7, 1]]``.
+    """Format the values per bag, such as ``[[5], [], [7, 1]]``.
 
     Args:
         values: [N, ...].
-        offsets: Index in ``values`` where each bag starts, and the end of the last. The first need not be 0.
+        offsets: Bag boundaries in ``values``. The first need not be 0.
     """
     num_bags = len(offsets) - 1
     # Count the bags too: empty bags print brackets.
@@ -86,7 +86,7 @@ def format_per_key(name: str, keys: list[str], formatted: list[str]) -> str:
     Args:
         name: Class name.
         keys: Feature names.
-        formatted: Formatted bags or rows of each key.
+        formatted: Formatted bags or rows, by key.
     """
     lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, formatted, strict=True))
     return f"{name}({{\n{lines}\n}})" if lines else f"{name}()"
@@ -102,9 +102,9 @@ def _format_weighted_bags(values: Tensor, weights: Tensor | None, offsets: list[
     """Format the bags of a key: only values, or values and weights on separate lines.
 
     Args:
-        values: Values of all keys, [N, ...].
-        weights: Weights of all keys, [N].
-        offsets: Index in ``values`` where each bag of the key starts, and the end of the last.
+        values: Values for all keys, [N, ...].
+        weights: Weights for all keys, [N].
+        offsets: Bag boundaries of the key in ``values``.
     """
     text = format_bags(values, offsets)
     if weights is None:

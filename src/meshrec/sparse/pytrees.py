@@ -1,7 +1,7 @@
 """Pytree registration of the sparse types, for torch.compile and torch.export.
 
-The leaves are the tensors that the constructor got, not tensors that were cached later. A program exported
-with an input therefore accepts any input that was constructed in the same way. Batch sizes appear only in the
+The leaves are the constructor's tensors, not tensors cached later. A program exported
+with an input therefore accepts any input constructed in the same way. Batch sizes appear only in the
 shapes of leaves, never in the context, so that an exported program serves other batch sizes.
 """
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class KeyedContext(NamedTuple):
-    """Pytree context of a KeyedJaggedTensor: the constructor arguments that are not tensors."""
+    """Pytree context of a KeyedJaggedTensor: the non-tensor constructor arguments."""
 
     keys: tuple[str, ...]
     stride: int | None  # set only without keys, when no leaf shape gives the batch size
@@ -29,7 +29,7 @@ class KeyedContext(NamedTuple):
 
 
 class DenseContext(NamedTuple):
-    """Pytree context of a KeyedTensor: the constructor arguments that are not tensors."""
+    """Pytree context of a KeyedTensor: the non-tensor constructor arguments."""
 
     keys: tuple[str, ...]
     length_per_key: tuple[int, ...]
@@ -68,7 +68,7 @@ def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedConte
 
 def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> KeyedJaggedTensor:
     values, weights, lengths, offsets, strides, inverse = leaves
-    # Unchecked: torch unflattens traced tensors and even placeholders that are not tensors.
+    # Unchecked, because tracing rebuilds tensors from placeholder leaves.
     return KeyedJaggedTensor.unchecked(
         list(context.keys),
         values,
@@ -116,11 +116,11 @@ def register(
 
     Args:
         cls: Class to register.
-        leaf_names: Attribute name of each leaf, in the order of ``flatten``.
+        leaf_names: Attribute name per leaf, in the order of ``flatten``.
         flatten: Maps an object to (leaves, context).
         unflatten: Maps (leaves, context) to an object.
-        from_dumpable: Maps the context as loaded from JSON to the context; None if there is no context.
-        namespace: Prefix of the class name in exported programs.
+        from_dumpable: Maps the context as loaded from JSON to the context; None without a context.
+        namespace: Class name prefix in exported programs.
         flatten_spec: Maps an object and the spec of an FX graph to leaves; None: as ``flatten``.
     """
 

@@ -14,21 +14,21 @@ class KeyGroup(NamedTuple):
     """The tensors of adjacent keys, as views."""
 
     values: Tensor
-    """Values of the keys, [N, ...]."""
+    """Values, [N, ...]."""
     weights: Tensor | None
     """Weight per value, [N]; None if unweighted."""
     lengths: Tensor
-    """Number of values per bag, [B]."""
+    """Value count per bag, [B]."""
 
 
 def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
-    """Cut the keys into consecutive groups, and return the tensors of each group as views.
+    """Cut the keys into consecutive groups, and return the tensors per group, as views.
 
     Keys a, b, c with sizes [1, 2] give the groups (a) and (b, c).
 
     Args:
         kjt: Tensor to slice.
-        sizes: Number of keys in each group. Must sum to the number of keys.
+        sizes: Key count per group. Must sum to the key count.
     """
     all_values, all_weights, all_lengths = kjt.values(), kjt.weights_or_none(), kjt.lengths()
     num_keys = len(kjt.keys())
@@ -52,7 +52,7 @@ def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
     Implements ``KeyedJaggedTensor.split``.
 
     Raises:
-        ValueError: A segment is negative, or the segments sum to more than the number of keys.
+        ValueError: A segment is negative, or the segments sum to more than the key count.
     """
     num_keys, num_taken = len(kjt.keys()), sum(segments)
     if num_taken > num_keys or min(segments, default=0) < 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshrec.sparse.printing import is_readable
 
 BagName = Callable[[int], str]
-"""Function that returns the name of a bag for error messages, such as ``key 'user', sample 3``."""
+"""Function returning a bag name for error messages, such as ``key 'user', sample 3``."""
 
 # Integer types that the operators' kernels are compiled for.
 _COUNT_DTYPES = (torch.int32, torch.int64)
@@ -68,9 +68,9 @@ def consistent_offsets(lengths: Tensor | None, offsets: Tensor | None, name_bag:
     the device, so the offsets are ignored there.
 
     Args:
-        lengths: Number of values per bag, [B].
+        lengths: Value count per bag, [B].
         offsets: Bag boundaries, [B+1].
-        name_bag: Returns the name of a bag for error messages.
+        name_bag: Returns the bag name for error messages.
 
     Raises:
         ValueError: Lengths and offsets disagree. The message names the bag.
@@ -111,7 +111,7 @@ def check_bags(
         weights: [N].
         lengths: [B].
         offsets: [B+1].
-        name_bag: Returns the name of a bag for error messages.
+        name_bag: Returns the bag name for error messages.
 
     Raises:
         ValueError: A value is invalid. The message names the bag.
