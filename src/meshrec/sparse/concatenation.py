@@ -96,4 +96,5 @@ def _inverse_indices(parts: list[InverseIndices | None]) -> InverseIndices | Non
     # As in TorchRec: inverse indices for only some keys could not expand the pooled embeddings.
     if len(given) < len(parts):
         return None
+    # A row per key, so the rows of all inputs are stacked.
     return [key for keys, _ in given for key in keys], torch.cat([indices for _, indices in given])

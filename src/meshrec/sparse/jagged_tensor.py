@@ -149,6 +149,7 @@ class JaggedTensor(Jagged):
         self._weights = weights
         self._lengths = lengths
         self._offsets = offsets
+        # From the arguments, because later reads fill in the missing boundaries.
         self._by_offsets = lengths is None
 
     @staticmethod

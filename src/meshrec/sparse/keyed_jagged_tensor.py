@@ -64,6 +64,7 @@ class KeyedJaggedTensor(Jagged):
         })
     """
 
+    # Given by the caller. Copies share the list, so it must not be modified.
     _keys: list[str]
     _stride: int | None  # None until given or first read
     _strides: Strides | None  # set only with variable strides; a tensor until first read on the host
@@ -73,9 +74,11 @@ class KeyedJaggedTensor(Jagged):
     _length_per_key: list[int] | None
     _offset_per_key: list[int] | None
     _index_per_key: dict[str, int] | None
+    # Cached by segments_or_none(), only with variable strides.
     _segments: Tensor | None
     _jt_dict: dict[str, JaggedTensor] | None
     _jt_dict_grad: bool | None  # grad mode when _jt_dict was cached; None if the caller passed it
+    # Given by the caller; None if no duplicate bags were removed.
     _inverse_indices: InverseIndices | None
 
     def __init__(
@@ -432,6 +435,7 @@ class KeyedJaggedTensor(Jagged):
         Returns:
             This tensor.
         """
+        # Caches length_per_key, too.
         self.offset_per_key()
         return self
 
@@ -454,6 +458,7 @@ class KeyedJaggedTensor(Jagged):
         index = self.index_per_key().get(key)
         if index is None:
             raise KeyError(f"no key {key!r} in this KeyedJaggedTensor; its keys are {self._keys}")
+        # A dict that exists already saves the split.
         cached = self._cached_dict()
         if cached is not None:
             return cached[key]

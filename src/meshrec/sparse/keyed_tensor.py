@@ -215,9 +215,11 @@ class KeyedTensor:
         empty = keyed_tensors[0]._values.narrow(dim, 0, 0)
         grouped = []
         for group in ranges_per_group:
+            # A merged range is cut again where another group has a boundary.
             parts = [
                 piece for columns in group for piece in _range_pieces(columns, pieces[columns.tensor], dim)
             ]
+            # A single piece needs no copy: the result is a view.
             grouped.append(parts[0] if len(parts) == 1 else torch.cat(parts or [empty], dim=dim))
         return grouped
 

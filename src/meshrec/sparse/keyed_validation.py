@@ -110,6 +110,7 @@ def _check_counts(kjt: KeyedBags) -> None:
     """Check that the cached per-key counts equal those computed from the lengths and strides."""
     bags = [0, *accumulate(kjt.stride_per_key())]
     _check_equal_counts(kjt.keys(), "lengths_offset_per_key", kjt.lengths_offset_per_key(), bags)
+    # The offsets at the boundaries between keys.
     offsets = kjt.offsets()[torch.tensor(bags, device=kjt.device())]
     _check_equal_counts(kjt.keys(), "length_per_key", kjt.length_per_key_or_none(), offsets.diff().tolist())
     _check_equal_counts(kjt.keys(), "offset_per_key", kjt.offset_per_key_or_none(), offsets.tolist())
@@ -149,6 +150,7 @@ def _check_inverse_indices(kjt: KeyedBags) -> None:
     if inverse_indices is None:
         return
     keys, indices = inverse_indices
+    # The keys may be in another order.
     if sorted(keys) != sorted(kjt.keys()) or indices.dim() != 2 or indices.size(0) != len(keys):
         raise ValueError(
             f"{_NAME}: inverse_indices must name the keys {kjt.keys()} and be "

@@ -47,6 +47,7 @@ def format_bags(values: Tensor, offsets: list[int]) -> str:
     num_bags = len(offsets) - 1
     # Count the bags too: empty bags print brackets.
     short = num_bags + values[offsets[0] : offsets[-1]].numel() > _MAX_PRINTED
+    # Only bags to show are read, so that printing a large tensor stays fast.
     bags = [
         _join_list(
             [_format_value(row) for row in values[offsets[bag] : offsets[bag + 1]].tolist()]
@@ -94,6 +95,7 @@ def format_per_key(name: str, keys: list[str], formatted: list[str]) -> str:
 
 def format_rows(rows: Tensor) -> str:
     """Format a dense tensor, such as ``[[1.0, 2.0], [3.0, 4.0]]``, shortened like bags."""
+    # Only dimension 0 is shortened, so a tensor with few rows is printed in full.
     short = rows.numel() > _MAX_PRINTED and rows.dim() > 0 and rows.size(0) > 2 * _EDGE_ITEMS
     return _join_list(_format_shortened(rows) if short else [_format_value(row) for row in rows.tolist()])
 

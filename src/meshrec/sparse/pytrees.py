@@ -126,8 +126,10 @@ def register(
 
     def flatten_with_keys(tensor: T) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
         leaves, context = flatten(tensor)
+        # Leaf paths such as ``.values``, for torch.export.
         return list(zip(map(pytree.GetAttrKey, leaf_names), leaves, strict=True)), context
 
+    # The context goes through JSON, which has no tuples: hence lists.
     pytree.register_pytree_node(
         cls,
         flatten,

@@ -55,6 +55,7 @@ def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
         ValueError: A segment is negative, or the segments sum to more than the key count.
     """
     num_keys, num_taken = len(kjt.keys()), sum(segments)
+    # Checked here: a slice would accept a negative size silently.
     if num_taken > num_keys or min(segments, default=0) < 0:
         raise ValueError(
             f"KeyedJaggedTensor.split: segments must be 0 or more and sum to at most {num_keys} keys, "
@@ -98,6 +99,7 @@ def permute_keys(kjt: Bags, indices: list[int]) -> Bags:
             raise ValueError(
                 f"KeyedJaggedTensor.permute: index {index} is out of range; use 0 to {len(keys) - 1}"
             )
+    # Every key exactly once.
     is_permutation = len(indices) == len(keys) == len(set(indices))
     # A full permutation's result has the same size. Only a selection needs the counts on the host.
     counts = kjt.length_per_key_or_none() if is_permutation else kjt.length_per_key()
