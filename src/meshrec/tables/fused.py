@@ -1,4 +1,4 @@
-"""Fused optimizer for whole (unsharded) tables in a single process: the backward pass updates the tables."""
+"""Fused tables in a single process (unsharded): kernels update them from the gradient of a lookup."""
 
 import functools
 import threading
@@ -30,7 +30,7 @@ from meshrec.tables.updates import LookedUp, TableGradient, TableUpdates, WriteC
 
 
 class UpdateLock:
-    """A lock replaced by a new lock when copied or pickled, together with the tables."""
+    """A lock that can be copied and pickled with the tables it protects. The copy is a new, free lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,23 +46,27 @@ class UpdateLock:
 
 
 class TrainedTable(NamedTuple):
-    """A collection's table, and how it is trained."""
+    """A table in an embedding collection, and the optimizer that trains it."""
 
     name: str
-    """Parameter name."""
+    """Name of the parameter."""
     weight: nn.Parameter
+    """The table's parameter."""
     spec: OptimizerSpec | None
     """Fused optimizer; None: ordinary gradients."""
     storage: RowStorage
+    """Row format of the table."""
     train_hashed: Callable[[OptimizerSpec | None], HashedTable] | None = None
-    """Returns the hashed table with optimizer state allocated; None for other tables."""
+    """For a hashed table: function that adds optimizer state and returns the table. None for other tables."""
 
 
 class WholeTables(tbe.Updater):
-    """A fused collection's tables. Receives lookup gradients, and updates the tables with them.
+    """The unsharded tables of a fused embedding collection, updated with the gradients of lookups.
+
+    The backward pass of a lookup calls ``take`` with the gradient.
 
     Args:
-        tables: tables in the module's lookup order.
+        tables: tables in the order in which the module looks them up.
         update: "in_backward" or "on_step", see ``FusedOptimizer``.
         seed: seed for stochastic rounding in fp16 and bf16 tables; 0 rounds to nearest.
 
@@ -87,7 +91,8 @@ class WholeTables(tbe.Updater):
             make = tables[index].train_hashed
             if make is not None and rule is not None:
                 table = hashed[index] = make(spec)
-                # An unsharded hashed table does not know the table index in the collection.
+                # A hashed table is created with table number 0. Here the number is the index in the
+                # collection.
                 table.rectangle = table.rectangle._replace(table=index)
                 here = table_shard(weight, Packing([table.rectangle], storage), [table])
                 held.append(here)
@@ -117,26 +122,30 @@ class WholeTables(tbe.Updater):
         self._updates = TableUpdates(
             LocalShards(held), fused, writes=self._writes, admission_eviction=admission_eviction
         )
-        # The first gradient checks for other optimizers; the lock serializes updates from several threads.
+        # ``_has_taken``: whether a gradient has arrived; the first one checks that no other optimizer was
+        # attached. The lock serializes updates from several threads.
         self._has_taken, self._updating = False, UpdateLock()
         named = {tables[index].name: table for index, table in fused.items()}
         self.optimizer = FusedOptimizer(named, Deferred(self._step) if update == "on_step" else None)
-        """The collection's ``fused_optimizer``."""
+        """Optimizer of the tables, which the collection shows as ``fused_optimizer``."""
 
     @property
     def admission_evictions(self) -> list[AdmissionEviction]:
-        """Admission and eviction for hashed tables."""
+        """A list with the object that admits IDs and evicts rows; empty without hashed tables."""
         return [] if self._updates.admission_eviction is None else [self._updates.admission_eviction]
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Count in-place writes per fused table made by anything but the updates.
+        """Return the number of in-place writes per fused table that were not made by updates.
+
+        Args:
+            weights: the module's present parameters, in the order of the tables.
 
         Raises:
             ValueError: a fused parameter was replaced, so the new parameter would not be trained.
         """
         plain = self.plain_tables
         if self._hashed:
-            # Hashed tables pass their row memory; versions are counted on the parameter.
+            # For a hashed table the module passes the row memory, but writes are counted on the parameter.
             weights = [self._hashed.get(t, weight) for t, weight in enumerate(weights)]
         self._writes.check_parameters(
             [w for t, w in enumerate(weights) if t not in plain] if plain else weights
@@ -144,41 +153,52 @@ class WholeTables(tbe.Updater):
         return self._writes.foreign_writes()
 
     def check_tables(self, before: list[int]) -> None:
-        """Raise ValueError if ``foreign_writes`` no longer returns ``before``: a table was changed."""
+        """Check that only updates have written to the tables since ``foreign_writes`` returned ``before``.
+
+        Raises:
+            ValueError: other code has written to a table.
+        """
         self._writes.check(before)
 
     def take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
-        """Update the tables with a lookup gradient. With ``"on_step"``, add it to ``parameter.grad`` instead.
+        """Update the tables with the gradient of a lookup. With ``"on_step"``, collect the gradient instead.
 
-        Tables are not changed if their parameter requires no gradient now. Threads take turns: two
-        updates reading the same step number would count as a single update.
+        A table is not changed if its parameter requires no gradient now.
 
         Args:
-            grad: lookup output gradient.
-            lookups: the batch.
+            grad: gradient of the lookup's output.
+            lookups: the lookup.
         """
         gradient = TableGradient(LookedUp(grad, lookups), {}, pins_of(lookups.values))
         # A second backward pass must fail before anything changes.
         check_pinned(gradient.pins)
+        # Threads take turns: two updates that read the same step number would count as a single update.
         with self._updating:
             if not self._has_taken:
                 for weight in self._fused:
-                    in_backward_spec(weight)  # torch may have attached another optimizer since
+                    # Raises an error if torch has attached another optimizer since the module was fused.
+                    in_backward_spec(weight)
                 self._has_taken = True
             prepared = self._updates.prepare(gradient, deferred=False)
             self._updates.collect(gradient)
             self._updates.apply(prepared, gradient)
-            if self.optimizer.updates_in_backward:  # otherwise collected gradients keep the slots
+            # Collected gradients refer to slots, and need the pins until the step.
+            if self.optimizer.updates_in_backward:
                 release_pins(gradient.pins)
 
     def _step(self) -> None:
-        """Apply the collected gradients: ``optimizer.step()`` with ``"on_step"``."""
+        """Apply the collected gradients. ``optimizer.step()`` calls this with ``update="on_step"``."""
         with self._updating:
             collected = self._updates.collected()
             self._updates.apply(self._updates.prepare(collected, deferred=True), collected)
 
 
 def _slots_of(table: HashedTable, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return optimizer state for a table's present rows, by slot name."""
+    """Return the optimizer state of a hashed table's live rows in key order, by state slot name.
+
+    Args:
+        table: the table.
+        names: state slot names.
+    """
     tensors = table.tensors()
     return {name: tensors[name] for name in names}

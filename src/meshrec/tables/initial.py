@@ -1,7 +1,8 @@
 """Initial rows of tables built on ``meta``: the same under any plan and on any number of ranks.
 
-Rows are drawn in blocks of whole rows. Every block has a random seed, derived from (seed, table, block),
-so a rank draws only the blocks touched by local rectangles, and gets the same values as any other rank.
+Rows are drawn in blocks of consecutive whole rows. Every block has a separate random seed, derived from
+(seed, table name, block number). So a rank draws only the blocks that overlap its rectangles, and gets the
+same values as any other rank.
 """
 
 import hashlib
@@ -13,24 +14,26 @@ from torch import Tensor
 
 from meshrec.tables.table import Span
 
-# Part of the format: another value changes the initial rows for a given seed. 1 MiB of fp32.
+# Values per block, 1 MiB of fp32. Do not change: another value changes the initial rows for a given seed.
 _BLOCK_ELEMENTS = 1 << 18
 
 
 def initial_rows(
     rows: Span, *, table: str, size: Span, init_fn: Callable[[Tensor], Any], seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Draw initial fp32 values for rows [r0, r1). Yields (first row, values) for one block after another.
-
-    The next block overwrites the values. ``init_fn`` fills blocks on the CPU from torch's default generator.
-    It must treat all rows alike, because it cannot know the row numbers.
+    """Draw the initial values of the rows in an interval, block by block.
 
     Args:
-        rows: the row interval [r0, r1).
-        table: table name, used in the seed.
-        size: whole-table (rows, columns).
-        init_fn: fills a block in place.
-        seed: the seed.
+        rows: first and end row.
+        table: table name, which is hashed into the random seed.
+        size: numbers of rows and columns of the whole table.
+        init_fn: fills an fp32 tensor [n, columns] on the CPU in place, from torch's default generator. It
+            must treat all rows alike, because it is not told the row numbers.
+        seed: random seed.
+
+    Yields:
+        The number of the first row, and values for consecutive rows, fp32 [n, columns]. The next block
+            overwrites the values.
     """
     num_rows, dim = size
     r0, r1 = rows
@@ -38,7 +41,7 @@ def initial_rows(
     memory = torch.empty(height, dim)
     for block in range(r0 // height, -(-r1 // height)):
         start = block * height
-        # Always draw the whole block, even if only some rows are needed.
+        # Draw the whole block even if only some of its rows are needed, so that they get the same values.
         values = memory[: num_rows - start]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_block_seed(seed, table, block))
@@ -48,19 +51,24 @@ def initial_rows(
 
 
 def block_rows(num_rows: int, dim: int) -> int:
-    """Return the row count per block."""
+    """Return the number of rows in a block.
+
+    Args:
+        num_rows: rows of the whole table.
+        dim: columns of the whole table.
+    """
     return min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
 
 
 @torch.no_grad()
 def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], seed: int) -> None:
-    """Fill a whole table with initial values; see ``initial_rows``.
+    """Fill a whole table with its initial values, in place; see ``initial_rows``.
 
     Args:
         target: the table, [rows, columns].
-        table: table name, used in the seed.
-        init_fn: fills a block in place.
-        seed: the seed.
+        table: table name, which is hashed into the random seed.
+        init_fn: fills a block of rows in place.
+        seed: random seed.
     """
     num_rows, dim = target.shape
     for first, rows in initial_rows(
@@ -70,25 +78,30 @@ def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], 
 
 
 def _block_seed(seed: int, table: str, block: int) -> int:
-    """Return a block's seed: 63 hash bits."""
+    """Return the random seed of a block, 63 bits of a hash of seed, table name and block number."""
     digest = hashlib.blake2b(f"{seed}\n{table}\n{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_of_rows(name: str, seed: int) -> int:
-    """Return the seed for a hashed table's initial rows: 62 bits from a hash over table name and seed."""
+    """Return the random seed of the initial rows in a hashed table, 62 bits of a hash of name and seed.
+
+    Args:
+        name: table name.
+        seed: seed of the table (``Hashed.seed``).
+    """
     digest = hashlib.blake2b(f"{seed}\n{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def draw_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, columns: Span) -> Tensor:
-    """Draw rows one by one, with a seed per row, from torch's default generator.
+    """Draw rows one by one, with a random seed per row.
 
     Args:
-        seeds: row seeds, int64 [N].
-        init_fn: fills a row ``[1, dim]``.
-        dim: whole-row width.
-        columns: columns to return.
+        seeds: random seed per row, int64 [N].
+        init_fn: fills a row [1, dim] in place, from torch's default generator.
+        dim: number of columns of a whole row.
+        columns: interval of columns to return.
 
     Returns:
         fp32 [N, columns].

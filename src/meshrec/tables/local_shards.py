@@ -1,4 +1,7 @@
-"""Table shards held by a rank: one parameter per table, with any number of rectangles."""
+"""Table shards on a rank: one parameter per table, which stands for any number of rectangles.
+
+A rectangle is a row interval times a column interval of a table.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -16,31 +19,43 @@ from meshrec.tables.table import Rectangle, Table
 
 
 class GradientBuffer:
-    """Gradient collected in the backward pass for a rectangle with rows outside the parameter.
+    """Gradient that the backward pass collects for a rectangle with rows outside the parameter.
 
-    ``parameter.grad`` must have the parameter's shape, and such a table's parameter has no rows. The
-    gradient values are therefore the ``grad`` in another parameter, ``[U, D]``, in the optimizer's group: a
-    GradScaler unscales it and ``zero_grad`` drops it, like any other gradient. The touched slots are stored
-    here, with the pins keeping them valid.
+    Such a table's parameter has no rows, and torch requires that ``parameter.grad`` has the shape of the
+    parameter. The gradient values are therefore the ``grad`` of another parameter, ``[U, D]``. It is in the
+    optimizer's group, so that a GradScaler unscales it and ``zero_grad`` drops it like any other gradient.
+
+    Args:
+        width: number of columns in the rectangle.
+
+    Attributes:
+        parameter: parameter with the gradient values of U touched rows as its ``grad``. Its own values are
+            meaningless.
+        pins: pins that keep the touched slots valid, from ``collect`` until the next gradient replaces them.
     """
 
     def __init__(self, width: int) -> None:
         self.parameter = nn.Parameter(torch.empty(0, width))
+        # Touched slots, int64 [U], for the rows of ``parameter.grad``.
         self._rows = torch.empty(0, dtype=torch.int64)
         self.pins: list[object] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch copies a parameter without ``grad``, so copied slots and pins would have no values.
+        # torch copies a parameter without ``grad``, so copied slots and pins would belong to no values.
         return {**vars(self), "_rows": self._rows[:0], "pins": []}
 
     def collect(self, new: RowGradients, pins: Sequence[object]) -> bool:
-        """Add a gradient. Returns whether the accumulated gradient is finite.
+        """Add a gradient to the collected gradient.
 
         Args:
             new: gradient by slot.
-            pins: slot pins, kept until the gradient is applied.
+            pins: pins on these slots, held until the gradient is applied.
+
+        Returns:
+            Whether the accumulated gradient is finite.
         """
         rows, grads = new
+        # After ``zero_grad`` there is no ``grad``, and this gradient replaces the old slots.
         if self.parameter.grad is not None:
             both = torch.cat([self._rows, rows])
             rows, inverse = torch.unique(both, return_inverse=True)
@@ -48,27 +63,29 @@ class GradientBuffer:
             grads = torch.zeros(len(rows), values.shape[1]).index_add_(0, inverse, values)
             pins = [*self.pins, *pins]
         self._rows, self.pins = rows, list(pins)
-        # ``grad`` must match the parameter's shape, so the parameter is resized first.
+        # torch checks that ``grad`` has the shape of the parameter, so resize the parameter first.
         self.parameter.grad = None
         self.parameter.data = torch.empty_like(grads)
         self.parameter.grad = grads
         return bool(grads.isfinite().all())
 
     def collected(self) -> RowGradients | None:
-        """Return the gradient collected since ``zero_grad``, or None."""
+        """Return the gradient collected since ``zero_grad``; None if there is none."""
         grad = self.parameter.grad
         return None if grad is None else RowGradients(self._rows, grad)
 
 
 class LocalShard(NamedTuple):
-    """A table's part on this rank: parameter and rectangles."""
+    """The shard of a table on this rank: a parameter, and the rectangles it stands for."""
 
     parameter: nn.Parameter
-    packing: Packing  # where the rectangles are in the parameter
+    """Parameter with the rows of all rectangles, or a placeholder if the rows are outside the parameter."""
+    packing: Packing
+    """The rectangles, and where they are in the parameter."""
     tables: Sequence[Table]
-    """One table per rectangle."""
+    """One ``Table`` object per rectangle."""
     gradient_buffers: Sequence[GradientBuffer] = ()
-    """One gradient buffer per rectangle, for rows outside the parameter."""
+    """One gradient buffer per rectangle if the rows are outside the parameter; otherwise empty."""
 
     @property
     def is_fixed(self) -> bool:
@@ -76,67 +93,76 @@ class LocalShard(NamedTuple):
         return isinstance(self.tables[0], FixedTable)
 
     def rows(self) -> Sequence[Tensor]:
-        """Return the memory read by kernels, one tensor per rectangle."""
+        """Return the memory that kernels read, one tensor per rectangle."""
         if self.is_fixed:
             return self.packing.views(self.parameter.detach())
         return [table.rows for table in self.tables]
 
 
 class LocalShards:
-    """All tables on a rank that are looked up together.
+    """The shards of all tables on a rank that are looked up together.
 
-    A table has a parameter and a packing; a rectangle has a ``Table``. Rectangles are numbered across
-    all tables.
+    A shard has a parameter and a packing, and every rectangle in it has a ``Table`` object. Rectangles are
+    numbered across all shards, in order.
+
+    Args:
+        held: one shard per table.
     """
 
     def __init__(self, held: Sequence[LocalShard]) -> None:
         self.held = list(held)
+        # The lists below are ordered by shard, or by rectangle number.
         self.parameters = [shard.parameter for shard in held]
         self.packings = [shard.packing for shard in held]
         self.rectangles = [rectangle for packing in self.packings for rectangle in packing.rectangles]
-        self._owners = [i for i, shard in enumerate(held) for _ in shard.tables]  # shard by rectangle
+        # Index of the shard that a rectangle belongs to.
+        self._owners = [i for i, shard in enumerate(held) for _ in shard.tables]
 
         tables = [table for shard in held for table in shard.tables]
         self.state = [table.state for table in tables]
         self.is_packed = len(tables) > len(self.held)
-        """Whether a parameter holds several rectangles."""
+        """Whether any parameter holds several rectangles."""
         self._rows = [table.rows for table in tables]
         self.indexes = {i: table.index for i, table in enumerate(tables) if table.index is not None}
-        """Indexes by rectangle number, where present."""
+        """Index from keys to slots by rectangle number, for rectangles that have one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Row memory belongs to the tables, so a copy takes the copied tables' memory and not a second copy.
+        # Only the shards are copied: the lists above must refer to the memory of the copied tables.
         return LocalShards, (self.held,)
 
     @property
     def storages(self) -> list[RowStorage]:
-        """Storage per rectangle."""
+        """Row storage per rectangle."""
         return [packing.storage for packing in self.packings for _ in packing.rectangles]
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """Row memory per rectangle. Packed parameters give new views, because their memory may change."""
+        """Row memory per rectangle: the tables' memory, or views into packed parameters."""
         if not self.is_packed:
             return self._rows
+        # Make new views in every call, because the memory of a packed parameter may change.
         return [rows for shard in self.held for rows in shard.rows()]
 
     def of_table(self, table: int) -> "LocalShard | None":
-        """Return a table's local shard; None if this rank has none."""
+        """Return the shard of a table, by table number; None if this rank has none."""
         return next((shard for shard in self.held if shard.packing.table == table), None)
 
     def gradient(self, rectangle: int) -> Tensor | None:
-        """Return the ``grad`` of a rectangle's parameter."""
+        """Return the ``grad`` of the parameter to which a rectangle belongs."""
         return self.parameters[self._owners[rectangle]].grad
 
     def is_trained(self, rectangle: int) -> bool:
-        """Return whether a rectangle's parameter requires a gradient now."""
+        """Return whether a rectangle's parameter requires a gradient now, that is, is not frozen."""
         return self.parameters[self._owners[rectangle]].requires_grad
 
     def gradients(self, parts: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Merge rectangle gradients into one per parameter; None for a parameter without gradient.
+        """Return a dense gradient per parameter, merged from the gradients of its rectangles.
 
         Args:
-            parts: dense gradients by rectangle.
+            parts: dense gradients by rectangle number.
+
+        Returns:
+            One gradient per parameter; None for a parameter whose rectangles have no gradient.
         """
         return [
             packing.pack([parts[i] for i in group]) if group[0] in parts else None
@@ -144,10 +170,13 @@ class LocalShards:
         ]
 
     def collect(self, parts: Mapping[int, RowGradients]) -> bool:
-        """Add sparse gradients to ``parameter.grad``. Returns whether all accumulated gradients are finite.
+        """Add sparse gradients to ``parameter.grad``.
 
         Args:
-            parts: gradients by rectangle.
+            parts: gradients by rectangle number. All rectangles of a parameter have one, or none has.
+
+        Returns:
+            Whether all accumulated gradients are finite.
         """
         finite = True
         for group, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
@@ -158,10 +187,10 @@ class LocalShards:
         return finite
 
     def collected(self, names: Mapping[int, str]) -> dict[int, RowGradients]:
-        """Return sparse gradients added by ``collect``, by rectangle.
+        """Return the sparse gradients accumulated by ``collect``, by rectangle number.
 
         Args:
-            names: names of the tables to return, by table number, for messages.
+            names: tables to return: their names in messages, by table number.
 
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.
@@ -178,7 +207,7 @@ class LocalShards:
         return gradients
 
     def gradient_buffers(self) -> dict[int, GradientBuffer]:
-        """Return the gradient buffers by rectangle number. Only rows outside a parameter have one."""
+        """Return the gradient buffers by rectangle number. Only rectangles with external rows have one."""
         return {
             i: gradient_buffer
             for group, held in zip(self._rectangles(), self.held, strict=True)
@@ -186,7 +215,7 @@ class LocalShards:
         }
 
     def _rectangles(self) -> list[list[int]]:
-        """Return rectangle numbers per parameter."""
+        """Return the numbers of the rectangles in each parameter."""
         ends = list(accumulate((len(packing.rectangles) for packing in self.packings), initial=0))
         return [list(range(start, end)) for start, end in pairwise(ends)]
 
@@ -197,25 +226,25 @@ def parameter_shard(
     state: Sequence[Sequence[Tensor]],
     spec: OptimizerSpec | None,
 ) -> LocalShard:
-    """Create a shard with rows in the parameter.
+    """Create a shard with its rows in the parameter.
 
     Args:
-        parameter: tensor with all rectangles.
-        packing: where the rectangles are in the parameter.
-        state: optimizer state per rectangle.
-        spec: the fused optimizer; None: ordinary gradients.
+        parameter: parameter with the rows of all rectangles.
+        packing: the rectangles, and where they are in the parameter.
+        state: optimizer state per rectangle, one tensor per state slot.
+        spec: fused optimizer; None: ordinary gradients.
     """
     tables = [FixedTable(parameter, packing, i, slots, spec) for i, slots in enumerate(state)]
     return LocalShard(parameter, packing, tables)
 
 
 def table_shard(parameter: nn.Parameter, packing: Packing, tables: Sequence[Table]) -> LocalShard:
-    """Create a shard with rows outside the parameter.
+    """Create a shard with its rows outside the parameter.
 
     Args:
         parameter: placeholder without rows.
         packing: the rectangles.
-        tables: table per rectangle.
+        tables: one ``Table`` object per rectangle, with the rows.
     """
     gradient_buffers = [GradientBuffer(table.rectangle.c1 - table.rectangle.c0) for table in tables]
     return LocalShard(parameter, packing, tables, gradient_buffers)
@@ -230,15 +259,15 @@ def allocate(
     *,
     device: torch.device,
 ) -> LocalShards:
-    """Allocate a rank's rectangles, with initial optimizer state. Rows are not initialized.
+    """Create the parameters and rectangles of a rank, with initial optimizer state. Rows are not initialized.
 
     Args:
-        rectangles: rectangles, grouped by table.
+        rectangles: rectangles on this rank, those of a table next to each other.
         names: table names, indexed by table number.
-        storages: row storage, indexed by table number.
-        specs: fused optimizer, indexed by table number; None: ordinary gradients.
-        trained: whether the parameter requires a gradient, indexed by table number.
-        device: memory device.
+        storages: row storages, indexed by table number.
+        specs: fused optimizers, indexed by table number; None: ordinary gradients.
+        trained: whether the table's parameter requires a gradient, indexed by table number.
+        device: device of the memory.
     """
     held = []
     for table, group in groupby(rectangles, key=lambda rectangle: rectangle.table):

@@ -1,4 +1,4 @@
-"""Module for a single table's rows: whole or a shard, in any storage, trained or not."""
+"""Module that holds the rows of a single table: the whole table or this rank's shard, in any storage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -29,43 +29,52 @@ from meshrec.tables.table import Rectangle, RowBlock, Table
 
 
 class TableSplit(Protocol):
-    """Ranks sharing a split table, as far as state dicts need them."""
+    """The ranks among which a table is split, as far as its state dict needs them."""
 
     @property
     def is_split(self) -> bool:
-        """Whether a rank may hold only part of the table."""
+        """Whether a rank may hold only a part of the table."""
 
     def full_parts(self, module: "TableModule") -> dict[str, Tensor]:
-        """Return whole-table row parts by name, without a copy."""
+        """Return the row parts of the whole table by name, as split tensors that refer to the local rows.
+
+        Args:
+            module: the module with this rank's rows.
+        """
 
     def full_state(self, module: "TableModule", slot: StateSlot) -> Tensor:
-        """Return whole-table optimizer state, fp32, without a copy."""
+        """Return the optimizer state of the whole table, fp32, as a split tensor that refers to local memory.
+
+        Args:
+            module: the module with this rank's rows.
+            slot: state slot to return.
+        """
 
     def any_rank(self, condition: bool) -> bool:
         """Return whether a condition holds on any rank. Collective if the table is split."""
 
     def rows_loaded(self) -> None:
-        """Tell all ranks that a growable table's rows were replaced. Collective."""
+        """Tell all ranks that the rows of a growable table were replaced. Collective."""
 
 
 class TableModule(nn.Module):
-    """A table's rows in this process.
+    """Module that holds the rows of an embedding table in this process.
 
-    The state dict has whole-table row parts (``weight``, scales and biases for quantised rows, IDs
-    in hashed tables), whatever parameters hold them. A split table has ``SplitTensor`` entries, which
-    torch.distributed.checkpoint saves, and loads in place, under any plan; ``full_tensor()`` returns the
-    whole. Tables in a single process have plain tensors, or tensors that stream their values. Loading copies
-    all parts or none.
+    The state dict describes the whole table, whatever parameters hold the rows. Its entries are the row
+    parts: ``weight``, scales and biases of quantised rows, and IDs in hashed tables. For a table split over
+    ranks the entries are ``SplitTensor`` objects, which torch.distributed.checkpoint saves, and loads in
+    place under any plan; ``full_tensor()`` returns the whole tensor. For a table in a single process they are
+    plain tensors, or tensors that read their values on demand. Loading a state dict copies all parts or none.
 
     Args:
         name: table name.
-        size: row count (for a hashed table: the limit) and dimension.
-        storage: row storage.
+        size: number of rows (for a hashed table: the limit) and number of columns.
+        storage: row format and location.
         weight: the parameter ``weight``: a whole table, or this rank's rectangles. None if ``shards`` are on
             several devices; the parameters are then ``part0``, ``part1``, ...
-        tables: rectangles, for an unsharded hashed table.
-        shards: local shards, for a sharded module, one per device.
-        split: ranks sharing a sharded table; None if this process has the whole table.
+        tables: the table object of an unsharded hashed table; None for other tables.
+        shards: this process's shards of a sharded table, one per device; None for an unsharded table.
+        split: the ranks among which the table is split; None if this process has the whole table.
     """
 
     def __init__(
@@ -84,9 +93,10 @@ class TableModule(nn.Module):
         self.local_shards = list(shards or ())
         self.split = split
         self.is_sharded = shards is not None
-        """Whether the rows stay on the device and in the dtype they were sharded with."""
+        """Whether the table is sharded. Its rows then keep their device and dtype."""
         if self.is_sharded:
             tables = [table for shard in self.local_shards for table in shard.tables]
+        # None: an unsharded fixed table, for which ``tables`` creates an object per call.
         self._tables = None if tables is None else list(tables)
         self.over_devices = weight is None
         """Whether the rectangles lie on several devices in this process, for inference."""
@@ -101,11 +111,11 @@ class TableModule(nn.Module):
 
     @classmethod
     def hashed(cls, storage: Any, device: torch.device | None) -> Self:
-        """Create a module for an unsharded hashed table without rows.
+        """Create a module for an unsharded hashed table, which has no rows at first.
 
         Args:
-            storage: row storage, a ``HashedRows``.
-            device: parameter device; may be ``meta``.
+            storage: description of the table, a ``HashedRows``.
+            device: device of the placeholder parameter; may be ``meta``.
         """
         rows = storage.allocate(0, storage.columns(storage.dim), device)
         weight = placeholder(rows, storage.name, storage.is_trainable)
@@ -114,17 +124,17 @@ class TableModule(nn.Module):
 
     @property
     def is_growable(self) -> bool:
-        """Whether the row count changes during training."""
+        """Whether rows are added and removed during training, as in hashed tables."""
         return self.storage.is_growable
 
     @property
     def is_split(self) -> bool:
-        """Whether this rank may hold only part of the table."""
+        """Whether this rank may hold only a part of the table."""
         return self.split is not None and self.split.is_split
 
     @property
     def tables(self) -> Sequence[Any]:
-        """Rectangles in this process, as ``Table`` objects."""
+        """``Table`` objects in this process, one per rectangle."""
         if self._tables is not None:
             return self._tables
         # Created per call: conversions and quantisation replace the parameter, which may be a buffer.
@@ -135,20 +145,20 @@ class TableModule(nn.Module):
 
     @property
     def rectangles(self) -> list[Rectangle]:
-        """Table rectangles in this process."""
+        """Row and column intervals of the table that this process holds."""
         return [table.rectangle for table in self.tables]
 
     def shards(self) -> list[Tensor]:
-        """Return row memory per rectangle: ``weight``, or views into it if it holds several."""
+        """Return the row memory per rectangle: ``weight`` itself, or views into it if it holds several."""
         return [table.rows for table in self.tables]
 
     # ---- unsharded hashed tables ------------------------------------------------------------------
 
     def train_with(self, spec: OptimizerSpec | None) -> Any:
-        """Allocate row optimizer state for an unsharded hashed table. Returns the new table.
+        """Replace an unsharded hashed table by a table with the same rows and optimizer state. Return it.
 
         Args:
-            spec: fused optimizer; None: no state.
+            spec: fused optimizer, which tells the state per row; None: no optimizer state.
         """
         (before,) = self.tables
         table = self.storage.table(_all_rows(self.dim), spec, None)  # type: ignore[attr-defined]
@@ -157,19 +167,27 @@ class TableModule(nn.Module):
         return table
 
     def share(self, table: Table) -> None:
-        """Use rows from another module's hashed table, on the CPU, without a copy. They are not trained."""
+        """Use the hashed table of another module, on the CPU, without a copy. It is not trained here.
+
+        Args:
+            table: the other module's table.
+        """
         self.to_empty(device="cpu")
         self._tables = [table]
         self.weight.requires_grad_(False)
 
     def use_storage(self, storage: RowStorage) -> None:
-        """Replace an unsharded hashed table's storage options. The rows stay."""
+        """Replace the options of an unsharded hashed table. Its rows stay.
+
+        Args:
+            storage: options with the same row format.
+        """
         self.storage = self.tables[0].storage = storage
 
     def reset_parameters(self) -> None:
-        """Remove all rows from a hashed table.
+        """Remove all rows from a hashed table, or set the rows of a fixed table to zero.
 
-        Set quantised rows to zero: they have no random initial values.
+        Called for quantised fixed tables, which have no random initial values.
         """
         if self.is_growable:
             self.tables[0].clear()
@@ -179,13 +197,17 @@ class TableModule(nn.Module):
     # ---- state dicts ------------------------------------------------------------------------------
 
     def part_names(self) -> list[str]:
-        """Return the table's tensor names in the state dict."""
+        """Return the names of the row parts in the state dict, such as ``weight``."""
         if is_growable(self.storage):
             return state_dict_names(self.storage)
         return [part.name for part in self.storage.row_parts]
 
     def full_parts(self) -> dict[str, Tensor]:
-        """Return whole-table row parts by name. Copied only from several devices."""
+        """Return the row parts of the whole table by name, as in the state dict.
+
+        They refer to the table's memory, except if the rectangles lie on several devices. Then they are
+        copies.
+        """
         if self.split is not None:
             return self.split.full_parts(self)
         if self.over_devices:
@@ -198,7 +220,11 @@ class TableModule(nn.Module):
         return {name: tensors[name] for name in self.part_names()}
 
     def full_state(self, slot: StateSlot) -> Tensor:
-        """Return a whole-table optimizer state tensor, fp32 for any row dtype, without a copy."""
+        """Return the optimizer state of the whole table in one slot, fp32 for any row dtype, without a copy.
+
+        Args:
+            slot: state slot to return.
+        """
         if self.split is not None:
             return self.split.full_state(self, slot)
         # Not detached: pickle deduplicates the same tensor object, but not two tensors sharing memory.
@@ -206,13 +232,14 @@ class TableModule(nn.Module):
         return state
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
-        """Load row parts from a whole table, or from a table split by the same plan, into the local rows.
+        """Load row parts from a state dict into the local rows.
 
-        If a part does not fit, nothing is copied. Collective for growable tables.
+        The values are whole-table tensors, or split tensors from the same plan. If a part does not fit,
+        nothing is copied. Collective for growable tables.
 
         Args:
-            values: parts by name.
-            prefix: name prefix for messages.
+            values: row parts by name.
+            prefix: start of the parts' names in messages.
 
         Raises:
             ValueError: a part is missing, has another size or dtype, or holds other rectangles.
@@ -251,36 +278,38 @@ class TableModule(nn.Module):
                 parts = slice_parts(self.storage, full, slice(r0, r1), (c0, c1))
                 table.load([RowBlock(range(r0, r1), (c0, c1), parts)])
         elif not self.storage.rows_in_parameter:
-            increment_version(
-                self.weight
-            )  # the rows are elsewhere, and a batch in flight must see the change
+            # The rows are outside the parameter, so torch has counted no write. Count it here: the backward
+            # pass of a batch in flight must notice the change.
+            increment_version(self.weight)
 
     def rows_loaded(self) -> None:
-        """Tell batches in flight, and all ranks, about replaced rows. Collective for growable tables."""
+        """Tell batches in flight, and all ranks, that rows were replaced. Collective for growable tables."""
         if not self.over_devices:
             increment_version(self.weight)
         if self.split is not None:
             self.split.rows_loaded()
 
     def _load_growable(self, values: Mapping[str, Tensor], prefix: str) -> None:
-        """Implement ``load`` for a hashed table."""
-        # Loading a table's own rows is a no-op, which all ranks must skip together.
+        """Load row parts from a state dict into a hashed table; see ``load``."""
+        # If the values are this table's present rows, there is nothing to do. All ranks must skip together,
+        # because ``rows_loaded`` is collective.
         is_other = self.over_devices or not shows_current_rows(values, self.tables)
         if self.split is not None:
             is_other = self.split.any_rank(is_other)
         if is_other:
             try:
                 load_full_table(self.tables, values, prefix)
-            finally:  # on every rank, whichever rank fails
+            finally:
+                # On every rank, even if loading failed on this one: the other ranks wait in the collective.
                 self.rows_loaded()
 
     def _empty_parts(self) -> dict[str, Tensor]:
-        """Return whole-table row parts on the CPU, filled with zeros."""
+        """Create row parts for the whole table on the CPU, filled with zeros. Return them by name."""
         rows = self.storage.allocate(self.num_rows, self.storage.columns(self.dim), torch.device("cpu"))
         return dict(zip(self.part_names(), self.storage.parts(rows.zero_(), self.dim), strict=True))
 
     def _copied_parts(self) -> dict[str, Tensor]:
-        """Return row parts for a fixed table, copied from several devices to the CPU."""
+        """Return the row parts of a fixed table, copied from several devices to the CPU, by name."""
         full = self._empty_parts()
         for table in self.tables:
             for block in table.stream():
@@ -293,7 +322,8 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if self.is_sharded and not self.over_devices:
-            # Try ``fn`` on an empty tensor: optimizer state and plan assume the present dtype and device.
+            # The optimizer state and the plan assume the present dtype and device. Try ``fn`` on an empty
+            # tensor to see whether it changes them.
             before = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
             after = fn(before)
             if (after.dtype, after.device) != (before.dtype, before.device):
@@ -314,12 +344,16 @@ class TableModule(nn.Module):
 
 
 def _all_rows(dim: int) -> Rectangle:
-    """Return a rectangle for a whole hashed table."""
+    """Return the rectangle of a whole hashed table with ``dim`` columns: all keys and all columns."""
     return Rectangle(0, *ALL_KEYS, 0, dim)
 
 
 def _copy_pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return (local memory, new values) pairs to copy, given a state dict entry and its new value.
+    """Return pairs of local memory and the new values to copy there.
+
+    Args:
+        full: present state dict entry, a split tensor or a plain tensor.
+        value: new value of this entry, from the state dict to load.
 
     Raises:
         ValueError: the value has other rectangles than this rank.
@@ -338,7 +372,10 @@ def _copy_pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
 def _save_full_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
 ) -> None:
-    """Put whole-table parts into a state dict. Registered as a state dict post-hook."""
+    """Replace a module's parameters in its state dict by the row parts of the whole table.
+
+    Registered as a state dict post-hook; torch passes the arguments.
+    """
     assert isinstance(module, TableModule)
     # Remove torch's own entries (placeholders, parts) before the whole parts replace them.
     for name in module._parameters:
@@ -356,7 +393,10 @@ def _load_full_parts(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Load whole-table parts from a state dict. Registered as a load pre-hook."""
+    """Load the row parts of the whole table from a state dict, before torch loads the module's parameters.
+
+    Registered as a load pre-hook; torch passes the arguments.
+    """
     assert isinstance(module, TableModule)
     names = module.part_names()
     values = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
@@ -376,5 +416,6 @@ def _load_full_parts(
     try:
         module.load(values, prefix)
     except Exception as error:
-        # torch raises the collected messages after all tables, and their collectives, have completed
+        # Do not raise here. torch raises the collected messages after it has loaded all modules, so this rank
+        # takes part in the collectives of later tables.
         error_msgs.append(str(error))

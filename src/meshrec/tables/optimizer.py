@@ -1,4 +1,7 @@
-"""Optimizers for fused tables: the update rule, and the optimizer object for training loops."""
+"""Optimizers for fused tables: the update rule that kernels apply, and the optimizer for training loops.
+
+A fused table is updated by a kernel directly from the gradient of a lookup, without a dense gradient.
+"""
 
 import dataclasses
 import operator
@@ -13,38 +16,38 @@ from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, StepHyper
 
 
 class UpdateRule:
-    """Optimizer spec and current hyperparameters for tables updated together in a kernel call.
-
-    A step reads the rule when rows have displaced all other data from the processor's caches, so the rule
-    computes kernel arguments ahead of the step.
+    """An optimizer with its current hyperparameters, for all tables that a kernel call updates together.
 
     Args:
-        spec: the optimizer spec.
-        deferred: whether the optimizer step applies the updates, instead of the backward pass.
+        spec: optimizer with its initial hyperparameters.
+        deferred: whether ``optimizer.step()`` updates the tables, instead of the backward pass.
         seed: seed for stochastic rounding in fp16 and bf16 tables; 0 rounds to nearest.
     """
 
     def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
         self.spec = spec
-        """Spec with hyperparameters from the last ``refresh``."""
+        """Optimizer with the hyperparameters read by the last ``refresh``."""
         self.deferred, self.seed = deferred, seed
         self.slot_names = [slot.name for slot in spec.state_slots()]
         hyper = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         self.group: dict[str, Any] = {"params": [], **hyper}
-        """torch's param_group: the tables' parameters and the current hyperparameters."""
+        """Entry of ``param_groups`` in ``FusedOptimizer``: the tables' parameters, and the hyperparameters,
+        which schedulers change."""
         self._read = operator.itemgetter(*hyper)
-        # Values for building ``spec``; ``refresh`` compares them with the param_group in every step.
+        # Hyperparameters in ``spec``. ``refresh`` compares them with the param_group in every step.
         self._values = tuple(hyper.values())
+        # Computes kernel arguments ahead of the step. During a step, rows have displaced all other data from
+        # the processor's caches.
         self._hyper = StepHyper(spec, seed)
 
     @property
     def code(self) -> int:
-        """Optimizer number in the kernels."""
+        """Number of the optimizer in the kernels."""
         return self.spec.code
 
     @property
     def name(self) -> str:
-        """Optimizer class name, such as ``"Adam"``."""
+        """Class name of the optimizer, such as ``"Adam"``."""
         return type(self.spec).__name__
 
     def refresh(self) -> None:
@@ -62,33 +65,39 @@ class UpdateRule:
             self._values = tuple(values)
 
     def hyper_at(self, step: int) -> Tensor:
-        """Return hyperparameters for update ``step``, float64. The next call overwrites the tensor."""
+        """Return the kernels' hyperparameters for update number ``step`` (from 1), float64.
+
+        The next call overwrites the tensor.
+        """
         return self._hyper.at(step)
 
     def hyper(self, step: int, row_dim: int) -> Tensor:
-        """Return hyperparameters for update ``step`` in a new tensor, float64.
+        """Return the kernels' hyperparameters for an update in a new tensor, float64.
 
         Args:
-            step: update number, counted from 1.
+            step: number of the update, from 1.
             row_dim: see ``OptimizerSpec.hyper``.
         """
         return self.spec.hyper(lr=self.spec.lr, step=step, seed=self.seed, row_dim=row_dim)
 
 
 def distinct_rules(rules: Sequence[UpdateRule | None]) -> list[UpdateRule]:
-    """Return distinct rules, ordered by first use."""
+    """Return every rule object once, in the order of first occurrence. Ignores None."""
     return list({id(rule): rule for rule in rules if rule is not None}.values())
 
 
 def rules_of(
     specs: Sequence[OptimizerSpec | None], *, deferred: bool = False, seed: int = DEFAULT_SEED
 ) -> list[UpdateRule | None]:
-    """Return update rules by table. Tables with equal specs share a rule.
+    """Create the update rules of some tables. Tables with equal optimizers share a rule.
 
     Args:
-        specs: optimizer spec per table; None: ordinary gradients.
+        specs: optimizer per table; None: ordinary gradients.
         deferred: see ``UpdateRule``.
         seed: see ``UpdateRule``.
+
+    Returns:
+        A rule per table; None for ordinary gradients.
     """
     rules: dict[OptimizerSpec, UpdateRule] = {}
     return [
@@ -98,15 +107,17 @@ def rules_of(
 
 
 UpdateMode = Literal["in_backward", "on_step"]
-"""Whether the backward pass updates tables, or ``optimizer.step()`` does; see ``FusedOptimizer``."""
+"""When tables are updated: in the backward pass, or by ``optimizer.step()``; see ``FusedOptimizer``."""
 
 
 class KeyOrderedState(dict[str, Any]):
-    """Optimizer state for a growable table: ``"step"``, and slots computed when listed.
+    """Optimizer state of a hashed table: ``"step"``, and tensors that are read when the dict is listed.
+
+    The tensors have a row per live ID, sorted by key, so they change whenever rows are admitted or evicted.
 
     Args:
-        step: update count so far.
-        key_ordered: returns the present slots in key order, by slot name.
+        step: number of updates so far.
+        key_ordered: function that returns the present state in key order, by state slot name.
     """
 
     def __init__(self, step: int, key_ordered: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -117,72 +128,74 @@ class KeyOrderedState(dict[str, Any]):
         return KeyOrderedState, (self["step"], self._read_slots)
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]
-        """Read the slots, and return their names and ``"step"``."""
+        """Read the present state into the dict, and return the state slot names and ``"step"``."""
         self.update(self._read_slots())
         return super().keys()
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """Read the slots, and return them and ``"step"``."""
+        """Read the present state into the dict, and return its items, including ``"step"``."""
         self.update(self._read_slots())
         return super().items()
 
 
 class FusedTable(NamedTuple):
-    """A table with a fused optimizer: parameter, rule, and optimizer state."""
+    """A table with a fused optimizer: parameter, update rule, and optimizer state."""
 
     weight: nn.Parameter
-    """Parameter with the table's name; without rows if this rank has none."""
+    """The table's parameter. It has no rows if this rank has none, or if the rows are elsewhere."""
     rule: UpdateRule
+    """The optimizer, which tables with equal hyperparameters share."""
     state: dict[str, Any]
-    """Whole-table state by slot name, and ``"step"``, the update count so far.
+    """Optimizer state of the whole table by state slot name, and ``"step"``, the number of updates so far.
 
     Every update reads and writes ``"step"`` here, so a loaded state dict takes effect at once.
     """
     label: str
     """Table name in messages."""
     dim: int
-    """Whole-table width."""
+    """Number of columns of the whole table."""
     gradient_buffers: Sequence[nn.Parameter] = ()
-    """Parameters with a ``grad`` that collects gradients for rows outside the parameter, see
-    ``local_shards.GradientBuffer``.
-    """
+    """Parameters that collect gradients in their ``grad``, for rows outside ``weight``; see
+    ``local_shards.GradientBuffer``."""
 
 
 class Deferred(NamedTuple):
-    """How ``FusedOptimizer.step`` applies gradients collected in the backward pass."""
+    """How ``FusedOptimizer.step`` applies the gradients that the backward pass has collected."""
 
     step: Callable[[], None]
+    """Function that applies the collected gradients to the tables."""
     signal: nn.Parameter | None = None
-    """Parameter whose ``grad`` tells whether gradients on all ranks are finite; see
-    ``distributed.sharded_tables.GradientSignal``.
-    None in a single process.
-    """
+    """Parameter whose ``grad`` tells whether the gradients on all ranks are finite; see
+    ``distributed.sharded_tables.GradientSignal``. None in a single process."""
 
 
 class _Shared(NamedTuple):
-    """Mappings shared by a FusedOptimizer and wrappers: changed in place, never replaced."""
+    """Containers shared by a FusedOptimizer and its wrappers. They are changed in place, never replaced."""
 
     params: dict[str, Tensor]
+    """Parameter by name."""
     state: dict[Tensor, dict[str, Any]]
+    """Optimizer state by parameter."""
     groups: list[dict[str, Any]]
+    """The ``param_groups`` of the optimizer."""
 
 
 class FusedOptimizer(KeyedOptimizer):
-    """Optimizer for fused tables, unsharded or sharded, with state keyed by parameter name.
+    """Optimizer for fused tables, unsharded or sharded, with state by parameter name.
 
-    It updates tables from lookup gradients and never builds a whole-table gradient. With
+    It updates the tables from the gradients of lookups and never builds a dense gradient of a table. With
     ``update="in_backward"`` the backward pass applies the updates and ``step`` does nothing. With
-    ``"on_step"`` the backward pass adds sparse gradients to ``parameter.grad`` and ``step`` applies them;
-    accumulation, clipping and gradient scaling then work as with any torch optimizer.
+    ``"on_step"`` the backward pass adds sparse gradients to ``parameter.grad`` and ``step`` applies them, so
+    that gradient accumulation, clipping and gradient scaling work as with any torch optimizer.
 
-    A table's state has one fp32 tensor per state slot (``[rows]`` or ``[rows, D]``) and ``"step"``, the
-    table's update count. Tables sharing a spec may have different steps. Split tables have
-    whole-table DTensors. ``param_groups`` has one group per spec. The hyperparameters (``lr``,
-    ``weight_decay``, ...) are read at every update, so learning rate schedulers work.
+    The state of a table is an fp32 tensor per state slot (``[rows]`` or ``[rows, D]``) and ``"step"``, the
+    number of updates of this table. Tables split over ranks have DTensors for the whole table.
+    ``param_groups`` has a group per distinct optimizer. The hyperparameters (``lr``, ``weight_decay``, ...)
+    are read at every update, so learning rate schedulers work.
 
     Args:
         tables: fused tables by parameter name.
-        deferred: hooks for ``step``; None if the backward pass updates the tables.
+        deferred: how ``step`` applies collected gradients; None if the backward pass updates the tables.
     """
 
     def __init__(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
@@ -193,13 +206,17 @@ class FusedOptimizer(KeyedOptimizer):
         self.defaults = {}
 
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
-        """Replace the tables, after they have moved to other parameters.
+        """Replace the tables, after resharding has moved them to other parameters.
 
-        All code holding this optimizer, the state, or the groups sees the new tables.
+        All code that holds this optimizer, its state, or its groups sees the new tables.
+
+        Args:
+            tables: fused tables by parameter name.
+            deferred: how ``step`` applies collected gradients; None if the backward pass updates the tables.
         """
         params, state, groups = self._shared
         self.tables, self._deferred = dict(tables), deferred
-        # Clear and refill: wrappers hold these very objects.
+        # Clear and refill the containers, because wrappers hold these very objects.
         params.clear()
         state.clear()
         for table in tables.values():
@@ -208,28 +225,32 @@ class FusedOptimizer(KeyedOptimizer):
             params[name] = table.weight
             state[table.weight] = table.state
             table.rule.group["params"] += [table.weight, *table.gradient_buffers]
-            # By identity: two groups with equal hyperparameters are still separate.
+            # Compare by identity: two groups with equal hyperparameters are still different groups.
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
-        # The signal shares the first group, so a GradScaler sees it on every rank.
+        # A GradScaler inspects the gradients of all groups, so put the signal into one of them on every rank.
         if deferred is not None and deferred.signal is not None:
             groups[0]["params"].append(deferred.signal)
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the backward pass updates tables. False without tables."""
+        """Whether the backward pass updates the tables. False if there are no tables."""
         return bool(self.tables) and self._deferred is None
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluate the closure, then apply the collected gradients. Collective for sharded tables."""
+        """Evaluate the closure if given, then apply the collected gradients. Collective for sharded tables.
+
+        Returns:
+            The loss that the closure has returned; None without a closure.
+        """
         loss = run_closure(closure)
         if self._deferred is not None:
             self._deferred.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError: tables get an optimizer when the module is fused or sharded.
+        """Not supported, because tables get their optimizer when the module is fused or sharded.
 
         Raises:
             ValueError: always.
@@ -241,4 +262,4 @@ class FusedOptimizer(KeyedOptimizer):
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Do nothing: fused tables have state from the start."""
+        """Do nothing, because fused tables have optimizer state from the start."""

@@ -1,4 +1,4 @@
-"""Layout for several table rectangles in a single parameter."""
+"""Layout of several table rectangles in a single parameter."""
 
 import math
 from collections.abc import Sequence
@@ -15,41 +15,54 @@ from meshrec.tables.table import Rectangle
 
 
 class RowGradients(NamedTuple):
-    """A rectangle's touched rows, int64 [U], ascending, and row gradients, fp32 [U, D]."""
+    """Gradient of a rectangle, for the rows that a batch touches only."""
 
     rows: Tensor
+    """Touched rows or slots, ascending, int64 [U]."""
     grads: Tensor
+    """Gradient per row, fp32 [U, D]."""
 
 
 class Packing:
-    """Layout for several table rectangles in a single parameter.
+    """Layout of several rectangles of a table in a single parameter.
 
-    The rectangles lie one after the other. The parameter is as wide as the greatest common divisor of all
-    rectangle widths: rectangles with 8 and 12 columns share a parameter with 4 columns, and take 2 and 3
-    parameter rows per row. A single rectangle is the whole parameter.
+    A rank may hold several rectangles of a table, but a table has a single parameter per rank. The rectangles
+    lie one after the other. The parameter is as wide as the greatest common divisor of all rectangle widths.
+    For example, rectangles with 8 and 12 columns share a parameter with 4 columns, and their rows take 2 and
+    3 parameter rows each. A single rectangle is the whole parameter.
+
+    Args:
+        rectangles: rectangles of the same table.
+        storage: row format of the table.
     """
 
     def __init__(self, rectangles: Sequence[Rectangle], storage: RowStorage) -> None:
         self.rectangles, self.storage = list(rectangles), storage
+        # Shape of each rectangle in memory.
         self._shapes = [(r.r1 - r.r0, storage.columns(r.c1 - r.c0)) for r in rectangles]
         self._width = math.gcd(*(width for _, width in self._shapes))
-        # Parameter rows per rectangle row; then the first parameter row per rectangle, and the end.
+        # How many parameter rows a row takes, per rectangle.
         self._rows_per_row = [width // self._width for _, width in self._shapes]
+        # ``_starts``: first parameter row of each rectangle, followed by the parameter's height.
         rows = [height * n for (height, _), n in zip(self._shapes, self._rows_per_row, strict=True)]
         self._starts = list(accumulate(rows, initial=0))
 
     @property
     def table(self) -> int:
-        """Table number, common to the rectangles."""
+        """Number of the table to which all rectangles belong."""
         return self.rectangles[0].table
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Parameter shape."""
+        """Height and width of the parameter."""
         return self._starts[-1], self._width
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """Return the rectangles as views into the parameter's memory."""
+        """Return a view of each rectangle in the parameter's memory.
+
+        Args:
+            packed: tensor with the parameter's shape.
+        """
         if len(self._shapes) == 1:
             return [packed]
         return [
@@ -58,13 +71,21 @@ class Packing:
         ]
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate dense rectangle gradients into the parameter gradient."""
+        """Merge the dense gradients of all rectangles into the gradient of the parameter."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)
 
     def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
-        """Concatenate sparse rectangle gradients into a coalesced parameter gradient."""
+        """Merge the row gradients of all rectangles into a sparse gradient of the parameter.
+
+        Args:
+            parts: gradients per rectangle.
+            dtype: dtype of the result.
+
+        Returns:
+            A coalesced sparse tensor with the parameter's shape.
+        """
         rows = [
             _parameter_rows(part.rows, n) + start
             for part, n, start in zip(parts, self._rows_per_row, self._starts, strict=False)
@@ -79,9 +100,9 @@ class Packing:
         )
 
     def unpack_rows(self, gradient: Tensor) -> list[RowGradients]:
-        """Split a coalesced parameter gradient by rectangle. Inverts ``pack_rows``."""
+        """Split a coalesced sparse gradient of the parameter by rectangle. Inverts ``pack_rows``."""
         rows, grads = gradient._indices()[0], gradient._values().float()
-        # Coalesced rows ascend, so every rectangle is a contiguous range.
+        # The rows of a coalesced gradient ascend, so the rows of a rectangle are next to each other.
         bounds = torch.searchsorted(rows, torch.tensor(self._starts, device=rows.device)).tolist()
         return [
             RowGradients((rows[low:high:n] - start) // n, grads[low:high].reshape(-1, n * self._width))
@@ -90,7 +111,8 @@ class Packing:
 
 
 def add_sparse(one: Tensor, other: Tensor) -> Tensor:
-    """Return the coalesced sum of two sparse gradients. torch's own addition does not support fp16."""
+    """Return the sum of two sparse gradients as a coalesced sparse tensor."""
+    # torch's addition of sparse tensors does not support fp16.
     return torch.sparse_coo_tensor(
         torch.cat([one._indices(), other._indices()], 1),
         torch.cat([one._values(), other._values()]),
@@ -100,5 +122,5 @@ def add_sparse(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _parameter_rows(rows: Tensor, n: int) -> Tensor:
-    """Return ``n`` parameter rows per rectangle row: rows [0, 2] with n = 2 give [0, 1, 4, 5]."""
+    """Return the ``n`` parameter rows of each rectangle row: rows [0, 2] with n = 2 give [0, 1, 4, 5]."""
     return rows if n == 1 else (rows[:, None] * n + torch.arange(n, device=rows.device)).view(-1)

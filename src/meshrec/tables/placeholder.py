@@ -1,4 +1,4 @@
-"""Placeholder parameters for tables with rows outside the parameter."""
+"""Placeholder parameters without rows, for tables that keep their rows outside the parameter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,25 +7,26 @@ import torch
 from torch import Tensor, nn
 
 _aten = torch.ops.aten
-_ALIASES = (_aten.detach.default, _aten.alias.default)  # they return a placeholder for the same table
-_NEW = (_aten.new_empty.default, _aten.new_empty_strided.default)  # they return ordinary tensors
+_ALIASES = (_aten.detach.default, _aten.alias.default)  # these return a placeholder for the same table
+_NEW = (_aten.new_empty.default, _aten.new_empty_strided.default)  # these return ordinary tensors
 
 
 class PlaceholderTensor(Tensor):
-    """A tensor ``[0, columns]`` standing for table rows.
+    """A tensor ``[0, columns]`` that stands for the rows of a table, and raises errors on arithmetic.
 
-    A module needs a parameter with the table's name, for optimizers and hooks. On an ordinary empty tensor,
-    arithmetic would succeed and do nothing: ``p.zero_()``, model averaging and ``nn.init`` would skip the
-    table silently. This tensor raises ValueError instead, and names the table.
+    A module needs a parameter with the table's name, for optimizers and hooks. With an ordinary empty tensor,
+    arithmetic would succeed and do nothing: ``p.zero_()``, model averaging and ``nn.init`` would silently
+    skip the table. This tensor raises ValueError instead, and names the table.
 
     Args:
         table: table name.
-        like: tensor with the columns, dtype and device to use.
-        owner: object common to all aliases of a parameter.
+        like: tensor with the number of columns, dtype and device to use.
+        owner: object by which aliases of the same parameter are recognized; None: a new object.
     """
 
     table: str
     owner: object
+    """Shared by a parameter and its aliases, such as ``detach()``. Copies have another owner."""
 
     @staticmethod
     def __new__(cls, table: str, like: Tensor, owner: object = None) -> "PlaceholderTensor":
@@ -42,7 +43,7 @@ class PlaceholderTensor(Tensor):
         return f"PlaceholderTensor({self.table!r}, {list(self.shape)}, {self.dtype})"
 
     def share_memory_(self) -> "PlaceholderTensor":
-        """Raise ValueError: the rows are in this process's memory, or in a file owned by it."""
+        """Raise ValueError, because the rows are in this process's memory or in a file of this process."""
         raise _unsupported(self.table, "share_memory_")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -70,16 +71,18 @@ class PlaceholderTensor(Tensor):
             if func is _aten.empty_like.default or (func is _aten._to_copy.default and is_same):
                 return PlaceholderTensor(first.table, torch.empty(0, first.shape[1], **options))
             if func is _aten.copy_.default and getattr(args[1], "owner", None) is first.owner:
-                return first  # torch loads a state dict: the table has taken its rows already
+                # torch loads a state dict, and copies the parameter to itself. The table has loaded its rows
+                # already.
+                return first
         table = next(tensor.table for tensor in _flatten(args) if isinstance(tensor, PlaceholderTensor))
         raise _unsupported(table, func.name().removeprefix("aten::"))
 
 
 def placeholder(rows: Tensor, table: str, requires_grad: bool) -> nn.Parameter:
-    """Return a table's placeholder parameter.
+    """Create the placeholder parameter of a table.
 
     Args:
-        rows: tensor with the columns, dtype and device to use.
+        rows: tensor with the number of columns, dtype and device to use.
         table: table name.
         requires_grad: whether the table is trained.
     """
@@ -87,14 +90,14 @@ def placeholder(rows: Tensor, table: str, requires_grad: bool) -> nn.Parameter:
 
 
 def _rebuild(rows: Tensor, table: str, requires_grad: bool, attributes: dict[str, Any]) -> nn.Parameter:
-    """Create a placeholder from the pickled form."""
+    """Create a placeholder from its pickled form; see ``PlaceholderTensor.__reduce_ex__``."""
     parameter = placeholder(rows, table, requires_grad)
     vars(parameter).update(attributes)
     return parameter
 
 
 def _flatten(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield all elements in nested lists and tuples."""
+    """Yield all elements of nested lists and tuples that are not lists or tuples."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _flatten(value)
@@ -103,7 +106,12 @@ def _flatten(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _unsupported(table: str, call: str) -> ValueError:
-    """Return the exception for an operation that needs rows."""
+    """Return the exception for an operation (``call``) on the placeholder that would need rows.
+
+    Args:
+        table: table name.
+        call: name of the operation.
+    """
     return ValueError(
         f"{call} is not for the parameter of table {table!r}, which has no rows: an index finds them, or "
         "they are in a file. Read and replace rows with state_dict() and load_state_dict(), choose first "

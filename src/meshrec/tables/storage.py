@@ -1,7 +1,7 @@
-"""Row storage: protocol for row formats in memory.
+"""Row storage: protocol for the formats in which a table's rows lie in memory.
 
-All other code works with any format: rectangles on a rank, packing, optimizer, state dict, routing and
-output.
+A storage describes a table; it does not hold rows. All other code works with any storage: rectangles on a
+rank, packing, optimizer, state dict, routing and output.
 """
 
 import functools
@@ -21,37 +21,35 @@ from meshrec.tables.table import ExternalTable, Rectangle, RowPart, Span
 
 
 class RowStorage(Protocol):
-    """Format storing ``dim`` values per row in ``columns(dim)`` elements of ``dtype``."""
+    """Row format and location of a table. A row with D values takes ``columns(D)`` elements of ``dtype``."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Memory dtype."""
+        """Element type of the row memory."""
 
     @property
     def bits(self) -> int:
-        """Bits per code in quantised rows; 0 for floating-point rows."""
+        """Bits per value (code) in quantised rows; 0 for floating-point rows."""
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
-        """Tensors in a row, ``weight`` first."""
+        """Parts of a row without optimizer state: ``weight`` first, then others such as a scale."""
 
     @property
     def is_trainable(self) -> bool:
-        """Whether rows can be updated. Other rows are read-only, without optimizer state."""
+        """Whether rows can be updated. Other rows are read-only and have no optimizer state."""
 
     @property
     def rows_in_parameter(self) -> bool:
-        """Whether a parameter's memory holds the rows. Otherwise the storage is an ``ExternalRows``."""
+        """Whether the memory of the parameter holds the rows. If not, the storage is an ``ExternalRows``."""
 
     @property
     def is_growable(self) -> bool:
-        """Whether the row count changes in training: keys are hashed IDs, which are admitted and
-        evicted.
-        """
+        """Whether rows are added and removed during training, as in hashed tables."""
 
     @property
     def may_fail(self) -> bool:
-        """Whether reading rows may fail on a single rank. Ranks then agree before each lookup."""
+        """Whether reading rows may fail on a single rank. The ranks then agree before each lookup."""
 
     @property
     def collects_gradients(self) -> bool:
@@ -59,54 +57,71 @@ class RowStorage(Protocol):
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether eviction depends on whole rows, so plans should not split columns."""
+        """Whether eviction depends on all columns of a row, so that plans should not split columns."""
 
     def columns(self, dim: int) -> int:
-        """Return the element count in memory of a row with ``dim`` values."""
+        """Return the number of elements that a row with ``dim`` values takes in memory."""
 
     def part_column(self, column: int) -> int:
-        """Return the position in the part ``weight`` where table column ``column`` starts."""
+        """Return the column of the part ``weight`` at which a table column starts.
 
-    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Allocate uninitialized memory ``[num_rows, columns]``.
+        They differ for quantised rows, in which ``weight`` has bytes and a byte may hold several values.
 
         Args:
-            num_rows: row count.
+            column: table column.
+        """
+
+    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
+        """Allocate uninitialized row memory ``[num_rows, columns]``.
+
+        Args:
+            num_rows: number of rows.
             columns: elements per row, see ``columns``.
-            device: memory device.
+            device: device of the memory.
         """
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Create an index for a rectangle's rows.
+        """Create an index from keys to slots for the rows of a rectangle.
 
-        Returns None if a key's slot is ``key - first_row``.
+        Args:
+            first_row: first row of the rectangle.
+            num_rows: number of rows.
+
+        Returns:
+            The index; None if the slot of a key is ``key - first_row``.
         """
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes for ``num_rows`` rows with ``dim`` values, without optimizer state."""
+        """Return the bytes of ``num_rows`` rows with ``dim`` values each, without optimizer state."""
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create optimizer state for ``num_rows`` new rows: one tensor per slot in ``spec``.
+        """Create initial optimizer state for new rows, one tensor per state slot of the optimizer.
 
         Args:
-            spec: the optimizer; None: no state.
-            num_rows: row count.
+            spec: optimizer; None: no optimizer state.
+            num_rows: number of rows.
             dim: values per row.
-            device: memory device.
+            device: device of the memory.
         """
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Split rows in memory into ``row_parts``, as views.
+        """Return views of the ``row_parts`` in row memory, in their order.
 
         Args:
-            rows: memory, [n, columns(dim)].
+            rows: row memory, [n, columns(dim)].
             dim: values per row.
         """
 
     def encode(self, values: Tensor) -> Tensor:
-        """Convert whole-row values ``[n, dim]`` to this format, ``[n, columns(dim)]``.
+        """Convert row values to this format.
+
+        Args:
+            values: values of whole rows, [n, dim].
+
+        Returns:
+            Rows as they lie in memory, ``dtype`` [n, columns(dim)].
 
         Raises:
             ValueError: the format cannot represent a value.
@@ -114,10 +129,11 @@ class RowStorage(Protocol):
 
 
 class ExternalRows(ABC):
-    """Base class for storages with table rows outside parameter memory.
+    """Base class for storages that keep rows outside the memory of the parameter.
 
-    A sharded module asks the storage for tables. An unsharded module has ordinary memory
-    (``RowStorage.allocate``). List this class before other bases, so the attributes here take precedence.
+    A sharded module asks the storage to create ``Table`` objects, which hold the rows. An unsharded module
+    has ordinary memory (``RowStorage.allocate``). List this class before other base classes, because its
+    attributes must take precedence.
     """
 
     rows_in_parameter = False
@@ -126,24 +142,24 @@ class ExternalRows(ABC):
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether eviction depends on whole rows."""
+        """Whether eviction depends on all columns of a row."""
         return False
 
     @property
     @abstractmethod
     def may_fail(self) -> bool:
-        """Whether reading rows may fail on a single rank. Ranks then agree before each lookup."""
+        """Whether reading rows may fail on a single rank. The ranks then agree before each lookup."""
 
     @abstractmethod
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> ExternalTable:
-        """Create a rectangle's table; see [Note: the parts of a table] in ``tables/table.py``.
+        """Create the table of a rectangle; see [Note: the parts of a table] in ``tables/table.py``.
 
         Args:
-            rectangle: the table's keys and columns.
-            spec: row optimizer; None: no state.
-            device: the module's device.
+            rectangle: key and column intervals.
+            spec: optimizer; None: no optimizer state.
+            device: device of the module.
         """
 
 
@@ -155,14 +171,14 @@ def slice_parts(
     *,
     first_column: int = 0,
 ) -> dict[str, Tensor]:
-    """Slice rows and columns from a table's parts, as views.
+    """Return views of some rows and columns of a table's parts.
 
     Args:
-        storage: row format.
-        tensors: row parts and optimizer state by name.
+        storage: row format of the table.
+        tensors: row parts and optimizer state by name, each [rows] or [rows, columns].
         rows: row positions in these tensors.
         columns: table columns to return.
-        first_column: first table column in the tensors.
+        first_column: table column with which the tensors start.
     """
     start, first, end = map(storage.part_column, (first_column, *columns))
     return {
@@ -172,14 +188,17 @@ def slice_parts(
 
 
 def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
-    """Raise ValueError if read-only rows are to be loaded from values in another dtype.
+    """Check the dtype of a state dict entry that is to be loaded into a table.
 
-    Quantised rows can only load codes; they do not encode values.
+    Quantised rows can load only quantised rows. Loading does not quantise floating-point values.
 
     Args:
         value: ``weight`` from the state dict.
-        name: name in messages.
-        storage: the table's row format.
+        name: name of the entry in messages.
+        storage: row format of the table.
+
+    Raises:
+        ValueError: the rows are quantised and the value has another dtype.
     """
     if not storage.is_trainable and value.dtype != storage.dtype:
         raise ValueError(
@@ -189,10 +208,14 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
 
 
 LookUp = Callable[[Sequence[Tensor], tbe.Lookups, tbe.LookupOptions], Tensor]
-"""Lookup function for some storages, with the ``ops.tbe.forward`` arguments."""
+"""Function that looks up rows in several tables, with the arguments and result of ``ops.tbe.forward``."""
 
 
 def lookup_function(storages: Sequence[RowStorage]) -> LookUp:
-    """Return the function for looking up rows in several tables at once, given their storages."""
+    """Return the function that looks up rows in several tables at once.
+
+    Args:
+        storages: storages of the tables, in the order in which the function gets their memory.
+    """
     bits = [storage.bits for storage in storages]
     return functools.partial(nbit.forward, bits) if any(bits) else tbe.forward

@@ -1,4 +1,4 @@
-"""State dict tensors for tables without a single backing tensor: they read and write values on request."""
+"""State dict tensors for tables that have no single tensor with all rows: they read and write on demand."""
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -12,24 +12,33 @@ from meshrec.tables.table import ExternalTable, RowBlock, RowPart, Span, TableSn
 _aten = torch.ops.aten
 
 saves_key_ordered: ContextVar[bool] = ContextVar("saves_key_ordered", default=False)
-"""Whether the present save can also load growable tables; ``meshrec.checkpoint`` sets it while it saves."""
+"""Whether the running save can load growable tables again. ``meshrec.checkpoint`` sets it while it saves."""
 
 
 @final
 class StreamedPart(Tensor):
-    """A row part in a table without a single tensor for all rows.
+    """A state dict tensor that stands for a row part of a table, and reads the values on demand.
 
-    It has the shape, dtype and device of such a tensor. Slices select rows and columns from the
-    same table. ``clone()`` reads the values; ``copy_`` in either direction reads or writes them block by
+    The table's rows are in a file or scattered in memory, so no tensor holds them all. This tensor has the
+    shape, dtype and device that such a tensor would have. A slice is a ``StreamedPart`` for fewer rows or
+    columns. ``clone()`` reads the values. ``copy_`` from or to this tensor reads or writes the table block by
     block. Other operations raise an error, because they would need all rows in memory.
+
+    Args:
+        table: the table, in which every key in ``keys`` has a row.
+        part: row part.
+        keys: interval of row keys.
+        columns: interval of columns.
+        source: table or snapshot from which to read the values; None: ``table``.
     """
 
+    # Set by ``__new__`` and not changed.
     table: ExternalTable
     part: RowPart
     keys: Span
     columns: Span
     source: ExternalTable | TableSnapshot
-    """Table or snapshot to read the values from."""
+    """Table or snapshot from which the values are read."""
 
     @staticmethod
     def __new__(
@@ -53,7 +62,11 @@ class StreamedPart(Tensor):
         super().__init__()
 
     def blocks(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield ((first row, end row), values) for one row block after another."""
+        """Read the values in blocks of consecutive rows.
+
+        Yields:
+            The interval of positions in this tensor, and the values there.
+        """
         position = 0
         for block in self.source.stream(self.columns, keys=self.keys):
             assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"
@@ -64,28 +77,28 @@ class StreamedPart(Tensor):
         assert position == self.keys[1] - self.keys[0]
 
     def read(self) -> Tensor:
-        """Return the values as an ordinary tensor."""
+        """Return all values as an ordinary tensor in memory."""
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for (start, end), rows in self.blocks():
             values[start:end] = rows
         return values
 
     def frozen(self, snapshot: TableSnapshot) -> "StreamedPart":
-        """Return the same part of a table snapshot."""
+        """Return a tensor for the same rows and columns that reads from a snapshot of the table."""
         return StreamedPart(self.table, self.part, keys=self.keys, columns=self.columns, source=snapshot)
 
     def is_same(self, other: object) -> bool:
-        """Return whether both tensors stand for the same values in the same table."""
+        """Return whether another object stands for the same rows and columns of the same table or snapshot."""
         return isinstance(other, StreamedPart) and other._identity() == self._identity()
 
     def _identity(self) -> tuple[object, ...]:
-        """Return the key shared by tensors with the same values."""
+        """Return a tuple that is equal for tensors that stand for the same values."""
         return id(self.source), self.part.name, self.keys, self.columns
 
     def _slice(
         self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
     ) -> "StreamedPart":
-        """Implement ``tensor[start:end]`` along a dimension."""
+        """Implement ``tensor[start:end]`` along a dimension, with the arguments of ``aten.slice``."""
         if step != 1:
             raise _unsupported("a slice with a step")
         span = self.columns if dim else self.keys
@@ -96,7 +109,7 @@ class StreamedPart(Tensor):
 
     def _load(self, source: Tensor) -> None:
         """Implement ``self.copy_(source)``: write the values to the table, block by block."""
-        # Loading a table's own stream is a no-op.
+        # Loading a table's present values into the same table changes nothing.
         if self.is_same(source):
             return
         assert self.source is self.table, "a snapshot stays as it is"
@@ -115,12 +128,16 @@ class StreamedPart(Tensor):
         )
 
     def check_saver(self, name: str) -> None:
-        """Raise an error if torch.distributed.checkpoint (DCP) saves a growable table.
+        """Refuse to save a growable table with torch.distributed.checkpoint (DCP) directly.
 
-        DCP loads into state dict tensors, and sizes differ once rows were admitted or evicted.
+        DCP loads into the tensors of a state dict, which must have the saved size. The size of a growable
+        table changes when rows are admitted or evicted. ``meshrec.checkpoint`` can load such tables.
+
+        Args:
+            name: name of the tensor in messages.
 
         Raises:
-            ValueError: DCP saves the tensor, and the table is growable.
+            ValueError: the table is growable, and ``meshrec.checkpoint`` is not saving.
         """
         if getattr(self.table, "is_growable", False) and not saves_key_ordered.get():
             raise ValueError(
@@ -130,7 +147,7 @@ class StreamedPart(Tensor):
             )
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """Return this tensor's write items for DCP: a single item with the whole tensor."""
+        """Return what DCP writes for this tensor: a single item with the whole tensor. DCP calls this."""
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             MetadataIndex,
@@ -168,7 +185,7 @@ class StreamedPart(Tensor):
         if func is _aten.is_pinned.default:
             return False
         if func in (_aten.detach.default, _aten.alias.default):
-            # torch detaches parameters in state dicts; the copy must stay a stream.
+            # torch detaches the tensors in a state dict. The result must still read on demand.
             return first.frozen(first.source)
         if func is _aten.slice.Tensor:
             return first._slice(*args[1:], **kwargs)
@@ -177,11 +194,16 @@ class StreamedPart(Tensor):
         raise _unsupported(str(func))
 
 
-_READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)  # run on the values
+# Operations that first read all values, and then run on them.
+_READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)
 
 
 def streamed_parts(table: ExternalTable) -> dict[str, Tensor]:
-    """Return table parts by name, as streamed tensors. All keys must have a row."""
+    """Return the parts of a table by name, as ``StreamedPart`` tensors.
+
+    Args:
+        table: table in which every key in the rectangle has a row.
+    """
     r = table.rectangle
     return {
         part.name: StreamedPart(table, part, keys=(r.r0, r.r1), columns=r.columns) for part in table.parts
@@ -189,19 +211,19 @@ def streamed_parts(table: ExternalTable) -> dict[str, Tensor]:
 
 
 def values_of(value: Any) -> Any:
-    """Return a streamed tensor as an ordinary one; any other object unchanged."""
+    """Return the values of a ``StreamedPart`` as an ordinary tensor. Return any other object unchanged."""
     return value.read() if isinstance(value, StreamedPart) else value
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether both are the same memory, or the same values in the same table."""
+    """Return whether two tensors start at the same memory, or stand for the same values in the same table."""
     if isinstance(one, StreamedPart) or isinstance(other, StreamedPart):
         return isinstance(one, StreamedPart) and one.is_same(other)
     return one.data_ptr() == other.data_ptr()
 
 
 def _unsupported(call: str) -> ValueError:
-    """Return the exception for an operation that needs all rows in memory."""
+    """Return the exception for an operation (``call``) that would need all rows in memory."""
     return ValueError(
         f"{call} is not for a table whose rows are not in one tensor. Read the rows that are wanted first: "
         "part[first:end].clone()."

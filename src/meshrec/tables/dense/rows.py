@@ -1,4 +1,4 @@
-"""Row storage for fixed tables: floating-point rows, and quantised rows with a scale and a bias."""
+"""Row storage of fixed tables: floating-point rows, or quantised rows with a scale and a bias."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,10 @@ from meshrec.tables.table import RowPart
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Storage for floating-point rows, fp32, fp16 or bf16: ``dim`` elements per row.
+    """Storage for floating-point rows in the memory of the parameter. Optimizer state is fp32.
 
-    Optimizer state is fp32.
+    Args:
+        dtype: dtype of the rows: fp32, fp16 or bf16.
     """
 
     dtype: torch.dtype
@@ -37,12 +38,12 @@ class DenseRows:
         return column
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Allocate uninitialized memory.
+        """Allocate uninitialized row memory [num_rows, columns].
 
         Args:
-            num_rows: row count.
+            num_rows: number of rows.
             columns: elements per row.
-            device: memory device.
+            device: device of the memory.
         """
         return empty_pages((num_rows, columns), self.dtype, device)
 
@@ -55,14 +56,13 @@ class DenseRows:
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create initial optimizer state, fp32: a tensor ``[num_rows]`` or ``[num_rows, dim]`` per
-        state slot.
+        """Create initial optimizer state: per state slot an fp32 tensor, [num_rows] or [num_rows, dim].
 
         Args:
-            spec: the optimizer; None: no state.
-            num_rows: row count.
+            spec: optimizer; None: no optimizer state.
+            num_rows: number of rows.
             dim: values per row.
-            device: memory device.
+            device: device of the memory.
         """
         return [
             empty_pages(slot.shape(num_rows, dim), torch.float32, device).fill_(slot.initial_value)
@@ -78,10 +78,13 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """Storage for read-only rows with 8-, 4- or 2-bit codes, and a scale and a bias per row.
+    """Storage for read-only rows of integer codes, with a scale and a bias per row; see ``ops.nbit``.
 
-    A column shard has the whole row's scale and bias, so values equal the whole table's. See
-    ``ops.nbit``.
+    The value of a code is ``code * scale + bias``. A column shard keeps the scale and bias of the whole row,
+    so its values equal those of the whole table.
+
+    Args:
+        bits: bits per code: 8, 4 or 2.
     """
 
     bits: int
@@ -97,20 +100,23 @@ class QuantisedRows:
     )
 
     def columns(self, dim: int) -> int:
-        """Return the bytes per row (scale, bias and codes): a multiple of 4."""
+        """Return the bytes per row of ``dim`` values: scale, bias and codes, padded to a multiple of 4."""
         return nbit.row_bytes(dim, self.bits)
 
     def part_column(self, column: int) -> int:
-        """Return the first code byte for a column. Columns can be split at byte boundaries."""
+        """Return the byte, counted from the first code byte, at which the code of a column starts.
+
+        Tables can be split only between columns that start a byte.
+        """
         return nbit.code_bytes(column, self.bits)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Allocate uninitialized memory.
+        """Allocate uninitialized row memory, uint8 [num_rows, columns].
 
         Args:
-            num_rows: row count.
+            num_rows: number of rows.
             columns: bytes per row.
-            device: memory device.
+            device: device of the memory.
         """
         return empty_pages((num_rows, columns), self.dtype, device)
 
@@ -118,13 +124,13 @@ class QuantisedRows:
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return row bytes, including padding."""
+        """Return the bytes of ``num_rows`` rows with ``dim`` values each, including padding."""
         return num_rows * self.columns(dim)
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Return no state: quantised rows are read-only.
+        """Return an empty list, because quantised rows are read-only and have no optimizer state.
 
         Args:
             spec: must be None.
@@ -136,11 +142,17 @@ class QuantisedRows:
         return []
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Return row codes, scales and biases, as views."""
+        """Return views of the codes (uint8 [n, bytes]), scales and biases (fp16 [n]) in row memory.
+
+        Args:
+            rows: row memory, uint8 [n, columns(dim)].
+            dim: values per row.
+        """
+        # A row is scale and bias (two fp16), then the codes, then padding.
         params = rows.view(torch.float16)
         codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]
         return [codes, params[:, 0], params[:, 1]]
 
     def encode(self, values: Tensor) -> Tensor:
-        """Quantize row values, with FBGEMM's rounding."""
+        """Quantise row values [n, dim] to row memory, uint8 [n, columns(dim)], with FBGEMM's rounding."""
         return nbit.quantize(values, self.bits)

@@ -1,4 +1,4 @@
-"""Tables with rows in a single tensor: every key has a row, at slot ``key - r0``."""
+"""Fixed tables: every key is a row number and has a row, at slot ``key - r0`` in the parameter's memory."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
@@ -14,14 +14,14 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 @final
 class FixedTable:
-    """A table rectangle in parameter memory.
+    """The rows of a table rectangle in the memory of a parameter.
 
     Args:
-        parameter: parameter, which may hold other rectangles too.
-        packing: where the rectangles are in the parameter.
-        number: this rectangle's index in ``packing``.
-        state: optimizer state, one tensor per slot.
-        spec: optimizer; None: no state.
+        parameter: parameter, which may also hold other rectangles of the table.
+        packing: the rectangles, and where they are in the parameter.
+        number: index of this rectangle in ``packing``.
+        state: optimizer state of the rectangle, one tensor per state slot.
+        spec: optimizer; None: no optimizer state.
     """
 
     is_growable = False
@@ -42,19 +42,24 @@ class FixedTable:
 
     @property
     def rows(self) -> Tensor:
-        """The parameter; or a view into it, if it holds several rectangles."""
+        """Row memory: the parameter, or a view into it if it holds several rectangles."""
         if len(self._packing.rectangles) == 1:
             return self._parameter
         return self._packing.views(self._parameter.detach())[self._number]
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return row parts and optimizer state by name, as views."""
+        """Return views of the row parts and optimizer state by name, without a copy."""
         c0, c1 = self.rectangle.columns
         tensors = [*self._packing.storage.parts(self.rows.detach(), c1 - c0), *self.state]
         return {part.name: tensor for part, tensor in zip(self.parts, tensors, strict=True)}
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows as a single block, without a copy."""
+        """Yield the rows as a single block of views, without a copy; see ``Table.stream``.
+
+        Args:
+            columns: table columns to return; None: all in the rectangle.
+            keys: rows to return; None: all in the rectangle.
+        """
         r, (c0, c1) = self.rectangle, columns or self.rectangle.columns
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         if first < end and c0 < c1:
@@ -64,7 +69,7 @@ class FixedTable:
 
     @torch.no_grad()
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Copy the blocks to the memory."""
+        """Copy the values in the blocks to the row memory and optimizer state."""
         r0, everything = self.rectangle.r0, slice(None)
         for block in blocks:
             if isinstance(block.keys, range):
@@ -72,18 +77,23 @@ class FixedTable:
                 for name, values in block.parts.items():
                     targets[name].copy_(values)
             else:
-                # Scattered keys: index into the whole rectangle.
+                # The keys are not consecutive, so write by index into the whole rectangle.
                 targets = self._slice(everything, block.columns)
                 for name, values in block.parts.items():
                     targets[name][block.keys - r0] = values.to(targets[name].dtype)
 
     def _slice(self, rows: slice, columns: Span) -> dict[str, Tensor]:
-        """Slice rows and columns from all parts, as views."""
+        """Return views of some rows (positions in the rectangle) and table columns of all parts, by name."""
         r = self.rectangle
         return slice_parts(self._packing.storage, self.tensors(), rows, columns, first_column=r.c0)
 
 
 def parts_of(storage: RowStorage, spec: OptimizerSpec | None) -> list[RowPart]:
-    """Return row parts, followed by optimizer state parts."""
+    """Return the parts of a table: the row parts of its storage, followed by the optimizer state.
+
+    Args:
+        storage: row format.
+        spec: optimizer; None: no optimizer state.
+    """
     slots = spec.state_slots() if spec is not None else ()
     return [*storage.row_parts, *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots)]
