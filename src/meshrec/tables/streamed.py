@@ -88,7 +88,7 @@ class StreamedPart(Tensor):
         return StreamedPart(self.table, self.part, keys=self.keys, columns=self.columns, source=snapshot)
 
     def is_same(self, other: object) -> bool:
-        """Return whether another object stands for the same rows and columns of the same table or snapshot."""
+        """Return whether another object stands for the same values in the same table or snapshot."""
         return isinstance(other, StreamedPart) and other._identity() == self._identity()
 
     def _identity(self) -> tuple[object, ...]:
