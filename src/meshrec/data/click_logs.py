@@ -1,4 +1,4 @@
-"""Impression logs with click labels, extended by each row's click history."""
+"""Impression logs with click labels: every row gets the items that its user clicked before."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ from meshrec.data.samples import gather_ranges
 
 
 def features_of_clicks(columns: LogColumns, label: str, history: int) -> Features:
-    """Return click log features: user, item, history, and additional item columns.
+    """Return unfitted features for a table from `with_histories`: user, item, further item columns, history.
 
     Args:
-        columns: log columns.
+        columns: names of the log columns.
         label: label column.
-        history: maximum history length.
+        history: maximum history length, in items.
     """
     names = {USER: columns.user, ITEM: columns.item} | {name: name for name in columns.item_features}
     return Features(
@@ -37,16 +37,16 @@ def features_of_clicks(columns: LogColumns, label: str, history: int) -> Feature
 
 
 def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> pa.Table:
-    """Return the valid rows of a log, with a ``history`` column: items the user clicked before.
+    """Return the rows from `counted_rows`, with a column ``history``: the items that the user clicked before.
 
-    Oldest first. A history ends before the row's timestamp: simultaneous clicks are not included.
-    The time column becomes a timestamp. An existing ``history`` column is preserved.
+    A history has the oldest item first, and only clicks before the row's time: simultaneous clicks are not
+    included. If the log has a column ``history``, that column is kept. The time column becomes a timestamp.
 
     Args:
-        log: impression rows.
-        label: column above 0 where the user clicked.
-        history: maximum history length.
-        faults: handles rows without user, item or time.
+        log: log with a row per impression (an item shown to a user).
+        label: column with a number above 0 where the user clicked.
+        history: maximum history length, in items.
+        faults: raises or skips when a row lacks a user, item or time.
 
     Raises:
         DataError: a column is missing, or no row remains.
@@ -68,9 +68,11 @@ def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> p
     is_click = _label_values(name, table[label], label)[order] > 0
     clicked = order[is_click]
     num_before = np.concatenate([[0], is_click.cumsum()])
-    # Clicks are a subset of impressions, so convert impression ranges to click ranges.
+    # ``past`` has ranges of sorted impressions. The number of clicks before an impression converts them to
+    # ranges of clicks, of which the last ones are taken.
     firsts, stops = num_before[past.starts], num_before[past.stops]
     firsts = np.maximum(firsts, stops - history)
+    # Ranges are in sorted order; the table is not.
     rank_of_row = np.empty_like(order)
     rank_of_row[order] = np.arange(len(order))
     histories = gather_ranges(clicked, firsts[rank_of_row], (stops - firsts)[rank_of_row])
@@ -79,6 +81,11 @@ def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> p
 
 
 def _label_values(name: str, column: Any, label: str) -> "np.typing.NDArray[np.float64]":
+    """Return the label column as float64, 0 for null and NaN.
+
+    Raises:
+        DataError: the values are not numbers.
+    """
     try:
         values: np.typing.NDArray[np.float64] = np.nan_to_num(
             column.combine_chunks().cast(pa.float64()).to_numpy(zero_copy_only=False)

@@ -1,7 +1,8 @@
-"""Criteo display advertising data: a label, 13 counts and 26 categories, as day files or Parquet.
+"""Criteo display advertising data: a click label, 13 counts and 26 categories, in text files or Parquet.
 
-Counts become log(1 + count), with 0 for missing and negative counts. Categories are hashed to table rows; row
-0 is for missing values.
+Text files have a file per day, a line per sample, and tabs between fields. Counts are converted to
+log(1 + count), with 0 for missing and negative counts. Categories are hashed to table rows; row 0 is for
+missing values.
 """
 
 from collections.abc import Generator, Sequence
@@ -33,10 +34,12 @@ _NUM_DENSE, _NUM_IDS = 13, 26
 
 
 def criteo_features(num_embeddings: int | Sequence[int]) -> "Features":
-    """Return Criteo's features: columns label, I1 .. I13 and C1 .. C26.
+    """Return the features of Criteo data: a label, 13 dense values and 26 hashed categories.
+
+    The columns are ``label``, ``I1`` to ``I13`` and ``C1`` to ``C26``.
 
     Args:
-        num_embeddings: rows per table, or a list with 26 entries.
+        num_embeddings: rows of every embedding table, or a list with the rows of the 26 tables.
     """
     sizes = [num_embeddings] * _NUM_IDS if isinstance(num_embeddings, int) else list(num_embeddings)
     if len(sizes) != _NUM_IDS:
@@ -54,10 +57,18 @@ def criteo_features(num_embeddings: int | Sequence[int]) -> "Features":
 
 
 class CriteoText(EncodedRows, Source):
-    """Criteo day files, plain or gzipped.
+    """Source of samples from Criteo text files, plain or gzipped.
 
-    A first pass counts lines. Gzip allows reading from the start only; use Parquet for more than a few
-    epochs.
+    Creating it reads all files once to count their lines. A gzipped file can be read only from the start, so
+    convert the data to Parquet to train more than a few epochs.
+
+    Args:
+        files: text files, in file order.
+        features: features from `criteo_features`.
+        faults: raises for damaged lines, or counts them.
+
+    Raises:
+        DataError: no file has lines, or a file is damaged.
     """
 
     def __init__(self, files: Sequence[Path], features: Encoding, faults: Faults) -> None:
@@ -68,7 +79,7 @@ class CriteoText(EncodedRows, Source):
         self.blocks = [(str(block.file), block.lines) for block in self._blocks]
 
     def column(self, block: int, name: str) -> Any:
-        """Return a column as strings. Unparsable lines get the empty string."""
+        """Return a column of a block as Arrow strings; the empty string for a line that cannot be parsed."""
         text_block = self._blocks[block]
         texts = np.full(text_block.lines, "", dtype=object)
         names = self._schema.columns()
@@ -84,12 +95,13 @@ class CriteoText(EncodedRows, Source):
                 delimiter="\t",
                 first_line=piece.first_line,
             )
+            # Rows have no entry for a damaged line, so the line number gives the position.
             texts[piece.first_line - text_block.first_line + lines] = table[name].to_pylist()
         return pa.array(texts, pa.large_string())
 
     @override
     def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
-        """Parse some megabytes of lines at a time, whatever the window size."""
+        """Yield all samples of a block, parsed from about 16 MiB of text at a time, whatever ``size`` is."""
         text_block = self._blocks[block]
         for piece in read_pieces(text_block, size=_PIECE):
             if piece.first_line + piece.lines <= text_block.first_line + skip:
@@ -98,6 +110,7 @@ class CriteoText(EncodedRows, Source):
                 yield self._parsed(text_block.file, piece)
 
     def _parsed(self, file: Path, piece: WholeLines) -> Samples:
+        """Return a sample per line; the sample of a damaged line is invalid."""
         names = self._schema.columns()
         kinds = {name: "string" if name.startswith("C") else "float32" for name in names}
         table, lines = parse(
@@ -130,12 +143,12 @@ def criteo_reader(
     on_error: OnError = "raise",
     window: int = 8192,
 ) -> StreamReader:
-    """Open Criteo data in file and line order, for evaluation or scoring; see `parquet_reader`.
+    """Open Criteo data as a reader in file and line order, for evaluation or scoring.
 
     Args:
-        paths: see `criteo`.
-        num_embeddings: see `criteo`.
-        labelled: whether there is a label. Text without a label has 39 fields.
+        paths: files, folders or patterns, see `criteo`.
+        num_embeddings: rows per table, see `criteo`.
+        labelled: whether samples have a label. A line of text has 40 fields with a label, and 39 without.
         on_error: see `criteo`.
         window: see `criteo`.
 
@@ -153,11 +166,13 @@ def criteo(
     num_embeddings: int | Sequence[int] = 100_000,
     **options: Unpack[ReadOptions],
 ) -> Dataset:
-    """Open Criteo data. ``.parquet`` files have the columns of `criteo_features`; other files are text.
+    """Create a dataset from Criteo data.
+
+    ``.parquet`` files must have the columns of `criteo_features`. All other files are read as text.
 
     Args:
-        train: files, folders (all ``day_*`` and ``*.parquet`` files in them) or patterns.
-        num_embeddings: rows per table, or a list with 26 entries.
+        train: files, folders (all files in them) or patterns.
+        num_embeddings: rows of every embedding table, or a list with the rows of the 26 tables.
         options: as for `meshrec.data.parquet`. A split by time uses line order, as in day files.
 
     Raises:
@@ -169,6 +184,7 @@ def criteo(
 
 
 def _source(paths: Paths, features: Encoding, faults: Faults) -> ParquetSource | CriteoText:
+    """Open text files or Parquet files as a source; an ``open_source`` function for `table_dataset`."""
     files = [file for file in expand(paths, "*") if is_address(file) or not Path(file).is_dir()]
     kinds = {suffix_of(file) == ".parquet" for file in files}
     if len(kinds) > 1:

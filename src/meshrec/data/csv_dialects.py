@@ -1,4 +1,4 @@
-"""Delimiter, decimal point and encoding of CSV files: given, or detected from their first lines."""
+"""Delimiter, decimal point and encoding of CSV files: given by the user, or detected from the first lines."""
 
 import codecs
 import csv
@@ -14,7 +14,7 @@ from meshrec.data.locations import File, codec_of, is_tsv, opened
 _logger = logging.getLogger("meshrec")
 
 _HEAD_BYTES, _HEAD_ROWS = 1 << 16, 100
-"""Part of a file in which the dialect is detected."""
+"""Maximum bytes and rows at the start of a file from which the dialect is detected."""
 _DELIMITERS = ",;\t|"
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 """UTF-16 byte order marks. Arrow skips the UTF-8 mark."""
@@ -64,7 +64,7 @@ DETECTED = CsvFormat()
 
 
 class Dialect(NamedTuple):
-    """A CSV file's format, with every part known: given in a `CsvFormat`, or detected."""
+    """Complete format of a CSV file: every part is given in a `CsvFormat`, or detected."""
 
     delimiter: str = ","
     decimal_point: str = "."
@@ -72,14 +72,15 @@ class Dialect(NamedTuple):
 
 
 def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
-    """Return the dialect of a file with a header: the given parts, and the others detected.
+    """Return the dialect of a CSV file with a header; detect the parts that are not given.
 
-    The delimiter is a comma, unless another delimiter splits all of the first rows into equally many fields.
-    Numbers use a decimal comma if another delimiter splits the rows and no number has a point.
+    A delimiter fits if it splits all of the first rows into equally many fields, two or more. A comma is
+    preferred, then the delimiter with the most fields. The decimal point is a comma if the delimiter is
+    another character, some column has numbers with a comma, and no number has a point.
 
     Args:
-        file: the file.
-        given: known parts.
+        file: path or URI.
+        given: known parts of the format.
 
     Raises:
         OSError: the file is unreachable.
@@ -107,7 +108,7 @@ def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
 
 
 def _head_of(file: File) -> tuple[bytes, bool]:
-    """Return the first bytes of a file, and whether they are the whole file."""
+    """Return the first bytes of a file, decompressed, and whether they are the whole file."""
     with opened(file) as source:
         codec = codec_of(file)
         stream = source if codec is None else pa.CompressedInputStream(source, codec)
@@ -116,7 +117,16 @@ def _head_of(file: File) -> tuple[bytes, bool]:
 
 
 def _rows(text: str, delimiter: str, *, is_whole: bool) -> list[list[str]]:
-    """Return the first complete, non-empty rows; none if the text is not CSV."""
+    """Split the first complete, non-empty lines of a text into fields.
+
+    Args:
+        text: start of a file.
+        delimiter: character between fields.
+        is_whole: whether the text is the whole file. Otherwise the last line may be incomplete.
+
+    Returns:
+        A list of fields per line; no lines if the text cannot be parsed as CSV.
+    """
     try:
         rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if row]
     except csv.Error:
@@ -126,6 +136,7 @@ def _rows(text: str, delimiter: str, *, is_whole: bool) -> list[list[str]]:
 
 
 def _is_table(rows: list[list[str]]) -> bool:
+    """Return whether there are rows, and all have the same number of fields, two or more."""
     return bool(rows) and len(rows[0]) > 1 and all(len(row) == len(rows[0]) for row in rows)
 
 

@@ -1,10 +1,14 @@
-"""Arrow column normalization to few exact types.
+"""Conversion of Arrow columns to a few types.
 
 [Note: exact columns]
 
-Writers use many Arrow types for the same value: an ID may be int64, decimal128(38, 0), or a double next to
-nulls. `plain` merges types that differ only in layout, without looking at values. File and frame readers call
-it first, and so do features. `as_integers` converts decimals and floats to integers, and looks at values.
+Programs that write data use different Arrow types for the same value. For example, an ID may be an int64, a
+decimal128(38, 0), or a double in a column with nulls. There are two conversions:
+
+- `plain` merges types that differ only in memory layout, such as string and string view. It depends on the
+  type only. File readers, frame readers and features apply it first.
+- `as_integers` converts decimals and floats to integers. It depends on the values: they must be integral.
+
 ``docs/guides/column-types.md`` lists types and kinds.
 """
 
@@ -17,13 +21,14 @@ from meshrec.data.hashing import UInt64s, mix
 from meshrec.data.samples import Bools, Ints
 
 _HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), np.uint8).reshape(256, 2)
+"""The two hexadecimal digits of every byte, as ASCII codes, [256, 2]."""
 _UUID_BYTES = 16
 _UUID_DIGITS = np.array([at for at in range(36) if at not in (8, 13, 18, 23)])
 """Positions of the 32 digits in a UUID string, without dashes."""
 
 
 def is_list(kind: "pa.DataType") -> bool:
-    """Return whether the type is a list of any layout."""
+    """Return whether a type is a list, in any of Arrow's five list layouts."""
     lists = (
         pa.types.is_list,
         pa.types.is_large_list,
@@ -35,7 +40,7 @@ def is_list(kind: "pa.DataType") -> bool:
 
 
 def plain_type(kind: "pa.DataType") -> "pa.DataType":
-    """Return the type produced by `plain`."""
+    """Return the type of a column after `plain`, given the type before it."""
     if isinstance(kind, pa.BaseExtensionType):
         if kind.extension_name == "arrow.opaque":
             return kind  # an opaque type's storage does not define its values
@@ -61,10 +66,11 @@ def plain_type(kind: "pa.DataType") -> "pa.DataType":
 
 
 def plain(column: Any) -> Any:
-    """Normalize a column: no views, run ends, extensions or nanoseconds; see [Note: exact columns].
+    """Convert a column to one of a few plain types; see [Note: exact columns].
 
-    UUIDs become strings, other fixed-size binaries hexadecimal digits. Nanoseconds are floored to
-    microseconds.
+    Views, run-end encoding and extension types are resolved. A fixed-size binary becomes a string with
+    hexadecimal digits, in UUID notation if it has 16 bytes. Nanoseconds are floored to microseconds. A column
+    that is plain already is returned unchanged.
 
     Args:
         column: Arrow array or chunked array.
@@ -78,12 +84,12 @@ def plain(column: Any) -> Any:
 
 
 def plain_schema(schema: "pa.Schema") -> "pa.Schema":
-    """Return the schema of `plain_table`."""
+    """Return the schema of a table after `plain_table`, given the schema before it."""
     return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
 
 
 def plain_table(table: "pa.Table") -> "pa.Table":
-    """Normalize all columns with `plain`."""
+    """Convert all columns of a table with `plain`."""
     schema = plain_schema(table.schema)
     if schema.types == table.schema.types:
         return table
@@ -115,16 +121,13 @@ def _plain_array(array: Any) -> Any:
 
 
 def _int64s(array: Any) -> tuple[Ints, Bools]:
-    """Return an array's 64-bit storage values, 0 for null, and the null mask."""
+    """Return the stored 64-bit integers of a time array [n], 0 for null, and the mask of nulls [n]."""
     missing: Bools = array.is_null().to_numpy(zero_copy_only=False)
     return pc.fill_null(array.cast(pa.int64()), 0).to_numpy(zero_copy_only=False), missing
 
 
 def _plain_lists(array: Any) -> Any:
-    """Convert lists of any layout to large lists.
-
-    Arrow's casts of list views lose values, so gather lists by offsets and sizes.
-    """
+    """Convert a list array of any layout to a large list array with `plain` values."""
     kind, num = array.type, len(array)
     missing = array.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_fixed_size_list(kind):
@@ -137,6 +140,7 @@ def _plain_lists(array: Any) -> Any:
         starts, sizes = (part.to_numpy().astype(np.int64) for part in (array.offsets, array.sizes))
     sizes = np.where(missing, 0, sizes)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    # Arrow's own cast of list views loses values, so gather the values by position.
     positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
     mask = pa.array(missing) if missing.any() else None
     return pa.LargeListArray.from_arrays(
@@ -145,7 +149,7 @@ def _plain_lists(array: Any) -> Any:
 
 
 def _hex_strings(array: Any) -> Any:
-    """Convert fixed-size binaries to hexadecimal digits, and 16 bytes to UUID notation."""
+    """Convert a fixed-size binary array to strings with hexadecimal digits, in UUID notation for 16 bytes."""
     num, width = len(array), array.type.byte_width
     data = array.buffers()[1]
     stored = np.frombuffer(b"" if data is None else data, np.uint8)
@@ -161,9 +165,13 @@ def _hex_strings(array: Any) -> Any:
 
 
 def as_integers(array: Any) -> Any:
-    """Convert decimals or floats to int64, else uint64, else integral decimals.
+    """Convert integral decimals or floats to integers; see [Note: exact columns].
 
-    NaN becomes null, and -0.0 becomes 0. Integer arrays are returned unchanged.
+    The type is the first that represents all values: int64, uint64, or, only for decimals, a decimal without
+    a scale. NaN becomes null, and -0.0 becomes 0. Arrays of other types are returned unchanged.
+
+    Args:
+        array: Arrow array without dictionary encoding.
 
     Raises:
         ValueError: a number has a fraction, or a float does not fit 64 bits.
@@ -188,7 +196,7 @@ def as_integers(array: Any) -> Any:
 
 
 def _without_scale(array: Any) -> Any:
-    """Convert to decimals with scale 0; ArrowInvalid for a fraction."""
+    """Convert decimals to 128-bit or 256-bit decimals with scale 0; ArrowInvalid for a fraction."""
     kind = array.type
     wide = pa.types.is_decimal256(kind)
     if kind.scale == 0 and (wide or pa.types.is_decimal128(kind)):
@@ -197,14 +205,17 @@ def _without_scale(array: Any) -> Any:
 
 
 def decimal_words(array: Any, *, scaled: bool = False) -> tuple[Ints, Bools]:
-    """Return integral decimals as two's complement words, int64 [n, 2] or [n, 4], lowest first; 0 for null.
+    """Return decimals as wide integers, in 64-bit words.
 
     Args:
-        array: 128- or 256-bit decimals.
-        scaled: use the stored integers, value times ``10**scale``.
+        array: n decimals with 128 or 256 bits.
+        scaled: whether to return the stored integers, which are the values times ``10**scale``. Otherwise
+            decimals must be integral, and the values are returned.
 
     Returns:
-        The words, and whether the lowest word alone represents the value, as int64 or uint64, [n].
+        - The words of the integers in two's complement, lowest word first; int64 [n, 2] or [n, 4]; 0 for
+          null.
+        - Whether the lowest word alone represents the value, as int64 or uint64; bool [n].
     """
     array = array if scaled else _without_scale(array)
     num_words = array.type.byte_width // 8
@@ -220,6 +231,7 @@ def decimal_words(array: Any, *, scaled: bool = False) -> tuple[Ints, Bools]:
 
 
 def _narrowed(array: Any) -> Any:
+    """Convert decimals with scale 0 to int64 or uint64 if all values fit; otherwise return them unchanged."""
     words, _ = decimal_words(array)
     low, upper = words[:, 0], words[:, 1:]
     mask = array.is_null().to_numpy(zero_copy_only=False)
@@ -229,7 +241,11 @@ def _narrowed(array: Any) -> Any:
 
 
 def decimal_integers(array: Any) -> Ints:
-    """Return 64 bits per integral decimal: the value if it fits int64 or uint64, else a hash."""
+    """Return an int64 per integral decimal: the value if 64 bits can represent it, otherwise a hash.
+
+    Values beyond int64 that fit uint64 have the same bits as in uint64. Equal values have equal results for
+    128 and 256 bits.
+    """
     words, is_narrow = decimal_words(array)
     if is_narrow.all():
         return np.ascontiguousarray(words[:, 0])

@@ -1,4 +1,7 @@
-"""Tables other than Parquet: CSV files, and frames in memory."""
+"""Tables from CSV files, JSON lines and frames in memory, and functions that choose a reader by file name.
+
+A frame is a table in memory: an Arrow, pandas or polars table, or a Hugging Face dataset.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +21,14 @@ from meshrec.data.tables import ArrowSource
 
 
 def to_table(frame: Any) -> "pa.Table":
-    """Convert an Arrow, pandas or polars table, or a Hugging Face dataset, to an Arrow table.
+    """Convert a frame to an Arrow table with `plain` columns.
 
-    Also accepts any object with Arrow's stream interface (``__arrow_c_stream__``).
+    Args:
+        frame: an Arrow, pandas or polars table, a Hugging Face dataset, or any other object with Arrow's
+            stream interface (``__arrow_c_stream__``).
 
     Raises:
+        DataError: a column has values that Arrow cannot represent.
         ValueError: ``frame`` is none of these.
     """
 
@@ -47,7 +53,7 @@ def to_table(frame: Any) -> "pa.Table":
 
 
 def _of_pandas(frame: Any) -> "pa.Table":
-    """Convert a pandas table; name the first column Arrow cannot represent."""
+    """Convert a pandas table to Arrow. The error names the first column that Arrow cannot represent."""
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, OverflowError) as error:
@@ -70,18 +76,21 @@ def read_csvs(
     kinds: Mapping[str, str] = MappingProxyType({}),
     form: CsvFormat = DETECTED,
 ) -> list["pa.Table"]:
-    """Read CSV files with a header, or JSON lines, into memory, with equal column types in all files.
+    """Read CSV files with a header, or JSON lines, into memory. A column has the same type in all files.
 
-    Delimiter, decimal point and encoding follow `dialect_of`. A column has the type inferred by Arrow, or
-    string if any file has text in it. Numbers with leading zeros, such as ``007``, are text, unless ``kinds``
-    has the column. Markers such as ``NA`` are null in numeric columns. In text columns they are text, and
-    only the empty string is missing.
+    Arrow infers the type of a column per file, and the type that represents all files is used: string if any
+    file has text in the column. Numbers with leading zeros, such as ``007``, are text, unless ``kinds`` has
+    the column. Markers such as ``NA`` are null in numeric columns. In text columns they are text, and only
+    the empty string is missing.
 
     Args:
-        paths: the files.
-        kinds: known column kinds (text, integer, number, numeric), which override inference. ``numeric``
-            accepts any inferred number type.
-        form: known delimiter, decimal point and encoding.
+        paths: paths and URIs.
+        kinds: known kinds by column name. Columns of the kind "text" or "number" get the type string or
+            float64. "integer" and "numeric" columns have the number type that Arrow infers.
+        form: known delimiter, decimal point and encoding; other parts are detected, see `dialect_of`.
+
+    Returns:
+        A table per file, including partition columns.
 
     Raises:
         DataError: a file cannot be read; names the file and row.
@@ -93,6 +102,7 @@ def read_csvs(
     for name in dict.fromkeys(name for table in tables for name in table.column_names):
         types_by_file = {table.schema.field(name).type for table in tables if name in table.column_names}
         common = _common_type(types_by_file - {pa.null()}) if len(types_by_file) > 1 else types_by_file.pop()
+        # A column without any value in all files has no inferred type: the known kind decides.
         empty = {"integer": pa.int64(), "time": pa.timestamp("us")}.get(kinds.get(name, ""), common)
         types[name] = empty if common == pa.null() else common
     targets = [{name: types[name] for name in table.column_names} for table in tables]
@@ -107,7 +117,7 @@ def read_csvs(
 
 
 def _common_type(types: set[Any]) -> Any:
-    """Return a type that can represent a column's types from several files."""
+    """Return an Arrow type that can represent a column with different types in several files."""
     if len(types) == 1:
         return types.pop()
     if all(map(pa.types.is_integer, types)):
@@ -120,7 +130,17 @@ def _common_type(types: set[Any]) -> Any:
 
 
 def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form: CsvFormat) -> "pa.Table":
-    """Read a file; numeric columns not in ``fixed`` become text if they have leading zeros."""
+    """Read a CSV file or JSON lines.
+
+    Args:
+        path: path or URI.
+        types: Arrow type by column; the types of other columns are inferred.
+        fixed: columns that stay numeric. Other numeric columns become text if a number has leading zeros.
+        form: known format of CSV files.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
 
     def read(types: Mapping[str, Any]) -> Any:
         with opened(path) as source:
@@ -170,14 +190,14 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
 
 
 def _read_json(source: Any, types: Mapping[str, Any]) -> "pa.Table":
-    """Read a file with a JSON object per line. Time strings become times, unless ``types`` has the column."""
+    """Read text with a JSON object per line. Strings with times become times, unless ``types`` has a type."""
     return pa_json.read_json(
         source, parse_options=pa_json.ParseOptions(explicit_schema=pa.schema(types.items()))
     )
 
 
 def _check_header(path: File, names: list[str]) -> None:
-    """Raise DataError for a duplicate column name, or if all columns seem merged into one."""
+    """Raise DataError for a duplicate column name, or for a header that the delimiter does not split."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: columns need names of their own, given twice: {twice}. Rename them.")
@@ -197,12 +217,12 @@ def _is_number(kind: Any) -> bool:
 
 
 def _may_be_rounded(column: Any) -> bool:
-    """Return whether a column exceeds int64. Arrow reads such integers as floats."""
+    """Return whether a float column has numbers beyond int64: Arrow reads such integers as rounded floats."""
     return pa.types.is_floating(column.type) and bool(pc.any(pc.greater_equal(column, 2.0**63)).as_py())
 
 
 def _as_uint64(texts: Any) -> Any:
-    """Convert strings to uint64. Strings with longer numbers are returned unchanged."""
+    """Convert strings to uint64, empty ones to null. If a number does not fit, return all unchanged."""
     try:
         return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts).cast(pa.uint64())
     except pa.ArrowInvalid:
@@ -215,12 +235,13 @@ def read_columns(
     kinds: Mapping[str, str] = MappingProxyType({}),
     form: CsvFormat = DETECTED,
 ) -> "pa.Table":
-    """Read some columns from Parquet files, CSV files or a frame into memory, as a single table.
+    """Read some columns of Parquet files, CSV files or a frame into a single table.
 
     Args:
         data: paths, or a frame.
-        columns: column names; names missing from a file are omitted.
-        kinds: known column kinds in CSV files; see `read_csvs`.
+        columns: columns to read. A column missing from some files is null there; one missing from all files
+            is not in the result.
+        kinds: known kinds of columns in CSV files; see `read_csvs`.
         form: known format of CSV files.
 
     Raises:
@@ -236,7 +257,7 @@ def read_columns(
 
 
 def column_names(data: Any) -> list[str]:
-    """Return the names of all columns of the first file, or of a frame."""
+    """Return the names of all columns in the first file, or in a frame; reads the whole file."""
     if not _is_paths(data):
         return list(to_table(data).column_names)
     files, text = expand_tables(data)
@@ -245,7 +266,11 @@ def column_names(data: Any) -> list[str]:
 
 
 def read_parquet(file: File, columns: Sequence[str] | None = None) -> "pa.Table":
-    """Read a Parquet file into memory, restricted to the ``columns`` it has.
+    """Read a Parquet file into memory, without partition columns.
+
+    Args:
+        file: path or URI.
+        columns: columns to read; names that the file lacks are ignored. None: all columns.
 
     Raises:
         DataError: the file cannot be read.
@@ -264,13 +289,12 @@ def read_parquets(
     columns: Sequence[str] | None = None,
     kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> list["pa.Table"]:
-    """Read Parquet files into memory. Add a column for every ``NAME=VALUE`` folder in a path.
+    """Read Parquet files into memory, and add their partition columns (``NAME=VALUE`` folders in a path).
 
     Args:
         files: paths and URIs.
-        columns: column names; names missing from a file are omitted. None: all.
-        kinds: known kinds of folder columns, by column name. A "text" column has strings even if all values
-            are integers.
+        columns: columns to read; names that a file lacks are ignored. None: all columns.
+        kinds: known kinds of partition columns, see `partition_keys`.
 
     Returns:
         A table per file.
@@ -283,16 +307,16 @@ def read_parquets(
 
 
 def open_tables(data: Any, schema: Encoding, faults: Faults, form: CsvFormat = DETECTED) -> Source:
-    """Open Parquet files, CSV files or a frame as a source; see `meshrec.data.tables.table_dataset`.
+    """Open Parquet files, CSV files or a frame as a source of samples.
 
-    A folder stands for its Parquet files, or for its CSV files if it has no Parquet files. CSV files
-    (``.csv``, also with ``.gz``, ``.bz2`` or ``.zst``) are read into memory. Convert large ones to Parquet
-    once.
+    This is an ``open_source`` function for `meshrec.data.tables.table_dataset`. A folder stands for its
+    Parquet files, or for its CSV files if it has no Parquet files. CSV files (``.csv``, also with ``.gz``,
+    ``.bz2`` or ``.zst``) are read into memory, so convert large ones to Parquet once.
 
     Args:
         data: paths, or a frame.
-        schema: the encoding of rows.
-        faults: handles damage.
+        schema: features that encode the rows.
+        faults: raises for damaged rows, or counts them.
         form: known format of CSV files.
 
     Raises:

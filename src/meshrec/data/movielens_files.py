@@ -1,4 +1,4 @@
-"""Readers for all published MovieLens formats."""
+"""Readers for the file formats in which MovieLens datasets are published."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,18 +19,17 @@ _UNKNOWN_GENRES = ["(no genres listed)", "unknown", ""]
 
 
 class RawRatings(NamedTuple):
-    """Ratings and movies of a MovieLens dataset, with the IDs in its files.
-
-    ``ratings`` has the columns user, movie, rating and time. ``movies`` has movie, genres (a list of strings,
-    or null) and year (or null).
-    """
+    """Ratings and movies of a MovieLens dataset. Users and movies have the IDs from the files."""
 
     name: str
+    """Name of the dataset, for messages."""
     ratings: "pa.Table"
+    """Columns user, movie, rating and time (seconds since 1970), in file order."""
     movies: "pa.Table"
+    """Columns movie, genres (a list of strings, or null) and year (an integer, or null)."""
 
     def described(self) -> "pa.Table":
-        """Return the ratings with genres and year; null if unknown."""
+        """Return the ratings with two more columns, genres and year of the movie; null if unknown."""
         movie_rows = pc.index_in(self.ratings["movie"], value_set=self.movies["movie"].combine_chunks())
         rows, table = self.movies.take(movie_rows), self.ratings
         for name in ("genres", "year"):
@@ -80,7 +79,7 @@ def load_folder(folder: Path, faults: Faults) -> RawRatings:
 
 
 def _load_titled(file: Path, faults: Faults) -> RawRatings:
-    """Load ratings and movies from CSV with headers, or from ``.dat`` files without."""
+    """Load ratings and movies from ``.csv`` files with headers, or from ``.dat`` files without headers."""
     is_csv = file.suffix == ".csv"
     delimiter = "," if is_csv else "::"
     types = {"userId": "int64", "movieId": "int64", "rating": "float32", "timestamp": "int64"}
@@ -96,6 +95,7 @@ def _load_titled(file: Path, faults: Faults) -> RawRatings:
 
 
 def _load_100k(file: Path, faults: Faults) -> RawRatings:
+    """Load the format of MovieLens 100K: ``u.data`` and, if they exist, ``u.item`` and ``u.genre``."""
     types = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
     ratings = _ratings(file, faults, types, delimiter="\t", columns=list(types))
     names = _GENRES.split("|")
@@ -115,6 +115,7 @@ def _load_100k(file: Path, faults: Faults) -> RawRatings:
 
 
 def _load_recbole(file: Path, faults: Faults) -> RawRatings:
+    """Load the format of the library RecBole: a ``.inter`` file and, if it exists, an ``.item`` file."""
     types = {
         "user_id:token": "string",
         "item_id:token": "string",
@@ -139,13 +140,31 @@ def _load_recbole(file: Path, faults: Faults) -> RawRatings:
 def _ratings(
     file: Path, faults: Faults, types: dict[str, str], *, delimiter: str, columns: Sequence[str] | None = None
 ) -> "pa.Table":
+    """Read a file with ratings, and rename the columns to user, movie, rating and time.
+
+    Args:
+        file: file to read.
+        faults: raises for damaged rows, or counts them.
+        types: name of the Arrow type by column, in the order user, movie, rating, time.
+        delimiter: characters between fields.
+        columns: names of all columns in the file. None: the first line has the names.
+    """
     table = _read(file, types, delimiter=delimiter, columns=columns, faults=faults)
     assert table is not None
     return _checked_ratings(table.rename_columns(["user", "movie", "rating", "time"]), str(file), faults)
 
 
 def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
-    """Remove rows with missing values."""
+    """Remove rows with a missing value.
+
+    Args:
+        table: ratings.
+        where: file name, for messages.
+        faults: raises for a row with a missing value, or counts it.
+
+    Raises:
+        DataError: no row remains.
+    """
     valid_rows = np.ones(table.num_rows, dtype=np.bool_)
     for name in table.column_names:
         valid = pc.is_valid(table[name])
@@ -169,7 +188,18 @@ def _read(
     columns: Sequence[str] | None = None,
     faults: Faults | None = None,
 ) -> "pa.Table | None":
-    """Read the columns in ``types``; None if a movies file is missing. Damaged movies are always errors."""
+    """Read some columns of a text file.
+
+    Args:
+        file: file to read.
+        types: name of the Arrow type by column to read.
+        delimiter: characters between fields.
+        columns: names of all columns in the file. None: the first line has the names.
+        faults: raises for damaged rows, or counts them. None: always raises.
+
+    Returns:
+        The columns; None if the file does not exist.
+    """
     if not file.exists():
         return None
     text = file.read_bytes()
@@ -188,6 +218,7 @@ def _read(
 
 
 def _no_movies(ratings: "pa.Table") -> "pa.Table":
+    """Return a movie table without rows, for datasets without a file of movies."""
     return pa.table(
         {
             "movie": pa.array([], ratings["movie"].type),
@@ -198,7 +229,7 @@ def _no_movies(ratings: "pa.Table") -> "pa.Table":
 
 
 def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
-    """Split strings with genre names; null if there are none."""
+    """Split strings with genre names into lists; null for a movie without genres."""
     column = column.cast(pa.string())
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()

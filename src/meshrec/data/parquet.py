@@ -20,23 +20,29 @@ from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.tables import EncodedRows, ReadOptions, Tables, table_dataset
 
 _READ_ROWS = 1 << 15
-"""Minimum rows per read of a row group, whatever the window."""
+"""Minimum rows to decode at a time, even if the window is smaller."""
 
 
 class _RowGroup(NamedTuple):
+    """Row group of a Parquet file: a block of `ParquetSource`."""
+
     file: File
     number: int
+    """Index in the file."""
     rows: int
+    """Number of rows."""
     first_row: int
+    """Row number in the file of the first row."""
 
 
 class ParquetSource(EncodedRows, Tables, Source):
-    """Row groups of Parquet files.
+    """Source of samples from Parquet files. A row group is a block.
 
     Args:
-        files: the files, in unshuffled reading order.
-        schema: features, fitted where required.
-        faults: handles damage. Files that cannot be opened or lack columns are omitted.
+        files: paths and URIs, in file order.
+        schema: features that encode the rows, fitted where required.
+        faults: raises for damaged data, or counts it. Then files that cannot be opened, and files with a
+            column of a wrong type, are omitted.
 
     Raises:
         DataError: a file is damaged, a column is missing or has a wrong type, or no rows remain.
@@ -44,6 +50,7 @@ class ParquetSource(EncodedRows, Tables, Source):
 
     def __init__(self, files: Sequence[File], schema: Encoding, faults: Faults) -> None:
         super().__init__(schema, faults)
+        # Footers of the opened files, so that they are parsed only once.
         self._metadata: dict[File, Any] = {}
         self._schemas: dict[File, Any] = {}  # of normalized columns, including partition columns
         self._keys = partition_keys(files, schema.fitted_kinds())
@@ -56,7 +63,11 @@ class ParquetSource(EncodedRows, Tables, Source):
         self.blocks = [(str(group.file), group.rows) for group in self._groups]
 
     def column(self, block: int, name: str) -> Any:
-        """Return a row group's column as an Arrow array.
+        """Return a column of a row group as an Arrow array, with the type in ``arrow_schema``.
+
+        Args:
+            block: block number.
+            name: column name.
 
         Raises:
             DataError: the column cannot be read.
@@ -78,7 +89,7 @@ class ParquetSource(EncodedRows, Tables, Source):
 
     @functools.cached_property
     def arrow_schema(self) -> Any:
-        """First file's schema, with types that can represent the other files' types."""
+        """Arrow schema of the first file, with types widened to represent the columns of all files."""
         first, *other_schemas = self._schemas.values()
         for other in other_schemas:
             for position, field in enumerate(first):
@@ -91,10 +102,10 @@ class ParquetSource(EncodedRows, Tables, Source):
         return first
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """Yield a row group's columns, ``size`` rows at a time.
+        """Yield the columns of a row group that features read, as Arrow tables with at most ``size`` rows.
 
         Raises:
-            DataError: they cannot be read.
+            DataError: the columns cannot be read.
         """
         group = self._groups[block]
         try:
@@ -109,6 +120,7 @@ class ParquetSource(EncodedRows, Tables, Source):
             ) from error
 
     def _open(self, file: File) -> list[_RowGroup]:
+        """Check the columns of a file, and return its row groups with rows; none if the file is omitted."""
         try:
             with open_parquet_file(file) as opened:
                 metadata, schema = opened.metadata, plain_schema(opened.schema_arrow)
@@ -166,6 +178,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         except (pa.ArrowException, OSError) as error:
             column = self._damaged_column(group)
             self._faults.report(f"{name}{column}: {error}", group.rows - row, str(group.file))
+            # Invalid samples in place of the damaged rows, so that positions of later samples do not shift.
             yield void_samples(group.rows - row, self.shape)
 
     def _in_file(self, file: File, columns: Sequence[str]) -> list[str]:
@@ -173,6 +186,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         return [name for name in columns if name not in self._partition_columns[file]]
 
     def _damaged_column(self, group: _RowGroup) -> str:
+        """Return a part of an error message with the first column that cannot be read; empty if all can."""
         for column in self._in_file(group.file, self._schema.columns()):
             try:
                 with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
@@ -184,7 +198,12 @@ class ParquetSource(EncodedRows, Tables, Source):
 
 @contextlib.contextmanager
 def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
-    """Open a ``pyarrow.parquet.ParquetFile``, local or in a store."""
+    """Open a Parquet file, local or in a store, as a ``pyarrow.parquet.ParquetFile``.
+
+    Args:
+        file: path or URI.
+        options: further keyword arguments of ``ParquetFile``.
+    """
     # Nanoseconds, Arrow's default for INT96, wrap around outside the years 1677 to 2262.
     with (
         opened(file) as source,
@@ -194,7 +213,7 @@ def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
 
 
 def _text_columns(metadata: Any, columns: Sequence[str]) -> list[str]:
-    """Return the columns with plain text."""
+    """Return which of the columns have strings or binaries, not nested in lists."""
     from meshrec.data.features.values import is_text
 
     schema = metadata.schema.to_arrow_schema()

@@ -1,4 +1,4 @@
-"""Column statistics for unknown data: a single sketching pass, and conclusions per column."""
+"""Column statistics for data of unknown structure, computed in a single pass over the data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,35 +30,40 @@ from meshrec.data.features.values import (
 from meshrec.metrics.areas import area_under_curve
 
 _EXAMPLES = 3
+"""Example values per column."""
 _MAX_LABELS = 1000
-"""Maximum distinct labels that are counted exactly; more are not classes."""
+"""Maximum distinct labels that are counted exactly. A label with more values does not stand for classes."""
 _EXAMPLE_LENGTH = 40
+"""Maximum characters of an example value."""
 
 
 @dataclass
 class Column:
-    """Column statistics.
+    """Statistics of a column.
 
     Attributes:
         name: column name.
-        kind: column kind. Three or more integral floats or decimals are integer, and strings that are all ISO
-            8601 times are time.
-        type: Arrow type, without dictionary encoding.
-        num_rows: row count.
-        num_missing: rows with null, NaN or empty string.
-        distinct: estimated distinct values; for lists, distinct elements.
-        low: minimum number or time (seconds since 1970).
-        high: maximum number or time.
-        mean_length: mean list length.
-        max_length: maximum list length.
-        examples: some values as text.
-        quantiles: sample quantiles (numbers only) at 0, 1, 25, 50, 75, 99 and 100 %.
-        top_shares: sample shares of the most frequent values, in descending order.
-        signal: AUC of the column alone for the label, on sampled rows; None if unknown.
-        counts_up: whether values rise from row to row, like row numbers.
-        separator: separator in multi-valued strings. Lengths and distinct values are then sample statistics.
-        written_number: a string such as "$1,234.56", if all strings are numbers Arrow does not parse.
-        num_infinite: infinite values.
+        kind: kind of the values. Floats or decimals with three or more distinct values, all integral, have
+            the kind "integer"; strings that are all ISO 8601 times have the kind "time".
+        type: Arrow type without dictionary encoding, as a string.
+        num_rows: number of rows.
+        num_missing: number of rows with null, NaN or the empty string.
+        distinct: estimated number of distinct values; of distinct elements for lists.
+        low: smallest number or time (in seconds since 1970); None for other kinds.
+        high: largest number or time.
+        mean_length: mean length of a list; None for other kinds.
+        max_length: maximum length of a list.
+        examples: some values as strings.
+        quantiles: quantiles of sampled numbers or times at 0, 1, 25, 50, 75, 99 and 100 %; empty for other
+            kinds.
+        top_shares: shares of the most frequent values in sampled rows, in descending order, at most 20.
+        signal: AUC of the column as the only predictor of the label, see `column_auc`; None if unknown.
+        counts_up: whether integers rise from row to row, like row numbers.
+        separator: separator between the values in a string; None if strings are single values. With a
+            separator, lengths and ``distinct`` refer to the sampled rows.
+        written_number: an example such as "$1,234.56", if all strings are numbers in a format that Arrow does
+            not parse; otherwise None.
+        num_infinite: number of infinite values.
         has_bytes: whether some binary values are not UTF-8.
     """
 
@@ -89,31 +94,37 @@ class Column:
 
 
 class Profile(NamedTuple):
-    """Statistics of all columns in data order, the number of rows, and a row sample."""
+    """Statistics of a table."""
 
     num_rows: int
     columns: dict[str, Column]
+    """Statistics by column name, in the order of the columns."""
     sample: pa.Table
+    """Random sample of the rows, in random order; all rows of a small table."""
     labels: Counts | None = None
-    """Exact label counts; None without a label, and for more than 1,000 values."""
+    """Exact counts of the label values; None without a label, and for more than 1,000 values."""
 
 
 class _Sketch:
-    """Running statistics of a column."""
+    """Accumulator for the statistics of a column: `add` all rows, then take `finished`."""
 
     def __init__(self, name: str, kind: pa.DataType) -> None:
         kind = plain_type(kind)
         value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+        # Filled by `add`; `finished` sets the fields that need all rows or the row sample.
         self.column = Column(name, kind_of(kind), str(value_type))
         self._distinct = Distinct(np.zeros(0, np.uint64))
+        # Elements of all lists so far.
         self._num_values = 0
+        # Last finite number of the previous block.
         self._last: float | None = None
+        # What holds for all values so far: they rise, are integral, are strings with ISO 8601 times.
         self._rises = True
         self._is_whole = True
         self._are_times = True
 
     def add(self, chunks: Any) -> None:
-        """Add the values of the next rows."""
+        """Add the next rows of the column, an Arrow array."""
         column = self.column
         array, offsets = values_of(chunks)
         num = len(offsets) - 1
@@ -140,6 +151,7 @@ class _Sketch:
             self._add_values(floats_of(array, None, "s"))
 
     def _add_values(self, values: npt.NDArray[np.float64]) -> None:
+        """Add numbers or times (seconds since 1970) to the extremes; check whether they rise."""
         column, finite = self.column, np.isfinite(values)
         if column.kind == "number":
             column.num_missing += int(np.isnan(values).sum())
@@ -156,12 +168,12 @@ class _Sketch:
         self._last = float(values[-1])
 
     def finished(self, sample: Any) -> Column:
-        """Complete the statistics, and return them.
+        """Return the statistics after all rows were added.
 
-        Settles the kind. Examples, quantiles and frequencies come from the sample.
+        Decides the kind of the column, and computes examples, quantiles and frequencies from sampled rows.
 
         Args:
-            sample: the column in the row sample.
+            sample: the column in the row sample, an Arrow array.
         """
         column = self.column
         num_values = (
@@ -201,17 +213,19 @@ class _Sketch:
         return column
 
 
+# Numbers with a currency or percent sign, in parentheses, or with grouped digits, such as ($1,234.56).
 _SIGNS = "[$€£¥%]?"
 _NUMBER = rf"^\s*\(?-?\s*{_SIGNS}\s*-?[0-9]+([,. '][0-9]{{3}})*([.,][0-9]+)?\s*{_SIGNS}\)?\s*$"
 _NO_NUMBER = r"(?i)^\s*(-+|\?|\.|n/?a|nan|null|none)\s*$"
-"""Placeholders for missing numbers."""
+"""Strings that stand for a missing number."""
 
 
 def _written_number(texts: Any) -> str | None:
-    """Return an example string if all strings are numbers or placeholders for missing numbers, else None.
+    """Return an example if all strings are numbers in some notation, or stand for a missing number.
 
-    Prefers a string that Arrow would not cast to a number, such as "$1,234.56". If all strings consist of
-    digits only, returns None.
+    The example is a string that is not a plain decimal number, such as "$1,234.56", if there is any;
+    otherwise a string that has more than digits. Returns None if a string is not a number, or if all strings
+    have digits only.
     """
     texts = _plain_texts(texts)
     if texts is None:
@@ -229,21 +243,25 @@ def _written_number(texts: Any) -> str | None:
 
 
 def _plain_texts(texts: Any) -> Any:
-    """Return strings without dictionary encoding; None for bytes."""
+    """Return strings without dictionary encoding; None if the values are binary."""
     texts = decoded(texts)
     return texts if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type) else None
 
 
 _SEPARATORS = "|;,"
 _SEPARATED = 0.1
-"""Minimum share of strings with the separator."""
+"""Minimum share of the strings that contain the separator of a column with multi-valued strings."""
 
 
 def _find_separator(column: Column, texts: Any) -> None:
-    """Set the separator of a column with multi-valued strings.
+    """Set the separator and the list statistics of a column, if its strings have several values each.
 
-    At least a tenth of the strings must have the separator, with at most half as many distinct parts as
-    distinct strings: sentences have commas, too, but their parts rarely repeat.
+    At least a tenth of the strings must contain the separator, and there must be at most half as many
+    distinct parts as distinct strings. Sentences contain commas, too, but their parts rarely repeat.
+
+    Args:
+        column: column to update.
+        texts: sampled strings, without null.
     """
     texts = _plain_texts(texts)
     if texts is None:
@@ -253,7 +271,6 @@ def _find_separator(column: Column, texts: Any) -> None:
         if not len(texts) or pc.sum(several).as_py() < _SEPARATED * len(texts):
             continue
         parts, offsets = split_values_of(texts, separator)
-        # In lists the same values recur, in sentences few do.
         distinct = len(parts.unique())
         if 2 <= distinct <= len(texts.unique()) / 2:
             lengths = np.diff(offsets)
@@ -263,11 +280,11 @@ def _find_separator(column: Column, texts: Any) -> None:
 
 
 def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
-    """Compute column statistics of tables with the same schema, in a single pass.
+    """Compute the statistics of a large table in a single pass.
 
     Args:
-        tables: the data, in parts.
-        label: label column, for ``Column.signal``, or None.
+        tables: consecutive rows of the table, as Arrow tables with the same schema.
+        label: label column, for ``Column.signal`` and ``Profile.labels``; None: no label.
 
     Raises:
         ValueError: the tables have no rows.
@@ -302,7 +319,15 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
 
 
 def _counted(counts: Counts | None, labels: Any) -> Counts | None:
-    """Add labels to their counts; None for lists, and for too many values."""
+    """Return the label counts with further rows added.
+
+    Args:
+        counts: counts of the previous rows; None for the first rows.
+        labels: labels of further rows, an Arrow array.
+
+    Returns:
+        The counts; None for lists, and for more than 1,000 distinct values.
+    """
     if kind_of(labels.type) == "other" or kind_of(labels.type).startswith("list"):
         return None
     added = Counts.of(decoded(labels))
@@ -311,14 +336,15 @@ def _counted(counts: Counts | None, labels: Any) -> Counts | None:
 
 
 def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float | None:
-    """Return the AUC of a single column as a predictor of the label, at least 1/2.
+    """Return how well a single column predicts the label: the AUC, at least 1/2.
 
-    Two predictors are tried, and the larger AUC counts:
+    Two predictions are tried, and the larger AUC is returned:
 
-    - the value, ascending or descending (numbers and times only);
-    - the mean label per value, fitted on half of the rows and evaluated on the other half.
+    - the value itself, ascending or descending (only for numbers and times);
+    - the mean label of the rows with the same value, computed on half of the rows and evaluated on the other
+      half.
 
-    Labels above their mean count as positive.
+    A label above the mean label counts as positive.
 
     Args:
         array: the column, [n], in the row sample.
@@ -357,5 +383,6 @@ def _area(scores: npt.NDArray[np.float64], positive: npt.NDArray[np.bool_]) -> f
 
 
 def _short(value: Any) -> str:
+    """Return a value as a string for people, rounded and cut if it is long."""
     text = f"{value:.6g}" if isinstance(value, float) and not value.is_integer() else str(value)
     return text if len(text) <= _EXAMPLE_LENGTH else text[: _EXAMPLE_LENGTH - 1] + "…"

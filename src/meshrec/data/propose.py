@@ -1,4 +1,7 @@
-"""Feature proposals for all columns in a dataset, with reasons."""
+"""Proposal of a label and features for a table of unknown structure, with a reason per column.
+
+`meshrec inspect` shows the proposal, and writes it as a recipe. It is based on column statistics (`Profile`).
+"""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,30 +30,37 @@ from meshrec.modules import can_name_table
 from meshrec.ops.index import BYTES_PER_ID
 
 LEAK = 0.99
-"""Minimum AUC at which a single column is considered a leak of the label."""
+"""AUC from which on a single column is considered a leak: it reveals the label, and is dropped."""
 _MIN_ROWS = 10
-"""Minimum rows, of which a tenth each is for validation and test."""
+"""Minimum rows of a table. A tenth of the rows is for validation, and a tenth for testing."""
 _UNIQUE = 0.9
-"""Maximum distinct values of an ID column, as a share of the rows: rarer values teach nothing."""
+"""Maximum distinct values of an ID column, relative to the rows. Values that occur once teach nothing."""
 _FEW_ROWS = 1000
-"""Below this number of rows, columns with nearly unique values are kept."""
+"""Tables with fewer rows keep ID columns in which almost all values are distinct."""
 _LARGE_VOCABULARY = 1_000_000
-"""Distinct values above which a column gets hashed keys: a vocabulary is stored with every run."""
+"""Distinct values above which a column gets keys of a hashed table, because a vocabulary is stored with every
+run.
+"""
 _MAX_TABLE_ROWS = 20_000_000
+"""Maximum rows of a proposed hashed table."""
 _FEW_VALUES = 64
-"""Maximum distinct values of an integer column that is taken for IDs, whatever their distribution."""
+"""Integer columns with at most this many distinct values are IDs, whatever the distribution."""
 _BINS = 16
+"""Bins or buckets of a proposed numeric feature."""
 _FLOATS = ("double", "float", "halffloat")
 _RARE = 0.02
-"""Minimum share of the rarer label class without a warning."""
+"""Share of the rarer label class below which a warning is given."""
 
 
 class Proposal(NamedTuple):
-    """Choice per column, resulting features, and warnings."""
+    """Proposed features for a table, and how they were chosen."""
 
     features: Features
+    """Label and features, not fitted."""
     choices: list[ColumnChoice]
+    """Role and features of every column and every cross of columns, with a reason."""
     warnings: list[str]
+    """Messages about the data for the user."""
 
 
 def propose(
@@ -62,18 +72,19 @@ def propose(
     query: str | None = None,
     skip_unlabelled: bool = False,
 ) -> Proposal:
-    """Choose the role and features of every column.
+    """Choose the role of every column in a table, and features for the columns to learn from.
 
     Args:
-        profile: column statistics.
-        label: label column.
-        time: column that orders the rows, or None.
-        task: label type; None: classes for text of three values or more, otherwise binary.
-        query: column of queries for ranking, or None.
-        skip_unlabelled: omit rows without a label.
+        profile: statistics of the table.
+        label: column to predict.
+        time: column with the time of a row, for a split in order of time; None: the split is random.
+        task: how the label is learned. None: as classes for text with three or more values, otherwise as a
+            binary label.
+        query: column with the query of a row, within which rows are ranked; None: no ranking.
+        skip_unlabelled: whether rows without a label are omitted; otherwise they are an error.
 
     Raises:
-        ValueError: label or time is missing or has a wrong type; or no other column remains.
+        ValueError: a named column is missing or has a wrong kind, or no column remains to learn from.
     """
     for role, name in (("label", label), ("time", time), ("query", query)):
         if name is not None and name not in profile.columns:
@@ -131,7 +142,15 @@ def _has_ids(choices: list[ColumnChoice]) -> bool:
 
 
 def _with_leak(profile: Profile, choice: ColumnChoice, *, in_order: bool) -> ColumnChoice:
-    """Use a column that predicts the label by itself, for tables without another one; a warning says so."""
+    """Use a column that was dropped as a leak of the label after all, with a warning.
+
+    For tables without any other column to learn from. Other choices are returned unchanged.
+
+    Args:
+        profile: statistics of the table.
+        choice: choice for a column.
+        in_order: whether the split is in order of time.
+    """
     column = profile.columns[choice.column]
     if choice.role != "drop" or column.signal is None or column.signal < LEAK:
         return choice
@@ -144,7 +163,7 @@ def _with_leak(profile: Profile, choice: ColumnChoice, *, in_order: bool) -> Col
 
 
 def _with_ranges_as_ids(choice: ColumnChoice) -> ColumnChoice:
-    """Add a number's ranges as IDs, for tables without ID columns: a model needs an embedding table."""
+    """Add ranges of a numeric feature as IDs: a model needs an embedding table, even without ID columns."""
     if not choice.features or not isinstance(choice.features[0], Number):
         return choice
     number = choice.features[0]
@@ -154,7 +173,7 @@ def _with_ranges_as_ids(choice: ColumnChoice) -> ColumnChoice:
 
 
 def _check_rows(profile: Profile) -> None:
-    """Raise ValueError for tables that training would reject."""
+    """Raise ValueError for a table that training would reject: too few rows, or infinite values."""
     if profile.num_rows < _MIN_ROWS:
         raise ValueError(
             f"the data has {profile.num_rows} rows: a tenth of them is for validation and a tenth for the "
@@ -170,7 +189,7 @@ def _check_rows(profile: Profile) -> None:
 
 
 def _with_text_warning(choice: ColumnChoice, column: Column) -> ColumnChoice:
-    """Add a warning for numbers stored as text."""
+    """Add a warning to the choice if the column has numbers written as text."""
     if column.written_number is None or column.kind != "text":
         return choice
     remark = (
@@ -182,7 +201,7 @@ def _with_text_warning(choice: ColumnChoice, column: Column) -> ColumnChoice:
 
 
 def _with_valid_names(choices: list[ColumnChoice]) -> list[ColumnChoice]:
-    """Rename features whose column name is not a valid table name."""
+    """Rename features whose name cannot be the name of an embedding table."""
     used_names = {feature.name for choice in choices for feature in choice.features}
 
     def named(feature: ColumnFeature) -> ColumnFeature:
@@ -198,7 +217,7 @@ def _with_valid_names(choices: list[ColumnChoice]) -> list[ColumnChoice]:
 
 
 def _label_warnings(profile: Profile, label: Label) -> list[str]:
-    """Return warnings about the label's interpretation, and about a rare class."""
+    """Return warnings about which label values count as positive, and about a class with few rows."""
     name, column = label.column, profile.columns[label.column]
     targets = label.targets(whole(profile.sample[name]))
     positive = targets[np.isfinite(targets)] > 0
@@ -231,6 +250,11 @@ def _label_warnings(profile: Profile, label: Label) -> list[str]:
 
 
 def _time(column: Column) -> ColumnChoice:
+    """Return the choice for the column that orders the rows: role "time", no features.
+
+    Raises:
+        ValueError: values are not times, or are missing.
+    """
     if column.kind not in ("time", "integer", "number"):
         raise ValueError(
             f"--time {column.name}: the column holds {column.kind}, such as {column.examples[:1]}, and times "
@@ -247,7 +271,7 @@ def _time(column: Column) -> ColumnChoice:
 
 
 def _unit(column: Column) -> str | None:
-    """Return the unit of a column of times since 1970; None if the values are not plausible times."""
+    """Guess the unit of a column with times since 1970 from its median; None if no unit is plausible."""
     if column.kind == "time":
         return "s"
     middle = column.quantiles[3] if column.quantiles else 0
@@ -258,6 +282,13 @@ def _unit(column: Column) -> str | None:
 
 
 def _choice(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
+    """Choose the role and the features of a column that is not the label, the time or the query.
+
+    Args:
+        column: statistics of the column.
+        num_rows: rows of the table.
+        in_order: whether the split is in order of time.
+    """
     name = column.name
 
     def drop(reason: str, warning: str | None = None) -> ColumnChoice:
@@ -296,6 +327,12 @@ def _choice(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
 
 
 def _time_features(column: Column, *, in_order: bool) -> ColumnChoice:
+    """Choose features for a column with times: hour and weekday, and the time as a number.
+
+    Args:
+        column: statistics of the column.
+        in_order: whether the split is in order of time. Then the time is not used as a number.
+    """
     name = column.name
     is_text = "string" in column.type or "binary" in column.type
     part: DatePartName | None = "days" if is_text else None
@@ -327,12 +364,14 @@ def _time_features(column: Column, *, in_order: bool) -> ColumnChoice:
 
 
 def _is_magnitude(column: Column) -> bool:
-    """Return whether integers are magnitudes, such as counts and prices, instead of IDs.
+    """Return whether integers are magnitudes, such as counts and prices, and not IDs.
 
-    IDs are few, or repeat often; counts crowd at the low end of a long range.
+    Integers are magnitudes if half of them are in the lowest tenth of the range, or if a value is in fewer
+    than five rows on average. Columns with few distinct values, or with a name such as ``user_id``, have IDs.
     """
     if column.kind != "integer" or column.distinct <= _FEW_VALUES or _named_like_an_id(column.name):
         return False
+    # Minimum, median and 99 % quantile: the highest values may be outliers.
     low, _, _, middle, _, high, _ = column.quantiles
     crowded = (middle - low) < 0.1 * (high - low)
     rare = column.num_rows / column.distinct < 5
@@ -349,6 +388,12 @@ def _named_like_an_id(name: str) -> bool:
 
 
 def _dense(column: Column, noun: str) -> ColumnChoice:
+    """Choose a numeric feature with suitable normalization, and ranges as IDs if some values are missing.
+
+    Args:
+        column: statistics of the column.
+        noun: description of the values, for the reason.
+    """
     low, first, _, middle, _, last, high = column.quantiles
     log = low >= 0 and high > 20 * max(middle, 1e-9)
     far = high - low > 10 * max(last - first, 1e-12)
@@ -373,7 +418,11 @@ def _dense(column: Column, noun: str) -> ColumnChoice:
 
 
 def _ids(column: Column) -> ColumnChoice:
-    """Choose ID features for a column: a vocabulary, keys if it is too large, or hashing for bytes."""
+    """Choose ID features for a column.
+
+    A vocabulary, or keys of a hashed table if the vocabulary would be too large, or hashing if values are not
+    UTF-8. Integers with a vocabulary are used as a number, too.
+    """
     name, distinct = column.name, column.distinct
     per_value = column.num_rows * (1 - column.missing) / max(distinct, 1)
     reason = f"{distinct:,} values, each in {per_value:,.{0 if per_value >= 10 else 1}f} rows"
@@ -408,7 +457,7 @@ def _ids(column: Column) -> ColumnChoice:
 
 
 def _cost(rows: int) -> str:
-    """Describe the memory of a hashed table, as trained by the proposed recipe."""
+    """Describe the memory of a hashed table with this number of rows, as the proposed recipe trains it."""
     width, adam, last = 16, 3, 4  # weights and two moments; LRU timestamp per row
     row = 4 * width * adam + last
     index = f"of which {rows * BYTES_PER_ID / 2**20:,.0f} MiB find them"
@@ -416,6 +465,7 @@ def _cost(rows: int) -> str:
 
 
 def _list(column: Column) -> ColumnChoice:
+    """Choose an ID feature for a column with lists, or with several values per string; cut long lists."""
     assert column.max_length is not None
     assert column.mean_length is not None
     choice = _ids(replace(column, num_rows=round(column.num_rows * max(column.mean_length, 1e-9))))
@@ -432,7 +482,7 @@ def _list(column: Column) -> ColumnChoice:
 
 
 def as_json(profile: Profile, proposal: Proposal) -> dict[str, Any]:
-    """Return profile and proposal as JSON types, for the report page."""
+    """Return the statistics and the proposal as JSON types, for the report page of `meshrec inspect`."""
     choices = {choice.column: choice for choice in proposal.choices}
     return {
         "rows": profile.num_rows,

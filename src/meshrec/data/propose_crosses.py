@@ -1,7 +1,8 @@
-"""Proposed crosses and ranges that lower the loss of a binary label in a quick trial on training rows.
+"""Proposal of crosses and number ranges as features, if they predict a binary label better than the columns.
 
-Smoothed log-odds are fitted on half of the rows and evaluated on the other half. A candidate must lower the
-loss of the other half by significantly more than chance.
+A cross combines the values of two columns into one ID. A range is a bucket of numbers. In a quick trial on
+sampled training rows, a logistic regression with and without the candidate is fitted on half of the rows, and
+compared on the other half. A candidate is proposed if it lowers the log loss by much more than chance.
 
 Shape legend: n rows.
 """
@@ -23,36 +24,43 @@ Codes = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.float64]
 
 _MIN_ROWS = 2000
-"""Minimum sampled training rows; with fewer, nothing is tried."""
+"""Minimum number of sampled training rows. With fewer, no candidate is tried."""
 _MAX_ROWS = 40_000
+"""Maximum number of sampled training rows that are used."""
 _MAX_VALUES = 5000
-"""Maximum distinct values of a crossed column."""
+"""Maximum distinct values of a column that is crossed."""
 _TRAINING = 0.8
-"""Share of rows for training in the proposed split."""
+"""Share of the rows that the proposed split uses for training."""
 _BUCKETS = 16
+"""Buckets of a proposed number range."""
 _SMOOTHING = 10.0
-"""Rows with even odds added to every value, which shrink the weights of rare values."""
+"""Imaginary rows with the probability 1/2 added to every value. They shrink the weights of rare values."""
 _ROUNDS = 6
-"""Passes over the base columns before a candidate is tried."""
+"""Passes over the base columns that fit the base model, before a candidate is added."""
 _MIN_SHARE = 0.002
-"""Minimum share of the loss a proposed feature must save."""
+"""Minimum share of the log loss that a proposed feature must save."""
 _DEVIATIONS = 3.0
-"""Minimum gain in standard errors. Dozens of pairs are tried, so two would accept some by chance."""
+"""Minimum gain of a proposed feature, in standard errors. Dozens of pairs are tried, so a limit of two would
+accept some by chance.
+"""
 _MAX_COLUMNS = 10
-"""Number of columns whose pairs are tried: their number grows quadratically."""
+"""Number of columns of which all pairs are tried. The number of pairs grows quadratically."""
 
 
 def with_useful_crosses(
     profile: Profile, label: Label, choices: list[ColumnChoice], time: str | None, order: TimeOrder | None
 ) -> list[ColumnChoice]:
-    """Add ID column crosses and number ranges that lower the loss on held-out rows.
+    """Add crosses of ID columns, and ranges of numbers, that lower the log loss on held-out rows.
 
     Args:
-        profile: column statistics.
+        profile: statistics of the table.
         label: binary label.
-        choices: choice per column.
-        time: column that orders the rows, or None.
+        choices: role and features of every column.
+        time: column with the time of a row; None: the split is random.
         order: time order of the sampled rows; None: the split is random, or the sample is small.
+
+    Returns:
+        The choices, some with a range added, followed by choices for the added crosses.
     """
     rows = _training_rows(profile, time)
     truth = label.targets(whole(profile.sample[label.column]))
@@ -85,7 +93,7 @@ def with_useful_crosses(
 
 
 def _training_rows(profile: Profile, time: str | None) -> Codes:
-    """Return at most 40,000 sampled rows that the proposed split uses for training."""
+    """Return the indices of at most 40,000 sampled rows that the proposed split would use for training."""
     num = profile.sample.num_rows
     if time is None:
         return np.arange(min(int(_TRAINING * num), _MAX_ROWS))  # sampled rows are in random order
@@ -95,7 +103,13 @@ def _training_rows(profile: Profile, time: str | None) -> Codes:
 
 
 def _with_ranges(choice: ColumnChoice, sample: pa.Table, labels: Vector) -> ColumnChoice:
-    """Add the ranges of a number, if significantly better than a linear term."""
+    """Add ranges to the choice for a numeric column, if they predict better than a linear term in the number.
+
+    Args:
+        choice: choice for a numeric column.
+        sample: sampled training rows.
+        labels: 0 or 1 per row, [n].
+    """
     number = choice.features[0]
     if not isinstance(number, Number) or any(isinstance(feature, IdFeature) for feature in choice.features):
         return choice
@@ -114,19 +128,21 @@ def _with_ranges(choice: ColumnChoice, sample: pa.Table, labels: Vector) -> Colu
 
 
 class Gain(NamedTuple):
-    """Share of the log loss saved by a candidate, and whether it is significant."""
+    """Gain from a candidate feature in a trial."""
 
     share: float
+    """Share of the log loss that the candidate saves on held-out rows."""
     is_significant: bool
+    """Whether the gain is large enough, and larger than chance."""
 
 
 def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) -> list[tuple[str, str, float]]:
     """Return the column pairs whose cross predicts the label significantly better than the two columns alone.
 
-    Tries only pairs of the ``_MAX_COLUMNS`` columns with the largest gains of their own.
+    Tries only pairs of the ``_MAX_COLUMNS`` columns that predict the label best by themselves.
 
     Args:
-        codes: codes from 0 per row, [n], by column name.
+        codes: by column name, an integer per row that stands for the value, from 0, int64 [n].
         labels: 0 or 1 per row, [n].
         max_pairs: maximum number of pairs.
 
@@ -145,7 +161,12 @@ def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) ->
 
 
 def ranges_gain(values: Vector, labels: Vector) -> Gain:
-    """Return the gain from number ranges over a linear term. Null and NaN form a separate range."""
+    """Return how much ranges of a number predict the label better than a linear term in the number.
+
+    Args:
+        values: numbers, NaN for null, [n]. NaN and infinity are a range, too.
+        labels: 0 or 1 per row, [n].
+    """
     finite = np.isfinite(values)
     if finite.sum() < 2 * _BUCKETS:
         return Gain(0.0, False)
@@ -157,14 +178,15 @@ def ranges_gain(values: Vector, labels: Vector) -> Gain:
 
 
 def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: Vector | None = None) -> Gain:
-    """Return the log loss share that a candidate column saves in a logistic regression.
+    """Return the share of the log loss that a candidate column saves in a logistic regression.
 
-    The base model has a weight per code of every base column, and a slope for ``line``. The candidate then
-    adds a weight per code. Half of the rows fit the weights. The other half measures the loss.
+    The base model has a weight for every value of every base column, and a slope for ``line``. The candidate
+    then adds a weight for every value. The weights are fitted on half of the rows, and the loss is measured
+    on the other half.
 
     Args:
-        base_columns: codes from 0 per row, int64 [n], by column.
-        candidate: codes from 0 per row, int64 [n].
+        base_columns: by column, an integer per row that stands for the value, from 0, int64 [n].
+        candidate: an integer per row that stands for the value, from 0, int64 [n].
         labels: 0 or 1 per row, [n].
         line: numeric feature of the base model, standardized, [n]. None: no such feature.
     """
@@ -187,7 +209,14 @@ def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: 
 
 
 def _step(codes: Codes, labels: Vector, logits: Vector, fits: npt.NDArray[np.bool_]) -> Vector:
-    """Return a damped Newton step with a weight per value, for all rows."""
+    """Return the change of all logits by a damped Newton step in the weights of one column, [n].
+
+    Args:
+        codes: an integer per row that stands for the value, [n].
+        labels: 0 or 1 per row, [n].
+        logits: current logits, [n].
+        fits: mask of the rows on which the weights are fitted, [n].
+    """
     probability = 1 / (1 + np.exp(-logits))
     num = int(codes.max(initial=0)) + 1
     slope = np.bincount(codes[fits], (labels - probability)[fits], minlength=num)
@@ -198,6 +227,7 @@ def _step(codes: Codes, labels: Vector, logits: Vector, fits: npt.NDArray[np.boo
 
 
 def _line_step(line: Vector, labels: Vector, logits: Vector, fits: npt.NDArray[np.bool_]) -> Vector:
+    """Return the change of all logits by a Newton step in the bias and the slope for ``line``, [n]."""
     probability = 1 / (1 + np.exp(-logits))
     columns = np.stack([np.ones_like(line), line])
     slope = columns[:, fits] @ (labels - probability)[fits]
@@ -208,11 +238,13 @@ def _line_step(line: Vector, labels: Vector, logits: Vector, fits: npt.NDArray[n
 
 
 def _losses(logits: Vector, labels: Vector) -> Vector:
+    """Return the log loss per row, [n]."""
     losses: Vector = np.logaddexp(0, logits) - labels * logits
     return losses
 
 
 def _pair_codes(first: Codes, second: Codes) -> Codes:
+    """Return an integer per row that stands for the pair of values in two columns, [n]."""
     codes: Codes = first * (second.max(initial=0) + 1) + second
     return codes
 

@@ -1,4 +1,4 @@
-"""Proposed label type: binary, numeric, or classes."""
+"""Proposal of how a column is learned as a label: as binary, as a number, or as classes."""
 
 import re
 from dataclasses import replace
@@ -12,28 +12,31 @@ from meshrec.data.features.values import floats_of
 from meshrec.data.profile import Profile
 
 Task = Literal["binary", "number", "classes"]
-"""Label type, as learned by a model."""
+"""How a model learns the label."""
 _MAX_CLASSES = 200
+"""Maximum number of label classes."""
 _NEGATION = re.compile(r"(?i)\s*(no|not|non|none|never|without|false|negative)\b")
-"""Strings that are the negative one of two. If neither matches, the first in alphabetic order is."""
+"""Start of a string that is the negative class, of two. If neither string matches, the negative class is the
+first in alphabetic order.
+"""
 
 
 def label_of(
     profile: Profile, name: str, task: Task | None, *, skip_unlabelled: bool = False
 ) -> tuple[Label, str]:
-    """Choose the label type for a column.
+    """Choose how a column is learned as a label.
 
     Args:
-        profile: column statistics.
+        profile: statistics of the table.
         name: label column.
-        task: label type; None: inferred from values.
-        skip_unlabelled: omit rows without a label.
+        task: how the label is learned; None: inferred from the values.
+        skip_unlabelled: whether rows without a label are omitted; otherwise they are an error.
 
     Returns:
-        The label, and the reason.
+        The label, and the reason for the user.
 
     Raises:
-        ValueError: the column does not support this type.
+        ValueError: the values do not fit the task, or are missing.
     """
     column = profile.columns[name]
     if column.kind not in ("integer", "number", "text"):
@@ -59,6 +62,7 @@ def label_of(
 
 
 def _label_of_values(profile: Profile, name: str, task: Task | None) -> tuple[Label, str]:
+    """Return the label for the values of a column, and the reason; see `label_of` for the arguments."""
     column = profile.columns[name]
     if column.distinct < 2:
         raise ValueError(f"--label {name}: all rows have one class or value. Name another column.")
@@ -71,6 +75,7 @@ def _label_of_values(profile: Profile, name: str, task: Task | None) -> tuple[La
     is_share = column.low is not None and column.high is not None and column.low >= 0 and column.high <= 1
     if is_share and (column.distinct > 2 or (column.low, column.high) == (0, 1)):
         return Label(column=name), f"binary: {values.mean():.1%} of the rows have 1"
+    # Of at most about 500 thresholds, take the one with the most even classes.
     distinct = np.unique(values)[1:]
     shares = np.array([(values >= x).mean() for x in distinct[:: max(1, len(distinct) // 256)]])
     best = float(distinct[:: max(1, len(distinct) // 256)][np.abs(shares - 0.5).argmin()])
@@ -81,7 +86,10 @@ def _label_of_values(profile: Profile, name: str, task: Task | None) -> tuple[La
 
 
 def _of_classes(profile: Profile, name: str, task: Task | None) -> tuple[Label, str]:
-    """Return a binary label for two strings, and a class label for more."""
+    """Return a binary label for two values, or a class label for more, and the reason.
+
+    See `label_of` for the arguments.
+    """
     column, counts = profile.columns[name], profile.labels
     values = [] if counts is None else [_plain(value) for value in counts.values.to_pylist()]
     if task == "binary" and len(values) != 2:
@@ -106,7 +114,10 @@ def _of_classes(profile: Profile, name: str, task: Task | None) -> tuple[Label, 
 
 
 def _plain(value: Any) -> Any:
-    """Return a label as a recipe contains it: bytes as text, decimals as floats. Their hashes are equal."""
+    """Convert a label value to a type that a recipe can contain, with the same hash.
+
+    Bytes become strings, and decimals become floats.
+    """
     if isinstance(value, bytes):
         return value.decode()
     return float(value) if isinstance(value, Decimal) else value

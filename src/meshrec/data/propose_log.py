@@ -1,4 +1,4 @@
-"""Proposed recipe for an interaction log, with reasons."""
+"""Proposal of how to read an interaction log for next-item prediction, with reasons."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,27 +17,32 @@ from meshrec.data.logs import LogTable, counted_rows
 from meshrec.data.samples import Ints
 
 _UNITS: tuple[tuple[float, TimeUnit], ...] = ((1e11, "s"), (1e14, "ms"), (1e17, "us"), (float("inf"), "ns"))
-"""Timestamps in every unit are below these values until the year 5138."""
+"""Upper limits of timestamps in every unit, which are reached in the year 5138."""
 _REPEATED = 0.05
-"""Share of repeated items up to which a ranking leaves out items that the user had before."""
+"""If at most this share of the rows repeats an item of the user, a ranking leaves out the user's items."""
 _TIED, _ASCENDING = 0.01, 0.9
-"""Share of simultaneous rows above which their order is checked, and share in item order of sorted data."""
+"""Minimum share of rows with the time of the user's previous row, for a check of their order. Minimum share
+of these rows in ascending (or descending) item order, in data that is sorted by item.
+"""
 
 
 class LogProposal(NamedTuple):
-    """Log statistics, and proposed reading options."""
+    """Proposed options for reading a log, and statistics of the log."""
 
     columns: LogColumns
+    """The given columns, with time unit and order of simultaneous rows."""
     history: int
-    """Maximum history length."""
+    """Maximum history length, in items."""
     exclude_seen: bool
-    """Whether a user's earlier items are excluded from ranking."""
+    """Whether a user's earlier items are left out of a ranking."""
     num_rows: int
+    """Rows with user, item and time that pass the filters."""
     num_users: int
     num_items: int
     num_windows: int
-    """Training samples per epoch."""
+    """Training samples per epoch, with the last items held out; see `next_items`."""
     reasons: list[str]
+    """Reasons for the proposed options, for the user."""
 
 
 def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -> LogProposal:
@@ -88,7 +93,10 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
 
 
 def _with_unit(times: pa.Array, columns: LogColumns) -> tuple[LogColumns, str]:
-    """Set the numeric timestamps' unit."""
+    """Return the columns with the unit of numeric times, guessed from the largest one, and the reason.
+
+    Other times need no unit: the columns are unchanged, and the reason is empty.
+    """
     if is_text(times.type) or kind_of(times.type) not in ("integer", "number"):
         return columns, ""
     max_value = float(
@@ -100,7 +108,17 @@ def _with_unit(times: pa.Array, columns: LogColumns) -> tuple[LogColumns, str]:
 
 
 def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tuple[LogColumns, list[str]]:
-    """Set ``ties`` to shuffle if the data sorts a user's simultaneous rows by item; also return remarks."""
+    """Return the columns with ``ties="shuffle"`` if simultaneous rows of a user are sorted by item.
+
+    Args:
+        users: user number per row, [n]. Rows are sorted by user, then by time.
+        items: item number per row, [n], in the order of the item values.
+        times: time per row, in microseconds, [n].
+        columns: columns of the log.
+
+    Returns:
+        The columns, and remarks for the user.
+    """
     tied = (users[1:] == users[:-1]) & (times[1:] == times[:-1])
     if tied.mean() <= _TIED:
         return columns, []
@@ -112,7 +130,12 @@ def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tu
 
 
 def _rare(items: Ints, columns: LogColumns) -> list[str]:
-    """Return a remark on rare items."""
+    """Return a remark on items with few rows, unless the columns filter them or there are none.
+
+    Args:
+        items: item number per row, [n].
+        columns: columns of the log.
+    """
     counts = np.bincount(items)
     rare = counts < 5
     if columns.min_item_count > 1 or not rare.any():
@@ -125,7 +148,7 @@ def _rare(items: Ints, columns: LogColumns) -> list[str]:
 
 
 def _sorted_codes(column: pa.ChunkedArray) -> Ints:
-    """Return codes for values, in ascending value order."""
+    """Number the distinct values of a column in ascending order, and return the number per row, int64 [n]."""
     encoded = column.combine_chunks().dictionary_encode()
     position = np.empty(len(encoded.dictionary), np.int64)
     position[pc.sort_indices(encoded.dictionary).to_numpy()] = np.arange(len(position))

@@ -1,4 +1,8 @@
-"""Columns that march with time: their values in the latest rows never occur in the training rows."""
+"""Detection of columns that drift with time: the values in the latest rows do not occur in earlier rows.
+
+Examples are months, days and row numbers. A model learns nothing from them for later rows. Messages to users
+say that such a column "marches with time".
+"""
 
 from typing import Any, NamedTuple
 
@@ -12,42 +16,54 @@ from meshrec.data.profile import Column, Profile
 from meshrec.data.samples import Bools
 
 _TRAINING, _TEST = 0.8, 0.1
-"""Shares of the rows in the proposed split: the earliest are training rows, the latest test rows."""
+"""Shares of the rows in the proposed split: the earliest rows are for training, the latest for testing."""
 _MIN_ROWS = 10
-"""Minimum test rows in the sample. With fewer, no column is said to march with time."""
+"""Minimum number of test rows in the sample. With fewer, no column is found to drift."""
 _NEW = 0.9
-"""Minimum share of test rows with a new value for a column that marches with time."""
+"""A column drifts if at least this share of the test rows has a value that no training row has."""
 _BY_CHANCE = 0.5
-"""Maximum new-value share in a random split, relative to the time split. IDs that are rare in the sample are
-new in any split.
+"""Maximum share of test rows with a new value in a random split, relative to the split by time. IDs that are
+rare in the sample are new in any split, and do not drift.
 """
 _FEW_VALUES = 64
-"""Maximum distinct values of calendar-like columns, which may march without rising or falling with time.
-Other columns must rise or fall: user IDs may also occur in a single session of the sample, and yet return.
+"""Maximum distinct values of columns such as weekday or month, which may drift without rising or falling. A
+column with more values must rise or fall: a user ID may occur in only one session of the sample, and yet
+return later.
 """
 _ORDERED = 0.9
-"""Minimum absolute rank correlation with time of a column that rises or falls."""
+"""Minimum absolute correlation between the ranks of values and times, in a column that rises or falls."""
 
 
 class ColumnChoice(NamedTuple):
-    """Column role (``label``, ``time``, ``dense``, ``id``, ``list`` or ``drop``), and the reason."""
+    """Proposed use of a column, or of a cross of two columns."""
 
     column: str
+    """Column name; for a cross, both names with " x " between them."""
     role: str
+    """``label``, ``query``, ``time``, ``dense``, ``id``, ``list`` or ``drop``."""
     reason: str
+    """Reason for the role and the features, for the user."""
     features: tuple[ColumnFeature, ...] = ()
+    """Proposed features; none for a column that is not learned from."""
     rows: int | None = None
+    """Embedding table rows of the features together; None without a table."""
     warning: str | None = None
+    """Warning for the user, or None."""
 
 
 class TimeOrder(NamedTuple):
-    """Time ranks of the sampled rows, and training and test masks of a time split and a random split, [n]."""
+    """Order in time of n sampled rows, and two splits: by time, and at random for comparison."""
 
     ranks: npt.NDArray[np.float64]
+    """Rank in time per row, from 0, [n]."""
     training: Bools
+    """Mask of the earliest rows, [n]."""
     test: Bools
+    """Mask of the latest rows, [n]."""
     chance_training: Bools
+    """Mask of the training rows in the random split, [n]."""
     chance_test: Bools
+    """Mask of the test rows in the random split, [n]."""
 
     @classmethod
     def of(cls, profile: Profile, time: str) -> "TimeOrder | None":
@@ -75,14 +91,23 @@ class TimeOrder(NamedTuple):
         return by_time if by_chance <= _BY_CHANCE * by_time else 0.0
 
     def is_ordered(self, array: Any, is_present: Bools) -> bool:
-        """Return whether a column's values, [n], rise or fall with time, as row numbers do."""
+        """Return whether values rise or fall with time, as row numbers do.
+
+        Args:
+            array: value per sampled row, an Arrow array [n].
+            is_present: whether the row has a value, [n].
+        """
         values = np.asarray(pc.rank(array, sort_keys="ascending", tiebreaker="dense"))[is_present]
         if len(values) < 2 or values.min() == values.max():
             return False
         return bool(abs(np.corrcoef(values, self.ranks[is_present])[0, 1]) >= _ORDERED)
 
     def share_outside(self, values: npt.NDArray[np.float64]) -> float:
-        """Return the share of test rows with a number outside the range of all training rows."""
+        """Return the share of test rows with a number outside the range of the training rows.
+
+        Args:
+            values: number per sampled row, [n]; rows with NaN or infinity are ignored.
+        """
         finite = np.isfinite(values)
         training, test = values[self.training & finite], values[self.test & finite]
         if not len(training) or len(test) < _MIN_ROWS:
@@ -99,14 +124,14 @@ def _new_share(keys: npt.NDArray[Any], training: Bools, test: Bools) -> float:
 def drop_drifting_columns(
     profile: Profile, choices: list[ColumnChoice], order: TimeOrder
 ) -> list[ColumnChoice]:
-    """Drop the features of columns that march with time, and add a warning to each.
+    """Drop the features of columns that drift with time, with a warning per column.
 
-    Such columns are months, days of the year or row numbers. The weights a model learns for their values are
-    useless later, because future rows have other values. If no features would remain, nothing is dropped.
+    The weights that a model learns for the values of such a column are useless later, because later rows have
+    other values. If no features would remain, nothing is dropped.
 
     Args:
-        profile: column statistics.
-        choices: choice per column or cross.
+        profile: statistics of the table.
+        choices: choices for the columns.
         order: time order of the sampled rows.
     """
     remaining = [_without_drift(profile, choice, order) for choice in choices]
@@ -114,6 +139,7 @@ def drop_drifting_columns(
 
 
 def _without_drift(profile: Profile, choice: ColumnChoice, order: TimeOrder) -> ColumnChoice:
+    """Return the choice to drop a column if it drifts with time, otherwise the given choice."""
     column = profile.columns.get(choice.column)
     if choice.role not in ("id", "dense") or column is None or column.kind == "time":
         return choice
@@ -129,7 +155,15 @@ def _without_drift(profile: Profile, choice: ColumnChoice, order: TimeOrder) -> 
 
 
 def _drifting_share(profile: Profile, column: Column, order: TimeOrder) -> float:
-    """Return the share of test rows with new values: unseen IDs, or numbers outside the training range."""
+    """Return the share of test rows whose value is new: an unseen ID, or a number outside the training range.
+
+    Returns 0 for a column that does not drift, such as a random ID.
+
+    Args:
+        profile: statistics of the table.
+        column: statistics of the column.
+        order: time order of the sampled rows.
+    """
     array = whole(profile.sample[column.name])
     shares = []
     if column.kind in ("integer", "text"):
@@ -143,10 +177,10 @@ def _drifting_share(profile: Profile, column: Column, order: TimeOrder) -> float
 
 
 def is_drifting_cross(profile: Profile, columns: tuple[str, str], order: TimeOrder) -> bool:
-    """Return whether a cross of two columns marches with time, such as year and month.
+    """Return whether a cross of two columns drifts with time, such as the cross of year and month.
 
     Args:
-        profile: column statistics.
+        profile: statistics of the table.
         columns: the two columns.
         order: time order of the sampled rows.
     """

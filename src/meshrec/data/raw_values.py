@@ -1,9 +1,10 @@
-"""Raw value conversion: from requests to data columns, and from columns to model inputs.
+"""Conversion of raw values in requests to the model inputs of training.
 
 [Note: raw values]
 
-Training, ``meshrec predict``, servers and packages share one conversion, `Features.inputs`. Files provide
-Arrow columns. For requests, `table_of` builds columns from JSON values, by the rules for files.
+Training, ``meshrec predict``, servers and exported packages convert Arrow columns to model inputs with the
+same function, `Features.inputs`, so a model gets the same inputs everywhere. Files provide Arrow columns. A
+request has JSON values, from which `table_of` first builds Arrow columns, by the rules for values in files.
 ``docs/rooms/serve.md`` lists these rules.
 """
 
@@ -29,35 +30,37 @@ if TYPE_CHECKING:
 # B samples, D dense columns, N ids
 
 DENSE = "dense"
-"""Name for dense values in requests and in shared-feature lists."""
+"""Name of the dense values in requests, and in sets of shared features."""
 FITTED, COLUMNS = "features.json", "columns.arrow"
+"""Files in a package: the fitted features, and the Arrow schema of the request columns."""
 _TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
     "integer": ("a whole number", (int,)),
     "number": ("a number", (int, float)),
     "text": ("a text", (str,)),
     "time": ("a time such as '2030-01-31T12:00:00'", (str, int)),
 }
-"""Description for messages, and Python types of JSON values, per kind."""
+"""By kind of a column: a description for messages, and the Python types of the JSON values it accepts."""
 
 
 class Encoded(NamedTuple):
-    """Dense values [B, D]; IDs [N] and lengths [B] per feature.
-
-    ``shared`` features (or `DENSE`) have a single row for all samples.
-    """
+    """Model inputs for B samples."""
 
     dense: Floats
+    """Dense values, float32 [B, D], or [1, D] if they are shared."""
     values: dict[str, Ints]
+    """IDs of all samples by feature, int64 [N]."""
     lengths: dict[str, Ints]
+    """Number of IDs per sample, by feature, int64 [B], or [1] if the feature is shared."""
     shared: frozenset[str]
+    """Features with a single row for all samples. Contains `DENSE` if the dense values have a single row."""
 
 
 class RawValues:
-    """Data column conversion to IDs and dense values.
+    """Conversion of columns to model inputs: IDs and dense values; see [Note: raw values].
 
     Args:
-        features: fitted features.
-        types: data columns' Arrow schema.
+        features: fitted features; labels are ignored.
+        types: Arrow schema of the columns in the training data.
     """
 
     def __init__(self, features: "Features", types: "pa.Schema") -> None:
@@ -68,34 +71,40 @@ class RawValues:
         self.columns: dict[str, Any] = {
             name: _plain(types.field(name).type) for name in self._features.columns()
         }
-        """Request columns' Arrow types, by name."""
+        """Arrow type of every column in a request, by name."""
         self.kinds: dict[str, Kind] = {name: kind_of(kind) for name, kind in self.columns.items()}
-        """Kinds of column values, such as "integer", regardless of width; by name."""
+        """Kind of values in every column, such as "integer" for all widths of integers; by name."""
         self.optional: dict[str, str] = {
             feature.source: feature.also
             for feature in self._features.ids
             if isinstance(feature, Vocabulary) and feature.also is not None
         }
-        """Columns that requests may leave out, and the column that completes each; see `Vocabulary.also`."""
+        """Columns that a request may leave out, with the column whose values are used too; see
+        `Vocabulary.also`."""
         for join in self._features.joins:
             join.kinds()  # load the table now, not in the first request
 
     @property
     def keys(self) -> list[str]:
-        """ID features, in order."""
+        """Names of the ID features, in order."""
         return list(self._features.keys)
 
     @property
     def num_dense(self) -> int:
-        """Dense column count."""
+        """Number of dense columns."""
         return len(self._features.numbers)
 
     def wrong_columns(self, schema: "pa.Schema") -> list[str]:
-        """Return a message per missing or unreadable column."""
+        """Return an error message for every missing or unreadable column in a schema."""
         return self._features.wrong_columns(schema)
 
     def of(self, keys: Sequence[str], *, dense: bool) -> "RawValues":
-        """Return the conversion restricted to some ID features, with or without dense values."""
+        """Return a conversion for some of the features.
+
+        Args:
+            keys: ID features to convert.
+            dense: whether to convert dense values.
+        """
         features = tuple(
             feature
             for feature in self._features.features
@@ -106,14 +115,15 @@ class RawValues:
         return RawValues(replace(self._features, features=features, joins=joins), self._types)
 
     def encode(self, table: "pa.Table", shared: "pa.Table | None" = None) -> Encoded:
-        """Convert columns, of the kinds in ``kinds``, to IDs and dense values; other columns are ignored.
+        """Convert the columns of a request to model inputs. Columns that no feature reads are ignored.
 
         Args:
-            table: a row per sample.
-            shared: a single row with columns shared by all samples, and missing from ``table``.
+            table: columns with a row per sample, of the kinds in ``kinds``.
+            shared: columns whose values are the same for all samples, with a single row. They must not be in
+                ``table``.
 
         Raises:
-            DataError: a value would be damage in training, too; the message names column and row.
+            DataError: a value is damaged, as it would be in training; the message names column and row.
         """
         valid = np.ones(table.num_rows, np.bool_)
         checks = RowChecks(RowOrigin("the request", 0), valid, Faults("raise"))
@@ -130,7 +140,7 @@ class RawValues:
     def _with_optional(
         self, table: "pa.Table", shared: "pa.Table | None"
     ) -> "tuple[pa.Table, pa.Table | None]":
-        """Add nulls for missing columns that requests may leave out."""
+        """Add columns with nulls for those in ``optional`` that the request leaves out."""
         for name, other in self.optional.items():
             shared_names = [] if shared is None else shared.column_names
             if name in table.column_names or name in shared_names:
@@ -143,7 +153,7 @@ class RawValues:
         return table, shared
 
     def save(self, folder: Path) -> None:
-        """Write the fitted features and joined tables into a package."""
+        """Write the fitted features, the column types and the joined tables into the folder of a package."""
         joins = []
         for number, join in enumerate(self._features.joins):
             name = f"join{number}-{Path(join.path).name}"
@@ -155,7 +165,7 @@ class RawValues:
 
     @staticmethod
     def load(folder: Path) -> "RawValues":
-        """Read `save` output."""
+        """Read a conversion that `save` wrote into a folder."""
         from meshrec.data.features import Features
 
         features = Features.from_json(json.loads((folder / FITTED).read_text(encoding="utf-8")))
@@ -165,7 +175,7 @@ class RawValues:
 
 
 def _plain(kind: Any) -> Any:
-    """Return a type without dictionary encoding."""
+    """Return a type without dictionary encoding; lists of any layout become plain lists."""
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
@@ -174,12 +184,12 @@ def _plain(kind: Any) -> Any:
 
 
 def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "pa.Table":
-    """Build columns of the data's kinds from JSON values; see [Note: raw values].
+    """Build Arrow columns from JSON values, with the kinds of the training data; see [Note: raw values].
 
     Args:
-        columns: a value, or a list of values, per sample, by column.
-        raw: column types.
-        where: prefix of "sample 3" in messages.
+        columns: by column name, a list with an entry per sample. An entry is a value, or a list of values.
+        raw: conversion that has the column types.
+        where: text before "sample 3" in error messages.
 
     Raises:
         DataError: a value is of another kind; the message names the column and sample.
@@ -190,6 +200,14 @@ def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = 
 
 
 def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
+    """Build an Arrow array with an entry per sample, possibly a list.
+
+    Args:
+        name: column name, for messages.
+        values: JSON value per sample; None is null.
+        kind: Arrow type of the column.
+        where: text before "sample 3" in error messages.
+    """
     if not pa.types.is_list(kind):
         return _flat(name, values, kind, lambda position: f"{where}sample {position}")
     lengths, flat = [0], []
@@ -204,6 +222,17 @@ def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
 
 
 def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[int], str]) -> Any:
+    """Build an Arrow array without lists.
+
+    Args:
+        name: column name, for messages.
+        values: JSON values; None is null.
+        kind: Arrow type of the column. Integers may get a wider type.
+        sample_name: function that maps the index of a value to the name of its sample, for messages.
+
+    Raises:
+        DataError: a value is of another kind, or does not fit the type.
+    """
     from meshrec.data.features.values import array_of, kind_of
 
     value_kind = kind_of(kind)
@@ -234,14 +263,14 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[in
 
 
 def _convert_number(value: Any, *, is_whole: bool) -> Any:
-    """Convert booleans to 0 and 1, and for integer columns 1e3 to 1000 and NaN to null."""
+    """Convert a boolean to 0 or 1. For an integer column, also convert 1e3 to 1000, and NaN to null."""
     if isinstance(value, float) and is_whole:
         return None if value != value else int(value) if value.is_integer() else value
     return int(value) if isinstance(value, bool) else value
 
 
 def _times(values: Sequence[Any], kind: Any) -> Any:
-    """Parse time strings. An empty string is null, because tensors have no other null."""
+    """Parse strings as times of a type. An empty string is null, because tensors have no other null."""
     texts = [None if value == "" else value for value in values]
     if pa.types.is_time(kind):  # Arrow does not cast strings to times of day
         texts = [None if text is None else f"1970-01-01T{text}" for text in texts]

@@ -1,7 +1,7 @@
-"""Synthetic clicks from a planted teacher: any number of samples, with a known best AUC or drifting items.
+"""Synthetic click data in any size, drawn from a known model, the teacher.
 
-Every block of samples uses random numbers seeded by the block number, so any part can be generated at any
-time, on any rank, without storage.
+`synthetic_clicks` has a known best possible AUC. In `drifting_clicks`, items are replaced over time. Random
+numbers are seeded by the block number, so any rank can generate any block at any time, and nothing is stored.
 """
 
 import math
@@ -30,20 +30,21 @@ _ID_SHARE, _DENSE_SHARE, _PAIR_SHARE = 0.75, 0.2, 0.05
 
 Doubles = npt.NDArray[np.float64]
 Rows = Literal["keys", "hashing_trick", "vocabulary"]
+"""How `drifting_clicks` maps raw IDs to table rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """P(click) = sigmoid(bias + contributions of all IDs, dense values, and pairs of IDs).
+    """Known model of the click probability, from which labels are drawn.
 
-    An ID contributes a value, and the products of a factor with the factors of other features' IDs: a
-    factorization machine (Rendle, 2010), which DLRM and DeepFM can express. Values and factors are hashes of
-    the ID, so no table is stored.
+    The model is a factorization machine (Rendle, 2010), which DLRM and DeepFM can express. Its logit is the
+    bias, plus a value per ID, plus a linear function of the dense values, plus a product of two factors per
+    pair of features. Values and factors are hashes of the ID, so no table is stored.
 
     Args:
-        seed: teacher seed.
+        seed: seed for values, factors and dense weights.
         bias: mean logit.
-        signal: logit standard deviation. Larger means more predictable clicks.
+        signal: standard deviation of the logit. A larger one makes clicks more predictable.
     """
 
     seed: int
@@ -51,11 +52,11 @@ class Teacher:
     signal: float
 
     def probabilities(self, dense: Floats, ids: Sequence[Ints]) -> Doubles:
-        """Return click probabilities [n].
+        """Return the click probability of n samples, float64 [n].
 
         Args:
-            dense: [n, num_dense].
-            ids: per key, [n, ids per feature].
+            dense: dense values, [n, num_dense].
+            ids: IDs per feature, [n, IDs per bag].
         """
         num, num_keys = len(dense), len(ids)
         single, total, squares = np.zeros(num), np.zeros(num), np.zeros(num)
@@ -65,6 +66,7 @@ class Teacher:
             factor = scale * self._uniform(key_ids, 2 * key + 1).sum(1)
             total += factor
             squares += factor**2
+        # The sum over all pairs, in linear time.
         pairs = (total**2 - squares) / 2
         logit = np.sqrt(_ID_SHARE / max(num_keys, 1)) * single
         logit += np.sqrt(_PAIR_SHARE / max(num_keys * (num_keys - 1) / 2, 1)) * pairs
@@ -74,25 +76,30 @@ class Teacher:
         return 1 / (1 + np.exp(-self.bias - self.signal * logit))  # type: ignore[no-any-return]
 
     def _uniform(self, ids: Ints, stream: int) -> Doubles:
-        """Return uniform values with mean 0 and variance 1."""
+        """Return a pseudo-random value per ID, from a uniform distribution with mean 0 and variance 1.
+
+        Args:
+            ids: IDs with any shape, which the result has, too.
+            stream: another number gives independent values.
+        """
         hashes = mix(ids.astype(np.uint64), seed=(self.seed << 20) + stream)
         return ((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5) * 12**0.5
 
 
 @dataclass(kw_only=True, eq=False)
 class ClickSource(Source):
-    """Blocks of synthetic clicks.
+    """Source of synthetic clicks: features are random, and labels are drawn from a teacher.
 
     Args:
-        num_samples: total samples.
-        num_embeddings: rows per table.
+        num_samples: number of samples.
+        num_embeddings: number of different values per feature; without ``drift``, they are table rows.
         ids_per_feature: IDs per bag.
-        num_dense: standard normal dense columns.
-        exponent: Zipf exponent.
-        seed: sample seed.
-        teacher: determines the clicks.
-        split: part of the data, whose samples differ from those of other parts.
-        drift: maps IDs to raw IDs that change over time, and raw IDs to rows; None: no change.
+        num_dense: number of dense columns with standard normal values.
+        exponent: Zipf exponent of the ID frequencies.
+        seed: seed for the samples.
+        teacher: model of the click probability.
+        split: number of a part of the data; other parts have other samples.
+        drift: replaces IDs over time; None: no change.
     """
 
     num_samples: int
@@ -111,7 +118,7 @@ class ClickSource(Source):
 
     @property
     def files(self) -> Sequence[RowsOfFile]:
-        """A single display name for row numbers; no such file exists."""
+        """A single name to which row numbers refer. No such file exists."""
         return [RowsOfFile("synthetic_clicks", 0, self.num_samples)]
 
     @property
@@ -126,11 +133,11 @@ class ClickSource(Source):
         raise DataError(f"made-up clicks have no column {name!r}: they are read from no file.")
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Draw the block, and cut it into windows.
+        """Draw the samples of a block, and yield them in windows; see `Source.windows`.
 
         Args:
             block: block number.
-            first: first window.
+            first: number of the first window to yield.
             size: rows per window.
         """
         samples, _ = self.block(block)
@@ -139,7 +146,7 @@ class ClickSource(Source):
             yield samples.part(start, min(start + size, num))
 
     def block(self, block: int) -> tuple[Samples, Doubles]:
-        """Return a block's samples, and the teacher's probabilities."""
+        """Return the samples in a block, and their click probabilities by the teacher, [n]."""
         num = min(_BLOCK, self.num_samples - block * _BLOCK)
         rng = generator(self.seed, Stream.SAMPLES, self.split, block)
         dense = rng.standard_normal((num, self.num_dense), dtype=np.float32)
@@ -160,16 +167,17 @@ class ClickSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Feature values whose raw IDs are replaced periodically.
+    """Raw IDs for the values of features, which are replaced by new IDs over time, as items in a shop are.
 
-    Raw IDs are 64-bit hashes. A new ID has a new click rate, not predictable from earlier samples.
+    A raw ID is a 64-bit hash. A new raw ID has a new click rate, which earlier samples do not reveal.
 
     Args:
-        lifetime: samples until a value gets a new raw ID. Values change at different moments.
-        seed: seed for raw IDs.
-        first: first sample number.
-        max_rows: rows for the hashing trick; None: keep raw IDs.
-        vocabularies: vocabulary per feature, as ascending raw IDs: rows from 1 on; other IDs have row 0.
+        lifetime: number of samples after which a value gets a new raw ID. Values change at different times.
+        seed: seed for the raw IDs.
+        first: number of the first sample, which continues the training samples in validation and test data.
+        max_rows: number of rows to which raw IDs are hashed; None: no hashing.
+        vocabularies: a vocabulary per feature: ascending raw IDs, which have the rows from 1 on. Other raw
+            IDs have row 0. Empty: no vocabulary.
     """
 
     lifetime: int
@@ -179,12 +187,12 @@ class Items:
     vocabularies: tuple[Ints, ...] = ()
 
     def raw(self, ids: Ints, key: int, times: Ints) -> Ints:
-        """Return raw IDs for values.
+        """Return the raw IDs of feature values at the time of their samples, int64 [n, IDs per bag].
 
         Args:
-            ids: values [n, ids per feature].
+            ids: values of the feature, [n, IDs per bag].
             key: feature number.
-            times: sample numbers [n].
+            times: sample numbers, counted from ``first``, [n].
         """
         values = mix(ids.astype(np.uint64), seed=(self.seed << 20) + 2 * key)
         whole = np.uint64(self.lifetime)
@@ -195,7 +203,10 @@ class Items:
         return raw
 
     def rows(self, raw: Ints, key: int) -> Ints:
-        """Return model inputs for raw IDs: the IDs themselves, or rows of a vocabulary or hash."""
+        """Return the model inputs for raw IDs of the feature number ``key``.
+
+        These are rows in a vocabulary, rows from hashing, or the raw IDs themselves.
+        """
         if self.vocabularies:
             vocabulary = self.vocabularies[key]
             at = np.minimum(np.searchsorted(vocabulary, raw), len(vocabulary) - 1)
@@ -204,16 +215,20 @@ class Items:
 
 
 def zipf(uniform: Doubles, num_rows: int, exponent: float) -> Ints:
-    """Return IDs in ``[0, num_rows)`` with Zipf frequencies: the r-th most frequent has about r ** -exponent.
+    """Draw IDs in ``[0, num_rows)`` by Zipf's law.
 
-    Inverts the distribution function of the continuous law on ``[1, num_rows + 1)``. Frequent IDs are spread
-    over the table.
+    The frequency of the r-th most frequent ID is about proportional to ``r ** -exponent``. Frequent IDs are
+    spread over the table, not at its start.
 
     Args:
-        uniform: uniform random values in [0, 1).
+        uniform: uniform random values in [0, 1), with any shape.
         num_rows: rows of the table.
         exponent: Zipf exponent.
+
+    Returns:
+        IDs, int64, with the shape of ``uniform``.
     """
+    # Invert the distribution function of the continuous law on [1, num_rows + 1).
     if exponent == 1:
         ranks = np.exp(uniform * np.log(num_rows + 1.0))
     else:
@@ -241,19 +256,22 @@ def synthetic_clicks(
     seed: int = 0,
     lanes: int = 8,
 ) -> Dataset:
-    """Create a dataset with a planted `Teacher`; ``best_auc`` is the AUC of the validation probabilities.
+    """Create a dataset with synthetic clicks, drawn from a known model of the click probability, a `Teacher`.
+
+    ``Dataset.best_auc`` is the AUC of the known probabilities on the validation data. No model can be better
+    except by chance.
 
     Args:
-        num_samples: training samples.
-        num_validation: validation samples. 0: no best AUC.
-        num_test: test samples.
-        num_features: number of keys f0, f1, ...
-        num_embeddings: rows per table, or a list.
+        num_samples: number of training samples.
+        num_validation: number of validation samples. 0: no best AUC.
+        num_test: number of test samples.
+        num_features: number of features with IDs, named f0, f1, ...
+        num_embeddings: rows of every embedding table, or a list with an entry per feature.
         ids_per_feature: IDs per bag.
-        num_dense: standard normal dense columns.
-        exponent: Zipf exponent for IDs.
-        signal: teacher logit's standard deviation.
-        bias: mean teacher logit.
+        num_dense: number of dense columns with standard normal values.
+        exponent: Zipf exponent of the ID frequencies.
+        signal: standard deviation of the teacher's logit. A larger one makes clicks more predictable.
+        bias: mean of the teacher's logit.
         seed: seed for samples, teacher and shuffle.
         lanes: see `meshrec.data.StreamReader`.
 
@@ -312,7 +330,7 @@ def synthetic_clicks(
 
 
 def _best_auc(source: ClickSource) -> float | None:
-    """Return the AUC of the teacher's probabilities; None if all labels are equal."""
+    """Return the AUC of the teacher's probabilities on all samples; None if all labels are equal."""
     blocks = [source.block(block) for block in range(len(source.block_sizes))]
     labels = np.concatenate([samples.labels for samples, _ in blocks])
     probabilities = np.concatenate([chances for _, chances in blocks])
@@ -334,26 +352,27 @@ def drifting_clicks(
     seed: int = 0,
     keys: Hashed | None = None,
 ) -> Dataset:
-    """Draw clicks in time order on drifting items, with a planted `Teacher`.
+    """Create a dataset with synthetic clicks on items that are replaced over time.
 
-    Training reads the samples in order, followed by validation and test samples. There is no ``best_auc``:
-    the click rate of a new item is unpredictable.
+    Clicks are drawn from a known model, a `Teacher`. Samples are in time order, and are not shuffled:
+    training samples come first, then validation samples, then test samples. There is no ``best_auc``,
+    because the click rate of a new item is unpredictable.
 
     Args:
-        rows: mapping from raw IDs to rows. ``"keys"``: keys of hashed tables; ``"hashing_trick"``: hashes
-            modulo ``max_rows``, so IDs share rows; ``"vocabulary"``: the most frequent IDs in the first tenth
-            of the training samples have rows, others share one.
+        rows: how raw IDs are mapped to table rows. "keys": the tables are hashed tables, which assign rows.
+            "hashing_trick": raw IDs are hashed to ``max_rows`` rows, which they share. "vocabulary": the most
+            frequent IDs in the first tenth of the training samples have a row each, and other IDs share one.
         max_rows: rows per table.
-        lifetime: samples until an item is replaced.
-        num_samples: training samples.
-        num_test: validation samples, and test samples.
-        num_features: features f0, f1, ...
-        num_values: simultaneous items per feature.
-        num_dense: dense columns.
-        exponent: Zipf exponent.
-        signal: teacher logit's standard deviation.
+        lifetime: number of samples after which an item is replaced.
+        num_samples: number of training samples.
+        num_test: number of validation samples, and of test samples.
+        num_features: number of features, named f0, f1, ...
+        num_values: number of items per feature at any time.
+        num_dense: number of dense columns with standard normal values.
+        exponent: Zipf exponent of the item frequencies.
+        signal: standard deviation of the teacher's logit.
         seed: random seed.
-        keys: hashed key options; None: ``Hashed(max_rows=max_rows, evict=LRU())``.
+        keys: options of the hashed tables, for "keys"; None: ``Hashed(max_rows=max_rows, evict=LRU())``.
 
     Raises:
         ValueError: a size is out of range.
@@ -395,7 +414,7 @@ def drifting_clicks(
 
 
 def _frequent_ids(source: ClickSource, size: int) -> tuple[Ints, ...]:
-    """Return the most frequent raw IDs per feature, ascending."""
+    """Return the ``size`` most frequent raw IDs of a source, ascending, in an array per feature."""
     samples = [source.block(block)[0] for block in range(len(source.block_sizes))]
     vocabularies = []
     for key in range(len(source.keys)):

@@ -1,6 +1,6 @@
-"""Synthetic impressions in time order: clicks depend on user tastes and recent clicks.
+"""Synthetic impressions (items shown to users): clicks depend on the user's taste and recent clicks.
 
-The best possible AUC is known, because all click probabilities are.
+The best possible AUC is known, because all click probabilities are known.
 """
 
 from typing import NamedTuple
@@ -19,33 +19,38 @@ from meshrec.metrics.areas import area_under_curve
 
 _USER_FEATURES = {"age": 8, "country": 50, "device": 5, "language": 20, "tenure": 10}
 _CATEGORIES, _AUTHORS, _SURFACES, _ACTIONS = 20, 100, 4, 2
-_DECAY = 0.7  # decay of the interest in a category per impression
+_DECAY = 0.7  # factor of a user's interest in a category, per impression
 
 
 class _Impressions(NamedTuple):
-    """Impressions of all users, sorted by user and time."""
+    """Impressions of all users, sorted by user, then by time."""
 
     user_N: Ints
     item_N: Ints
     surface_N: Ints
+    """Page or other place where the item was shown."""
     time_N: Ints
+    """Time, in seconds."""
     click_N: Ints
+    """1 if the user clicked, otherwise 0."""
     chance_N: npt.NDArray[np.float64]
+    """Known click probability."""
 
 
 def synthetic_impressions(
     *, num_users: int = 1500, num_items: int = 1000, longest: int = 80, history: int = 50, seed: int = 0
 ) -> Dataset:
-    """Create impressions with eleven tables, as in MLPerf's DLRM-v4.
+    """Create a dataset with synthetic impressions and eleven embedding tables, as in MLPerf's DLRM-v4.
 
-    A sample is an impression: the user's earlier impressions and their outcomes, user attributes, and a
-    candidate item. Training, validation and test data are in time order, unshuffled.
+    A sample is an impression. Its features are user attributes, the item shown, and a history: the user's
+    earlier impressions, and whether they were clicked. The label is 1 for a click. Training, validation and
+    test data follow each other in time, and are not shuffled.
 
     Args:
-        num_users: user count.
-        num_items: item count.
-        longest: maximum impressions per user. Few users have many.
-        history: maximum history length.
+        num_users: number of users.
+        num_items: number of items.
+        longest: maximum number of impressions per user. Few users have many impressions.
+        history: maximum history length, in impressions.
         seed: random seed.
 
     Raises:
@@ -111,6 +116,14 @@ def synthetic_impressions(
 
 
 def _history(name: str, size: int, *, table: str | None, max_length: int) -> Feature:
+    """Describe a history feature.
+
+    Args:
+        name: attribute of the impressions in the history, such as "item".
+        size: rows of the table.
+        table: name of the table; None: a table of the feature's own.
+        max_length: maximum history length.
+    """
     return Feature(
         name=f"history_{name}",
         num_embeddings=size,
@@ -124,7 +137,15 @@ def _history(name: str, size: int, *, table: str | None, max_length: int) -> Fea
 def _simulated(
     random: np.random.Generator, num_users: int, longest: int, category_I: Ints, author_I: Ints
 ) -> _Impressions:
-    """Simulate impressions step by step, for all users at once."""
+    """Simulate the impressions of all users.
+
+    Args:
+        random: random number generator.
+        num_users: number of users.
+        longest: maximum number of impressions per user.
+        category_I: category per item, [I].
+        author_I: author per item, [I].
+    """
     users = np.arange(num_users)
     taste_UC, interest_UC = random.normal(size=(num_users, _CATEGORIES)), np.zeros((num_users, _CATEGORIES))
     author_effect, surface_effect = random.normal(size=_AUTHORS), random.normal(size=_SURFACES)
@@ -133,6 +154,7 @@ def _simulated(
     popularity_I = 1 / np.arange(1, len(category_I) + 1) ** 0.8
     time_U = random.integers(0, 30 * 86_400, size=num_users)
     steps = []
+    # A step simulates the next impression of every user.
     for step in range(longest):
         item_U = random.choice(len(category_I), num_users, p=popularity_I / popularity_I.sum())
         surface_U, category_U = random.integers(_SURFACES, size=num_users), category_I[item_U]

@@ -11,12 +11,13 @@ from meshrec.data.order import check_seed
 
 
 class SyntheticLog(NamedTuple):
-    """Log table, and the best possible hit rate."""
+    """Synthetic interaction log, and the hit rate that the best possible model has."""
 
     table: "pa.Table"
     """Columns user, item and time, in time order."""
     best_hit_rate: float
-    """Expected hit rate of the optimal ranking of every user's last item, over items new to the user."""
+    """Expected hit rate of the optimal ranking when a user's last item is predicted. Only items that are new
+    to the user are ranked."""
 
 
 def synthetic_log(
@@ -28,17 +29,18 @@ def synthetic_log(
     k: int = 10,
     seed: int = 0,
 ) -> SyntheticLog:
-    """Draw a log in which an item's group predicts the next group.
+    """Draw an interaction log in which the group of an item predicts the group of the next item.
 
-    No user has an item twice: the next item is drawn from the remaining ones, by a Markov chain over groups
-    and Zipf's law within a group. The probability of every next item is therefore known.
+    Items are divided into groups. A user's next item is drawn from the items the user has not had yet: the
+    group by a Markov chain, and the item by Zipf's law within the group. So the probability of every next
+    item is known.
 
     Args:
-        num_users: user count U.
-        num_items: item count I.
-        num_groups: group count G.
+        num_users: number of users.
+        num_items: number of items.
+        num_groups: number of item groups.
         length: items per user, at most a third of all items.
-        k: cutoff of the hit rate.
+        k: number of ranked items in which the next item counts as a hit.
         seed: random seed.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Feature definitions as data: fitted once, and applied identically in training, scoring and serving.
+"""Features: rules that convert table columns to model inputs, in the same way in training and serving.
 
-A `Features` object lists labels and features. `Features.fit` learns vocabularies, quantiles and means from
-training data in a single pass; `Features.save` writes the result as one JSON file. Hashes are public: a
-value's row is ``features["user"].row_of("user-7")``.
+A `Features` object lists labels and features. `Features.fit` computes vocabularies, quantiles and means from
+training data in a single pass, and `Features.save` writes the result to a JSON file. Users can look up the
+table row of a value, as in ``features["user"].row_of("user-7")``.
 """
 
 from meshrec.data.features.column_feature import UnfittedError

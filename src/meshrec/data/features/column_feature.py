@@ -1,4 +1,4 @@
-"""Functions shared by numeric and ID features: column kinds, fitting, and JSON."""
+"""Functions for numeric features and ID features: checks of column kinds and of fitting, and JSON."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,11 +11,11 @@ from meshrec.data.features.values import DatePartName, Kind, TimeUnit
 
 
 class UnfittedError(ValueError):
-    """Use of a feature before it was fitted."""
+    """Error for a feature that must be fitted before its use."""
 
 
 class OfColumn(Protocol):
-    """Protocol of features that read a single column."""
+    """Protocol of a feature, as far as the functions in this file read it."""
 
     @property
     def name(self) -> str:
@@ -23,11 +23,11 @@ class OfColumn(Protocol):
 
     @property
     def source(self) -> str:
-        """Column name."""
+        """Name of the column to read."""
 
     @property
     def found(self) -> Kind | None:
-        """Column kind when the feature was fitted."""
+        """Kind of the column when the feature was fitted; None: not fitted."""
 
     @property
     def is_fitted(self) -> bool:
@@ -37,15 +37,17 @@ class OfColumn(Protocol):
 def wrong_kind(
     feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str, Kind], *, part: str | None = None
 ) -> str | None:
-    """Return an error message for a column with the wrong kind, or None.
+    """Return the error message if a feature cannot read its column; None if it can.
 
-    A feature reading a ``part`` of times accepts text; parsing reports invalid times.
+    The kind must be allowed. For a fitted feature, it must equal the fitted kind, except that integers and
+    other numbers may replace each other.
 
     Args:
         feature: the feature.
-        allowed: allowed kinds.
-        kinds: kind by column.
-        part: time part to read, or None.
+        allowed: kinds that the feature can read.
+        kinds: kind by column name.
+        part: time part or time format, for a feature that reads times. It also accepts times as text, which
+            are checked when they are parsed. None: other features.
     """
     kind = kinds[feature.source]
     if part is not None and kind == "text" and feature.found in (None, "text", "time"):
@@ -64,13 +66,13 @@ def wrong_kind(
 
 
 def changed_kind(column: str, kind: Kind, fitted: Kind, feature: str) -> str:
-    """Return the error message for a column whose kind differs from the fitted kind.
+    """Return the error message for a column with another kind than when its feature was fitted.
 
     Args:
         column: column name.
-        kind: present kind.
-        fitted: fitted kind.
-        feature: feature name.
+        kind: kind of the column now.
+        fitted: kind of the column when the feature was fitted.
+        feature: name of the feature.
     """
     return (
         f"column {column!r} holds {kind}, and held {fitted} when feature {feature!r} was fitted. Give it "
@@ -79,12 +81,12 @@ def changed_kind(column: str, kind: Kind, fitted: Kind, feature: str) -> str:
 
 
 def check_time(name: str, part: str | None, unit: str) -> None:
-    """Raise ValueError for an unknown time part or unit.
+    """Raise ValueError for an unknown time part or time unit.
 
     Args:
-        name: feature name.
-        part: time part, or None.
-        unit: integer time unit.
+        name: name of the feature, for the message.
+        part: time part, such as "hour", or None.
+        unit: unit of times that are numbers, such as "s".
     """
     parts, units = get_args(DatePartName), get_args(TimeUnit)
     if (part is not None and part not in parts) or unit not in units:
@@ -104,7 +106,7 @@ def need_fitted(feature: OfColumn) -> None:
 
 
 def to_json(feature: Any) -> dict[str, Any]:
-    """Return the feature as plain JSON types, without default values."""
+    """Return a feature as JSON types: the type and all fields, except fields with default values."""
     saved: dict[str, Any] = {"type": type(feature).__name__}
     for field in fields(feature):
         value = getattr(feature, field.name)
@@ -117,7 +119,11 @@ def to_json(feature: Any) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
-    """Create a feature from `to_json` output.
+    """Create a feature from the result of `to_json`.
+
+    Args:
+        saved: the result.
+        kinds: feature class by class name.
 
     Raises:
         ValueError: unknown feature type.

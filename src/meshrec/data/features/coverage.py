@@ -1,4 +1,4 @@
-"""Table coverage: which rows the values in some data use."""
+"""Coverage of embedding tables: how many rows the values in some data use, and how many values collide."""
 
 from typing import NamedTuple
 
@@ -12,32 +12,34 @@ from meshrec.data.features.vocabulary import Vocabulary
 
 
 class Coverage(NamedTuple):
-    """Table coverage by feature values."""
+    """How the values of a feature in some data use the feature's embedding table."""
 
     name: str
-    """Feature name."""
+    """Name of the feature."""
     num_ids: int
-    """IDs seen."""
+    """Number of IDs in the data, including repeated ones."""
     missing: float
-    """Share of null or empty IDs."""
+    """Share of IDs from null or the empty string."""
     distinct: int
-    """Estimated distinct values."""
+    """Estimated number of distinct values."""
     rows: int
-    """Table rows."""
+    """Number of rows in the table."""
     used_rows: int
-    """Rows used by any value."""
+    """Number of rows that some value uses."""
     colliding: float
-    """Share of distinct values that share a row with another value."""
+    """Expected share of distinct values that share a row with another value; 0 with a vocabulary."""
     unseen: float | None
-    """Share of IDs outside the vocabulary; None without a vocabulary."""
+    """Share of IDs outside the vocabulary; None for a feature without a vocabulary."""
 
 
 class SeenValues:
-    """Accumulator for `Coverage`."""
+    """Accumulator for `Coverage`: `add` all tables of the data, then call `coverage`."""
 
     def __init__(self, feature: IdFeature) -> None:
         self._feature = feature
+        # Counts of IDs so far: all, missing, and outside the vocabulary.
         self._num = self._missing = self._unseen = 0
+        # Whether a table row is used so far.
         self._used = np.zeros(feature.rows, np.bool_)
         self._distinct = Distinct(np.zeros(0, np.uint64))
 
@@ -47,7 +49,7 @@ class SeenValues:
         self._num += len(rows)
         # Negative rows are damage, counted elsewhere.
         self._used[rows[rows >= 0]] = True
-        if pa.types.is_struct(array.type):
+        if pa.types.is_struct(array.type):  # crosses: only rows are counted
             return
         missing = is_missing(array)
         self._missing += 0 if missing is None else int(missing.sum())

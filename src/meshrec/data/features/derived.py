@@ -1,4 +1,4 @@
-"""IDs derived from columns: crosses, number ranges, time parts."""
+"""ID features derived from columns: combinations of columns, ranges of numbers, and parts of times."""
 
 import calendar
 import itertools
@@ -35,12 +35,14 @@ from meshrec.data.samples import Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Cross(IdFeature):
-    """Combinations of several columns' values, hashed to rows.
+    """ID feature whose value is the combination of the values in several columns, hashed to a table row.
+
+    Row 0 is for samples in which one of the values is missing.
 
     Args:
-        columns_crossed: at least two columns, without lists.
-        num_embeddings: rows; row 0 is for samples with a missing value.
-        found_crossed: fitted kind per column; None: not fitted.
+        columns_crossed: two or more columns, without lists.
+        num_embeddings: number of rows in the table.
+        found_crossed: kind of every column when the feature was fitted; None: not fitted.
 
     Raises:
         ValueError: fewer than two columns or two rows; or as for `IdFeature`.
@@ -66,7 +68,7 @@ class Cross(IdFeature):
         return self.columns_crossed
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return why columns of these kinds cannot be crossed, such as a list; None if they can."""
+        """Return the error message if columns with these kinds cannot be crossed; None if they can."""
         for position, column in enumerate(self.columns_crossed):
             fitted = None if self.found_crossed is None else self.found_crossed[position]
             if kinds[column] == "number" and fitted in (None, "integer"):  # integers with nulls may be floats
@@ -78,7 +80,7 @@ class Cross(IdFeature):
         return None
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the rows for a struct array of the columns."""
+        """Return the table row per sample, int64 [n], for a struct array with a field per column."""
         hashes, missing = np.zeros(len(array), np.uint64), np.zeros(len(array), np.bool_)
         for position in range(len(self.columns_crossed)):
             column = array.field(position)
@@ -92,7 +94,7 @@ class Cross(IdFeature):
         return rows
 
     def row_of(self, value: Any) -> int:
-        """Return the row for a tuple of values, in column order."""
+        """Return the table row for a tuple with a value per column, in the order of ``columns_crossed``."""
         if not isinstance(value, tuple) or len(value) != len(self.columns_crossed):
             raise ValueError(
                 f"feature {self.name!r} takes {len(self.columns_crossed)} values, got {value!r}."
@@ -104,7 +106,7 @@ class Cross(IdFeature):
         )
 
     def values(self, table: pa.Table) -> Values:
-        """Return the columns as a struct array."""
+        """Return the columns as a struct array, with a value per sample."""
         arrays = [decoded(whole(table[column])) for column in self.columns_crossed]
         try:
             arrays = [converted(array, "integer") for array in arrays]
@@ -116,14 +118,17 @@ class Cross(IdFeature):
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets(IdFeature):
-    """Numbers as IDs: ranges with equal frequency in training. Row 0 is for null and NaN.
+    """ID feature whose value is the range, or bucket, that contains a number.
+
+    Buckets have about equal frequencies in the training data. Row 0 is for null and NaN, and the buckets have
+    the rows from 1 on, in ascending order.
 
     Args:
-        num_buckets: maximum buckets. Equal values share a bucket, so there may be fewer.
+        num_buckets: maximum number of buckets. Equal values share a bucket, so there may be fewer.
         part: time part to read, as for `Number`.
-        unit: integer time unit, as for `Number`.
-        edges: borders between buckets, ascending; fitted.
-        time_format: strptime format for string times; None: ISO 8601.
+        unit: unit of times that are numbers, as for `Number`.
+        edges: borders between buckets, ascending; set by fitting.
+        time_format: strptime format for times as text; None: ISO 8601.
 
     Raises:
         ValueError: ``num_buckets`` is below 2, or part or unit is unknown; or as for `IdFeature`.
@@ -157,7 +162,11 @@ class Buckets(IdFeature):
         return len(self.edges) + 2
 
     def fitted(self, sample: Any) -> "Buckets":
-        """Return the feature fitted to the quantiles of a column sample."""
+        """Return the feature with edges at the quantiles of a sample of the column, an Arrow array.
+
+        Raises:
+            DataError: the sample has no finite number.
+        """
         values = floats_of(sample, self.part, self.unit, self.time_format)
         values = values[np.isfinite(values)]
         if not len(values):
@@ -170,7 +179,7 @@ class Buckets(IdFeature):
         return replace(self, found=kind_of(sample.type), edges=tuple(edges.tolist()))
 
     def ranges(self) -> list[str]:
-        """Return the range of each bucket from row 1 on: ``below 2``, ``2 to below 5``, ``from 5``."""
+        """Describe the range of every bucket, from row 1 on, such as ``2 to below 5``."""
         edges = [f"{edge:g}" for edge in self.edges or ()]
         if not edges:
             return ["all values"]
@@ -178,7 +187,7 @@ class Buckets(IdFeature):
         return [f"below {edges[0]}", *inner, f"from {edges[-1]}"]
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the bucket per value."""
+        """Return the table row of the bucket per value, int64 [n]."""
         need_fitted(self)
         values = floats_of(array, self.part, self.unit, self.time_format)
         rows = 1 + np.searchsorted(np.asarray(self.edges, np.float64), values, side="right").astype(np.int64)
@@ -188,12 +197,12 @@ class Buckets(IdFeature):
 
 @dataclass(frozen=True, kw_only=True)
 class DatePart(IdFeature):
-    """Part of a time (UTC) as IDs: hour, weekday, month, ... Row 0 is for null.
+    """ID feature whose value is a part of a time in UTC, such as the hour. Row 0 is for null.
 
     Args:
-        part: month, day, weekday, hour or minute.
-        unit: integer time unit.
-        time_format: strptime format for string times; None: ISO 8601.
+        part: "month", "day", "weekday", "hour" or "minute".
+        unit: unit of times that are numbers, counted from 1970.
+        time_format: strptime format for times as text; None: ISO 8601.
 
     Raises:
         ValueError: the part has no IDs, or the unit is unknown; or as for `IdFeature`.
@@ -233,7 +242,7 @@ class DatePart(IdFeature):
         return DATE_PARTS[self.part] + 1
 
     def text_of(self, row: int) -> str:
-        """Return a table row as text, such as ``hour 13`` or ``Monday``."""
+        """Describe a table row, as in ``hour 13`` or ``Monday``."""
         if row == 0:
             return "missing"
         if self.part == "weekday":
@@ -241,6 +250,6 @@ class DatePart(IdFeature):
         return f"{self.part} {row - 1 + (self.part in ('month', 'day'))}"
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the part per time, counted from 1."""
+        """Return the table row per time, int64 [n]: the part counted from 1, so hour 0 has row 1."""
         parts = pc.fill_null(parts_of(array, self.part, self.unit, self.time_format), -1)
         return parts.to_numpy(zero_copy_only=False).astype(np.int64) + 1  # type: ignore[no-any-return]

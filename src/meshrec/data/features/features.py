@@ -1,4 +1,4 @@
-"""All features of a model: fitted on training data, saved as JSON, applied identically everywhere."""
+"""All features and labels of a model, fitted on training data and saved as JSON."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,9 +28,10 @@ from meshrec.data.features.vocabulary import Vocabulary
 from meshrec.data.samples import Floats, Ints, Ragged, Samples, Shape
 
 ColumnFeature = Number | IdFeature
-"""Any kind of feature."""
+"""Any feature that reads columns: dense values, or IDs."""
 
 _VERSION = 1
+"""Version of the JSON format. Files with another version are refused."""
 _KINDS = {
     kind.__name__: kind
     for kind in (Number, Hashed, Integer, Key, Vocabulary, Times, Cross, Buckets, DatePart)
@@ -38,26 +39,34 @@ _KINDS = {
 
 
 class FitState(NamedTuple):
-    """Fitting state after a pass over part of the data; merges exactly, in any order."""
+    """Statistics of some training rows, from which features are fitted.
+
+    Merging the states of all parts of the data gives exactly the state of the whole data, in any order.
+    """
 
     num_rows: int
+    """Number of rows."""
     sample: RowSample
+    """Sample of the rows, with the columns of numeric features and of lists."""
     counts: dict[str, Counts]
+    """Number of occurrences by value, for every vocabulary, by feature name."""
     fractional: frozenset[str] = frozenset()
-    """Decimal columns, or columns with lists of numbers, that contain fractions."""
+    """Columns of hashed features with decimals, or lists of numbers, some of which have a fraction."""
 
     def merged(self, other: "FitState") -> "FitState":
-        """Return the merged state."""
+        """Return the state for the rows of both states."""
         counts = {name: counts.merged(other.counts[name]) for name, counts in self.counts.items()}
         fractional = self.fractional | other.fractional
         return FitState(self.num_rows + other.num_rows, self.sample.merged(other.sample), counts, fractional)
 
 
 class ModelInputs(NamedTuple):
-    """Model input: dense values [B, D], and IDs per feature."""
+    """Inputs of a model for B samples."""
 
     dense: Floats
+    """Dense values, float32 [B, D]; [1, D] if they are shared."""
     ids: tuple[Ragged, ...]
+    """IDs per ID feature, for B samples, or for one if the feature is shared."""
     shared: frozenset[str] = frozenset()
     """Features with a single row for all samples."""
     is_dense_shared: bool = False
@@ -66,15 +75,16 @@ class ModelInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(Encoding):
-    """Features a model reads from a table, and labels it predicts.
+    """Features that a model reads from a table, and labels that it predicts.
 
     Args:
-        labels: labels. The first one selects the best weights.
-        features: numbers become ``Batch.dense`` columns, other features ``Batch.sparse`` keys, in this
-            order.
-        joins: tables whose columns are looked up first.
-        weight: column with sample weights for the loss.
-        num_labels: number of labels, retained for data without labels.
+        labels: labels. The best weights are selected by the first label.
+        features: features. A `Number` is a column of ``Batch.dense``, and any other feature a key of
+            ``Batch.sparse``, in this order.
+        joins: other tables, whose columns are added to the data before features are read.
+        weight: column with the weight of a sample in the loss; None: all samples have equal weights.
+        num_labels: number of labels, also if ``labels`` is empty for data without labels. 0: the length of
+            ``labels``.
 
     Raises:
         ValueError: a duplicate name, a table name with a dot, or no ID feature.
@@ -122,7 +132,7 @@ class Features(Encoding):
             )
 
     def _check_vocabularies(self) -> None:
-        """Raise ValueError unless vocabularies sharing a table have the same options."""
+        """Raise ValueError if vocabularies that share a table have different options."""
         options = ("min_count", "max_size", "num_unseen", "num_embeddings")
         first: dict[str, Vocabulary] = {}
         for feature in self.ids:
@@ -139,22 +149,22 @@ class Features(Encoding):
 
     @property
     def numbers(self) -> tuple[Number, ...]:
-        """Features in ``Batch.dense``."""
+        """Numeric features, in the order of the columns of ``Batch.dense``."""
         return tuple(feature for feature in self.features if isinstance(feature, Number))
 
     @property
     def ids(self) -> tuple[IdFeature, ...]:
-        """Features in ``Batch.sparse``."""
+        """ID features, in the order of the keys of ``Batch.sparse``."""
         return tuple(feature for feature in self.features if isinstance(feature, IdFeature))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """``Batch.sparse`` keys."""
+        """Names of the ID features: the keys of ``Batch.sparse``, in order."""
         return tuple(feature.name for feature in self.ids)
 
     @property
     def shape(self) -> Shape:
-        """Sample shape. Data without labels has a NaN column per label."""
+        """Which arrays samples have. Data without labels has NaN for every label."""
         return Shape(
             len(self.numbers),
             len(self.ids),
@@ -165,7 +175,7 @@ class Features(Encoding):
         )
 
     def id_columns(self) -> tuple[str, ...]:
-        """Return the source columns for IDs, without join columns."""
+        """Return the columns of the data from which IDs are read, without columns added by joins."""
         joined = {column for join in self.joins for column in join.columns}
         return tuple(
             dict.fromkeys(
@@ -176,13 +186,13 @@ class Features(Encoding):
         )
 
     def labels_of(self) -> tuple[str, ...]:
-        """Return label names if there are several, otherwise nothing."""
+        """Return the label names, without a query, if there are several; otherwise an empty tuple."""
         names = tuple(label.column for label in self.labels if label.kind != "query")
         return names if len(names) > 1 else ()
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """``Batch.dense`` column names."""
+        """Names of the numeric features: the columns of ``Batch.dense``, in order."""
         return tuple(number.name for number in self.numbers)
 
     @property
@@ -192,7 +202,7 @@ class Features(Encoding):
 
     @property
     def number_edges(self) -> tuple[tuple[float, ...], ...]:
-        """Bin edges per ``Batch.dense`` column; empty without bins."""
+        """Bin edges per column of ``Batch.dense``; empty for a column without bins."""
         return tuple(number.edges or () for number in self.numbers)
 
     @property
@@ -206,7 +216,7 @@ class Features(Encoding):
         return all(feature.is_fitted for feature in self.features)
 
     def __getitem__(self, name: str) -> ColumnFeature:
-        """Return a feature by name."""
+        """Return the feature with a name; KeyError if there is none."""
         for feature in self.features:
             if feature.name == name:
                 return feature
@@ -215,16 +225,19 @@ class Features(Encoding):
         )
 
     def columns(self) -> list[str]:
-        """Return the columns to read, without duplicates: labels, weight, features, and join keys."""
+        """Return the columns to read from the data, without duplicates.
+
+        These are the columns of labels, weight, features and join keys, but not the columns added by joins.
+        """
         joined = {column for join in self.joins for column in join.columns}
         names = [label.column for label in self.labels] + ([] if self.weight is None else [self.weight])
         names += [column for feature in self.features for column in feature.columns() if column not in joined]
         return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
 
     def fitted_kinds(self) -> Mapping[str, str]:
-        """Return kinds for fitted columns and join keys.
+        """Return the known kinds of columns, by column name, which override inference for CSV files.
 
-        Numeric columns of unknown kind are "numeric".
+        The kind of a fitted column is the fitted one. "numeric" is an integer or another number.
         """
         joined = {column for join in self.joins for column in join.columns}
         numeric_features = (Number, Buckets, Integer, DatePart)
@@ -246,7 +259,7 @@ class Features(Encoding):
         return {column: kind for column, kind in kinds.items() if column not in joined}
 
     def wrong_columns(self, schema: pa.Schema) -> list[str]:
-        """Return a message per missing or unreadable column."""
+        """Return an error message for every missing or unreadable column; empty if the schema is right."""
         missing = [name for name in self.columns() if schema.get_field_index(name) < 0]
         if missing:
             return [f"there is no column {name!r} among {schema.names}" for name in missing]
@@ -266,11 +279,11 @@ class Features(Encoding):
         return wrong
 
     def unlabelled(self) -> "Features":
-        """Return a copy for data without labels."""
+        """Return the same features for data without labels and weights."""
         return replace(self, labels=(), weight=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """Return the ID tables for the model.
+        """Return the ID features as described to models, which size the embedding tables by it.
 
         Raises:
             UnfittedError: a feature is not fitted.
@@ -278,12 +291,12 @@ class Features(Encoding):
         return tuple(feature.feature() for feature in self.ids)
 
     def encode(self, table: pa.Table, origin: RowOrigin, faults: Faults) -> Samples:
-        """Return the samples of a table's rows. Damaged rows are not ``kept``, or raise an error.
+        """Convert the rows of a table to samples with features, labels and weights.
 
         Args:
-            table: Arrow table.
-            origin: row source, for messages.
-            faults: handles damage.
+            table: Arrow table without `wrong_columns`.
+            origin: where the rows were read from, for messages.
+            faults: raises for a damaged row, or counts it; then the sample is not ``kept``.
 
         Raises:
             UnfittedError: a feature is not fitted.
@@ -308,12 +321,13 @@ class Features(Encoding):
         return Samples(dense, labels[:, 0] if labels.shape[1] == 1 else labels, ids, kept, weights=weights)
 
     def inputs(self, table: pa.Table, checks: RowChecks, shared: pa.Table | None = None) -> ModelInputs:
-        """Convert raw values to model inputs, identically in training, scoring and serving.
+        """Convert raw values to model inputs; see [Note: raw values] in data/raw_values.py.
 
         Args:
             table: columns with a row per sample.
-            checks: checks of the samples.
-            shared: a single row with columns shared by all samples, and missing from ``table``.
+            checks: updated with the samples that have damaged values.
+            shared: columns whose values are the same for all samples, with a single row. They must not be in
+                ``table``.
 
         Raises:
             UnfittedError: a feature is not fitted.
@@ -342,7 +356,12 @@ class Features(Encoding):
         return ModelInputs(dense, tuple(ids), frozenset(shared_features), is_dense_shared)
 
     def _without_unseen(self, table: pa.Table, times: Times) -> pa.Table:
-        """Remove unseen history items, with their timestamps, if the item feature does."""
+        """Remove the timestamps of history items that the item feature removes, see `Vocabulary.known_only`.
+
+        Args:
+            table: columns of items and timestamps.
+            times: feature that reads the timestamps.
+        """
         for feature in self.ids:
             if isinstance(feature, Vocabulary) and feature.known_only and feature.source == times.history:
                 return feature.aligned(table, times.source)
@@ -351,11 +370,11 @@ class Features(Encoding):
     # -- fitting -----------------------------------------------------------------------------------------
 
     def state_of(self, table: pa.Table, rows: Ints) -> FitState:
-        """Return the fitting state for some rows of the training data.
+        """Compute the statistics of some training rows, for `fitted`.
 
         Args:
-            table: columns of the rows.
-            rows: row numbers in the whole data, which determine the sample.
+            table: the rows.
+            rows: row numbers in the whole data, int64 [n]. Hashes of them decide which rows are sampled.
         """
         table = plain_table(table)
         for join in self.joins:
@@ -380,11 +399,11 @@ class Features(Encoding):
         return FitState(table.num_rows, RowSample.of(sampled, rows), counts, fractional)
 
     def fitted(self, state: FitState, schema: pa.Schema) -> "Features":
-        """Return a copy fitted to training data: vocabularies, normalization and bucket limits are set.
+        """Return the features fitted to training data: with vocabularies, normalization and bucket edges.
 
         Args:
-            state: statistics collected from all training data.
-            schema: column types, including join columns.
+            state: statistics of all training rows.
+            schema: Arrow schema of the data, including columns added by joins.
 
         Raises:
             DataError: a column has nothing to fit on, or a vocabulary exceeds the table.
@@ -417,7 +436,10 @@ class Features(Encoding):
         return replace(self, features=tuple(features))
 
     def _counts_of_tables(self, state: FitState) -> dict[str, Counts]:
-        """Merge the counts of vocabularies sharing a table, so that a value has the same row in all."""
+        """Return the counts by table name: vocabularies with the same table are counted together.
+
+        So a value has the same row for all features that share a table.
+        """
         merged_counts: dict[str, Counts] = {}
         for name, counts in state.counts.items():
             table = self[name].table or name  # type: ignore[union-attr]
@@ -433,7 +455,12 @@ class Features(Encoding):
         return merged_counts
 
     def fit(self, tables: Iterable[pa.Table]) -> "Features":
-        """Fit on tables, one after another; see `state_of` and `fitted`."""
+        """Return the features fitted to training data, given as consecutive tables.
+
+        Raises:
+            DataError: a column has nothing to fit on, or a vocabulary exceeds the table.
+            ValueError: a column is missing or has a wrong kind, or there are no rows.
+        """
         state, first, schema = None, 0, None
         for table in tables:
             rows = np.arange(first, first + table.num_rows, dtype=np.int64)
@@ -450,7 +477,11 @@ class Features(Encoding):
         return self.fitted(state, schema)
 
     def joined_schema(self, schema: pa.Schema) -> pa.Schema:
-        """Add join columns to a schema."""
+        """Return the schema of the data with the columns added by joins.
+
+        Raises:
+            DataError: the data has a column that a join adds.
+        """
         for join in self.joins:
             for field in join.fields():
                 if field.name in schema.names:
@@ -464,7 +495,7 @@ class Features(Encoding):
     # -- looking -----------------------------------------------------------------------------------------
 
     def coverage(self, tables: Iterable[pa.Table]) -> list[Coverage]:
-        """Return collisions, unseen values and used rows per table, for some data."""
+        """Return how the data uses the embedding table of every ID feature, and how many values collide."""
         all_seen = [SeenValues(seen_values) for seen_values in self.ids]
         for table in tables:
             table = plain_table(table)
@@ -475,7 +506,7 @@ class Features(Encoding):
         return [seen_values.coverage() for seen_values in all_seen]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all features as plain JSON types."""
+        """Return labels and features as JSON types."""
         return {
             "version": _VERSION,
             "labels": [label.to_json() for label in self.labels],
@@ -486,7 +517,11 @@ class Features(Encoding):
 
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> "Features":
-        """Create features from `to_json` output. ValueError for another version or features."""
+        """Create features from the result of `to_json`.
+
+        Raises:
+            ValueError: another version wrote it, or a feature type is unknown.
+        """
         if saved.get("version") != _VERSION:
             raise ValueError(
                 f"these features were saved in version {saved.get('version')!s:.100}, not {_VERSION}. Fit "
@@ -500,26 +535,31 @@ class Features(Encoding):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file. A file that exists is replaced."""
+        """Write the features to a JSON file, replacing an existing file."""
         Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> "Features":
-        """Read `save` output."""
+        """Read features from a file that `save` wrote."""
         return Features.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def values_are_lists(table: pa.Table, feature: IdFeature) -> bool:
-    """Return whether a feature's column has lists, or multi-valued strings."""
+    """Return whether a feature's column has lists, or strings with several values."""
     if feature.source not in table.column_names:
         return False
     return feature.separator is not None or kind_of(table[feature.source].type).startswith("list")
 
 
 def _integral_kind(kind: Kind, of: pa.DataType) -> Kind:
-    """Return the integer kind for decimals and lists of numbers, which have no fractions, else ``kind``.
+    """Return the kind of a column in which all numbers are integral.
 
-    Float columns keep their kind: earlier runs hashed them as floats, and their rows must not change.
+    Decimals and lists of numbers get the integer kind. Float columns keep their kind: earlier runs hashed
+    them as floats, and their rows must not change.
+
+    Args:
+        kind: kind by the Arrow type.
+        of: Arrow type.
     """
     if kind == "list of number":
         return "list of integer"
@@ -527,12 +567,13 @@ def _integral_kind(kind: Kind, of: pa.DataType) -> Kind:
 
 
 def _has_fractions(column: Any) -> bool:
-    """Return whether decimals, or lists of numbers, have fractions."""
+    """Return whether a column has decimals or lists of numbers, some of which have a fraction."""
     kind = kind_of(column.type)
     return _integral_kind(kind, column.type) != kind and not is_whole(values_of(column).array)
 
 
 def _average_length(feature: IdFeature, sample: pa.Table) -> float:
+    """Return the mean number of IDs per sampled row, after long lists are cut."""
     if not values_are_lists(sample, feature):
         return 1.0
     lengths = np.diff(feature.values(sample).offsets)

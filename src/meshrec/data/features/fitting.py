@@ -1,4 +1,4 @@
-"""Pass over training data that fits features."""
+"""Fitting of features in a pass over training data, possibly on several processes or machines."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ _FIT_ROWS = 1 << 16
 """Rows per table while fitting. Fitted features do not depend on it, because states merge exactly."""
 
 Engine = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""``map``, or a function that maps on other processes or machines."""
+"""The function ``map``, or a function with the same interface that uses other processes or machines."""
 
 
 def fit_features(
@@ -28,14 +28,15 @@ def fit_features(
     on_error: OnError = "raise",
     engine: Engine = map,
 ) -> Features:
-    """Fit features on the training data, or on the training rows of a ``split``. Streams the data.
+    """Fit features on training data of any size, which is streamed.
 
     Args:
         features: features to fit.
-        open_source: opens data.
-        train: training data.
-        split: selects training rows.
-        on_error: damage handling.
+        open_source: function that opens data as a source.
+        train: training data, such as paths.
+        split: rule that takes validation and test rows from ``train``; features are fitted on the other rows.
+            None: on all rows.
+        on_error: "raise" for damaged data, or "skip" to omit it.
         engine: maps a function over blocks of the data, possibly on other processes or machines. Function,
             blocks and results are picklable. The result does not depend on the engine:
             ``ProcessPoolExecutor(8).map`` uses eight local processes.
@@ -63,15 +64,24 @@ def fit_features(
 
 
 class _Block(NamedTuple):
-    """Block number, first row, and mask of training rows."""
+    """Block of the data, as the task of an engine."""
 
     number: int
+    """Number of the block in the source."""
     first_row: int
+    """Row number in the whole data of the first row."""
     selected: Bools | None
+    """Mask of the training rows in the block; None: all rows."""
 
 
 def _fit_block(source: Tables, features: Features, block: _Block) -> FitState | None:
-    """Return a block's fitting state; None without training rows."""
+    """Compute the statistics of the training rows in a block; None if it has no training rows.
+
+    Args:
+        source: source with the block.
+        features: features to fit.
+        block: the block.
+    """
     state: FitState | None = None
     at = 0
     for table in source.tables(block.number, _FIT_ROWS):

@@ -1,4 +1,4 @@
-"""ID features: values hashed to table rows, or integers used as rows."""
+"""ID features, which convert values to embedding table rows: base class, hashed values, and integers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -33,31 +33,33 @@ from meshrec.data.samples import Bools, Floats, Ints, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class IdFeature(ABC):
-    """Feature that converts a column of values, or lists of values, to IDs: table rows.
+    """Feature that converts values, or lists of values, in a column to IDs: rows of an embedding table.
 
     Lists are Arrow lists, or strings with a ``separator`` between values, as in CSV files.
 
     Args:
-        name: feature name.
-        column: column to read; None: the column with the feature's name.
-        found: column kind when the feature was fitted; None: not fitted.
-        max_length: maximum IDs per list; None: unlimited.
-        keep: which end of longer lists to keep: "first" or "last".
-        weights: column with a weight per ID; lists if the IDs are lists.
-        sequence: whether the IDs in a list are ordered, oldest first.
-        table: table name. Features with the same table share rows.
-        average_length: mean IDs per sample; fitted.
-        separator: separator of values in a string, such as ``"|"``; None: a string is a single value.
+        name: name of the feature.
+        column: column to read; None: the column with the name of the feature.
+        found: kind of the column when the feature was fitted; None: not fitted.
+        max_length: maximum number of IDs per list; longer lists are cut. None: unlimited.
+        keep: which end of a longer list to keep: "first" or "last".
+        weights: column with a weight per ID, with lists if the IDs are in lists; None: no weights.
+        sequence: whether the IDs in a list are in order of time, oldest first.
+        table: name of the embedding table. Features with the same table share the rows. None: a table with
+            the name of the feature.
+        average_length: mean number of IDs per sample; set by fitting.
+        separator: string between the values in a string, such as ``"|"``; None: a string is a single value.
 
     Raises:
         ValueError: ``keep``, ``max_length`` or ``separator`` is not allowed, or does not fit the feature.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ()
+    """Kinds of columns that the feature can read."""
     takes_whole_only: ClassVar[bool] = False
-    """Whether numbers must be integral. Columns may be floats or decimals."""
+    """Whether numbers must be integral. They may be stored as floats or decimals."""
     needs_fit: ClassVar[bool] = True
-    """Whether a pass over training data must come first."""
+    """Whether the feature must be fitted to training data before its use."""
 
     name: str
     column: str | None = None
@@ -86,11 +88,11 @@ class IdFeature(ABC):
 
     @property
     def source(self) -> str:
-        """Column name."""
+        """Name of the column to read."""
         return self.name if self.column is None else self.column
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return an error message for columns with wrong kinds, or None."""
+        """Return the error message if the feature cannot read columns with these kinds; None if it can."""
         return wrong_kind(self, self.allowed if self.separator is None else ("text",), kinds)
 
     @property
@@ -100,20 +102,25 @@ class IdFeature(ABC):
 
     @property
     def null_remedy(self) -> str | None:
-        """Next step in the message for null, which is damage; None: null has a row."""
+        """Advice on null, as the end of an error message. None: null is allowed and has a row."""
         return None
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Table rows."""
+        """Number of rows in the table."""
 
     @abstractmethod
     def rows_of(self, array: Any) -> Ints:
-        """Return the row per value of an Arrow array, including null and the empty string."""
+        """Return the table row per value, int64 [n], for an Arrow array that may contain null."""
 
     def row_of(self, value: Any) -> int:
-        """Return a value's row, identical in training, prediction and serving."""
+        """Return the table row of a single value, which is the same in training, prediction and serving.
+
+        Raises:
+            UnfittedError: the feature is not fitted.
+            ValueError: the value has another kind than the column.
+        """
         need_fitted(self)
         null = pa.string() if "text" in self.allowed else pa.int64()
         array = pa.nulls(1, null) if value is None else array_of([value])
@@ -126,11 +133,11 @@ class IdFeature(ABC):
             raise ValueError(f"{error}; got the value {value!r}.") from error
 
     def columns(self) -> tuple[str, ...]:
-        """Return the columns of IDs and weights."""
+        """Return the columns to read: values and, if there are any, weights."""
         return (self.source,) if self.weights is None else (self.source, self.weights)
 
     def feature(self) -> Feature:
-        """Return the feature description from which models and the planner size the table."""
+        """Return the feature as described to models and to the planner, which size the table by it."""
         need_fitted(self)
         return Feature(
             name=self.name,
@@ -141,7 +148,11 @@ class IdFeature(ABC):
         )
 
     def values(self, table: pa.Table) -> Values:
-        """Return the values to convert."""
+        """Return the values to convert, with lists flattened.
+
+        Raises:
+            DataError: values do not have the fitted kind, or are not UTF-8.
+        """
         if self.separator is not None:
             try:
                 return split_values_of(table[self.source], self.separator)
@@ -154,6 +165,7 @@ class IdFeature(ABC):
         return Values(self._as_fitted(array), offsets)
 
     def _as_fitted(self, array: Any) -> Any:
+        """Convert numbers in an Arrow array to the fitted kind: integers, or floats."""
         kind = "integer" if self.takes_whole_only else self.found
         try:
             return array if kind is None else converted(array, kind)
@@ -161,7 +173,7 @@ class IdFeature(ABC):
             raise DataError(f"column {self.source!r} holds {error}. Give it as it was") from error
 
     def encode(self, table: pa.Table, checks: RowChecks) -> Ragged:
-        """Return all samples' IDs, and mark samples with damaged ones as invalid."""
+        """Return the IDs of all samples, and mark samples with a damaged value as invalid in ``checks``."""
         values = self.values(table)
         rows = self.rows_of(values.array)
         self.check(rows, values, checks)
@@ -169,12 +181,12 @@ class IdFeature(ABC):
         return self._cut(Ragged(rows, values.offsets, weights))
 
     def check(self, rows: Ints, values: Values, checks: RowChecks) -> None:
-        """Mark samples with damaged IDs as invalid.
+        """Mark samples with a damaged value as invalid.
 
         Args:
-            rows: row per value; set to 0 where invalid.
-            values: the values.
-            checks: checks of the samples.
+            rows: table row per value, [N]. A subclass sets invalid rows to 0.
+            values: values of all samples, N in total.
+            checks: updated with the invalid samples.
         """
         missing = None if self.null_remedy is None else is_missing(values.array)
         if missing is not None:
@@ -182,11 +194,20 @@ class IdFeature(ABC):
             checks.require(good, self.source, f"is null. {self.null_remedy}")
 
     def _weights(self, column: str, table: pa.Table, values: Values, checks: RowChecks) -> Floats:
+        """Return the weight per ID, float32 [N].
+
+        Args:
+            column: column with the weights.
+            table: rows of the data.
+            values: values of all samples, N in total.
+            checks: updated with samples that have a weight too many, too few, or not finite.
+        """
         array, offsets = values_of(table[column])
         weights = floats_of(array, None, "s")
         good = np.diff(offsets) == np.diff(values.offsets)
         if not good.all():
             checks.require(good, column, "has another number of weights than of ids")
+            # Weights of invalid samples are 0, so that there is a weight per ID.
             padded = np.zeros(len(values.array), np.float32)
             has_weights = np.repeat(good, np.diff(values.offsets))
             padded[has_weights] = weights[np.repeat(good, np.diff(offsets))]
@@ -196,6 +217,7 @@ class IdFeature(ABC):
         return weights.astype(np.float32)
 
     def _cut(self, ragged: Ragged) -> Ragged:
+        """Cut lists to ``max_length`` IDs."""
         if self.max_length is None:
             return ragged
         lengths = np.diff(ragged.offsets)
@@ -207,7 +229,12 @@ class IdFeature(ABC):
 
 
 def _with_list(kind: Kind, found: Kind | None) -> Kind:
-    """Return ``kind`` as a list kind, if the feature was fitted on lists."""
+    """Return the list kind for a kind of values if the feature was fitted on lists, otherwise ``kind``.
+
+    Args:
+        kind: kind of the values.
+        found: kind of the column when the feature was fitted; None: not fitted.
+    """
     return f"list of {kind}" if found is not None and found.startswith("list") else kind  # type: ignore[return-value]
 
 
@@ -216,15 +243,15 @@ LIST_KINDS: tuple[Kind, ...] = ("list of integer", "list of number", "list of te
 
 @dataclass(frozen=True, kw_only=True)
 class Hashed(IdFeature):
-    """Values hashed to rows. No fitting; values may share a row.
+    """ID feature that hashes values to table rows. Different values may share a row. Needs no fitting.
 
-    The row is the upper half of the 64-bit hash (`meshrec.data.features.hashes_of`, mixed with a nonzero
-    seed) times the number of rows, shifted down. With ``missing``, row 0 is reserved for null, NaN and the
-    empty string.
+    The hash is `meshrec.data.features.hashes_of`, mixed with the seed unless it is 0. Multiplying the upper
+    32 bits of the hash by the number of rows gives the row in the upper 32 bits of the product. With
+    ``missing``, row 0 is reserved, and values are hashed to the other rows.
 
     Args:
-        num_embeddings: row count.
-        seed: hash seed. A different seed causes different collisions.
+        num_embeddings: number of rows in the table.
+        seed: hash seed. With another seed, other values collide.
         missing: whether null, NaN and empty strings get row 0. Otherwise they are damage.
 
     Raises:
@@ -247,15 +274,20 @@ class Hashed(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Table rows."""
+        """Number of rows in the table."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
-        """Return rows for values."""
+        """Return the table row per value, int64 [n]."""
         return self.rows_of_hashes(*hashes_and_missing(array))
 
     def rows_of_hashes(self, hashes: UInt64s, missing: Bools | None) -> Ints:
-        """Return rows for hashed values."""
+        """Return the table row per value, int64 [n].
+
+        Args:
+            hashes: hash per value, uint64 [n].
+            missing: mask of missing values, [n]; None: no value is missing.
+        """
         # Seed 0 uses the plain hash, which is documented and must not change.
         if self.seed:
             hashes = mix(hashes, seed=self.seed)
@@ -274,11 +306,11 @@ class Hashed(IdFeature):
 
 @dataclass(frozen=True, kw_only=True)
 class Integer(IdFeature):
-    """Integers in ``[0, num_embeddings)`` used as rows. Other integers are damage.
+    """ID feature that uses integers in ``[0, num_embeddings)`` as table rows. Other integers are damage.
 
     Args:
-        num_embeddings: row count.
-        missing: row for null; None: null is damage.
+        num_embeddings: number of rows in the table.
+        missing: table row for null; None: null is damage.
 
     Raises:
         ValueError: ``num_embeddings`` is below 1, or ``missing`` is not a row; or as for `IdFeature`.
@@ -303,11 +335,11 @@ class Integer(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Table rows."""
+        """Number of rows in the table."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
-        """Return the integers; -1 outside the table."""
+        """Return the table row per value, int64 [n]; -1 for an integer outside the table."""
         array = decoded(array)
         rows = integers_of(array)
         if pa.types.is_decimal(array.type):  # beyond 64 bits, where `rows` are hashes
@@ -318,12 +350,12 @@ class Integer(IdFeature):
         return np.where(rows.view(np.uint64) < self.num_embeddings, rows, -1)
 
     def check(self, rows: Ints, values: Values, checks: RowChecks) -> None:
-        """Mark samples with IDs outside the table as invalid.
+        """Mark samples with an integer outside the table as invalid.
 
         Args:
-            rows: row per value; set to 0 where invalid.
-            values: the values.
-            checks: checks of the samples.
+            rows: table row per value, [N]; set to 0 where it is -1.
+            values: values of all samples, N in total.
+            checks: updated with the invalid samples.
         """
         outside = rows < 0
         if outside.any():
@@ -338,7 +370,7 @@ class Integer(IdFeature):
             rows[outside] = 0
 
     def row_of(self, value: Any) -> int:
-        """Return the integer. ValueError outside the table."""
+        """Return the integer, which is the table row. Raises ValueError for an integer outside the table."""
         row = IdFeature.row_of(self, value)
         if row < 0:
             raise ValueError(f"feature {self.name!r}: {value!r} lies outside [0, {self.num_embeddings}).")

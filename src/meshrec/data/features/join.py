@@ -1,4 +1,4 @@
-"""Columns of other tables, looked up by key, and columns that all samples of a request share."""
+"""Columns looked up in another table by a key, and columns that all samples in a request share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,20 @@ from meshrec.data.locations import is_csv
 from meshrec.data.samples import Bools
 
 _MAX_REPEATED_BYTES = 1 << 28
-"""Maximum bytes of a shared column repeated for samples."""
+"""Maximum bytes of a column that is copied from the shared row to all samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Columns from a small in-memory table; rows without a match get null.
+    """Columns that are looked up in another table, and added to the data.
+
+    A row of the data gets the values from the table row with the same key, or null without such a row. The
+    table is read from a file once, and stays in memory.
 
     Args:
-        path: Parquet or CSV file.
-        key: key column, in the data and in the file.
-        columns: columns to add.
+        path: Parquet or CSV file with the table.
+        key: column with the key, in the data and in the table. A key must not occur twice in the table.
+        columns: columns of the table to add.
     """
 
     path: str
@@ -31,18 +34,18 @@ class Join:
     columns: tuple[str, ...]
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return an error message for a key with the wrong kind, or None."""
+        """Return the error message if the key has another kind in the data than in the table, or None."""
         kind, data_kind = self.key_kind(), kinds[self.key]
         if data_kind == kind or {data_kind, kind} == {"integer", "number"}:
             return None
         return f"column {self.key!r} holds {data_kind}, and {kind} in {self.path}. Make them of one kind"
 
     def key_kind(self) -> Kind:
-        """Return the key's kind."""
+        """Return the kind of the key in the table."""
         return kind_of(self._table().schema.field(self.key).type)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the added columns' kinds."""
+        """Return the kinds of the added columns, by name."""
         return {field.name: kind_of(field.type) for field in self.fields()}
 
     def fields(self) -> list[Any]:
@@ -50,7 +53,11 @@ class Join:
         return [self._table().schema.field(name) for name in self.columns]
 
     def joined(self, table: pa.Table) -> pa.Table:
-        """Return the table with the added columns."""
+        """Return a table of the data with the added columns.
+
+        Raises:
+            DataError: a key in the data cannot be converted to the kind of keys in the other table.
+        """
         items = self._table()
         sorted_hashes, order = self.__dict__["_sorted"]
         try:
@@ -66,6 +73,9 @@ class Join:
         return table
 
     def _table(self) -> pa.Table:
+        """Return the table with the columns to add, loaded and indexed at the first call."""
+        # Cached on this frozen dataclass as long as it lives: "_loaded" is the table, and "_sorted" holds the
+        # sorted hashes of the keys, with their row numbers.
         table = self.__dict__.get("_loaded")
         if table is None:
             table = _read(self.path)
@@ -90,22 +100,22 @@ class Join:
         return table
 
     def to_json(self) -> dict[str, Any]:
-        """Return the join as plain JSON types."""
+        """Return the join as JSON types."""
         return {"path": self.path, "key": self.key, "columns": list(self.columns)}
 
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> "Join":
-        """Create a join from `to_json` output."""
+        """Create a join from the result of `to_json`."""
         return Join(path=saved["path"], key=saved["key"], columns=tuple(saved["columns"]))
 
 
 class RequestColumns:
-    """Per-sample columns, and columns with a single row shared by all samples.
+    """Columns of a request: some have a row per sample, others a single row that all samples share.
 
     Args:
-        table: per-sample columns.
-        shared: a single row; may have no columns.
-        joins: tables whose columns are added.
+        table: columns with a row per sample.
+        shared: columns with a single row for all samples; possibly no columns.
+        joins: joins that add columns to either table, depending on which has the key.
     """
 
     def __init__(self, table: pa.Table, shared: pa.Table, joins: Sequence[Join]) -> None:
@@ -117,7 +127,10 @@ class RequestColumns:
         self.table, self.shared = table, shared
 
     def table_of(self, columns: Sequence[str]) -> pa.Table:
-        """Return a table with some columns: the shared table if it has all of them.
+        """Return a table that has some columns, for a feature that reads them.
+
+        This is the shared table, with a single row, if it has all the columns. Otherwise it is the table with
+        a row per sample, to which shared columns are copied.
 
         Raises:
             DataError: too many bytes would be repeated for the samples.
@@ -137,7 +150,7 @@ class RequestColumns:
 
 
 def _without_value(chunks: Any) -> Bools:
-    """Return a mask of null and NaN rows."""
+    """Return the mask of rows with null or NaN."""
     missing: Bools = decoded(whole(chunks)).is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
     return missing
 

@@ -1,4 +1,4 @@
-"""IDs as 64-bit keys, for hashed tables that assign rows during training."""
+"""ID feature for hashed tables, which assign rows to 64-bit keys during training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,21 +23,22 @@ _EVICTIONS: dict[str, Callable[[], Eviction | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Key(IdFeature):
-    """Values as 64-bit keys of a hashed table (``meshrec.Hashed``).
+    """ID feature that converts values to 64-bit keys of a hashed table (``meshrec.Hashed``).
 
-    No vocabulary, and no collisions of rows. The table assigns rows to values seen in training, and evicts
-    them.
+    There is no vocabulary, and different keys do not share a row. The table admits keys that occur in
+    training, and evicts others when it is full.
 
-    An integer is its own key. A string's key is its 64-bit hash (`meshrec.data.features.hashes_of`): with a
-    billion strings, the probability of any collision is 3 %.
+    The key of an integer is the integer. The key of a string is its 64-bit hash
+    (`meshrec.data.features.hashes_of`). With a billion strings, the probability that any two have the same
+    key is 3 %.
 
     Args:
-        max_rows: maximum rows, over all ranks.
-        min_count: occurrences in training before a value is admitted.
-        evict: eviction policy of a full table: ``"lru"`` (least recently updated), ``"lfu"`` (least
-            frequently read), ``"lowest_norm"``, or ``"error"``: raise.
-        seed: seed for initial rows.
-        missing: null, NaN and empty strings share the key -2^63; otherwise they are damage.
+        max_rows: maximum number of rows in the table, over all ranks.
+        min_count: occurrences in training before a key is admitted.
+        evict: eviction policy of a full table: "lru" (least recently updated), "lfu" (least frequently
+            read), "lowest_norm", or "error" (raise an error).
+        seed: seed for the initial values of rows.
+        missing: whether null, NaN and empty strings get the key -2^63. Otherwise they are damage.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "text", "time", *LIST_KINDS)
@@ -64,21 +65,21 @@ class Key(IdFeature):
             raise ValueError(f"feature {self.name!r}: {error}") from error
 
     def keys(self) -> HashedKeys:
-        """Return the table's hashed key options."""
+        """Return the options of the hashed table."""
         admit = MinCount(self.min_count) if self.min_count > 1 else None
         return HashedKeys(max_rows=self.max_rows, admit=admit, evict=_EVICTIONS[self.evict](), seed=self.seed)
 
     @property
     def rows(self) -> int:
-        """Maximum rows."""
+        """Maximum number of rows in the table."""
         return self.max_rows
 
     def feature(self) -> Feature:
-        """Return the ID table for the model."""
+        """Return the feature as described to models, with the options of the hashed table."""
         return replace(IdFeature.feature(self), keys=self.keys())
 
     def rows_of(self, array: Any) -> Ints:
-        """Return int64 keys for values."""
+        """Return the key per value, int64 [n]."""
         if kind_of(array.type) == "text":
             hashes, missing = hashes_and_missing(array)
             keys = hashes.view(np.int64).copy()

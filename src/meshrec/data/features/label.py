@@ -1,4 +1,4 @@
-"""Labels: columns a model learns to predict."""
+"""Labels: columns that a model learns to predict."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,22 +13,29 @@ from meshrec.data.samples import Bools, Floats
 
 LabelKind = Literal["binary", "number", "class", "query"]
 _QUERY_BITS = 24
-"""Query hash bits that float32 represents: with Q queries, each collides with probability Q / 2^24."""
+"""Bits of a query hash, as many as float32 represents exactly. Among Q queries, a query has the same hash as
+another with a probability of about Q / 2^24.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """Column a model learns to predict.
+    """Column that a model learns to predict.
 
     Args:
-        column: numbers or booleans; with ``classes``, of any type.
-        kind: ``binary``: probability of 1; ``number``: value; ``class``: one of ``classes``; ``query``:
-            query, user or session within which samples are ranked, of any type.
-        classes: values of a class label, two or more. For a binary label: negative and positive value, such
-            as ``("no", "yes")``; none: the column is numbers or booleans.
-        missing: ``raise``: rows without a label are damage; ``skip``: they are omitted, and counted in
+        column: name of the column. It has numbers or booleans; with ``classes`` and for queries, values of
+            any kind.
+        kind: what the model predicts. "binary": the probability of 1. "number": the value. "class": which of
+            ``classes``. "query": nothing; the column has the query, user or session within which samples are
+            ranked.
+        classes: for a class label, two or more values. For a binary label, the negative and the positive
+            value, such as ``("no", "yes")``, or nothing for a column with numbers or booleans.
+        missing: "raise": a row without a label is damage. "skip": the row is omitted, and counted in
             ``Dataset.skipped``.
-        positive_from: for a binary label: minimum positive value; None: the column is in [0, 1].
+        positive_from: for a binary label, the smallest value that counts as 1. None: values are in [0, 1].
+
+    Raises:
+        ValueError: arguments do not fit together.
     """
 
     column: str
@@ -68,7 +75,7 @@ class Label:
             )
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return an error message for a column with the wrong kind, or None."""
+        """Return the error message if the label cannot be read from columns with these kinds, or None."""
         kind = kinds[self.column]
         if kind in ("integer", "number") or (self._is_categorical and kind in ("text", "time")):
             return None
@@ -79,11 +86,17 @@ class Label:
 
     @property
     def _is_categorical(self) -> bool:
-        """Whether values are compared only, and need not be numbers."""
+        """Whether values are only compared for equality, so that they need not be numbers."""
         return self.kind == "query" or bool(self.classes)
 
     def targets(self, array: Any) -> npt.NDArray[np.float64]:
-        """Return a binary or numeric label as float64, [n]; NaN for missing labels and unknown classes."""
+        """Return the labels of n rows, without checks, as float64 [n].
+
+        A label is a number, or the position in ``classes``; NaN for missing labels and unknown classes.
+
+        Args:
+            array: values of the column, an Arrow array.
+        """
         if self.classes:
             hits = self._hits(array)
             return np.where(hits.any(1), hits.argmax(1), np.nan)
@@ -93,14 +106,21 @@ class Label:
         return np.where(np.isnan(values), np.nan, values >= self.positive_from)
 
     def _hits(self, array: Any) -> Bools:
-        """Return whether each row has each class, [n, C]."""
+        """Return whether a row has a class, for all n rows and C classes, bool [n, C]."""
         names = [hashes_of(array_of([value]))[0] for value in self.classes]
         hits: Bools = hashes_of(array)[:, None] == np.array(names, np.uint64)
         missing = is_missing(array)
         return hits if missing is None else hits & ~missing[:, None]
 
     def encode(self, chunks: Any, checks: RowChecks) -> Floats:
-        """Return labels, [n] float32; null, NaN, and binary labels outside [0, 1] are damage."""
+        """Return the labels of n rows, float32 [n], and mark rows with a damaged label as invalid.
+
+        Null, NaN and infinity are damage, and so are binary labels outside [0, 1].
+
+        Args:
+            chunks: values of the column, an Arrow array or chunked array.
+            checks: updated with the invalid rows.
+        """
         if self._is_categorical:
             return self._codes(whole(chunks), checks)
         values = floats_of(whole(chunks), None, "s")
@@ -123,7 +143,7 @@ class Label:
         return labels
 
     def _codes(self, array: Any, checks: RowChecks) -> Floats:
-        """Return class numbers, or query hashes, exactly representable in float32."""
+        """Return a number per row that stands for the class or the query, float32 [n]; see `encode`."""
         missing = is_missing(array)
         if missing is not None:
             self._check_missing(missing, checks)
@@ -140,11 +160,11 @@ class Label:
         return codes
 
     def _check_missing(self, missing: Bools, checks: RowChecks) -> None:
-        """Mark rows without a label as invalid."""
+        """Mark rows without a label as invalid: as damage, or as omitted by ``missing="skip"``."""
         is_allowed = self.missing == "skip"
         remedy = "" if is_allowed else f". Set missing='skip' of label {self.column!r}"
         checks.require(~missing, self.column, f"has no label{remedy}", is_allowed=is_allowed)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the label as plain JSON types."""
+        """Return the label as JSON types."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Numbers and times as dense values."""
+"""Numeric features: numbers and times as dense values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,29 +23,29 @@ from meshrec.data.samples import Floats
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """Numeric or time column, converted to a column of ``Batch.dense``.
+    """Feature that converts a column with numbers or times to a column of ``Batch.dense``.
 
-    Enabled steps run in this order: part of a time; ``missing`` for null and NaN; ``log``; ``clip`` to
-    quantiles; ``standardize`` to mean 0 and deviation 1.
+    The conversion has these steps, in this order, if the arguments ask for them: take a part of a time;
+    replace null and NaN by ``missing``; ``log``; ``clip``; ``standardize``.
 
     Args:
-        name: feature name.
-        column: column to read; None: the column with the feature's name.
-        found: column kind when the feature was fitted; None: not fitted.
-        part: time part (UTC), such as "hour"; None: the number itself, or seconds since 1970.
-        unit: integer time unit.
+        name: name of the feature.
+        column: column to read; None: the column with the name of the feature.
+        found: kind of the column when the feature was fitted; None: not fitted.
+        part: part of a time in UTC, such as "hour". None: the number, or the time in seconds since 1970.
+        unit: unit of times that are numbers, counted from 1970; used only with ``part``.
         missing: value for null and NaN; None: they are damage. Infinity is always damage.
-        log: whether to take log(1 + x), with negative x as 0.
-        clip: two quantile shares, such as (0.01, 0.99), to clip at.
+        log: whether to replace x by log(1 + x), and negative x by 0.
+        clip: quantiles, such as (0.01, 0.99), at whose values smaller and larger numbers are clipped.
         standardize: whether to subtract the mean and divide by the standard deviation.
-        num_bins: bins with equally many training values. Models that embed numbers learn a piecewise-linear
-            function over them; other models read the value.
-        low: lower clipping bound; fitted.
-        high: upper clipping bound; fitted.
-        mean: mean; fitted.
-        deviation: standard deviation; fitted.
-        edges: bin edges; fitted.
-        time_format: strptime format for string times; None: ISO 8601.
+        num_bins: number of bins with equally many training values. Models that embed numbers learn a
+            piecewise-linear function with these bins; other models read the value.
+        low: lower clipping bound; set by fitting.
+        high: upper clipping bound; set by fitting.
+        mean: mean; set by fitting.
+        deviation: standard deviation; set by fitting.
+        edges: bin edges; set by fitting.
+        time_format: strptime format for times as text; None: ISO 8601.
 
     Raises:
         ValueError: ``part``, ``unit``, ``clip`` or ``num_bins`` is not allowed.
@@ -79,11 +79,11 @@ class Number:
 
     @property
     def source(self) -> str:
-        """Column name."""
+        """Name of the column to read."""
         return self.name if self.column is None else self.column
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return an error message for a column with the wrong kind, or None."""
+        """Return the error message if the feature cannot read a column with this kind; None if it can."""
         return wrong_kind(self, self.allowed, kinds, part=self.part or self.time_format)
 
     def columns(self) -> tuple[str, ...]:
@@ -97,7 +97,11 @@ class Number:
         )
 
     def fitted(self, sample: Any) -> "Number":
-        """Return the feature fitted to a column sample."""
+        """Return the feature fitted to a sample of the column, an Arrow array.
+
+        Raises:
+            DataError: the sample has no finite number.
+        """
         feature = replace(self, found=kind_of(sample.type))
         values = floats_of(sample, self.part, self.unit, self.time_format)
         values = feature._plain(values[~np.isinf(values)])
@@ -122,7 +126,12 @@ class Number:
         return replace(feature, low=low, high=high, mean=mean, deviation=deviation, edges=edges)
 
     def encode(self, chunks: Any, checks: RowChecks) -> Floats:
-        """Return a column's dense values, [n] float32, and mark samples with damaged ones as invalid."""
+        """Return the dense value per sample, float32 [n], and mark samples with a damaged value as invalid.
+
+        Args:
+            chunks: values of the column, an Arrow array or chunked array.
+            checks: updated with the invalid samples.
+        """
         values = floats_of(whole(chunks), self.part, self.unit, self.time_format)
         good = np.isfinite(values) if self.missing is None else ~np.isinf(values)
         if not good.all():
@@ -148,12 +157,16 @@ class Number:
         return dense
 
     def _plain(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Run the steps that need no fitting: replace missing values, and take the logarithm."""
         if self.missing is not None:
             values = np.where(np.isnan(values), self.missing, values)
         return np.log1p(np.maximum(values, 0)) if self.log else values
 
 
 def quantile_edges(values: npt.NDArray[np.float64], num_bins: int) -> tuple[float, ...]:
-    """Return edges of at most ``num_bins`` equally frequent bins, distinct in float32."""
+    """Return the edges of at most ``num_bins`` bins with about equally many values.
+
+    Edges are ascending and distinct in float32, so there may be fewer bins.
+    """
     edges = np.quantile(values, np.linspace(0, 1, num_bins + 1)).astype(np.float32)
     return tuple(np.unique(edges).tolist())

@@ -1,7 +1,7 @@
-"""Single-pass sketches: samples, distinct values and counts.
+"""Sketches, which summarize a column or a table in one pass: row samples, distinct values and counts.
 
-Merged sketches of data parts exactly equal the sketch of all data, for any parts in any order.
-Many machines therefore fit the same features as one.
+A sketch of data is computed by merging the sketches of its parts. The result is exactly the same for any
+parts in any order, so features fitted on many machines equal those fitted on one.
 """
 
 from collections.abc import Iterable
@@ -18,41 +18,43 @@ from meshrec.data.hashing import UInt64s, mix
 from meshrec.data.samples import Ints
 
 SAMPLE_ROWS = 65_536
-"""Rows in a `RowSample`. The quantiles' standard error is about 0.2 % of the rows."""
+"""Rows in a `RowSample`. A quantile of a sample has a standard error of about 0.2 % of the rows."""
 DISTINCT = 4096
-"""Hashes in a `Distinct`. The estimates' standard error is about 1.6 %."""
+"""Hashes in a `Distinct`. An estimate has a standard error of about 1.6 %."""
 
 _ROW_SEED = 0x5A3B  # another seed would draw other samples, and fit other quantiles
 
 
 class RowSample(NamedTuple):
-    """Rows whose row numbers have the smallest hashes: a random sample without replacement.
+    """Random sample of rows, without replacement: the rows whose row numbers have the smallest hashes.
 
-    ``hashes`` holds these hashes, ascending, and ``table`` the rows in the same order. With fewer rows than
-    the limit, the sample has all of them.
+    With fewer rows than the limit, the sample has all rows.
     """
 
     table: pa.Table
+    """The sampled rows, in ascending order of their hashes, which is a random order."""
     hashes: UInt64s
+    """Hash of the row number, per sampled row, ascending."""
 
     @staticmethod
     def of(table: pa.Table, rows: Ints, limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Return the rows whose numbers have the smallest hashes.
+        """Sample the rows of a part of the data.
 
         Args:
-            table: part of the data.
-            rows: row numbers in the whole data, [n].
-            limit: maximum sample rows.
+            table: n rows of the data.
+            rows: row numbers in the whole data, int64 [n].
+            limit: maximum number of sampled rows.
         """
         return _smallest(table, mix(rows.view(np.uint64), seed=_ROW_SEED), limit)
 
     def merged(self, other: "RowSample", limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Return the merged sample."""
+        """Return the sample of the rows in both parts of the data."""
         table = pa.concat_tables([self.table, other.table], promote_options="permissive")
         return _smallest(table, np.concatenate([self.hashes, other.hashes]), limit)
 
 
 def _smallest(table: pa.Table, hashes: UInt64s, limit: int) -> RowSample:
+    """Return at most ``limit`` rows with the smallest hashes."""
     # Linear time. Only the selected hashes are sorted.
     selected = np.argpartition(hashes, limit)[:limit] if len(hashes) > limit else np.arange(len(hashes))
     order = selected[np.argsort(hashes[selected])]
@@ -60,21 +62,23 @@ def _smallest(table: pa.Table, hashes: UInt64s, limit: int) -> RowSample:
 
 
 class Distinct(NamedTuple):
-    """Estimate of the number of distinct values from the smallest hashes; exact below the limit.
+    """Estimate of the number of distinct values, from the smallest hashes of values.
 
-    Bar-Yossef et al.: "Counting distinct elements in a data stream" (2002).
+    Exact for fewer values than the limit. See Bar-Yossef et al.: "Counting distinct elements in a data
+    stream" (2002).
     """
 
     hashes: UInt64s
+    """The smallest hashes, ascending and distinct."""
 
     @staticmethod
     def of(array: Any, limit: int = DISTINCT) -> "Distinct":
-        """Sketch an Arrow array of numbers or strings; nulls and empty strings do not count."""
+        """Sketch an Arrow array. Null, NaN and the empty string are not counted as values."""
         hashes, missing = hashes_and_missing(array)
         return Distinct(np.unique(hashes if missing is None else hashes[~missing])[:limit])
 
     def merged(self, other: "Distinct", limit: int = DISTINCT) -> "Distinct":
-        """Return the merged sketch."""
+        """Return the sketch of the values in both sketches."""
         return Distinct(np.unique(np.concatenate([self.hashes, other.hashes]))[:limit])
 
     def count(self, limit: int = DISTINCT) -> int:
@@ -88,14 +92,16 @@ class Distinct(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Exact occurrence counts by value."""
+    """Exact number of occurrences of every distinct value."""
 
     values: Any
+    """Distinct values, an Arrow array."""
     counts: Any
+    """Number of occurrences per value, an Arrow array with int64."""
 
     @staticmethod
     def of(array: Any) -> "Counts":
-        """Count an Arrow array of numbers or strings; nulls, NaN and empty strings do not count."""
+        """Count the values in an array of numbers or strings, without null, NaN and the empty string."""
         array = array.drop_null()
         if pa.types.is_decimal(array.type) and array.type.scale <= 0:
             array = as_integers(array)
@@ -108,7 +114,7 @@ class Counts:
         return Counts(counted.field("values"), counted.field("counts").cast(pa.int64()))
 
     def merged(self, other: "Counts") -> "Counts":
-        """Return the merged counts."""
+        """Return the counts of the values in both arrays together."""
         # Files may use different widths, and floats for integers with nulls.
         tables = [self._table(), other._table()]
         kinds = {table.schema.field("value").type for table in tables}
@@ -124,7 +130,7 @@ class Counts:
         return Counts(summed["value"].combine_chunks(), summed["count_sum"].combine_chunks())
 
     def by_count(self) -> "Counts":
-        """Return values by descending count, then by value."""
+        """Return the counts with the most frequent value first; equally frequent values ascend."""
         order = pc.sort_indices(
             self._table(),
             sort_keys=[("count", "descending"), ("value", "ascending")],
@@ -132,7 +138,11 @@ class Counts:
         return Counts(self.values.take(order), self.counts.take(order))
 
     def with_values(self, values: Any) -> "Counts":
-        """Replace the values, and merge the counts of equal ones."""
+        """Return the counts for converted values, adding up the counts of values that became equal.
+
+        Args:
+            values: converted value per count, in the same order.
+        """
         return Counts(values, self.counts).merged(Counts(values.slice(0, 0), self.counts.slice(0, 0)))
 
     def _table(self) -> pa.Table:
@@ -140,5 +150,5 @@ class Counts:
 
 
 def _scale(kinds: Iterable[pa.DataType]) -> int:
-    """Return the decimal scale that represents all types."""
+    """Return the largest scale of the decimal types, which represents the values of all types."""
     return max((kind.scale for kind in kinds if pa.types.is_decimal(kind)), default=0)

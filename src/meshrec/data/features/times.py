@@ -1,4 +1,4 @@
-"""Timestamps of history items, not read by any table."""
+"""Feature with the timestamps of history items, which are read by models but not by an embedding table."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,15 +12,15 @@ from meshrec.data.features.values import Kind, Values, converted, integers_of, k
 from meshrec.data.samples import Ints
 
 _TOO_LATE = 10**11
-"""Later times, after the year 5000, are not plausible seconds since 1970."""
+"""Limit of plausible times, in seconds since 1970: after the year 5000."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times(IdFeature):
-    """Lists of timestamps in whole seconds since 1970, for the items in a history.
+    """Timestamps of the items in a history: lists of whole seconds since 1970, not decreasing.
 
     Args:
-        history: item column.
+        history: column with the items. A row has as many timestamps as items.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "list of integer", "list of number")
@@ -35,15 +35,15 @@ class Times(IdFeature):
 
     @property
     def rows(self) -> int:
-        """0: no table reads them."""
+        """Number of table rows: 0, because no table reads timestamps."""
         return 0
 
     def columns(self) -> tuple[str, ...]:
-        """Return the timestamp and item columns."""
+        """Return the columns with the timestamps and the items."""
         return (self.source, self.history)
 
     def values(self, table: pa.Table) -> Values:
-        """Return the timestamps.
+        """Return the timestamps of all rows, after checking them.
 
         Raises:
             DataError: a row has different numbers of timestamps and items, or the timestamps decrease or are
@@ -62,7 +62,12 @@ class Times(IdFeature):
         return times
 
     def _check_order(self, seconds_N: Ints, offsets: Ints) -> None:
-        """Raise DataError for a timestamp that is implausibly late, or earlier than the previous one."""
+        """Raise DataError for a timestamp that is implausibly late, or earlier than the previous one.
+
+        Args:
+            seconds_N: timestamps of all rows.
+            offsets: start of every row in ``seconds_N``, and the end of the last row.
+        """
         falls = np.diff(seconds_N) < 0
         inner = offsets[(offsets > offsets[0]) & (offsets < offsets[-1])] - offsets[0]
         # A decrease between the lists of two rows is fine.

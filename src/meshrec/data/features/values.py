@@ -1,4 +1,4 @@
-"""Arrow column conversion for features: plain values, lists, numbers, date parts."""
+"""Conversion of Arrow columns for features: to flattened lists, numbers, hashes, times and parts of times."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,8 +23,15 @@ from meshrec.data.samples import Bools, Ints
 Kind = Literal[
     "number", "integer", "text", "time", "list of integer", "list of number", "list of text", "other"
 ]
+"""Kind of the values in a column, regardless of width and memory layout.
+
+"number" is a float, or a decimal with a scale above 0. "text" includes binary values. "time" is a date, a
+timestamp or a time of day. "other" cannot be read.
+"""
 DatePartName = Literal["year", "month", "day", "weekday", "hour", "minute", "days"]
+"""Part of a time in UTC. "days" is the number of days since 1970."""
 TimeUnit = Literal["s", "ms", "us", "ns"]
+"""Unit of a time since 1970 that is stored as a number."""
 
 DATE_PARTS: dict[str, int] = {
     "year": 0,
@@ -34,37 +41,39 @@ DATE_PARTS: dict[str, int] = {
     "hour": 24,
     "minute": 60,
 }
-"""Number of values per part, from 0; 0: unlimited (years)."""
+"""Number of different values of a time part, which are counted from 0; 0: unlimited (years)."""
 
 _ENDS: dict[TimeUnit, float] = {"s": 9e12, "ms": 9e15, "us": 9e18, "ns": 9e18}
-"""Larger times exceed int64 in microseconds or nanoseconds."""
+"""Limit of times per unit: larger ones exceed int64 in microseconds (or nanoseconds, for "ns")."""
 
 
 class Values(NamedTuple):
-    """Concatenated values; sample i has those in ``[offsets[i], offsets[i + 1])``."""
+    """Values of n samples, concatenated. Sample i has ``array[offsets[i] : offsets[i + 1]]``."""
 
     array: Any
+    """Arrow array with the N values of all samples."""
     offsets: Ints
+    """Start per sample, and the end of the last sample, int64 [n + 1]."""
 
     def where(self, mask: Bools) -> "Values":
-        """Return the values selected by a mask, for the same samples."""
+        """Return the same samples with only the values that a mask [N] selects."""
         before = np.zeros(len(mask) + 1, np.int64)
         np.cumsum(mask, out=before[1:])
         return Values(self.array.filter(pa.array(mask)), before[self.offsets])
 
     def samples_without(self, mask: Bools) -> Bools:
-        """Return which samples have none of the values selected by a mask."""
+        """Return the mask [n] of the samples that have none of the values that a mask [N] selects."""
         before = np.concatenate([[0], np.cumsum(mask)])
         good: Bools = before[self.offsets[1:]] == before[self.offsets[:-1]]
         return good
 
     def lists(self) -> Any:
-        """Return an Arrow array with a list of values per sample."""
+        """Return an Arrow list array with a list of values per sample."""
         return pa.LargeListArray.from_arrays(self.offsets, self.array)
 
 
 def kind_of(kind: pa.DataType) -> Kind:
-    """Return the value kind of an Arrow type, regardless of width and layout."""
+    """Return the kind of the values in columns with an Arrow type."""
     kind = plain_type(kind)
     if pa.types.is_dictionary(kind):
         return kind_of(kind.value_type)
@@ -84,7 +93,7 @@ def kind_of(kind: pa.DataType) -> Kind:
 
 
 def array_of(values: Sequence[Any]) -> Any:
-    """Create an Arrow array from Python values; integers beyond int64 become uint64 or decimals."""
+    """Create an Arrow array from Python values. Integers beyond int64 give an array of uint64 or decimals."""
     integers = [value for value in values if isinstance(value, int)]
     low, high = min(integers, default=0), max(integers, default=0)
     if low >= -(1 << 63) and high < 1 << 63:
@@ -112,13 +121,17 @@ def _strings(array: Any) -> Any:
 
 
 def whole(chunks: Any) -> Any:
-    """Combine chunks into a single `plain` array."""
+    """Convert an Arrow array or chunked array to a single array with a `plain` type."""
     chunks = plain(chunks)
     return chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
 
 
 def values_of(chunks: Any) -> Values:
-    """Return a column's values, with lists flattened; null lists are empty."""
+    """Return the values of a column, with lists flattened. A null list is an empty list.
+
+    Args:
+        chunks: Arrow array or chunked array, with a row per sample.
+    """
     array = whole(chunks)
     if not is_list(array.type):
         return Values(array, np.arange(len(array) + 1, dtype=np.int64))
@@ -129,10 +142,13 @@ def values_of(chunks: Any) -> Values:
 
 
 def converted(array: Any, kind: Kind) -> Any:
-    """Convert integral numbers to integers, or integers to numbers, if ``kind`` requires it.
+    """Convert numbers to integers, or integers to floats, if the fitted kind of the column requires it.
 
-    An integer column is a float column in files where it has nulls. Other arrays are returned unchanged. For
-    lists, ``array`` holds the flattened values.
+    For example, files may have floats in an integer column with nulls. Other arrays are returned unchanged.
+
+    Args:
+        array: values of a column, an Arrow array. For lists, the flattened values.
+        kind: kind of the column when the feature was fitted.
 
     Raises:
         ValueError: numbers are not integral, or too large for exact floats.
@@ -148,7 +164,10 @@ def converted(array: Any, kind: Kind) -> Any:
 
 
 def one_number(array: Any) -> Any:
-    """Convert integral decimals and floats to integers, other numbers to floats without negative zero."""
+    """Convert decimals or floats to integers if all are integral, otherwise to floats with 0.0 for -0.0.
+
+    So equal numbers are equal in columns with different types. Other arrays are returned unchanged.
+    """
     values = decoded(array)
     if kind_of(array.type) != "number" and not pa.types.is_decimal(values.type):
         return array
@@ -159,7 +178,7 @@ def one_number(array: Any) -> Any:
 
 
 def is_whole(array: Any) -> bool:
-    """Return whether all numbers are 64-bit integers, or decimals without fractions."""
+    """Return whether all numbers in an Arrow array are integral, and floats fit 64-bit integers."""
     try:
         as_integers(decoded(array))
     except ValueError:
@@ -168,18 +187,28 @@ def is_whole(array: Any) -> bool:
 
 
 def split_values_of(chunks: Any, separator: str) -> Values:
-    """Split a column's strings into values, stripped and without empty ones."""
+    """Split the strings of a column into values, without surrounding blanks and without empty values.
+
+    Args:
+        chunks: strings, an Arrow array or chunked array.
+        separator: string between values.
+    """
     parts, offsets = values_of(pc.split_pattern(_strings(whole(chunks)), separator))
     parts = pc.utf8_trim_whitespace(parts)
     return Values(parts, offsets).where(pc.not_equal(parts, "").to_numpy(zero_copy_only=False))
 
 
 def hashes_of(array: Any) -> UInt64s:
-    """Return 64-bit hashes: equal for equal numbers of any width, and for equal strings.
+    """Return the hash per value of an Arrow array, uint64 [n].
 
-    Integers, and decimals without a scale: `mix` of the number. Dates and times: `mix` of microseconds since
-    1970, UTC, or since midnight. Strings and binaries: `hash_bytes` of UTF-8. Other numbers: `mix` of the
-    float64 bits. Nulls and NaN hash like 0 or the empty string.
+    Equal numbers have equal hashes for all integer widths, and equal strings for all string types:
+
+    - Integers, and decimals without a scale: `mix` of the number.
+    - Dates and times: `mix` of the microseconds since 1970 in UTC, or since midnight.
+    - Strings and binaries: `hash_bytes` of the bytes, in UTF-8.
+    - Other numbers: `mix` of the bits of the float64.
+
+    Null and NaN have the hash of 0 or of the empty string.
 
     Example::
 
@@ -191,7 +220,10 @@ def hashes_of(array: Any) -> UInt64s:
 
 
 def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
-    """Return `hashes_of` the array, and a mask of nulls, NaN and empty strings; None if there are none."""
+    """Return the hash per value, uint64 [n], and the mask of missing values, bool [n].
+
+    Missing values are null, NaN and the empty string. The mask is None if there are none.
+    """
     array = plain(array)
     if pa.types.is_dictionary(array.type):
         return _by_dictionary(array)
@@ -203,7 +235,10 @@ def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
 
 
 def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
-    """Hash every dictionary value once, unless most of them are unused."""
+    """Return hashes and mask of a dictionary array, see `hashes_and_missing`.
+
+    Hashes every dictionary value once, unless more than half of them must be unused.
+    """
     if len(array.dictionary) > 2 * len(array):
         return hashes_and_missing(array.dictionary_decode())
     index = array.indices
@@ -221,9 +256,10 @@ def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
 
 
 def integers_of(array: Any) -> Ints:
-    """Return int64: integers, times in microseconds, float bits (-0.0 as 0.0); 0 for null and NaN.
+    """Return an int64 per value of an Arrow array that identifies the value, [n].
 
-    Integral decimals beyond 64 bits become a hash.
+    This is the integer; the time in microseconds; or the bits of the float64, the same for -0.0 and 0.0. A
+    decimal without a scale that exceeds 64 bits is represented by a hash. Null and NaN give 0.
     """
     array = plain(array)
     kind = array.type
@@ -242,7 +278,7 @@ def integers_of(array: Any) -> Ints:
 
 
 def is_missing(array: Any) -> Bools | None:
-    """Return a mask of nulls, NaN and empty strings; None if there are none."""
+    """Return the mask of null, NaN and the empty string in an Arrow array, [n]; None if there are none."""
     array = plain(array)
     text = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
     values = decoded(array)
@@ -259,15 +295,13 @@ def is_missing(array: Any) -> Bools | None:
 def floats_of(
     array: Any, part: DatePartName | None, unit: TimeUnit, time_format: str | None = None
 ) -> npt.NDArray[np.float64]:
-    """Return float64, NaN for null.
-
-    Times, including ISO 8601 strings, become their ``part`` (UTC), or seconds since 1970.
+    """Convert numbers or times to float64 [n], with NaN for null.
 
     Args:
-        array: numbers, times or strings.
-        part: time part, or None.
-        unit: integer time unit.
-        time_format: strptime format for string times; None: ISO 8601.
+        array: numbers, times, or times as text: an Arrow array or chunked array.
+        part: part of the times to return, in UTC. None: numbers as they are, and times in seconds since 1970.
+        unit: unit of times that are numbers; used only with ``part``.
+        time_format: strptime format for times as text; None: ISO 8601.
     """
     array = decoded(whole(array))
     if part is None and not pa.types.is_temporal(array.type) and not is_text(array.type):
@@ -279,14 +313,12 @@ def floats_of(
 
 
 def microseconds_of(array: Any, unit: TimeUnit, time_format: str | None = None) -> Ints:
-    """Return times as microseconds since 1970, UTC.
-
-    Fractions are used down to microseconds.
+    """Convert times to microseconds since 1970 in UTC, int64 [n].
 
     Args:
-        array: numbers, times or strings, without nulls.
-        unit: unit of numbers.
-        time_format: strptime format of strings; None: ISO 8601.
+        array: numbers, times, or times as text, without null: an Arrow array or chunked array.
+        unit: unit of times that are numbers. Fractions of the unit count, down to microseconds.
+        time_format: strptime format for times as text; None: ISO 8601.
 
     Raises:
         DataError: a string is not a time, or a number is NaN or too large.
@@ -300,12 +332,12 @@ def microseconds_of(array: Any, unit: TimeUnit, time_format: str | None = None) 
 
 
 def parsed_times(strings: Any, time_format: str | None = None) -> Any:
-    """Parse strings as times in microseconds, UTC; null and empty strings become null.
+    """Parse strings as Arrow timestamps in microseconds, in UTC. Null and empty strings become null.
 
     Digits beyond microseconds are truncated.
 
     Args:
-        strings: strings or binaries.
+        strings: an Arrow array of strings or binaries.
         time_format: strptime format; None: ISO 8601.
 
     Raises:
@@ -333,7 +365,7 @@ def parsed_times(strings: Any, time_format: str | None = None) -> Any:
 
 
 def is_utf8(array: Any) -> bool:
-    """Return whether all strings or binaries are UTF-8."""
+    """Return whether all strings or binaries in an Arrow array are UTF-8."""
     try:
         decoded(array).cast(pa.large_string())
     except pa.ArrowInvalid:
@@ -342,7 +374,7 @@ def is_utf8(array: Any) -> bool:
 
 
 def are_times(strings: Any) -> bool:
-    """Return whether all non-empty strings are ISO 8601 dates or times."""
+    """Return whether all strings in an Arrow array, except empty ones, are ISO 8601 dates or times."""
     strings = decoded(whole(strings))
     try:
         # Arrow also parses years and months as dates, but such strings are usually other codes.
@@ -356,18 +388,29 @@ def are_times(strings: Any) -> bool:
 
 
 def parts_of(array: Any, part: DatePartName, unit: TimeUnit, time_format: str | None = None) -> Any:
-    """Return a part of dates and times (UTC) as integers from 0, null for null or NaN.
+    """Return a part of the times in a column, in UTC, as an Arrow array of int64; null for null or NaN.
+
+    Months, days and weekdays are counted from 0: January, the first day of a month, and Monday are 0.
 
     Args:
-        array: times, integers or strings.
-        part: part of times.
-        unit: integer time unit.
-        time_format: strptime format for string times; None: ISO 8601.
+        array: numbers, times, or times as text: an Arrow array or chunked array.
+        part: part to return.
+        unit: unit of times that are numbers.
+        time_format: strptime format for times as text; None: ISO 8601.
     """
     return _part(_times(decoded(whole(array)), unit, time_format), part)
 
 
 def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:
+    """Convert numbers, times, or times as text to Arrow timestamps in microseconds, without a time zone.
+
+    Null, NaN, infinity and times beyond the limit of int64 become null.
+
+    Args:
+        array: Arrow array without dictionary encoding.
+        unit: unit of times that are numbers.
+        time_format: strptime format for times as text; None: ISO 8601.
+    """
     if is_text(array.type):
         return parsed_times(array, time_format)
     if pa.types.is_timestamp(array.type):
@@ -384,7 +427,7 @@ def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:
 
 
 def _microseconds(array: Any, unit: TimeUnit) -> Any:
-    """Convert numbers in a unit to microseconds, floored, int64."""
+    """Convert numbers in a time unit to microseconds, rounded down, as an Arrow array of int64."""
     kind = array.type
     missing = array.is_null().to_numpy(zero_copy_only=False)
     power = {"s": 6, "ms": 3, "us": 0, "ns": -3}[unit]
@@ -407,6 +450,7 @@ def _microseconds(array: Any, unit: TimeUnit) -> Any:
 
 
 def _part(times: Any, part: DatePartName) -> Any:
+    """Return a part of Arrow timestamps, counted from 0; see `parts_of`."""
     if part == "days":
         return pc.days_between(pa.scalar(0, pa.int64()).cast(times.type), times)
     functions = {

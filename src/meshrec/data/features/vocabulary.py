@@ -1,4 +1,4 @@
-"""Vocabulary of frequent training values, with a row each."""
+"""ID feature with a vocabulary: frequent training values have a table row each."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -27,21 +27,22 @@ from meshrec.data.samples import Bools, Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary(IdFeature):
-    """Frequent training values with a row each; other values share rows.
+    """ID feature in which frequent training values have a table row each. All other values share some rows.
 
-    Row 0 is for null, NaN and the empty string, rows ``[1, 1 + num_unseen)`` for other values (by hash), and
-    the following rows for the vocabulary, most frequent value first.
+    Row 0 is for null, NaN and the empty string. Rows ``[1, 1 + num_unseen)`` are for values outside the
+    vocabulary, by hash. The following rows are for the vocabulary, with the most frequent value first.
 
     Args:
-        min_count: minimum occurrences in training; features sharing a table are counted together.
-        max_size: maximum vocabulary size; the most frequent values are retained.
-        num_unseen: rows for values outside the vocabulary.
-        num_embeddings: table rows; None: as needed.
-        vocabulary: the values; fitted.
-        known_only: drop values outside the vocabulary, and treat null as damage. For logs
-            (`meshrec.data.logs.interactions`), where no training sample has unseen rows.
-        also: with ``known_only``, a second list column, appended to the first. A request may then leave out
-            the first.
+        min_count: minimum number of occurrences in training. Features that share a table are counted
+            together.
+        max_size: maximum number of values in the vocabulary, of which the most frequent are retained.
+        num_unseen: number of rows for values outside the vocabulary.
+        num_embeddings: number of rows in the table; None: as many as needed.
+        vocabulary: values in the vocabulary; set by fitting.
+        known_only: whether to drop values outside the vocabulary, and treat null as damage. For models of
+            interaction logs (`meshrec.data.logs.interactions`), which have no such values in training.
+        also: with ``known_only``, a second list column, whose values are appended to those of the first. A
+            request may then leave out the first.
 
     Raises:
         ValueError: ``min_count`` or ``num_unseen`` is below 1; or as for `IdFeature`.
@@ -69,31 +70,31 @@ class Vocabulary(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Table rows."""
+        """Number of rows in the table."""
         need_fitted(self)
         return self.num_embeddings or self._first + len(self.vocabulary)
 
     @property
     def _first(self) -> int:
-        """Table row for the first vocabulary value."""
+        """Table row of the first value in the vocabulary."""
         return 1 + self.num_unseen
 
     def columns(self) -> tuple[str, ...]:
         return (*IdFeature.columns(self), *([] if self.also is None else [self.also]))
 
     def values(self, table: pa.Table) -> Values:
-        """Return the values to convert, without unseen ones for ``known_only``."""
+        """Return the values to convert. With ``known_only``, values outside the vocabulary are dropped."""
         values = IdFeature.values(self, table)
         if self.also is not None:
             values = _concatenated_lists(values, values_of(table[self.also]))
         return values.where(self._is_usable(values.array)) if self.known_only else values
 
     def aligned(self, table: pa.Table, parallel: str) -> pa.Table:
-        """Remove values dropped by ``known_only`` from list columns.
+        """Remove the values that ``known_only`` drops from the feature's column and from a parallel column.
 
         Args:
-            table: table with the feature's column, lists.
-            parallel: parallel list column, such as timestamps.
+            table: table with both list columns.
+            parallel: list column with an entry per value of the feature's column, such as timestamps.
         """
         items, parallel_values = values_of(table[self.source]), values_of(table[parallel])
         if not np.array_equal(items.offsets, parallel_values.offsets):
@@ -105,7 +106,7 @@ class Vocabulary(IdFeature):
         return table
 
     def _is_usable(self, array: Any) -> Bools:
-        """Return which values are in the vocabulary, or missing (reported as damage later)."""
+        """Return the mask of values that are in the vocabulary or missing; `check` reports missing ones."""
         hashes, missing = hashes_and_missing(array)
         is_present = self.lookup(hashes) >= 0
         return is_present if missing is None else is_present | missing
@@ -115,7 +116,11 @@ class Vocabulary(IdFeature):
         return "Leave it out" if self.known_only else None
 
     def fitted_counts(self, kind: Kind, counts: Counts) -> "Vocabulary":
-        """Return the feature with the frequent values of the training data.
+        """Return the feature fitted to training data.
+
+        Args:
+            kind: kind of the column.
+            counts: number of occurrences by value, in all features that share the table.
 
         Raises:
             DataError: the vocabulary exceeds the table, or has bytes that are not text.
@@ -143,7 +148,7 @@ class Vocabulary(IdFeature):
         return replace(self, found=kind, vocabulary=ordered.values.slice(0, size))
 
     def rows_of(self, array: Any) -> Ints:
-        """Return rows for values."""
+        """Return the table row per value, int64 [n]."""
         need_fitted(self)
         hashes, missing = hashes_and_missing(array)
         rows = self.lookup(hashes)
@@ -155,7 +160,7 @@ class Vocabulary(IdFeature):
         return rows
 
     def lookup(self, hashes: UInt64s) -> Ints:
-        """Return the rows of hashed values; -1 outside the vocabulary."""
+        """Return the table row per hashed value, int64 [n]; -1 for a value outside the vocabulary."""
         sorted_hashes, order = self._index()
         if not len(sorted_hashes):
             return np.full(len(hashes), -1, np.int64)
@@ -165,7 +170,7 @@ class Vocabulary(IdFeature):
         return np.where(sorted_hashes[positions] == hashes, order[positions] + self._first, -1)
 
     def lookup_values(self, array: Any) -> Ints:
-        """Return the rows of values; -1 for missing values and values outside the vocabulary."""
+        """Return the table row per value, int64 [n]; -1 if it is missing or outside the vocabulary."""
         hashes, missing = hashes_and_missing(self._as_fitted(array))
         rows = self.lookup(hashes)
         if missing is not None:
@@ -173,7 +178,7 @@ class Vocabulary(IdFeature):
         return rows
 
     def _index(self) -> tuple[UInt64s, Ints]:
-        """Return sorted hashes, and their positions in the vocabulary."""
+        """Return the hashes of the vocabulary, ascending, and the position in the vocabulary per hash."""
         index: tuple[UInt64s, Ints] | None = self.__dict__.get("_sorted")
         if index is None:
             hashes = hashes_of(self.vocabulary)
@@ -189,7 +194,7 @@ class Vocabulary(IdFeature):
 
 
 def _concatenated_lists(first: Values, second: Values) -> Values:
-    """Concatenate the values per sample."""
+    """Return samples with the values of ``first``, followed by the values of ``second``."""
     samples = np.arange(len(first.offsets) - 1)
     owners = np.concatenate([np.repeat(samples, np.diff(values.offsets)) for values in (first, second)])
     array = pa.concat_arrays([first.array, second.array.cast(first.array.type)])
@@ -197,9 +202,17 @@ def _concatenated_lists(first: Values, second: Values) -> Values:
 
 
 def _of_one_kind(kind: Kind, values: Any) -> tuple[Kind, Any]:
-    """Convert to the fitted kind if all values are integral: some files have integers, others floats.
+    """Convert vocabulary values, which may come from files with different types, to integers or floats.
 
-    Integral decimals, and numbers in lists, become integers, whatever their scale.
+    Values become floats in a column of floats, and where some value has a fraction. Otherwise they become
+    integers, also from decimals with a scale and from lists of floats.
+
+    Args:
+        kind: kind of the column.
+        values: distinct values, an Arrow array of numbers.
+
+    Returns:
+        The kind for the fitted feature, and the converted values.
     """
     lists = "list of " if kind.startswith("list") else ""
     if kind != "number" or pa.types.is_decimal(values.type):
