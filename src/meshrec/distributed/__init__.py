@@ -1,4 +1,8 @@
-"""Sharded execution: plans, meshes, and the sharded modules."""
+"""Sharded embedding modules, with the plans, meshes and wire formats they need.
+
+Start with ``routing.py`` ([Note: how a plan becomes routes]) and ``sharded_tables.py`` ([Note: the stages of
+a batch]).
+"""
 
 from meshrec.comms.agreement import verify_same_plan
 from meshrec.comms.collectives import measure_traffic

@@ -1,4 +1,9 @@
-"""Admission and eviction for hashed tables in a sharded module."""
+"""Connect a sharded module to the admission and eviction of rows in its hashed tables.
+
+A hashed table gives rows only to IDs that training has seen often enough (admission), and takes rows away
+from IDs that are no longer used (eviction). All ranks must select the same IDs, so they sum counts over the
+ranks.
+"""
 
 from collections.abc import Sequence
 
@@ -15,26 +20,31 @@ from meshrec.tables.storage import RowStorage
 
 
 class ShardRanks:
-    """The ranks of the shard axis, as the ``RankGroup`` over which hashed tables count rows."""
+    """The ranks on the shard axis, as the `RankGroup` over which hashed tables sum their counts.
+
+    Args:
+        routing: the compiled plan, which says which ranks have columns in the same rows.
+        axis: the shard axis.
+    """
 
     def __init__(self, routing: Routing, axis: Axis) -> None:
         self._routing, self._axis = routing, axis
         self.rank, self.size = axis.rank, axis.size
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum ``values`` over the ranks in place and return them. Collective."""
+        """Sum ``values`` elementwise over all ranks, in place, and return them. Collective."""
         all_reduce(values, self._axis, "rows of hashed tables")
         return values
 
     def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
-        """Sum values per row over the column shards of a table, on all ranks. Collective.
+        """Sum a value per row, such as a squared norm, over all ranks with columns in the row. Collective.
 
         Args:
             table: table number.
-            values: for every local rectangle of the table, a value per touched row, [U].
+            values: for every rectangle of the table on this rank, a partial value per touched row, [U].
 
         Returns:
-            For every local rectangle, the sums [U].
+            For every rectangle, the sums over all columns of the table, [U].
         """
         peers = ColumnPeers(self._routing, self._axis, [table])
         return [row_sums[:, 0] for row_sums in peers.sum_columns([value[:, None] for value in values])]
@@ -43,17 +53,18 @@ class ShardRanks:
 def create_admissions(
     routing: Routing, storages: Sequence[RowStorage], env: ShardingEnv, split: LocalShards, local: LocalShards
 ) -> tuple[AdmissionEviction | None, AdmissionEviction | None]:
-    """Create the admission and eviction of hashed tables, separately for split and data-parallel tables.
+    """Create the objects that admit and evict rows in hashed tables.
 
     Args:
         routing: the compiled plan.
         storages: row storage by table number.
         env: the ranks.
-        split: local shards of the split tables.
-        local: data-parallel tables.
+        split: this rank's shards of the tables that are split over ranks.
+        local: this rank's copies of the data-parallel tables.
 
     Returns:
-        The objects for the split and for the data-parallel tables; None if these include no hashed table.
+        An object for the split tables and an object for the data-parallel tables. Either is None without
+        hashed tables.
     """
     pair: list[AdmissionEviction | None] = []
     for replicated, held in ((False, split), (True, local)):
@@ -65,10 +76,11 @@ def create_admissions(
             for t, storage in enumerate(storages)
             if is_growable(storage) and routing.replicated[t] == replicated
         }
-        # A rectangle's number is its index in this flat list; gradients use the same numbers.
+        # Rectangle numbers are indices in this flat list. Gradients and lookups use the same numbers.
         tables = [table for shard in held.held for table in shard.tables]
         rectangles = {i: table for i, table in enumerate(tables) if has_growable_rows(table)}
-        # Replicas see the same updates, so they agree without a rank group.
+        # Data-parallel tables get the same updates on all ranks, so all ranks select the same IDs without
+        # communication.
         intervals = {t: [routing.tables[t].keys] if replicated else routing.intervals(t) for t in hashed}
         ranks = None if replicated or env.shard.size == 1 else ShardRanks(routing, env.shard)
         pair.append(AdmissionEviction(rectangles, hashed, intervals, ranks) if hashed else None)
@@ -78,18 +90,19 @@ def create_admissions(
 def check_hashed(
     routing: Routing, storages: Sequence[RowStorage], env: ShardingEnv, across_nodes: str
 ) -> None:
-    """Check that the plan and the sharder's options allow hashed tables.
+    """Check that hashed tables work with this plan and with the sharder's options.
 
     Args:
         routing: the compiled plan.
         storages: row storage by table number.
         env: the ranks.
-        across_nodes: the sharder's option, ``"sums"`` or ``"rows"``.
+        across_nodes: what nodes exchange, ``"sums"`` or ``"rows"``; see `EmbeddingBagCollectionSharder`.
 
     Raises:
         ValueError: ``across_nodes`` is ``"rows"``, or the plan splits the columns of a table whose eviction
             score reads whole rows.
     """
+    # Tables with a rectangle narrower than the table.
     cut = {
         x.table for work in routing.work for x in work.rectangles if x.c1 - x.c0 < routing.tables[x.table].dim
     }

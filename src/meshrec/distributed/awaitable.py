@@ -1,4 +1,7 @@
-"""Placeholder for a value that is computed at first use."""
+"""``LazyAwaitable``: a placeholder which waits for its value at first use.
+
+Sharded modules return it so that the caller can do other work while embeddings are exchanged between ranks.
+"""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +14,15 @@ W = TypeVar("W")
 
 
 class LazyAwaitable(Generic[W]):
-    """Stands in for a value that is computed at first use: attribute, index, loop, operator, torch function.
+    """Placeholder for a value of type ``W``, which is computed at first use.
 
-    ``wait()`` returns the value itself, for code that checks types. Pass ``finish``, or write a subclass with
-    a method ``_wait_impl``.
+    Reading an attribute, indexing, iterating, operators, and passing the placeholder to a torch function all
+    count as use. Call ``wait()`` to get the value itself, for example before an ``isinstance`` check. A
+    subclass may override ``_wait_impl`` instead of passing ``finish``.
 
     Args:
-        finish: function that computes the value; it runs once. None: ``_wait_impl`` computes it.
+        finish: function which computes the value. It runs at most once. None: ``_wait_impl`` computes the
+            value.
     """
 
     def __init__(self, finish: Callable[[], W] | None = None) -> None:
@@ -25,16 +30,19 @@ class LazyAwaitable(Generic[W]):
         self._value: W | None = None
 
     def _wait_impl(self) -> W:
-        """Compute the value. Subclasses override this method; it runs once."""
+        """Compute and return the value. Subclasses may override this method, which runs at most once."""
         raise ValueError(
             f"{type(self).__name__} does not say how its value is made. Pass a function to its constructor, "
             "or write a subclass with a method _wait_impl(self) that returns the value."
         )
 
     def wait(self) -> W:
-        """Return the value. The first call computes it."""
+        """Return the value. The first call computes it, and may wait for other ranks.
+
+        If the computation raises an error, every later call raises the same error.
+        """
         if self._finish is not None:
-            # Release the closure, which holds the batch.
+            # Release the closure before it runs, because it keeps the batch's tensors alive.
             finish, self._finish = self._finish, None
             try:
                 self._value = finish()
@@ -81,12 +89,17 @@ class LazyAwaitable(Generic[W]):
         return func(*args, **kwargs)
 
 
-def _raise(error: BaseException) -> NoReturn:
+def _raise(error: BaseException) -> NoReturn:  # an expression cannot contain ``raise``
     raise error
 
 
 def _delegate(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    """Return an operator method that applies ``function`` to the value; reflected if ``swapped``."""
+    """Return a method for an operator, such as ``__add__``, which applies ``function`` to the value.
+
+    Args:
+        function: function from the ``operator`` module.
+        swapped: whether the value is the last operand, as in ``__radd__``.
+    """
 
     def method(self: LazyAwaitable[Any], *operands: Any) -> Any:
         operands = tuple(map(awaited, operands))
@@ -110,5 +123,5 @@ setattr(LazyAwaitable, "__hash__", object.__hash__)  # noqa: B010  as if it were
 
 
 def awaited(value: Any) -> Any:
-    """Return the value behind a LazyAwaitable, or any other object unchanged."""
+    """Return the value of a LazyAwaitable, waiting for it if necessary. Return other objects unchanged."""
     return value.wait() if isinstance(value, LazyAwaitable) else value

@@ -1,4 +1,8 @@
-"""Build the parts of a sharded module from an unsharded module, a plan, and the ranks."""
+"""Build the sharded module parts from an unsharded module, a plan, and the ranks.
+
+`build` is used to shard a module, and `assemble` also to reshard it under another plan. Terms such as use,
+rectangle and route are explained in [Note: how a plan becomes routes] in ``routing.py``.
+"""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,36 +55,38 @@ from meshrec.tables.table import Rectangle, RowBlock, Span, initialize_rows
 
 
 class SourceTable(NamedTuple):
-    """A table of the unsharded module."""
+    """A table in the unsharded module, from which shards are filled."""
 
     table: RoutedTable
+    """Name, size and features."""
     config: BaseEmbeddingConfig
     weight: nn.Parameter
     storage: RowStorage
     spec: OptimizerSpec | None
-    """Attached fused optimizer, or None."""
+    """Fused optimizer attached to ``weight``; None if there is none."""
     state: dict[str, Any]
-    """State of the optimizer made by ``meshrec.fuse``, by slot name; empty if the module is not fused."""
+    """State of the optimizer created by ``meshrec.fuse``, by slot name; empty if the module is not fused."""
     rows: HashedTable | None = None
-    """The rows, if the table has hashed keys."""
+    """The table's rows if it has hashed keys; None if ``weight`` contains the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options for a sharder and for the sharded module.
+    """Options with which a sharded module is built, from the sharder and from the unsharded module.
 
     Args:
-        optimizer: fused optimizer for tables without an attached optimizer; None: these have ordinary
+        optimizer: fused optimizer for tables without an attached optimizer. None: these tables get ordinary
             gradients.
-        optimizer_tables: names of tables that may take ``optimizer``; None: all.
+        optimizer_tables: names of the tables to which ``optimizer`` applies; None: all tables.
         update: whether fused tables are updated in the backward pass or by ``fused_optimizer.step()``.
         seed: seed for stochastic rounding in fp16 and bf16 tables.
-        wire: wire formats by table.
-        across_nodes: what nodes exchange: partial sums (``"sums"``) or distinct rows (``"rows"``).
+        wire: wire formats, the encodings for embeddings and gradients in messages between ranks, by table.
+        across_nodes: what nodes exchange: a partial sum per bag (``"sums"``), or every distinct row once
+            (``"rows"``).
         sequence: whether the module returns a row per ID instead of a pooled row per bag.
         weighted: whether IDs have per-sample weights.
-        bounds_check: handling of IDs outside the table.
-        output_dtype: returned embedding dtype; None: fp32.
+        bounds_check: what to do with IDs outside the table.
+        output_dtype: dtype of the returned embeddings; None: fp32.
     """
 
     optimizer: OptimizerSpec | None = None
@@ -97,15 +103,16 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """Everything that determines a sharded module, except weights.
+    """Everything which determines a sharded module, except weights and optimizer state.
 
-    Only ``device`` may differ between ranks.
+    All fields are equal on all ranks, except ``device`` and this rank's position in ``env``.
     """
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
+    """The plan, compiled by `compile_plan`."""
     rules: list[UpdateRule | None]
-    """Update rule by table number; None: ordinary gradients."""
+    """Update rule (optimizer and hyperparameters) by table number; None: the table gets a gradient."""
     storages: list[RowStorage]
     """Row storage by table number."""
     env: ShardingEnv
@@ -115,12 +122,14 @@ class Blueprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A sharded module's weights and optimizer state on this rank."""
+    """A sharded module's weights and optimizer state on this rank, already filled."""
 
     split: list[LocalShards]
-    """Split tables, an entry per rank whose tables this process has: all with ``env.devices``, else one."""
+    """Shards of the tables that are split over ranks. Usually a list with this rank's shards. With
+    ``env.devices``, a process has the shards of all ranks, and the list has an entry per rank.
+    """
     local: LocalShards
-    """Data-parallel tables."""
+    """This rank's copies of the data-parallel tables."""
     steps: Sequence[int]
     """Update count so far, by table number."""
     trained: Sequence[bool]
@@ -129,20 +138,26 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleParts(Blueprint):
-    """Everything a sharded module consists of, ready to run."""
+    """Everything a sharded module consists of, as returned by `build` and `assemble`."""
 
     tables: ShardedTables
     shards: dict[str, TableModule]
-    """Module with this rank's shards, by table name."""
+    """Module with this rank's shards, by table name. Becomes a submodule of the sharded module."""
     names: list[str]
-    """Output name by use: the feature, or feature@table if several tables read the feature."""
+    """Name in the output for every use, where a use is a feature looked up in a table. The name is the
+    feature, or feature@table if several tables read the feature.
+    """
     dims: list[int]
-    """Output column count by use."""
+    """Output columns for every use."""
     fused: dict[int, FusedTable]
     """Tables with a fused optimizer, by table number."""
 
     def fused_optimizer(self, prefix: str) -> FusedOptimizer:
-        """Create the optimizer for all fused tables, with parameter names starting with ``prefix``."""
+        """Create the optimizer for all fused tables.
+
+        Args:
+            prefix: start of the parameter names, such as ``embedding_bags``.
+        """
         return FusedOptimizer(self.named_fused(prefix), self.deferred())
 
     def named_fused(self, prefix: str) -> dict[str, FusedTable]:
@@ -151,17 +166,20 @@ class ModuleParts(Blueprint):
         return {f"{prefix}.{tables[t].name}.weight": fused for t, fused in self.fused.items()}
 
     def deferred(self) -> Deferred | None:
-        """Return the hooks of ``fused_optimizer.step()``; None if the backward pass updates the tables."""
+        """Return the functions with which ``fused_optimizer.step()`` updates the tables.
+
+        Return None if the backward pass updates all tables.
+        """
         collected = self.tables.collected
         return None if collected is None else Deferred(self.tables.step, collected.signal)
 
     def steps(self) -> list[int]:
-        """Return the update count so far, by table number."""
+        """Return the number of updates so far, by table number; 0 without a fused optimizer."""
         return [int(self.fused[t].state["step"]) if t in self.fused else 0 for t in range(len(self.rules))]
 
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
-    """List the tables in an unsharded module. Weights may be on ``meta``."""
+    """List the tables in an unsharded module. Weights may be on the ``meta`` device."""
     fused = module.fused_optimizer if module.is_fused else None
     state = {} if fused is None else fused.state
     hashed = module.hashed_tables()
@@ -189,19 +207,16 @@ def build(
     device: torch.device,
     options: BuildOptions,
 ) -> ModuleParts:
-    """Check the plan, allocate this rank's shards, and fill them. Collective over all ranks.
+    """Build a sharded module: check the plan, allocate this rank's shards, and fill them. Collective.
 
-    On CPUs, the process no longer returns freed memory to the system, see ``keep_freed_memory``.
+    On CPUs, the process no longer returns freed memory to the operating system; see ``keep_freed_memory``.
 
     Args:
-        sources: tables of the unsharded module.
+        sources: tables in the unsharded module.
         plan: the module's plan, equal on all ranks.
         env: the ranks.
         device: device for this rank's shards.
-        options: sharder options.
-
-    Returns:
-        The module's parts.
+        options: options from the sharder and from the unsharded module.
 
     Raises:
         ValueError: the plan does not fit the module, or differs between ranks. Raised on every rank, before
@@ -223,12 +238,14 @@ def build(
         check_hashed(routing, storages, env, options.across_nodes)
         if env.devices:
             _check_inference(sources, rules)
+        # (rank, device) for every rank whose shards this process holds.
         played = enumerate(env.devices) if env.devices else [(env.shard.rank, device)]
         split = [
             _allocate(routing.work[rank].rectangles, sources, rules, where, seed) for rank, where in played
         ]
         local = _allocate(routing.local.rectangles, sources, rules, device, seed)
-    # Replicas must start from the same bits.
+    # Replicas must start from the same bits. The weights may differ, because every rank fills its shards
+    # from its own copy of the unsharded module.
     _broadcast_weights(split[0], env.replicate)
     _broadcast_weights(local, env.world)
     blueprint = Blueprint(
@@ -253,11 +270,11 @@ def build(
 
 
 def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
-    """Create a sharded module's parts around existing weights and state.
+    """Create the sharded module parts around existing weights and optimizer state.
 
     Args:
-        blueprint: the specification.
-        contents: weights and optimizer state, already allocated and filled.
+        blueprint: plan, rules and options of the module.
+        contents: weights and optimizer state on this rank.
     """
     routing, env, device, options = blueprint.routing, blueprint.env, blueprint.device, blueprint.options
     shards: dict[str, TableModule] = {}
@@ -271,6 +288,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
             local = [shard for held in contents.split if (shard := held.of_table(t)) is not None]
             shards[table.name] = TableModule(table.name, size, storage, None, shards=local)
             continue
+        # Data-parallel tables have no mesh: every rank's state dict contains the whole table.
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
         shard = held.of_table(t)
         weight = shard.parameter if shard else _empty(table, storage, device, trained=contents.trained[t])
@@ -325,7 +343,7 @@ def _kernels(
 ) -> dict[str, EmbeddingComputeKernel]:
     """Return the compute kernel in use, by table name.
 
-    It depends on the optimizer and storage, not on the plan.
+    The kernel depends on the optimizer and the storage, not on the kernel in the plan.
     """
     kernels = {}
     for table, rule, storage in zip(routing.tables, rules, storages, strict=True):
@@ -335,7 +353,13 @@ def _kernels(
 
 
 def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable:
-    """Return a table's entry in the fused optimizer, after ``step`` updates."""
+    """Return a table's entry in the fused optimizer.
+
+    Args:
+        module: module with this rank's table shards.
+        rule: the table's update rule.
+        step: number of updates so far.
+    """
     label, dim = f"table {module.name!r}", module.dim
     full_states = functools.partial(_full_states, module, rule.spec.state_slots())
     if module.is_growable:
@@ -347,7 +371,14 @@ def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable
 
 
 def _empty(table: RoutedTable, storage: RowStorage, device: torch.device, *, trained: bool) -> nn.Parameter:
-    """Return an empty parameter, for a rank without a table shard."""
+    """Return a parameter with 0 rows, for a rank without a shard of the table.
+
+    Args:
+        table: the table.
+        storage: the table's row storage.
+        device: device for the parameter.
+        trained: whether the parameter requires a gradient.
+    """
     rows = storage.allocate(0, storage.columns(table.dim), device)
     if storage.rows_in_parameter:
         return nn.Parameter(rows, trained)
@@ -355,6 +386,7 @@ def _empty(table: RoutedTable, storage: RowStorage, device: torch.device, *, tra
 
 
 def _full_states(module: TableModule, slots: Sequence[StateSlot]) -> dict[str, Tensor]:
+    """Return the optimizer state of the whole table, as split tensors by slot name."""
     return {slot.name: module.full_state(slot) for slot in slots}
 
 
@@ -367,12 +399,13 @@ def compile_routing(
 ) -> Routing:
     """Compile a verified plan into routes and lookups; see `compile_plan`.
 
-    Finds the tables with an optimizer or eviction policy for whole rows.
+    If a table's optimizer or eviction policy needs sums over whole rows, its rectangles are cut at common
+    rows.
 
     Args:
-        tables: whole tables.
+        tables: tables in the unsharded module.
         plan: the module's plan.
-        rules: update rule by table number; None: ordinary gradients.
+        rules: update rule by table number; None: the table gets ordinary gradients.
         storages: row storage by table number.
         env: the ranks.
     """
@@ -386,7 +419,14 @@ def compile_routing(
 
 
 def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:
-    """Raise ValueError if a quantized table shard starts within a byte, as int4 packs two columns."""
+    """Raise ValueError if a shard of a quantized table starts within a byte.
+
+    int4 rows have two columns in a byte, so their shards must start at even columns.
+
+    Args:
+        storages: row storage by table name.
+        plan: the module's plan.
+    """
     for name, storage in storages.items():
         for shard in plan[name].shards:
             first, _ = shard.columns
@@ -398,7 +438,7 @@ def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleSharding
 
 
 def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> None:
-    """Raise ValueError if a quantized table has an optimizer, as it cannot be trained."""
+    """Raise ValueError if a quantized table, which cannot be trained, has an optimizer."""
     given = options.optimizer_tables
     for source in sources:
         name = source.table.name
@@ -412,9 +452,11 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
 
 
 def _check_external_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raise ValueError for trained tables with rows outside their parameter, unless backward updates them.
+    """Raise ValueError if a trained table can store its gradient nowhere.
 
-    Hashed and cached tables are such tables: an ordinary gradient cannot be stored in their empty parameter.
+    Hashed and cached tables have rows outside their parameter, and the parameter is empty. Autograd cannot
+    store a gradient in it. Such tables need a fused optimizer, which updates rows in the backward pass or can
+    collect gradients elsewhere.
     """
     for source, rule in zip(sources, rules, strict=True):
         if source.storage.rows_in_parameter or not source.weight.requires_grad:
@@ -429,7 +471,7 @@ def _check_external_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateR
 
 
 def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raise ValueError for a trained table: tables over several devices of one process are for inference."""
+    """Raise ValueError if a table is to be trained while a single process holds the shards of all ranks."""
     for source, rule in zip(sources, rules, strict=True):
         if rule is not None or source.weight.requires_grad:
             raise ValueError(
@@ -440,7 +482,10 @@ def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule 
 
 
 def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[UpdateRule | None]:
-    """Return the update rule by table number; None for tables without a fused optimizer."""
+    """Return the update rule by table number; None for tables without a fused optimizer.
+
+    An optimizer attached to the table's weight takes precedence over the sharder's optimizer.
+    """
     given = options.optimizer_tables
     default = [options.optimizer if given is None or s.table.name in given else None for s in sources]
     specs = [other if s.spec is None else s.spec for s, other in zip(sources, default, strict=True)]
@@ -454,14 +499,14 @@ def _allocate(
     device: torch.device,
     seed: int,
 ) -> LocalShards:
-    """Allocate memory for rectangles, and fill it with weights and optimizer state.
+    """Allocate a rank's rectangles, and fill them with weights and optimizer state.
 
     Args:
-        rectangles: this rank's rectangles.
-        sources: tables of the unsharded module.
+        rectangles: the rank's rectangles.
+        sources: tables in the unsharded module.
         rules: update rule by table number.
-        device: memory device.
-        seed: seed for initial rows in tables on ``meta``.
+        device: device for the memory.
+        seed: seed for initial rows in tables on the ``meta`` device.
     """
     held = allocate(
         rectangles,
@@ -482,16 +527,17 @@ def _allocate(
 def _initial_blocks(
     rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield the initial rows for a rectangle's key interval, with optimizer state.
+    """Yield blocks with initial rows in a rectangle's interval, and with their optimizer state.
 
-    Rows come from the unsharded module. If its weights are on ``meta``, they are drawn at random.
+    Rows are copied from the unsharded module. If its weights are on the ``meta`` device, rows are drawn at
+    random.
 
     Args:
         rectangle: rectangle to fill.
-        source: the table.
-        rule: update rule; None: no fused optimizer.
+        source: the table in the unsharded module.
+        rule: the table's update rule; None: no fused optimizer.
         seed: seed for random rows.
-        keys: key interval [first, end).
+        keys: interval [first, end) of keys. A key is a row number, or a hash of the ID in hashed tables.
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
@@ -503,13 +549,13 @@ def _initial_blocks(
         return
 
     def block(first: int, end: int, tensors: Mapping[str, Tensor], rows: slice) -> RowBlock:
-        """Cut parts to the rectangle's columns.
+        """Return a block with consecutive keys, cut to the rectangle's columns.
 
         Args:
             first: first key.
-            end: key after the last.
-            tensors: parts by name.
-            rows: positions in ``tensors``.
+            end: key after the last key.
+            tensors: row parts, such as weights and optimizer state, by name, with whole rows.
+            rows: positions of the block's rows in ``tensors``.
         """
         return RowBlock(range(first, end), (c0, c1), slice_parts(storage, tensors, rows, (c0, c1)))
 
@@ -534,7 +580,7 @@ def _initial_blocks(
 
 
 def _broadcast_weights(held: LocalShards, axis: Axis) -> None:
-    """Broadcast the axis's first rank's weights, so all replicas start from the same bits."""
+    """Overwrite the weights in ``held`` by the weights on the axis's first rank. Collective."""
     for shard in held.held:
         # Only fixed tables have rows in the parameter.
         if shard.is_fixed:
@@ -542,7 +588,7 @@ def _broadcast_weights(held: LocalShards, axis: Axis) -> None:
 
 
 def _names(routing: Routing) -> list[str]:
-    """Return the output name by use: the feature, or feature@table if several tables read the feature."""
+    """Return the name in the output for every use; see `ModuleParts`."""
     features = [use.feature for use in routing.uses]
     return [
         use.feature if features.count(use.feature) == 1 else f"{use.feature}@{routing.tables[use.table].name}"

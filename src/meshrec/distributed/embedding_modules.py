@@ -1,4 +1,7 @@
-"""Sharded EmbeddingBagCollection and EmbeddingCollection."""
+"""Sharded EmbeddingBagCollection and EmbeddingCollection.
+
+These modules are thin. `ShardedTables` exchanges IDs and embeddings and updates the tables.
+"""
 
 import operator
 from abc import abstractmethod
@@ -31,11 +34,12 @@ Embeddings = TypeVar("Embeddings")
 
 
 class _ShardedCollection(nn.Module, Generic[Embeddings]):
-    """Base class of sharded collections.
+    """Base class for sharded embedding collections, whose ``forward`` returns a lazy value.
 
     Args:
-        built: parts of the sharded module.
-        holder: name of the attribute with the table modules, such as ``embedding_bags``.
+        built: parts of the sharded module, from a sharder.
+        holder: attribute name for the table modules, such as ``embedding_bags``. Parameter names start with
+            it.
     """
 
     def __init__(self, built: ModuleParts, holder: str) -> None:
@@ -47,25 +51,27 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         output = built.options.output_dtype
         self._dtype = None if output is None else output.dtype
         self.ahead: Callable[[KeyedJaggedTensor], Any] | None = None
-        """Hook of a pipeline, called first in ``forward``. It returns the result of a lookup started for
-        this very input object, or None. The pipeline sets it for the forward pass, and clears it afterward.
+        """Function which a pipeline sets while its model's forward pass runs, and clears afterward.
+        ``forward`` calls it with the input. It returns the result if the pipeline has already started a
+        lookup for this input object, else None.
         """
         self.fused_optimizer: FusedOptimizer = built.fused_optimizer(prefix=holder)
         # Loading a state dict changes rows that a pipeline may have looked up already.
         self.register_load_state_dict_post_hook(_count_change)  # type: ignore[no-untyped-call]
 
     def _set_parts(self, built: ModuleParts) -> None:
+        """Set the attributes that depend on the plan."""
         self.plan, self.built = built.plan, built
         self.tables: ShardedTables = built.tables
         """Lookup and update of the tables on this rank. ``rebuild`` replaces it."""
         self.has_ordinary_gradients = None in built.rules
-        """Whether some table has no fused optimizer, so that the backward pass returns its gradient."""
+        """Whether some table has no fused optimizer, so the backward pass sets its ``grad``."""
 
     def rebuild(self, built: ModuleParts) -> None:
-        """Replace the tables by the same tables under another plan. Call this method between steps only.
+        """Switch to another plan, keeping tables and optimizer state. Call it between steps only.
 
         Args:
-            built: result of ``reshard.reshard_tables`` for this module.
+            built: parts under the new plan, from ``reshard.reshard_tables``.
         """
         setattr(self, self._holder, module_dict_of(built.shards))
         self._set_parts(built)
@@ -73,9 +79,13 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         self.fused_optimizer.rebind(built.named_fused(prefix=self._holder), built.deferred())
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Embeddings]:
-        """Look up embeddings, equal to those of the unsharded module.
+        """Start to look up embeddings. They equal the unsharded module's embeddings.
 
-        The result waits for them at first use.
+        Args:
+            features: IDs of this rank's samples.
+
+        Returns:
+            Lazy result, which waits for the embeddings at first use.
         """
         if self.ahead is not None and (result := self.ahead(features)) is not None:
             return result  # type: ignore[no-any-return]
@@ -83,15 +93,19 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         return self.awaited(batch, self.tables.look_up(batch))
 
     def awaited(self, batch: LookupBatch, link: Tensor) -> LazyAwaitable[Embeddings]:
-        """Return the embeddings of a batch that has been looked up. The result waits for them at first use.
+        """Return the embeddings of a batch after ``ShardedTables.look_up``, for a pipeline.
 
         Args:
             batch: the batch.
-            link: the result of ``ShardedTables.look_up``.
+            link: result of ``ShardedTables.look_up``.
+
+        Returns:
+            Lazy result, which waits for the embeddings at first use.
         """
         # Bind the current tables, because ``rebuild`` may replace ``self.tables`` before the first use.
         return LazyAwaitable(partial(self._finished, self.tables, batch, link))
 
+    # The names of the next three properties are TorchRec's. They only describe the module when printed.
     @property
     def _input_dists(self) -> list[PrintedStage]:
         return printed_stages("ids to their shards", self.plan)
@@ -105,25 +119,36 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         return printed_stages("embeddings to their samples", self.plan)
 
     @abstractmethod
-    def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings: ...
+    def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings:
+        """Wait for the embeddings, and return them in the module's output type.
+
+        Args:
+            tables: tables in which the batch was looked up.
+            batch: the batch.
+            link: result of ``ShardedTables.look_up``.
+        """
 
     @property
     def num_clamped_ids(self) -> int:
-        """Number of IDs on this rank replaced by ``BoundsCheckMode.WARN`` so far."""
+        """Invalid IDs on this rank which ``BoundsCheckMode.WARN`` has replaced so far."""
         return self.tables.num_clamped_ids
 
 
 def _count_change(module: nn.Module, _: object) -> None:
-    """Count a change of all tables, so that pipelines do not use rows looked up before a load."""
+    """Hook after ``load_state_dict``: tell pipelines that rows looked up earlier are outdated."""
     assert isinstance(module, _ShardedCollection)
     module.tables.num_changes += 1
 
 
 class ShardedEmbeddingBagCollection(_ShardedCollection[KeyedTensor]):
-    """Pooled embeddings [B, D] from sharded tables; parameters at ``embedding_bags.<table>.weight``.
+    """Sharded EmbeddingBagCollection: returns a KeyedTensor with pooled embeddings, [B, D].
 
-    A pipeline can run the ``forward`` stages itself: it calls the methods in ``tables`` (see [Note: the
-    stages of a batch] in ``sharded_tables.py``) and passes the results to ``awaited``.
+    B is this rank's batch size, and D the sum of the embedding dimensions over all features. Parameters are
+    named ``embedding_bags.<table>.weight``. Create it with `EmbeddingBagCollectionSharder` or
+    DistributedModelParallel.
+
+    A pipeline may run the stages of ``forward`` separately. It calls the methods of ``tables`` (see [Note:
+    the stages of a batch] in ``sharded_tables.py``) and passes the result to ``awaited``.
     """
 
     embedding_bags: nn.ModuleDict
@@ -135,11 +160,11 @@ class ShardedEmbeddingBagCollection(_ShardedCollection[KeyedTensor]):
         self._offsets = list(accumulate(built.dims, initial=0))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Return the configs of the unsharded tables."""
+        """Return the configs of the tables, with their unsharded sizes."""
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Return whether features have per-sample weights."""
+        """Return whether IDs have per-sample weights, which multiply the rows before pooling."""
         return self._is_weighted
 
     def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> KeyedTensor:
@@ -148,10 +173,10 @@ class ShardedEmbeddingBagCollection(_ShardedCollection[KeyedTensor]):
 
 
 class ShardedEmbeddingCollection(_ShardedCollection[dict[str, JaggedTensor]]):
-    """Sequence embeddings, [N, dim] per feature, from sharded tables; parameters at
-    ``embeddings.<table>.weight``.
+    """Sharded EmbeddingCollection: returns a JaggedTensor per feature, with a row per ID, [N, dim].
 
-    A pipeline can run the stages as for ShardedEmbeddingBagCollection.
+    Parameters are named ``embeddings.<table>.weight``. Create it with `EmbeddingCollectionSharder` or
+    DistributedModelParallel. A pipeline may run the stages separately, as for ShardedEmbeddingBagCollection.
     """
 
     embeddings: nn.ModuleDict
@@ -161,7 +186,7 @@ class ShardedEmbeddingCollection(_ShardedCollection[dict[str, JaggedTensor]]):
         self._configs = module.embedding_configs()
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Return the whole tables' configs."""
+        """Return the configs of the tables, with their unsharded sizes."""
         return self._configs
 
     def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> dict[str, JaggedTensor]:

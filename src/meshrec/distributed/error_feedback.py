@@ -1,14 +1,16 @@
-"""Error feedback: add a bag gradient's rounding error to the same bag's next gradient.
+"""Error feedback: add the rounding error in a bag's encoded gradient to the next gradient for the same bag.
 
-Two bags are the same if they have the same IDs; a hash of the IDs names the bag. The sender stores a residual
-(the rounding error) per bag and wire column, so the gradient sum sent for a bag differs from the true
-sum by at most one residual (Seide et al., "1-bit stochastic gradient descent", 2014).
+Gradients are rounded when they are encoded for a message between ranks. Two bags are the same if they have
+the same IDs; a hash of the IDs is the bag's name. The sender stores the rounding error, called residual, per
+bag and wire column. A wire column is the part of a message row that belongs to one lookup. The sum of all
+gradients sent for a bag therefore differs from the true sum by at most one residual (Seide et al., "1-bit
+stochastic gradient descent", 2014).
 
 If a bag occurs several times in a batch, the residual is added to the first of its rows, and the errors in
-all rows are summed. At most ``CAPACITY`` bags per column have residuals. Beyond that limit, the least
-recently seen bags lose theirs, as if rounded without feedback, and a log line reports this once. Checkpoints
-contain every rank's residuals (``checkpoint/residuals.py``), so a run that resumes under the same plan
-rounds like the original run.
+all rows are summed. At most ``CAPACITY`` bags per column have residuals. Beyond the limit, the residuals for
+the least recently seen bags are dropped, and a log line reports this once. Checkpoints contain the
+residuals on all ranks (``checkpoint/residuals.py``), so a run resumed under the same plan rounds like the
+original run.
 """
 
 import logging
@@ -22,41 +24,43 @@ from meshrec.comms.encoding import Block
 from meshrec.distributed.lookup_batch import SourceIds
 
 Names = Callable[[int, int], Tensor]
-"""Function from (block number, use) to the bag names (hashes) for a column's rows, int64 [N]."""
+"""Function from (block number, use) to the bag name (a hash) for every row in a wire column, int64 [N]. A
+block is a run of rows in the message; a use is a feature looked up in a table.
+"""
 
 # N: rows in a column, K: bags with a residual, D: values in a column
 
 _logger = logging.getLogger("meshrec")
 CAPACITY = 1 << 16
-"""Maximum bags with a residual, per column."""
+"""Maximum number of bags with a residual, per wire column."""
 
 
 class _Residuals(NamedTuple):
-    """Residuals in a wire column, by bag."""
+    """Residuals for all bags in a wire column."""
 
     bags: Tensor
     """Bag names, int64 [K], ascending."""
     residuals: Tensor
-    """fp32 [K, D]."""
+    """Rounding errors, fp32 [K, D]."""
     seen: Tensor
-    """Number of the last message with the bag, int64 [K]."""
+    """Number of the last message that contained the bag, int64 [K]. Used to drop the oldest bags."""
 
 
 class _ColumnRows(NamedTuple):
-    """Bags by row in a wire column, in a message."""
+    """The bag for every row in a wire column of a message."""
 
     column: tuple[int, int]
     """(block number, column number)."""
     bags: Tensor
     """Distinct bag names, int64 [U], ascending."""
     which: Tensor
-    """Index into ``bags`` by row, int64 [N]."""
+    """Index into ``bags`` for every row, int64 [N]."""
 
 
 class ErrorFeedback:
-    """A module's residuals, on the rank sending gradients.
+    """Stores the residuals of a module on the rank which sends the gradients.
 
-    For every message, call ``add_residuals``, encode the result, and call ``store_errors``.
+    For every message, call ``add_residuals``, encode and decode the result, and call ``store_errors``.
     """
 
     def __init__(self) -> None:
@@ -67,15 +71,16 @@ class ErrorFeedback:
         # Set by ``add_residuals``, consumed by ``store_errors`` for the same message.
         self._rows: list[_ColumnRows] = []
         self._has_warned = False
+        # Blocks in the message between both calls.
         self._blocks: Sequence[Block] = ()
 
     def add_residuals(self, values: Tensor, blocks: Sequence[Block], names: Names) -> Tensor:
-        """Return a copy of the rows, with their bags' residuals added.
+        """Return a copy of gradient rows to which the residuals of earlier messages are added.
 
         Args:
-            values: rows, fp32, flat, block by block.
-            blocks: block shapes.
-            names: returns bag names for a column's rows.
+            values: gradient rows, fp32, flat, block by block.
+            blocks: row count and columns of every block.
+            names: returns the bag name for every row in a column.
         """
         self._messages += 1
         self._rows, self._blocks = [], blocks
@@ -92,11 +97,11 @@ class ErrorFeedback:
         return values
 
     def store_errors(self, values: Tensor, decoded: Tensor) -> None:
-        """Store the rounding errors, ``values - decoded``, as the new residuals of the message's bags.
+        """Store the rounding errors ``values - decoded`` as new residuals for the bags in the message.
 
         Args:
-            values: from ``add_residuals``.
-            decoded: the values after encoding and decoding, as received.
+            values: result of ``add_residuals``.
+            decoded: these values after encoding and decoding, as the receiver gets them.
         """
         lost = values - decoded
         # Infinity and NaN arrive unchanged; as residuals they would spoil all later gradients.
@@ -112,9 +117,9 @@ class ErrorFeedback:
         self._rows, self._blocks = [], ()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the residuals for ``load``, as tensors named "block.column.field".
+        """Return all residuals for a checkpoint, as tensors named "block.column.field".
 
-        ``seen`` is relative to now: 0 for bags in the last message, negative for earlier ones.
+        The field ``seen`` is relative to the last message: 0 for its bags, negative for earlier bags.
         """
         return {
             f"{block}.{column}.{field}": tensor
@@ -124,7 +129,7 @@ class ErrorFeedback:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all residuals by those from ``state()``."""
+        """Replace all residuals by the result of ``state()``, such as from a checkpoint."""
         columns: dict[tuple[int, int], dict[str, Tensor]] = {}
         for name, tensor in state.items():
             block, column, field = name.split(".")
@@ -133,7 +138,7 @@ class ErrorFeedback:
         self._messages = 0
 
     def _split_blocks(self, values: Tensor) -> list[tuple[Block, Tensor]]:
-        """Split flat values into (block, rows [num_rows, width]) pairs, as views."""
+        """Split flat values into pairs (block, its rows as a view [num_rows, width])."""
         parts, start = [], 0
         for block in self._blocks:
             end = start + block.num_rows * block.columns.width
@@ -142,7 +147,7 @@ class ErrorFeedback:
         return parts
 
     def _add_to_rows(self, rows: _ColumnRows, values: Tensor) -> None:
-        """Add the stored residuals to every bag's first row in a column, in place."""
+        """Add the stored residuals to ``values`` [N, D] in place, at the first row of every bag."""
         previous = self._residuals.get(rows.column)
         if previous is None or not len(previous.bags) or not len(rows.which):
             return
@@ -154,7 +159,10 @@ class ErrorFeedback:
         values[first[is_seen]] += previous.residuals[positions[is_seen]]
 
     def _merge(self, rows: _ColumnRows, sums: Tensor) -> None:
-        """Set the message's bag residuals to ``sums``; drop the oldest bags beyond the capacity."""
+        """Replace the residuals for the bags in ``rows`` by ``sums`` [U, D], and keep those for other bags.
+
+        If there are more than ``CAPACITY`` bags, drop the bags not seen for longest.
+        """
         seen = torch.full_like(rows.bags, self._messages)
         previous = self._residuals.get(rows.column)
         if previous is not None:
@@ -180,11 +188,17 @@ class ErrorFeedback:
 
 
 def bag_names(source: SourceIds, use: int) -> Tensor:
-    """Return a hash of the IDs, in any order, for every bag read by a use, int64 [B]."""
+    """Return a hash for every bag of a feature, int64 [B]. It depends on the IDs, but not on their order.
+
+    Args:
+        source: this rank's IDs.
+        use: number of the use (a feature looked up in a table).
+    """
     bounds, key = source.bag_bounds(), source.keys[use]
     offsets = source.offsets[bounds[key] : bounds[key + 1] + 1].long()
     if not len(offsets):
         return offsets
+    # ``+ 1``, because the finalizer maps 0 to 0, and ID 0 would not change the sum.
     x = source.values[int(offsets[0]) : int(offsets[-1])].long() + 1
     # splitmix64 finalizer. The masks turn the arithmetic shift into a logical shift.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687

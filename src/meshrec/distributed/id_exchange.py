@@ -1,9 +1,9 @@
-"""Exchange of sorted IDs between nodes, packed if that is faster.
+"""Exchange sorted IDs between nodes, packed into fewer bytes if that is faster.
 
-A node's distinct IDs are sorted, so differences of neighboring IDs need fewer bits than IDs (see
-``ops/dist/ids_naive.py``). Packing takes time at both ends, and saves network bytes. The IDs of the first
-batch are sent both plain and packed, and the faster of both is used for the whole run; a log line reports it.
-Results are equal.
+The IDs are sorted, so the differences between neighbors need fewer bits than the IDs (see
+``ops/dist/ids_naive.py``). Packing takes time at both ends, and saves network bytes. The first batch's IDs
+are sent both ways, plain and packed, and the faster way is used for the whole run. A log line reports the
+choice. Both ways give equal results.
 """
 
 import logging
@@ -23,22 +23,23 @@ from meshrec.ops import operators
 # M: nodes, B: bands on a node
 
 _logger = logging.getLogger("meshrec")
-# Measured exchanges of either kind. The median of three ignores a slow first exchange.
+# Exchanges measured per way. The median of three ignores a slow first exchange.
 _TRIALS = 3
 
 
 class SortedIdExchange:
-    """Sends runs of ascending IDs to the nodes that own the rows.
+    """Sends IDs to the nodes which have their rows.
 
-    A run has the distinct IDs of a band (a row interval of a table).
+    IDs are sent in runs. A run contains the distinct IDs in a band, ascending, where a band is a row interval
+    of a table.
 
     Args:
         node: the ranks with this rank's local rank, one per node.
-        num_bands: number of bands on every node, which is the number of runs sent there.
+        num_bands: for every node, the number of bands there, which is also the number of runs sent there.
         wide: whether IDs need 64 bits.
 
     Attributes:
-        packs: whether IDs are packed; None before the first batch.
+        packs: whether IDs are packed; None until the first batch decides it.
     """
 
     def __init__(self, node: Axis, num_bands: Sequence[int], *, wide: bool) -> None:
@@ -46,14 +47,15 @@ class SortedIdExchange:
         self.packs: bool | None = None if node.group is not None and node.size > 1 else False
 
     def exchange(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[list[int]]]:
-        """Send the runs to their nodes and return the runs that arrive. Collective.
+        """Send runs to all nodes, and return the runs received from all nodes. Collective.
 
         Args:
-            ids: the IDs of all runs, int64 [N], node by node.
-            sent: ``sent[node][run]`` is the number of IDs in a run.
+            ids: IDs in all runs to send, int64 [N], node by node.
+            sent: ``sent[node][run]`` is the number of IDs in a run to ``node``.
 
         Returns:
-            The arriving IDs, node by node, and the number of IDs in every run, by source node and run.
+            The received IDs, node by node, and ``received[node][run]``, the number of IDs in a run from
+            ``node``.
         """
         ids = ids.to(torch.int64 if self._wide else torch.int32)
         if not ids.is_cpu and self.packs is None:
@@ -91,7 +93,7 @@ class SortedIdExchange:
         return send_packed() if self.packs else send_plain(), counts
 
     def _pack(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """Pack the runs, and return the message and the number of its bytes for every node."""
+        """Pack the runs into a message, and return it with the number of bytes for every node."""
         runs = [n for lengths in sent for n in lengths]
         packed, sizes = operators.pack_ids(ids, runs)
         ends = [0, *sizes.cumsum(0).tolist()]
@@ -101,10 +103,15 @@ class SortedIdExchange:
     def _exchange_sizes(
         self, sent: Sequence[Sequence[int]], byte_counts: Sequence[int], device: torch.device
     ) -> tuple[list[list[int]], list[int]]:
-        """Exchange the lengths of runs, and the sizes of packed messages (empty if not packed).
+        """Exchange the sizes which the ranks need to receive IDs. Collective.
+
+        Args:
+            sent: number of IDs in every run to send, by node.
+            byte_counts: bytes in the packed message to every node; empty if IDs are not packed.
+            device: device for the exchange.
 
         Returns:
-            Lengths of arriving runs by source node and run, and bytes of arriving packed messages by source
+            Number of IDs in every run to receive, by node, and the bytes in the packed message from every
             node.
         """
         extra = len(byte_counts) > 0
@@ -117,6 +124,7 @@ class SortedIdExchange:
         return [row[: size - extra] for row in rows], [n for row in rows for n in row[size - extra :]]
 
     def _choose(self, packs: bool, why: str) -> None:
+        """Set ``packs`` for the rest of the run, and log the reason on rank 0."""
         self.packs = packs
         if dist.is_initialized() and dist.get_rank() == 0:
             _logger.info("IDs between nodes travel %s: %s.", "packed" if packs else "as they are", why)
@@ -128,7 +136,7 @@ def is_faster(plain: float, packed: float) -> bool:
 
 
 def _median(send: Callable[[], Tensor]) -> float:
-    """Return the median time in seconds of three calls."""
+    """Call ``send`` three times, and return the median seconds."""
     seconds = []
     for _ in range(_TRIALS):
         began = time.perf_counter()

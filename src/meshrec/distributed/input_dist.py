@@ -1,16 +1,20 @@
-"""Input exchange: send IDs to the ranks that own their rows: first the sizes, then a packed message per rank.
+"""Input exchange: send every ID of a batch to the ranks which have the ID's row.
 
-The size message also says whether a rank's input is invalid. Every rank then raises the same error, and no
-rank waits for an ID message that is not sent.
+The exchange has two steps. First the ranks exchange the sizes of their messages, then the messages, which
+contain packed IDs. The size message also says whether a rank's input is invalid. In that case every rank
+raises the same error, and no rank waits for IDs that are never sent.
+
+A use is a feature looked up in a table. A route is the part of a use's IDs which goes to one rank together.
+See [Note: how a plan becomes routes] in ``routing.py``.
 
 [Note: why sizes are read once per forward pass]
 
 The host must know message sizes before it can allocate buffers and start the ID exchange. On a GPU, sizes are
-computed on the device, and a device read waits for all work queued so far. So all values the host needs
-(sizes on all ranks, counts per route, status, and invalid ID counts) are collected on the device, and
-``send_ids`` copies them to the host in a single read. An additional ``.item()`` or ``.tolist()`` in the
-forward pass costs a wait per step. With a pipeline, the single read happens during the backward pass of the
-previous batch and costs nothing.
+computed on the device, and reading a value from the device waits for all work queued so far. Therefore all
+values which the host needs (sizes on all ranks, ID counts per route, status, and invalid ID counts) are
+collected on the device first, and ``send_ids`` copies them to the host in a single read. Any additional
+``.item()`` or ``.tolist()`` in the forward pass costs another wait in every step. With a pipeline, the single
+read happens during the backward pass of the previous batch and costs nothing.
 """
 
 import operator
@@ -46,27 +50,29 @@ from meshrec.sparse import KeyedJaggedTensor
 
 # U: uses, Q: routes, R: ranks, K: keys, N: IDs
 
-# Columns of a header: status bits, int32 words in the message, IDs, bags per route (-1: routes differ).
+# A header describes the message to one rank. Its int64 columns are: status bits, int32 words in the message,
+# IDs, bags per route (-1 if routes have different bag counts).
 _HEADER = 4
 _STATUS, _WORDS = 0, 1
 _words_of, _elements_of = operator.itemgetter(_WORDS), operator.itemgetter(_HEADER)
-# Status bits. ``send_ids`` combines them over all ranks with OR.
+# Status bits: the input is invalid, this rank trains tables, this rank needs gradients for per-sample
+# weights. ``send_ids`` combines them over all ranks with OR, so all ranks take the same decisions.
 _BAD_INPUT, _TRAINS, _WANTS_WEIGHT_GRADS = 1, 2, 4
 
 
 class InputDist:
-    """Sends a module's IDs to the ranks that own their rows, and unpacks arriving IDs.
+    """Sends a module's IDs to the ranks which have their rows, and unpacks the IDs received from other ranks.
 
-    The order of calls is ``send_sizes``, ``send_ids``, and ``unpack`` once the IDs have arrived.
+    For a batch, call ``send_sizes``, then ``send_ids``, then ``unpack`` once the IDs have arrived.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        device: device for the IDs.
+        device: device on which IDs arrive from the caller.
         weighted: whether IDs have per-sample weights.
         sequence: whether the module returns a row per ID instead of a pooled row per bag.
-        bounds_check: handling of IDs outside the table. With WARN and OFF they are replaced by row 0, so no
-            rank reads memory out of bounds.
+        bounds_check: what to do with IDs outside the table. WARN and OFF replace them by row 0, so no rank
+            reads memory out of bounds.
     """
 
     def __init__(
@@ -84,11 +90,12 @@ class InputDist:
         # On the CPU, because ``report_clamped`` adds to it after the sizes are on the host.
         self._num_clamped = torch.zeros((), dtype=torch.int64)
         self.words_per_id = (2 if routing.wide else 1) + weighted
-        """int32 words per ID in a message, including the weight."""
+        """int32 words per ID in a message, including the per-sample weight."""
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
         self._readers = [routing.tables[use.table].name for use in routing.uses]
-        # Keys of the last batch, and the key number of every use. Most runs have the same keys in every step.
+        # Keys of the last batch, and the position of every use's feature among them. Replaced when a batch
+        # has other keys; most runs have the same keys in every step.
         self._keys: tuple[Sequence[str], list[int]] | None = None
         seeds = {u: routing.tables[use.table].mix_seed for u, use in enumerate(routing.uses)}
         self._seeds = {u: seed for u, seed in seeds.items() if seed is not None}
@@ -99,23 +106,28 @@ class InputDist:
         fields = _HEADER + sequence
         sizes = [fields] * env.world.size
         self._size_splits = Splits(sizes, sizes)
-        # A sequence has a row per ID, so the header also holds the number of requested elements.
+        # Sequence output has a row per ID, so its size differs by message. The header then has a fifth
+        # column: the number of embedding values requested by the message.
         ranks, widths = (torch.tensor(column) for column in routing.route_elements)
         self._route_ranks, self._route_widths = ranks.to(device), widths.to(device)
 
     @property
     def num_clamped_ids(self) -> int:
-        """Number of IDs on this rank replaced by ``BoundsCheckMode.WARN`` so far."""
+        """Invalid IDs on this rank which ``BoundsCheckMode.WARN`` has replaced so far."""
         return int(self._num_clamped)
 
     def send_sizes(self, features: KeyedJaggedTensor, *, trains: bool) -> LookupBatch:
-        """Route the IDs of a batch, and start the size exchange.
+        """Sort the IDs of a batch by destination rank, and start the size exchange. Collective.
 
-        An input error is stored in the batch; ``send_ids`` raises it on every rank.
+        This method does not raise input errors, because other ranks would wait for this rank. It stores the
+        error in the batch, and ``send_ids`` raises it on every rank.
 
         Args:
-            features: the input batch.
+            features: this rank's input.
             trains: whether grad mode is on and this rank has tables to train.
+
+        Returns:
+            A new batch in stage ``ROUTED``.
         """
         batch = LookupBatch()
         batch.sample_weights, batch.arguments, batch.error = None, (), None
@@ -142,15 +154,15 @@ class InputDist:
         return batch
 
     def send_ids(self, batch: LookupBatch) -> None:
-        """Wait for the sizes, and start the ID exchange.
+        """Wait for the sizes, and start the ID exchange. Collective.
 
         Raises:
-            ValueError: some rank's input was invalid; raised on every rank.
+            ValueError: the input on some rank is invalid. All ranks raise it.
         """
         assert batch.in_flight is not None
         assert batch.routed is not None
         payload, header, counts, num_bad = batch.routed
-        # The single read, see [Note: why sizes are read once per forward pass].
+        # The only read from the device, see [Note: why sizes are read once per forward pass].
         sizes = copy_to_host((batch.in_flight.wait(), header.view(-1), counts, num_bad))
         fields = header.shape[1]
         rows, local_row = sizes[0].view(-1, fields), sizes[1].view(-1, fields)
@@ -173,6 +185,7 @@ class InputDist:
         header, local_header = (
             (rows[:, :_HEADER], local_row[:, :_HEADER]) if self._sequence else (rows, local_row)
         )
+        # The last message is for the data-parallel tables, which are looked up on this rank.
         *sent, local_words = map(_words_of, requested)
         words, local = payload[: sum(sent)], payload[sum(sent) : sum(sent) + local_words]
         splits = Splits(sent, list(map(_words_of, received)))
@@ -182,20 +195,21 @@ class InputDist:
         if self._sequence:
             elements, local_elements = tuple(map(_elements_of, received)), (requested[-1][_HEADER],)
         batch.source = batch.source._replace(counts=sizes[2])
+        # The words arrive later, see ``ShardedTables.advance``; only the header is known now.
         batch.message = PackedIds(words[:0], header, elements)
         batch.local_message = PackedIds(local, local_header[-1:], local_elements)
         batch.arguments, batch.routed = (), None
 
     def unpack(self, message: PackedIds, blocks: list[int], num_routes: int) -> LookupIds:
-        """Unpack the messages of several ranks. A block is the message of one rank.
+        """Unpack messages with IDs from several ranks.
 
         Args:
-            message: the messages of all source ranks.
-            blocks: source ranks in the order in which their blocks are wanted.
-            num_routes: number of routes in every block.
+            message: messages from all source ranks, one after the other.
+            blocks: source ranks, in the order in which the result lists their IDs.
+            num_routes: number of routes in every message.
 
         Returns:
-            The IDs to look up, block by block.
+            The IDs to look up. They are ordered by source rank (a block of the result), then by route.
         """
         values, offsets, weights, segments = operators.unpack_ids(
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
@@ -213,10 +227,10 @@ class InputDist:
         )
 
     def _prepare(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor | None, tuple[Any, ...]]:
-        """Check the input, and prepare the arguments of the op ``route_ids``.
+        """Check the input, and prepare the arguments for the op ``route_ids``.
 
         Returns:
-            The source IDs, the weights if they require a gradient (else None), and the arguments.
+            This rank's IDs, the per-sample weights if they require a gradient (else None), and the arguments.
         """
         if not isinstance(features, KeyedJaggedTensor):  # checked here to save the call in every step
             check_features(features)
@@ -264,17 +278,17 @@ class InputDist:
         return source, weights_with_grad, arguments
 
     def _world_rows(self, header: Tensor) -> Tensor:
-        """Return the size message to all ranks; ranks of other replica groups get only the status."""
+        """Return the size message for all ranks. Ranks in other replica groups get only the status."""
         rows = header.new_zeros(self._env.world.size, header.shape[1])
         rows[:, _STATUS] = header[0, _STATUS]
         rows[self._first : self._first + self._env.shard.size] = header[:-1]
         return rows.view(-1)
 
     def _raise(self, batch: LookupBatch, status: int) -> None:
-        """Raise the input errors of all ranks on every rank.
+        """Raise the input errors of all ranks together, on every rank. Collective.
 
         Args:
-            batch: the batch.
+            batch: batch with this rank's input error, if it has one.
             status: this rank's status bits.
         """
         error, batch.error = batch.error, None
@@ -287,7 +301,10 @@ class InputDist:
 
 
 def _find_error(arguments: tuple[Any, ...]) -> Exception | None:
-    """Return the error in this rank's input, or None. The op on a GPU only reports that there is an error."""
+    """Return the error which the op ``route_ids`` raises on the CPU for these arguments, or None.
+
+    On a GPU, the op only reports that an ID is invalid, but not which ID.
+    """
     try:
         # The reference op on the CPU repeats the work, and raises with the offending ID.
         naive.route_ids(*arguments)
@@ -297,10 +314,13 @@ def _find_error(arguments: tuple[Any, ...]) -> Exception | None:
 
 
 def _expand_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Expand deduplicated bags: copy bags by inverse indices, so that every key has a bag per sample.
+    """Expand deduplicated features to one bag per sample and key.
+
+    A deduplicated KeyedJaggedTensor stores equal bags once, and has inverse indices which map samples to
+    bags.
 
     Raises:
-        ValueError: the inverse indices, which map samples to bags, are missing.
+        ValueError: the inverse indices are missing.
     """
     keys, firsts = features.keys(), features.lengths_offset_per_key()
     bags = torch.cat(

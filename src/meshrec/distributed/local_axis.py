@@ -1,7 +1,8 @@
-"""Inference with tables over several devices of one process, which plays all ranks of the shard axis.
+"""Inference with a single process that has several devices, and tables sharded over these devices.
 
-Every device has the tables of one rank. Only the first rank has a batch. Instead of collectives, the process
-copies the IDs from the first device to the others, and the rows back.
+The process acts for all ranks on the shard axis: every device has the shards of one rank. Only the first rank
+has a batch. Instead of running collectives, the process copies IDs from the first device to the other
+devices, and copies the rows back.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from meshrec.distributed.lookup_batch import LookupBatch, LookupIds, PackedIds
 
 
 def split_message(batch: LookupBatch) -> list[PackedIds]:
-    """Split a batch's message into the messages to the ranks.
+    """Split the packed IDs of a batch into a message per rank.
 
     Raises:
         ValueError: a backward pass is requested, but tables over several devices are for inference.
@@ -32,7 +33,7 @@ def split_message(batch: LookupBatch) -> list[PackedIds]:
 
 
 def copy_ids(part: LookupTables, ids: LookupIds) -> LookupIds:
-    """Copy IDs to the device of the tables that they are looked up in."""
+    """Return the IDs on the device of ``part``, where they are looked up."""
     if part.is_empty:
         return ids
     device = part.held.parameters[0].device
@@ -41,15 +42,15 @@ def copy_ids(part: LookupTables, ids: LookupIds) -> LookupIds:
 
 
 def look_up_other_ranks(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
-    """Look up the rows of all ranks except the first, and copy them to the first rank's device.
+    """Look up rows on the devices of all ranks except the first, and copy them to the first rank's device.
 
     Args:
-        rows: rows that the first rank has looked up.
-        played: tables by rank.
-        ids: IDs by rank.
+        rows: rows already looked up for the first rank.
+        played: tables of every rank, in rank order.
+        ids: IDs to look up on every rank.
 
     Returns:
-        Rows of all ranks, flat, in rank order.
+        Rows from all ranks, flat, in rank order.
     """
     gathered_rows = [rows.view(-1)]
     for part, rank_ids in zip(played[1:], ids[1:], strict=True):

@@ -1,4 +1,7 @@
-"""Lookup in all local rectangles with a single kernel call, and the gradients for that lookup."""
+"""Look up IDs in all rectangles on this rank with a single kernel call, and compute the gradients.
+
+A rectangle is a row and column range of a table. See [Note: how a plan becomes routes] in ``routing.py``.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -26,12 +29,13 @@ _as_lookups: Callable[[Iterable[Any]], tbe.Lookups] = functools.partial(tuple.__
 
 
 class FetchedRows:
-    """Rows fetched from other nodes for a single batch.
+    """Rows fetched from other nodes for a batch, used in `LookupTables` instead of ``LocalShards``.
 
-    Replaces ``LocalShards`` in `LookupTables`.
+    `NodeRows` looks up every distinct row once and stores it here. Pooling then reads these rows.
     """
 
     def __init__(self) -> None:
+        # Rows by rectangle, set for every forward pass and again for its backward pass.
         self.weights: Sequence[Tensor] = []
         self.is_packed = True  # so ``weights`` is read again for every batch
         self.storages: list[RowStorage] = []
@@ -40,15 +44,18 @@ class FetchedRows:
 
 
 class LookupTables:
-    """Rectangles looked up by a single kernel call: either split table shards, or data-parallel tables.
+    """The rectangles on this rank which a single kernel call looks up, and their gradients.
+
+    A module has two such objects: for the tables split over ranks, and for the data-parallel tables.
 
     Args:
         routing: the compiled plan.
         work: routes and lookups on this rank.
-        held: rectangle memory.
+        held: memory with the rows of the rectangles.
         sequence: whether the result has a row per ID instead of a pooled row per bag.
         out_dtype: output dtype.
-        routes: if ``work`` has only some routes of a message, their numbers in it; None: ``work`` has all.
+        routes: if ``work`` has only some of the routes in a message, their positions in the message. None:
+            ``work`` has all routes.
     """
 
     def __init__(
@@ -63,7 +70,8 @@ class LookupTables:
     ) -> None:
         self._routing = routing
         self.routes = list(range(len(work.routes))) if routes is None else list(routes)
-        """The routes in ``work``, numbered as in the messages."""
+        """Position in the messages of every route in ``work``."""
+        # Results of ``without``, by table numbers, for the lifetime of this object.
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.sequence = work, sequence
         self.held = cast(LocalShards, held)  # FetchedRows has all attributes needed by lookups
@@ -72,10 +80,12 @@ class LookupTables:
         self._look_up = lookup_function(held.storages)
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
+        # Values in a pooled output row.
         self._dim = sum(lookup.width for lookup in work.lookups)
         self._out_dtype = out_dtype
         self._names = routing.names
         self._widths = [lookup.width for lookup in work.lookups]
+        # Kernel arguments that are the same for every batch.
         self._layout = (
             len(work.routes),
             [lookup.route for lookup in work.lookups],
@@ -83,7 +93,8 @@ class LookupTables:
             [_pooling(routing, lookup.use, sequence) for lookup in work.lookups],
         )
         indexes, rectangles = held.indexes, work.rectangles
-        # A route with several indexed rectangles (column shards) reads every index.
+        # Indexes, which map keys to slots, by route. A route with several indexed rectangles (column shards)
+        # reads all their indexes.
         self._readers: dict[int, KeyReader] = {}
         for lookup in work.lookups:
             if lookup.rectangle in indexes:
@@ -97,15 +108,15 @@ class LookupTables:
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """Rows by rectangle, as the kernels read them."""
+        """Memory with the rows of every rectangle, as the kernels read them."""
         return self.held.weights
 
     def table_of(self, route: Route) -> int:
-        """Return the table number for a route."""
+        """Return the number of the table in which a route's IDs are looked up."""
         return self._routing.uses[route.use].table
 
     def without(self, tables: frozenset[int]) -> "LookupTables":
-        """Return the lookups without those in some tables. The result is cached."""
+        """Return an object with the lookups in all tables except ``tables``. The result is cached."""
         # The table set depends on batch sizes, and the same few sets recur.
         if tables not in self._parts:
             routes = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
@@ -126,7 +137,14 @@ class LookupTables:
         return self._parts[tables]
 
     def resolve(self, ids: LookupIds, *, train: bool) -> LookupIds:
-        """Replace keys by slots in tables with an index."""
+        """Replace keys by slots in tables with an index; return the IDs unchanged without such tables.
+
+        A slot is the position of a row in memory. Resolving may start to read rows from a file.
+
+        Args:
+            ids: IDs to look up.
+            train: whether the rows will be updated.
+        """
         if not self._readers:
             return ids
         bounds = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
@@ -135,21 +153,21 @@ class LookupTables:
         return ids._replace(values=values, pins=pins)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
-        """Return the output element count by route.
+        """Return the output value count for every route, int64 [..., K], where K is the route count.
 
         Args:
-            bags: bag count by route, int64 [..., K].
-            num_ids: ID count by route, int64 [..., K].
+            bags: bags in every route, int64 [..., K].
+            num_ids: IDs in every route, int64 [..., K].
         """
         return (num_ids if self.sequence else bags) * self._route_widths
 
     def part_of_grad(self, part: "LookupTables", grad: Tensor, ids: LookupIds) -> Tensor:
-        """Extract the output gradient elements for the lookups in ``part``, flat.
+        """Return the values of an output gradient which belong to the lookups in ``part``, flat.
 
         Args:
-            part: from ``without``.
-            grad: output gradient.
-            ids: the IDs looked up.
+            part: result of ``without``.
+            grad: gradient for the whole output.
+            ids: IDs that were looked up.
         """
         routes = set(part.routes)
         selected = [i for i, lookup in enumerate(self.work.lookups) if lookup.route in routes]
@@ -163,14 +181,14 @@ class LookupTables:
         return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in selected])
 
     def is_flat(self, ids: LookupIds) -> bool:
-        """Return whether the output is flat, because lookups have different row counts.
+        """Return whether the output is a flat tensor, because lookups have different numbers of rows.
 
-        Otherwise it is a matrix [total bags, columns].
+        If not, the output is a matrix [total bags, columns].
         """
         return self.sequence or ids.ragged
 
     def block_sizes(self, ids: LookupIds) -> list[int]:
-        """Return the output element count by block, with a block per rank that sent IDs."""
+        """Return the output value count for every rank that sent IDs, in the order of the IDs."""
         if self.is_empty:
             return [0] * len(ids.batches)
         if self.sequence:
@@ -182,18 +200,18 @@ class LookupTables:
         return sizes
 
     def lookups(self, ids: LookupIds) -> tbe.Lookups:
-        """Return the lookup kernel arguments for these IDs. The kernel's tables are the rectangles."""
+        """Return the arguments of the lookup kernel for these IDs. The kernel calls rectangles tables."""
         return _as_lookups((*ids[:4], *self._layout, self.is_flat(ids), self._widths))
 
     def forward(self, ids: LookupIds, num_elements: int) -> Tensor:
-        """Look up the rows for all blocks.
+        """Look up and pool the rows for all ranks that sent IDs.
 
         Args:
-            ids: IDs to look up; slots for tables with an index.
-            num_elements: ``sum(block_sizes(ids))``.
+            ids: IDs to look up, or slots in tables with an index.
+            num_elements: ``sum(block_sizes(ids))``, the output value count.
 
         Returns:
-            [total bags, columns], or flat [num_elements] if ``is_flat(ids)``.
+            Output [total bags, columns], or flat [num_elements] if ``is_flat(ids)``, in ``out_dtype``.
         """
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
@@ -207,23 +225,31 @@ class LookupTables:
             return self._look_up(weights, lookups, options)
 
     def output_shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Convert any output gradient shape to fp32 in the result shape from `forward`."""
+        """Return an output gradient of any shape as fp32 in the shape of `forward`'s output."""
         grad = grad.float()
         if self.is_flat(ids) or self.is_empty:
             return grad.reshape(-1)
         return grad.view(-1, self._dim)
 
     def gradient(self, grad: Tensor, ids: LookupIds) -> TableGradient:
-        """Return the gradient for all tables, from an output gradient of any shape."""
+        """Return the gradient for all tables, in the form from which updates are computed.
+
+        Args:
+            grad: output gradient of any shape.
+            ids: IDs that were looked up.
+        """
         return TableGradient(LookedUp(self.output_shaped(grad, ids), self.lookups(ids)), {}, ids.pins)
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
-        """Return the looked-up rows in some rectangles, and their gradients.
+        """Return the distinct rows which were looked up in some rectangles, and their summed gradients.
 
         Args:
             grad: output gradient, from ``output_shaped``.
-            ids: the IDs looked up.
+            ids: IDs that were looked up.
             rectangles: rectangle numbers.
+
+        Returns:
+            Row numbers and gradients for every rectangle in ``rectangles``.
         """
         if not rectangles:
             return []
@@ -231,17 +257,24 @@ class LookupTables:
         return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Return the per-sample weight gradient, fp32 [N], from an output gradient of any shape."""
+        """Return the gradient for the per-sample weights, fp32 [N].
+
+        Args:
+            grad: output gradient of any shape.
+            ids: IDs that were looked up, with N per-sample weights.
+        """
         if self.is_empty:
             return grad.new_zeros(ids.values.numel(), dtype=torch.float32)
         return tbe.sample_weight_grad(self.output_shaped(grad, ids), self.weights, self.lookups(ids))
 
     def _heights(self, rectangles: list[int]) -> list[int]:
+        """Return the row count in each rectangle."""
         selected = [self.work.rectangles[i] for i in rectangles]
         return [rectangle.r1 - rectangle.r0 for rectangle in selected]
 
 
 def _pooling(routing: Routing, use: int, sequence: bool) -> int:
+    """Return the kernel's pooling mode for a use: SUM, MEAN, or NONE for sequence output."""
     table = routing.uses[use].table
     if sequence:
         return NONE

@@ -1,4 +1,9 @@
-"""Batch state on the way through a sharded module's lookup stages."""
+"""The state of a batch on the way through the stages of a sharded lookup.
+
+A use is a feature looked up in a table. A route is the part of a use's IDs which goes to one rank together.
+See [Note: how a plan becomes routes] in ``routing.py``, and [Note: the stages of a batch] in
+``sharded_tables.py``.
+"""
 
 import enum
 from collections.abc import Sequence
@@ -12,45 +17,50 @@ from meshrec.comms.collectives import InFlight
 
 
 class Stage(enum.IntEnum):
-    """Last completed stage of a batch; see [Note: the stages of a batch] in sharded_tables.py."""
+    """The last stage which a batch has completed; see [Note: the stages of a batch] in sharded_tables.py."""
 
     ROUTED = enum.auto()
-    """IDs are packed, and sizes are in flight."""
+    """This rank's IDs are packed, and the size exchange has started."""
     EXCHANGED = enum.auto()
-    """All ranks know the sizes, and IDs are in flight."""
+    """All ranks know the message sizes, and the ID exchange has started."""
     ARRIVED = enum.auto()
     """The IDs to look up on this rank have arrived."""
     RESOLVED = enum.auto()
-    """Keys are replaced by slots in tables with an index."""
+    """In tables with an index, keys have been replaced by slots (positions of rows in memory)."""
     LOOKED_UP = enum.auto()
-    """Rows are in flight to the requesting ranks, or have arrived there."""
+    """Rows have been looked up, and their exchange has started or ended."""
 
 
 class SourceIds(NamedTuple):
-    """The caller's IDs on this rank, and ID counts for every route."""
+    """The IDs with which the module was called on this rank, as in the KeyedJaggedTensor.
+
+    N is the number of IDs, K the number of keys (features), U the number of uses, and Q the number of routes.
+    """
 
     values: Tensor
-    """IDs [N], key by key."""
+    """IDs [N], key by key and bag by bag."""
     offsets: Tensor
-    """Bag starts in ``values``, and N."""
+    """Start of every bag in ``values``, followed by N."""
     segments: Tensor | None
-    """First bag by key, and the bag count, int64 [K + 1]; None if keys have equally many bags."""
+    """First bag of every key, followed by the number of bags, int64 [K + 1]. None if all keys have the same
+    bag count.
+    """
     num_keys: int
     keys: list[int]
-    """Key number by use, [U]."""
+    """Number of the key which each use reads, [U]."""
     counts: Tensor
-    """IDs sent by route, int64 [Q]: all ranks' routes, then routes for the data-parallel tables. On the
-    CPU once ``InputDist.send_ids`` has read the sizes.
+    """Number of IDs sent on each route, int64 [Q]: routes to all ranks, then routes for the data-parallel
+    tables. On the CPU once ``InputDist.send_ids`` has read the sizes.
     """
     batches: list[int]
-    """Bag count by use, [U]."""
+    """Number of bags in each use, [U]."""
     weights: Tensor | None = None
     """Per-sample weights, fp32 [N]."""
     versions: Sequence[int] = ()
     """torch's version counters for ``values``, ``offsets`` and ``weights`` when the IDs were sent."""
 
     def bag_bounds(self) -> list[int]:
-        """Return every key's first bag, and the total bag count, [K + 1]."""
+        """Return the first bag of every key, followed by the number of bags, [K + 1]."""
         if self.segments is not None:
             bounds: list[int] = self.segments.tolist()
             return bounds
@@ -59,113 +69,123 @@ class SourceIds(NamedTuple):
 
 
 class PackedIds(NamedTuple):
-    """Messages with IDs, packed by the op ``route_ids``."""
+    """Messages with IDs, packed by the op ``route_ids``: n messages, from or to n ranks."""
 
     words: Tensor
     """All messages, one after the other, int32."""
     header: Tensor
-    """A row per message, int64 [n, 4] on the CPU: status, words, IDs, bags per route."""
+    """A row per message, int64 [n, 4] on the CPU: status bits, int32 words, IDs, bags per route."""
     elements: tuple[int, ...] = ()
-    """Row elements requested by every message, [n]; empty if rows are pooled."""
+    """Number of embedding values requested by each message, [n]; empty if rows are pooled."""
 
 
 class LookupIds(NamedTuple):
-    """IDs to look up on this rank: block by block (source rank), then route by route, then bag by bag."""
+    """The IDs to look up on this rank, sent by all ranks.
+
+    The IDs from one rank form a block. IDs are ordered block by block, then route by route, then bag by bag.
+    """
 
     values: Tensor
-    """IDs, or slots after ``resolve``."""
+    """IDs, or after ``resolve`` slots."""
     offsets: Tensor
-    """Bag starts in ``values``, and the ID count."""
+    """Start of every bag in ``values``, followed by the number of IDs."""
     weights: Tensor | None
-    """Per-sample weights."""
+    """Per-sample weights, fp32; None if the module has none."""
     segments: Tensor
-    """First bag by (block, route), and the bag count."""
+    """First bag of every (block, route), followed by the number of bags."""
     batches: list[int]
-    """Bags per route, by block; -1 if routes differ."""
+    """Number of bags per route in each block; -1 if routes in the block have different numbers of bags."""
     ragged: bool
-    """Whether routes have different bag counts in some block."""
+    """Whether routes have different numbers of bags in some block."""
     elements: tuple[int, ...] = ()
-    """Output element count by block; empty if rows are pooled."""
+    """Number of output values for each block; empty if rows are pooled."""
     pins: Sequence[object] = ()
-    """Pins keep the slots in ``values`` from being reused, see ``tables.index.Resolved``."""
+    """Objects which keep the slots in ``values`` from being reused while they live, see
+    ``tables.index.Resolved``.
+    """
 
 
 class Fetch(NamedTuple):
-    """Distinct IDs requested by this rank from other nodes, and IDs requested by nodes from this rank."""
+    """Rows which this rank fetches from other nodes, and rows which other nodes fetch from this rank.
+
+    A band is a row interval of a table. See [Note: two levels] in ``node_rows.py``.
+    """
 
     slots: LookupIds
-    """This node's IDs, replaced by their indices among the distinct IDs in the band (row interval)."""
+    """The IDs from this node's ranks, each replaced by its index in ``distinct`` for its band."""
     distinct: list[Tensor]
-    """Distinct IDs by band, int64 [U]."""
+    """Distinct IDs in each band, int64 [U]. This rank fetches their rows."""
     owned: LookupIds
-    """IDs requested by nodes from this rank, node by node."""
+    """IDs which the nodes request from this rank, node by node."""
     counts: list[list[int]]
-    """ID counts in ``owned``, by requesting node and local band, [M, B]."""
+    """Number of IDs in ``owned`` by requesting node and band on this rank, [M, B]."""
 
 
 class LookupBatch:
-    """Batch state, from routing to the update.
+    """The state of a batch, from routing its IDs to updating the tables.
 
-    Every stage sets fields read by later stages. Autograd's graph holds the batch until the backward pass.
-    The batch must not hold lookup results, because they hold the graph: such a cycle would never be freed.
+    Every stage sets fields that later stages read. The autograd graph keeps the batch alive until the
+    backward pass. The batch must not contain lookup results: they keep the graph alive, and such a cycle
+    would never be freed.
     """
 
     stage = Stage.ROUTED
     in_flight: InFlight | None
-    """The collective the next stage waits for: sizes, IDs, rows, or row gradients."""
+    """The running collective for which the next stage waits: sizes, IDs, rows, or row gradients."""
 
     # Set by ``route``, until the IDs are sent.
     arguments: tuple[Any, ...]
     """Arguments for the op ``route_ids``, kept to find the input error if the op reports one."""
     routed: tuple[Tensor, Tensor, Tensor, Tensor] | None
-    """Result from the op ``route_ids``, on the IDs' device, before any value is read on the host:
+    """Result of the op ``route_ids``, on the device of the IDs, before any value is read on the host:
 
-    - messages to all ranks, then the local message; a GPU may leave unused words at the end;
-    - header, int64 [R + 1, 4], or [R + 1, 5] with the elements requested by message;
+    - messages to all ranks, then the message for the data-parallel tables; a GPU may leave unused words at
+      the end;
+    - headers, int64 [R + 1, 4], or [R + 1, 5] with the number of values requested by each message;
     - ``SourceIds.counts``;
-    - invalid IDs by use, int64 [U].
+    - number of invalid IDs in each use, int64 [U].
     """
     error: Exception | None
-    """This rank's input error. ``exchange`` raises it on every rank."""
+    """Error in this rank's input. ``InputDist.send_ids`` raises it on every rank."""
 
     # Set by ``route``, until the backward pass has ended; unset after an input error.
     source: SourceIds
     sample_weights: Tensor | None
-    """fp32 [N]: the caller's per-sample weights, if they require a gradient."""
+    """The caller's per-sample weights, fp32 [N], if they require a gradient; else None."""
 
-    # Set by ``exchange``. All ranks know the first two, so all or none take part in collectives during
-    # the backward pass.
+    # Set in stage EXCHANGED. All ranks have the same values in the first two fields, so either all ranks take
+    # part in the collectives of the backward pass, or none.
     trains: bool
-    """Whether some rank trains."""
+    """Whether tables are trained on some rank, or per-sample weights need gradients."""
     needs_weight_grads: bool
-    """Whether some rank needs the per-sample weight gradient."""
+    """Whether some rank needs the gradient for per-sample weights."""
     message: PackedIds
-    """IDs for the split tables. The words arrive with ``arrive``."""
+    """IDs for the tables split over ranks. The words are empty until stage ARRIVED."""
     local_message: PackedIds
     """IDs for the data-parallel tables."""
 
-    # Set by ``arrive``.
+    # Set in stage ARRIVED.
     ids: list[LookupIds]
-    """IDs to look up in the split tables, by rank played in this process. In tables with an index, these are
-    keys before ``resolve`` and slots after.
+    """IDs to look up in the tables split over ranks. An entry for this rank, or with ``env.devices`` for each
+    rank. In tables with an index, these are keys until stage RESOLVED, and then slots.
     """
     keys: Tensor
-    """``ids[0].values`` before ``resolve``, from which stochastic rounding draws."""
+    """``ids[0].values`` before stage RESOLVED. Stochastic rounding derives random numbers from the keys."""
     local_ids: LookupIds | None
     """IDs to look up in the data-parallel tables."""
     batches: list[int]
-    """Bags per route, by requesting rank on the shard axis."""
+    """Bags per route from each rank on the shard axis."""
     block_sizes: list[int]
-    """Element count in this rank's output, by block."""
+    """Number of values in this rank's output for each block, that is, for each requesting rank."""
 
-    # Set by ``resolve``.
+    # Set in stage RESOLVED.
     fetch: Fetch | None = None
-    """This node's distinct IDs, if rows cross the network instead of sums."""
+    """The rows exchanged between nodes, if nodes exchange rows instead of sums; else None."""
 
     # Set by ``look_up``, until the backward pass. A second lookup replaces these.
     has_rows = False
-    """Whether the rows of tables with files have arrived in memory."""
+    """Whether all rows which must be read from files are in memory."""
     fetched: Sequence[Tensor]
-    """The rows for ``fetch.distinct``."""
+    """The fetched rows for ``fetch.distinct``."""
     foreign_writes: Sequence[int]
-    """User write count by table, at lookup time."""
+    """For every fused table, the number of in-place writes not made by updates, before the lookup."""

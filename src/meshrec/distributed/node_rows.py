@@ -1,23 +1,23 @@
-"""Exchange between nodes that sends every distinct row over the network once.
+"""Exchange rows between nodes such that every distinct row crosses the network once per node.
 
 [Note: two levels]
 
-On a mesh with the axes ``node`` and ``local``, the option ``across_nodes`` of a sharder selects what nodes
+On a mesh with the axes ``node`` and ``local``, a sharder's option ``across_nodes`` selects what nodes
 exchange:
 
-- ``"sums"`` (``output_dist.py``): owners pool bags, ranks of a node add their partial sums, and the network
-  carries a row per bag and node.
-- ``"rows"`` (this file): a rank with local rank i represents all owners with local rank i, on all nodes, for
-  the ranks of its node. These send it their IDs. It removes duplicates, fetches every distinct row once, and
-  pools the bags of its node. Gradients take the reverse path: they are summed by row inside the node, and
-  cross the network once per row.
+- ``"sums"`` (``output_dist.py``): the ranks which have rows pool bags, ranks on the same node add their
+  partial sums, and the network carries a row per bag and node.
+- ``"rows"`` (this file): on every node, the rank with local rank i stands for the ranks with local rank i on
+  all nodes. The other ranks on its node send it the IDs of which those ranks have the rows. It removes
+  duplicates, fetches every distinct row once, and pools the bags for its node. Gradients take the reverse
+  path: they are summed by row inside the node, and cross the network once per row.
 
-``"rows"`` sends less if the ranks of a node look up the same IDs, as for popular IDs and small tables. Inside
-a node, rows and gradients are fp32; only those that cross the network are encoded.
+``"rows"`` sends less if the ranks on a node look up the same IDs, as for popular IDs and small tables. Inside
+a node, rows and gradients are fp32; only messages between nodes are encoded.
 
-The exchange inside a node works as if the node had all tables. Its routing, return, and per-sample weights
-come from ``input_dist.py`` and ``output_dist.py``, with the routing of ``inside_node``. A *band* is a row
-interval of a table.
+The exchange inside a node works as if the node had all tables. ``input_dist.py`` and ``output_dist.py`` run
+it, with the routing from ``inside_node``. A *band* is a row interval of a table, and the *owner* of a band is
+the rank which has its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,24 +47,33 @@ from meshrec.tables.updates import TableGradient
 
 # M: nodes, B: bands, U: distinct IDs in a band, Q: routes
 
-# Above this number of table rows per ID, deduplicate by sorting IDs; otherwise by marking table rows.
+# Above this number of table rows per ID, find distinct IDs by sorting the IDs, otherwise by marking table
+# rows.
 _MAX_ROWS_PER_ID = 512
 
 
 class _Owner(NamedTuple):
-    """Bands owned by a rank with this rank's local rank, and the lookups reading these bands."""
+    """A rank with the same local rank as this rank, and the bands which it owns.
+
+    A band is a row interval of a table.
+    """
 
     work: RankWork
+    """The owner's rectangles, with a route per band, and a lookup per band and rectangle."""
     bands: list[int]
-    """Number of every band, counted over the owners on all nodes."""
+    """The number for every band. Bands are counted over the owners on all nodes."""
     columns: list[tuple[Columns, Columns]]
-    """Wire columns of every lookup, for embeddings and for gradients."""
+    """Message columns for every lookup, for embeddings and for gradients."""
 
 
 def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEnv]:
-    """Return the routing and the ranks of the exchange inside a node.
+    """Return the routing and the ranks for the exchange inside a node, with ``across_nodes="rows"``.
 
-    Local rank i gets the rectangles of all ranks with local rank i.
+    In this routing, local rank i has the rectangles of all ranks with local rank i. See [Note: two levels].
+
+    Args:
+        routing: the plan, compiled for all ranks.
+        env: the ranks, on a mesh with the axes ``node`` and ``local``.
 
     Raises:
         ValueError: the mesh has no nodes, or has replicas.
@@ -85,15 +94,20 @@ def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEn
 
 
 class NodeRows:
-    """This rank's part of the row exchange between nodes, for one module.
+    """Exchanges rows and gradients between nodes for a module; see [Note: two levels].
+
+    For a batch, call ``request_rows``, then ``look_up``, and in the backward pass ``return_gradients``.
 
     Args:
         routing: the plan, compiled for all ranks.
         inside: routing inside the node, from `inside_node`.
         env: the ranks.
-        held: this rank's rectangles.
-        wires: wire formats by table number.
-        clock: returns the number of table updates so far, from which stochastic rounding draws.
+        held: memory with this rank's rectangles.
+        wires: encodings for embeddings and gradients in messages between nodes, by table number.
+        clock: returns the table update count so far, which seeds stochastic rounding.
+
+    Attributes:
+        fetched: rows fetched for the batch that is looked up now.
     """
 
     def __init__(
@@ -113,13 +127,15 @@ class NodeRows:
         self.fetched = FetchedRows()
         self._work = inside.work[env.local.rank]
         bands = sorted({_band_of(routing, route) for route in self._work.routes})
-        # Bands owned by all peers with this local rank, numbered in table order.
+        # The number for every band (table, first row, end row) whose owner has this local rank, in table
+        # order.
         band_index = {band: number for number, band in enumerate(bands)}
         self._band_of_route = torch.tensor(
             [band_index[_band_of(routing, route)] for route in self._work.routes], dtype=torch.int64
         )
+        # Offset of every band's rows in a common numbering, followed by the number of rows in all bands.
         self._edges = torch.tensor([0, *accumulate(r1 - r0 for _, r0, r1 in bands)], dtype=torch.int64)
-        # Peers with the same local rank, by node: only these exchange rows across the network.
+        # The ranks with this local rank, by node. Only these exchange rows across the network.
         ranks = range(env.local.rank, env.shard.size, env.local.size)
         self._owners = [_owner(routing, rank, band_index, self.codecs) for rank in ranks]
         self._ids = SortedIdExchange(
@@ -133,24 +149,30 @@ class NodeRows:
             out_dtype=self.codecs.forward.encoding.kernel_dtype,
         )
         rectangles = [len(owner.work.rectangles) for owner in self._owners]
+        # Number of every owner's first rectangle in the routing inside the node, and the total number.
         self._first_rectangle = list(accumulate(rectangles, initial=0))
 
     @property
     def _local_owner(self) -> _Owner:
+        """The owner which is this rank."""
         return self._owners[self._node.rank]
 
     def request_rows(self, ids: LookupIds, *, train: bool) -> Fetch:
-        """Remove duplicates from the IDs of this node, and request their rows from the owners. Collective.
+        """Remove duplicates from this node's IDs, and request their rows from the owners. Collective.
 
         Args:
-            ids: IDs from the ranks of this node.
-            train: whether owners may admit new IDs of hashed tables.
+            ids: IDs received from the ranks on this node.
+            train: whether the rows will be updated.
+
+        Returns:
+            The rows to fetch, and the rows which other nodes request from this rank.
         """
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         num_blocks = (len(starts) - 1) // max(len(self._work.routes), 1)
         bands = self._band_of_route.repeat(num_blocks).repeat_interleave(starts.diff()).to(ids.values.device)
         edges = self._edges.to(ids.values.device)
-        # Add an offset per band, so that IDs of different bands differ in the common deduplication.
+        # Add an offset per band, so that IDs in different bands differ, and remove duplicates in all bands at
+        # once.
         keys, inverse = _distinct(ids.values.long() + edges[bands], int(self._edges[-1]))
         bounds = torch.searchsorted(keys, edges)
         slots = (inverse - bounds[bands]).to(ids.values.dtype)
@@ -163,15 +185,14 @@ class NodeRows:
         return Fetch(ids._replace(values=slots), distinct, owned, counts)
 
     def look_up(self, fetch: Fetch) -> Sequence[Tensor]:
-        """Look up the rows that nodes requested from this rank, and return the rows that this rank requested.
-
+        """Look up rows for all nodes, send them, and return the rows which this rank has requested.
         Collective.
 
         Args:
             fetch: result of ``request_rows``.
 
         Returns:
-            For every rectangle of the routing inside the node, [U, columns]: the rows of its distinct IDs.
+            For every rectangle in the routing inside the node, the rows for its U distinct IDs, [U, columns].
         """
         codec, encodes = self.codecs.forward, self.codecs.forward.encodes(self._node)
         with phase("lookup") if recorders else OFF:
@@ -197,14 +218,15 @@ class NodeRows:
         return rows_by_rectangle
 
     def return_gradients(self, fetch: Fetch, gradients: Sequence[RowGradients]) -> TableGradient:
-        """Send gradients of fetched rows to their owners, and return the gradient of this rank's rectangles.
+        """Send the gradients for fetched rows to the owners, and return the gradient for this rank's
+        rectangles.
 
         Collective.
 
         Args:
             fetch: result of ``request_rows``.
-            gradients: for every rectangle of the routing inside the node, the gradients of all rows of
-                ``look_up``.
+            gradients: for every rectangle in the routing inside the node, the gradients for all rows which
+                ``look_up`` returned.
         """
         codec, encodes = self.codecs.backward, self.codecs.backward.encodes(self._node)
         received, sent = self._blocks(fetch, BACKWARD)
@@ -227,11 +249,11 @@ class NodeRows:
         return self._tables.gradient(grad, fetch.owned)
 
     def _as_ids(self, values: Tensor, counts: Sequence[Sequence[int]]) -> LookupIds:
-        """Return requested IDs as the input of a sequence lookup, with an ID per bag.
+        """Return the IDs requested by all nodes as input for a sequence lookup, with a single ID per bag.
 
         Args:
             values: IDs, node by node and band by band.
-            counts: number of IDs by node and band.
+            counts: ``counts[node][band]`` is the number of IDs.
         """
         widths = [0] * len(self._local_owner.bands)
         for lookup in self._local_owner.work.lookups:
@@ -247,10 +269,14 @@ class NodeRows:
         )
 
     def _blocks(self, fetch: Fetch, direction: int) -> tuple[list[list[Block]], list[list[Block]]]:
-        """Return the row blocks of a direction: those that this rank owns, and those that it fetches.
+        """Return the number of rows and the columns in all parts (blocks) of this rank's messages.
+
+        Args:
+            fetch: result of ``request_rows``.
+            direction: FORWARD for embeddings, BACKWARD for gradients.
 
         Returns:
-            Two lists with the blocks of every node.
+            Two lists with the blocks for every node: rows which this rank owns, and rows which it fetches.
         """
         keys = [first_key(self._rank) if direction == BACKWARD else 0] * len(self._owners)
         owned = [
@@ -270,7 +296,7 @@ class NodeRows:
         return owned, fetched
 
     def _rectangle_indices(self) -> list[int]:
-        """Return the number of every fetched block's rectangle in the routing inside the node."""
+        """Return, for every fetched block, the number of its rectangle in the routing inside the node."""
         return [
             first + x.rectangle
             for first, owner in zip(self._first_rectangle, self._owners, strict=False)
@@ -278,9 +304,9 @@ class NodeRows:
         ]
 
     def _keys(self, fetch: Fetch) -> Tensor:
-        """Return the ID of every row looked up here.
+        """Return the ID for every row which this rank looks up for other nodes, int64.
 
-        Stochastic rounding draws from it, so equal IDs round alike.
+        The IDs seed stochastic rounding, so rows for the same ID are rounded alike.
         """
         starts, owner = fetch.owned.segments.tolist(), self._local_owner
         parts = [
@@ -293,20 +319,20 @@ class NodeRows:
 
 
 def _band_of(routing: Routing, route: Route) -> tuple[int, int, int]:
-    """Return (table, first row, end row) of the rows that a route's IDs are in."""
+    """Return a route's band: (table number, first row, end row)."""
     return routing.uses[route.use].table, route.r0, route.r1
 
 
 def _owner(
     routing: Routing, rank: int, band_index: dict[tuple[int, int, int], int], codecs: Codecs
 ) -> _Owner:
-    """Return the bands of a rank, with a route per band and a lookup per band and rectangle.
+    """Return the bands which a rank owns.
 
     Args:
         routing: the plan, compiled for all ranks.
-        rank: the rank.
+        rank: the owner.
         band_index: number of every band (table, first row, end row).
-        codecs: encodings in both directions.
+        codecs: encodings for embeddings and gradients.
     """
     rectangles = routing.work[rank].rectangles
     # The exchange is by table, not by use, so any use stands for the table.
@@ -328,21 +354,27 @@ def _owner(
 
 
 def _elements_per_node(codec: Codec, blocks: Sequence[Sequence[Block]], *, encodes: bool) -> list[int]:
-    """Return the number of elements in every node's message."""
+    """Return the number of elements in the message to or from every node.
+
+    Args:
+        codec: the encoding.
+        blocks: row count and columns in every part of the message, by node.
+        encodes: whether the message is encoded.
+    """
     if not encodes:
         return [sum(block.num_rows * block.columns.width for block in group) for group in blocks]
     return [sum(block.num_rows * codec.encoding.units(block.columns) for block in group) for group in blocks]
 
 
 def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct keys, ascending, and the index of every key among them.
+    """Return the distinct keys, ascending, and for every key its index among the distinct keys.
 
     Args:
-        keys: keys [N] in [0, num_keys).
+        keys: keys [N], from 0 to ``num_keys - 1``.
         num_keys: number of possible keys.
     """
     distinct: tuple[Tensor, Tensor]
-    # Marking takes time proportional to table rows, sorting to N log N.
+    # Marking takes time proportional to the number of table rows, sorting to N log N.
     if num_keys > _MAX_ROWS_PER_ID * max(len(keys), 1):
         distinct = torch.unique(keys, return_inverse=True)
     else:

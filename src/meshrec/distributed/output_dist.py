@@ -1,8 +1,14 @@
-"""Output exchange: return pooled rows to the requesting ranks. Gradients take the reverse path.
+"""Output exchange for pooled embeddings: send pooled rows to the ranks which have requested them.
 
-A *hop* is an all-to-all followed by sums. A flat mesh needs a single hop. A mesh with the axes ``node`` and
-``local`` needs two: partial rows are first summed inside the node, so the network carries a single row
+A rank with a part of a table pools a bag's IDs in this part, and sends the pooled row to the rank with the
+bag. That rank adds the parts it receives, and places them in the result columns. Gradients take the reverse
+path.
+
+A *hop* is an all-to-all followed by these sums. A flat mesh needs a single hop. A mesh with the axes ``node``
+and ``local`` needs two hops: the first adds partial rows inside the node, so the network carries a single row
 per bag and node.
+
+A *span* is a range of columns in the result. Every lookup on a rank fills a span (``pieces.py``).
 
 Messages are encoded by wire formats (comms/wire.py), row by row. A row has one lookup's columns for one
 bag or ID. A rank with ten tables sends ten rows per bag, with separate scales if the format has scales. The
@@ -11,7 +17,7 @@ planner can therefore compute every rectangle's cost separately.
 [Note: what rounding may depend on]
 
 A row's rounding does not depend on other rows, nor on whether the row leaves its rank. Stochastic rounding
-draws from the step, the table, the row's position in the table, and the ID or the requesting rank's bag.
+is seeded by the step, the table, the first table row of the part, and the ID or the requesting rank's bag.
 Partial sums are added in row order (``pieces.py``). Results therefore depend on the plan's rectangles, but
 not on which ranks have them.
 """
@@ -46,36 +52,40 @@ from meshrec.ops import operators
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """An all-to-all that brings rows from the ranks on an axis, and the row sum."""
+    """An all-to-all of partial rows between the ranks on an axis, and the sum of the received rows.
+
+    In the forward pass, call ``send`` and ``gather``; in the backward pass ``scatter``, ``send_back`` and
+    ``gradient``. Lists have an entry per source rank, which is a rank on the axis that sends rows.
+    """
 
     axis: Axis
     codecs: "Codecs"
     columns: list[Columns]
-    """Row columns, by source rank."""
+    """Columns in a row received from each source rank."""
     grad_columns: list[Columns]
-    """Columns in a gradient row sent back, by source rank."""
+    """Columns in a gradient row sent back to each source rank."""
     dims: list[int]
-    """Row column count, by source rank."""
+    """Number of columns in a row from each source rank."""
     units: list[int]
-    """Encoded elements in a row, by source rank."""
+    """Elements in an encoded row from each source rank."""
     grad_units: list[int]
-    """Encoded elements in a gradient row, by source rank."""
+    """Elements in an encoded gradient row to each source rank."""
     pieces: Tensor
-    """Which source columns become which result columns, int64 [P, 6]; see `Piece`."""
+    """Which source columns are added to which result columns, int64 [P, 6]; see `Piece`."""
     out_dim: int
-    """Result column count."""
+    """Number of columns in a result row."""
     num_kinds: int
-    """Number of different gradient messages: 1 if all ranks get the same, else the rank count."""
+    """Number of different gradient messages: 1 if all ranks get the same message, else the axis size."""
     grad_pieces: Tensor
-    """Like ``pieces``, for gradients; only for the first rank if all ranks get the same message."""
+    """Like ``pieces``, for gradients. Only for the first rank if all ranks get the same message."""
     local_dim: int
-    """Result columns kept local, from data-parallel tables."""
+    """Number of result columns from data-parallel tables, which do not travel."""
     encodes: bool
     """Whether embeddings are encoded in a separate pass. If not, the lookup kernel writes the wire format."""
     encodes_grads: bool
     """Like ``encodes``, for gradients."""
     coded: tuple[list[int], list[int], list[int]] | None
-    """Arguments for the kernel summing encoded rows; None: the format has no such kernel."""
+    """Arguments for the kernel which decodes and sums rows in one pass; None if this is not possible."""
 
     @classmethod
     def of(
@@ -88,15 +98,15 @@ class Hop:
         codecs: "Codecs",
         parts: "TableParts | None" = None,
     ) -> "Hop":
-        """Create a hop from the row layout.
+        """Create a hop from the layout of its rows.
 
         Args:
-            axis: the ranks.
-            sources: for every source rank, the result column spans filled by the row.
-            local: spans not sent.
-            out_dim: result column count.
-            codecs: encodings in both directions.
-            parts: table parts behind the spans; None: spans have sums over whole tables.
+            axis: ranks which exchange rows.
+            sources: for every source rank, the spans of result columns to which its row belongs.
+            local: spans from data-parallel tables, which are not sent.
+            out_dim: number of columns in a result row.
+            codecs: encodings for embeddings and gradients.
+            parts: the table parts from which the spans come. None: spans are sums over whole tables.
         """
         kinds = {tuple(span._replace(source=0) for span in spans) for spans in sources}
         # Row-wise sharding gives every rank the same columns, so a single gradient message serves all.
@@ -127,14 +137,17 @@ class Hop:
         )
 
     def send(self, rows: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
-        """Start to send rows to all ranks on the axis.
+        """Start to send rows to all ranks on the axis. Collective.
 
         Args:
-            rows: rows for all ranks, rank by rank, flat or [total rows, columns], in the format's
+            rows: rows for all ranks, rank by rank, flat or [total rows, columns], in the encoding's
                 ``kernel_dtype``.
-            rows_sent: row count by receiving rank.
-            num_rows: row count arriving from every rank.
-            name: collective name in errors.
+            rows_sent: number of rows to each rank.
+            num_rows: number of rows to receive from each rank.
+            name: name of the collective in errors.
+
+        Returns:
+            The running collective, for ``gather``.
         """
         rank = self.axis.rank
         if self.encodes:
@@ -145,13 +158,14 @@ class Hop:
         return all_to_all(rows.view(-1), splits, self.axis, name)
 
     def gather(self, in_flight: InFlight, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
-        """Wait for the rows from all ranks, and sum their columns to result rows.
+        """Wait for the rows from all ranks, and add them up to result rows.
 
         Args:
             in_flight: result of ``send``.
-            local: columns not sent, [rows, local_dim]; None if there are none.
-            rows: result row count.
-            bags: bags whose sizes divide the sums from row-split MEAN tables; None: no division in this hop.
+            local: columns from data-parallel tables, [rows, local_dim]; None if there are none.
+            rows: number of result rows.
+            bags: bags whose lengths divide the sums from MEAN tables that are split by rows. None: this hop
+                does not divide.
 
         Returns:
             Result rows, [rows, out_dim].
@@ -167,16 +181,16 @@ class Hop:
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Run the backward pass for ``gather``: split a gradient into messages and local columns.
+        """Backward pass of ``gather``: split the gradient for result rows into a message per source rank.
 
         Args:
-            grad: result row gradient, [rows, out_dim].
+            grad: gradient for the result rows, [rows, out_dim].
             bags: as for ``gather``.
             scale: factor for the gradient.
 
         Returns:
-            The messages to all ranks, flat (a single one if all are equal), and the gradient for the local
-            columns.
+            The messages, flat (a single message if it is the same for all ranks), and the gradient for the
+            columns from data-parallel tables, [rows, local_dim].
         """
         sent, local = operators.scatter_pooled(
             grad,
@@ -198,14 +212,17 @@ class Hop:
         *,
         names: Names | None = None,
     ) -> InFlight:
-        """Start to send gradient messages to the ranks sending rows.
+        """Start to send gradient messages back to the source ranks. Collective.
 
         Args:
             sent: messages from ``scatter``.
             rows_sent: as for ``send``.
             num_rows: as for ``send``.
-            name: collective name in errors.
+            name: name of the collective in errors.
             names: returns bag names for error feedback; None: no feedback.
+
+        Returns:
+            The running collective, for ``gradient``.
         """
         if self.encodes_grads:
             key = first_key(self.axis.rank)
@@ -216,7 +233,15 @@ class Hop:
         return all_to_all(sent, splits, self.axis, name, same=self.num_kinds < len(self.dims))
 
     def gradient(self, in_flight: InFlight, rows_sent: Sequence[int]) -> Tensor:
-        """Wait for the gradients for rows sent by ``send``, and return them, fp32, flat."""
+        """Wait for the gradients for the rows which this rank has sent with ``send``.
+
+        Args:
+            in_flight: result of ``send_back``.
+            rows_sent: as for ``send``.
+
+        Returns:
+            Gradients, fp32, flat, in the order of the rows.
+        """
         message = in_flight.wait()
         if self.encodes_grads:
             block = Block(sum(rows_sent), self.grad_columns[self.axis.rank])
@@ -232,18 +257,21 @@ class Codecs(NamedTuple):
 
 
 class TableParts(NamedTuple):
-    """Table parts on source ranks. All fields are indexed by source, then by part."""
+    """The table parts from which the rows of source ranks come. All fields are ``[source rank][part]``.
+
+    A part is the rectangle which one lookup reads.
+    """
 
     spans: Sequence[Sequence[Span]]
-    """Result columns filled by the part."""
+    """Result columns to which the part's values belong."""
     first_rows: Sequence[Sequence[int]]
-    """First table row in the part."""
+    """First table row of the part."""
     order: Sequence[Sequence[int]]
-    """The part's position in the order for adding a table's parts."""
+    """When to add the part: its position among the table's parts in row order."""
 
     @classmethod
     def of(cls, routing: Routing, ranks: Sequence[int]) -> "TableParts":
-        """Return the parts on the given shard-axis ranks."""
+        """Return the parts on the given ranks of the shard axis."""
         return cls(
             [rank_spans(routing, rank) for rank in ranks],
             [first_rows(routing, rank) for rank in ranks],
@@ -252,12 +280,12 @@ class TableParts(NamedTuple):
 
 
 def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
-    """Create the hop for a flat mesh, which brings rows from all ranks.
+    """Create the only hop for a flat mesh, in which all ranks send rows to all ranks.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        codecs: encodings in both directions.
+        codecs: encodings for embeddings and gradients.
     """
     ranks = range(env.shard.size)
     sources = [rank_spans(routing, rank) for rank in ranks]
@@ -266,12 +294,12 @@ def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
 
 
 def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, Hop]:
-    """Create the hop inside a node, and the hop between nodes.
+    """Create two hops: the first adds rows inside a node, the second sends the sums between nodes.
 
     Args:
         routing: the compiled plan.
-        env: ranks on a mesh with the axes ``node`` and ``local``.
-        codecs: encodings in both directions.
+        env: the ranks, on a mesh with the axes ``node`` and ``local``.
+        codecs: encodings for embeddings and gradients.
     """
     assert env.node is not None
     assert env.local is not None
@@ -279,6 +307,7 @@ def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, 
     nodes = [_node_spans(routing, range(n * size, (n + 1) * size), n) for n in range(env.node.size)]
     node_spans = nodes[env.node.rank]
     position = _source_positions(node_spans)
+    # The rows inside the node have only the columns which some rank on the node fills, without gaps.
     inside = [
         [
             span._replace(source=local, column=position[span.column])
@@ -293,7 +322,16 @@ def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, 
 
 
 class PooledOutput:
-    """Output exchange of a module that pools bags."""
+    """Output exchange for a module which returns a pooled row per bag.
+
+    Args:
+        routing: the compiled plan.
+        env: the ranks.
+        codecs: encodings for embeddings and gradients.
+
+    Attributes:
+        blocks: source ranks in the order in which their IDs must be looked up.
+    """
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
@@ -306,16 +344,19 @@ class PooledOutput:
             self.blocks = list(range(env.shard.size))
 
     def send_rows(self, out: Tensor, batch: LookupBatch) -> InFlight:
-        """Start the first hop.
+        """Start to send pooled rows to the ranks which have requested them. Collective.
 
         Args:
-            out: looked-up rows [total bags, columns], in the kernel dtype.
+            out: pooled rows for all ranks [total bags, columns], in the encoding's ``kernel_dtype``.
             batch: the batch.
+
+        Returns:
+            The running collective, for ``receive_rows``.
         """
         return self._hops[0].send(out, *self._rows(batch)[0], "embeddings")
 
     def receive_rows(self, in_flight: InFlight, local: Tensor | None, batch: LookupBatch) -> Tensor:
-        """Wait for the rows, run the second hop if there is one, and return the pooled embeddings.
+        """Wait for the rows, and add them up. With two hops, also run the second hop. Collective.
 
         Args:
             in_flight: result of ``send_rows``.
@@ -323,31 +364,33 @@ class PooledOutput:
             batch: the batch.
 
         Returns:
-            Embeddings, fp32 [B, D].
+            Pooled embeddings for this rank's bags, fp32 [B, D].
         """
         source = batch.source
         if len(self._hops) == 2:
             (_, num_rows), (rows_sent, _) = self._rows(batch)
             first, second = self._hops
             rows = first.gather(in_flight, None, num_rows, None)
-            # The first hop's sums are fp32; the second hop has another format.
+            # The sums from the first hop are fp32. The second hop sends another dtype.
             rows = rows.to(second.codecs.forward.encoding.kernel_dtype)
             in_flight = second.send(rows, rows_sent, source.batches[0], "embeddings between nodes")
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
     def send_gradient(self, grad: Tensor, batch: LookupBatch, scale: float) -> tuple[InFlight, Tensor]:
-        """Start to send the embedding gradient to the row owners.
+        """Start to send the gradient for pooled embeddings to the ranks which have the rows. Collective.
 
         Args:
-            grad: gradient for ``receive_rows``'s result, [B, D].
+            grad: gradient for the result of ``receive_rows``, [B, D].
             batch: the batch.
             scale: factor for the gradient.
 
         Returns:
-            The collective in flight, and the data-parallel column gradient.
+            The running collective, for ``receive_gradient``, and the gradient for the columns from
+            data-parallel tables, [B, columns].
         """
         source, rows = batch.source, self._rows(batch)
         sent, local = self._hops[-1].scatter(grad, source, scale)
+        # Bag names by use. Computed once, although several columns may need them.
         names: dict[int, Tensor] = {}
 
         def names_of(_: int, use: int) -> Tensor:
@@ -366,15 +409,22 @@ class PooledOutput:
         return hop.send_back(sent, *rows[0], "gradients of embeddings", names=names_of), local
 
     def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
-        """Wait for the gradients for rows sent by ``send_rows``, and return them, fp32, flat."""
+        """Wait for the gradients for the rows which ``send_rows`` has sent, and return them, fp32, flat."""
         return self._hops[0].gradient(in_flight, batch.batches)
 
     def _rows(self, batch: LookupBatch) -> list[tuple[list[int], int]]:
-        """Return for every hop the rows sent, by receiving rank, and the rows that every rank sends here."""
+        """Return the message sizes for every hop.
+
+        Returns:
+            For every hop, the number of rows sent to each rank, and the number of rows received from each
+            rank.
+        """
         if len(self._hops) == 1:
             return [(batch.batches, batch.source.batches[0])]
         local = self._hops[0].axis
-        # Rows requested by the ranks with this local rank, by node.
+        # In the first hop, this rank sends to local rank l the rows which ranks with local rank l on all
+        # nodes request. In the second hop, it sends to node n the sums for the rank on n with this local
+        # rank.
         by_node = batch.batches[local.rank :: local.size]
         by_local = [sum(batch.batches[other :: local.size]) for other in range(local.size)]
         return [(by_local, sum(by_node)), (by_node, batch.source.batches[0])]
@@ -383,17 +433,19 @@ class PooledOutput:
 def return_weight_grads(
     by_rank: Sequence[Tensor], local: Tensor | None, source: SourceIds, routing: Routing, axis: Axis
 ) -> Tensor:
-    """Exchange per-sample weight gradients, and sum them over all lookups for an ID. Collective.
+    """Send gradients for per-sample weights back to the ranks with the samples. Collective.
+
+    An ID which is looked up in several parts of a table gets the sum of the gradients from all parts.
 
     Args:
-        by_rank: gradients for the weights sent here by every rank, in message order.
+        by_rank: gradients for the weights received from each rank, in message order.
         local: gradients from data-parallel tables; None if there are none.
         source: this rank's IDs.
         routing: the compiled plan.
-        axis: the ranks.
+        axis: ranks which exchange gradients.
 
     Returns:
-        Gradient for this rank's per-sample weights, fp32 [N].
+        Gradient for the per-sample weights of this rank's N IDs, fp32 [N].
     """
     num_routes = [len(work.routes) for work in (*routing.work, routing.local)]
     *routes, _ = source.counts.split(num_routes)
@@ -415,24 +467,35 @@ def return_weight_grads(
 def _piece_tensor(
     sources: Sequence[Sequence[Span]], local: Sequence[Span], order: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """Return the layout for source rows and local columns as the kernels read it; see `pieces_of`."""
+    """Return the pieces for source rows and for local columns, int64 [P, 6], as kernels read them.
+
+    Args:
+        sources: spans of result columns for every source rank.
+        local: spans of result columns from data-parallel tables. They become the last source.
+        order: see `pieces_of`.
+    """
     unsent = [span._replace(source=len(sources)) for span in local]
     return as_tensor(pieces_of([*sources, unsent], order))
 
 
 def bag_arguments(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
-    """Return the op arguments describing bags: offsets, segments, key count, key by use."""
+    """Return the op arguments which describe bags: offsets, segments, key count, and key for every use."""
     if source is None:
         return None, None, 0, []
     return source.offsets, source.segments, source.num_keys, source.keys
 
 
 def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]:
-    """Return the result column spans filled together by a node's ranks.
+    """Return the spans of result columns for which a node's ranks together have values.
 
-    Spans are cut wherever a lookup on any rank starts or ends.
+    Spans are cut wherever a lookup on any of the ranks starts or ends.
+
+    Args:
+        routing: the compiled plan.
+        ranks: the node's ranks on the shard axis.
+        node: node number, which becomes the source of the spans.
     """
-    # The cuts let the second hop encode the summed columns of a lookup as a row of their own, as the first
+    # Because of the cuts, the second hop encodes each lookup's columns as a separate row, as the first hop
     # does.
     held = [span for rank in ranks for span in rank_spans(routing, rank)]
     columns = {
@@ -451,6 +514,6 @@ def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]
 
 
 def _source_positions(spans: Sequence[Span]) -> dict[int, int]:
-    """Return the source row position by result column."""
+    """Return, for every result column in the spans, its position in the row that concatenates the spans."""
     columns = [column for span in spans for column in range(span.column, span.column + span.width)]
     return {column: position for position, column in enumerate(columns)}

@@ -1,8 +1,11 @@
-"""Column layout of pooled results: which source columns become which result columns.
+"""Column layout for pooled results: from which columns of the received rows a result column is summed.
 
-A *source* is a row that arrives from a rank, or a local row of data-parallel tables. If several sources have
-the same result column, as with row-wise sharding, their values are added. Parts of a table are added in row
-order, so sums depend neither on which rank is faster, nor on which rank has which rows.
+A *source* is a row received from a rank, or a local row from data-parallel tables. If several sources have
+values for the same result column, as with row-wise sharding, the values are added. Parts of a table are added
+in row order, so sums depend neither on which rank is faster, nor on which rank has which rows.
+
+For example, if ranks 0 and 1 have half of the rows of a table with 8 columns each, both sources have the span
+[0, 8). The first piece copies the columns from source 0, and the second piece adds the columns from source 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,37 +18,40 @@ from meshrec.distributed.routing import Routing
 
 
 class Piece(NamedTuple):
-    """Columns copied from a source row to the result, or added to it."""
+    """A copy or addition of consecutive columns from a source row to the result row."""
 
     source: int
+    """Source number: a rank on the axis, or one after the last rank for data-parallel tables."""
     source_column: int
     """First column in the source row."""
     width: int
     column: int
     """First column in the result."""
     add: bool = False
-    """Whether the columns are added to those of earlier pieces."""
+    """Whether values are added to the result of earlier pieces. If not, they are copied."""
     mean_use: int = -1
-    """Use whose bag lengths divide the columns; -1: no division."""
+    """Number of the use (a feature looked up in a table) by whose bag lengths the values are divided. -1:
+    they are not divided.
+    """
 
 
 class Span(NamedTuple):
-    """Result columns [column, column + width) that a source has values for."""
+    """Result columns [column, column + width) for which a source has values."""
 
     source: int
     column: int
     width: int
     mean_use: int = -1
-    """Use whose bag lengths divide the columns; -1: no division."""
+    """As in `Piece`."""
 
 
 def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] = ()) -> list[Piece]:
-    """Return the pieces that sum source rows to result rows, in the order in which a kernel adds them.
+    """Return the pieces from which a kernel sums source rows to result rows, in the order of addition.
 
     Args:
-        sources: spans of every source, in the order of its columns.
-        order: for every span of every source, the position of its table part in the order of addition; empty:
-            sources are added in order.
+        sources: spans of every source, in the order of the source's columns.
+        order: for every span of every source, when to add it: the position of its table part in row order.
+            Empty: sources are added in their order.
     """
     pieces: list[Piece] = []
     written: set[int] = set()
@@ -64,17 +70,18 @@ def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] 
 
 
 def as_tensor(pieces: Sequence[Piece]) -> Tensor:
-    """Return the pieces as int64 [P, 6], as ``gather_pooled`` reads them."""
+    """Return P pieces as an int64 tensor [P, 6] with the fields of `Piece`, as the kernels read them."""
     return torch.tensor([list(map(int, piece)) for piece in pieces], dtype=torch.int64).view(-1, 6)
 
 
 def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span]:
-    """Return the result columns of every lookup of a rank.
+    """Return the span of result columns for every lookup on a rank.
 
     Args:
         routing: the compiled plan.
-        rank: shard-axis rank.
-        divide: whether spans of row-split MEAN tables say that their sums must be divided by bag lengths.
+        rank: rank on the shard axis.
+        divide: whether to set ``mean_use`` for MEAN tables split by rows, whose sums are divided after the
+            exchange.
     """
     return [
         Span(
@@ -88,13 +95,26 @@ def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span
 
 
 def first_rows(routing: Routing, rank: int) -> list[int]:
-    """Return, for every span of ``rank_spans``, the first table row of the part that it comes from."""
+    """Return the first table row which each lookup on a rank reads, in the order of ``rank_spans``.
+
+    Args:
+        routing: the compiled plan.
+        rank: rank on the shard axis.
+    """
     work = routing.work[rank]
     return [work.routes[lookup.route].r0 for lookup in work.lookups]
 
 
 def part_order(routing: Routing, rank: int) -> list[int]:
-    """Return, for every span of ``rank_spans``, the position of its part among the table's parts, by row."""
+    """Return the position of each lookup's table part among the table's parts in row order.
+
+    The result is in the order of ``rank_spans``. With two row-wise shards, it is [0] on the rank with the
+    first rows, and [1] on the other rank.
+
+    Args:
+        routing: the compiled plan.
+        rank: rank on the shard axis.
+    """
     work = routing.work[rank]
     starts: dict[int, list[int]] = {}
     for rank_work in routing.work:
@@ -108,7 +128,7 @@ def part_order(routing: Routing, rank: int) -> list[int]:
 
 
 def local_spans(routing: Routing) -> list[Span]:
-    """Return the result columns of data-parallel tables, with this rank as source 0."""
+    """Return the spans of result columns from data-parallel tables, with source 0."""
     return [
         Span(0, routing.columns[u], routing.dims[u])
         for u, use in enumerate(routing.uses)
@@ -117,13 +137,22 @@ def local_spans(routing: Routing) -> list[Span]:
 
 
 def divides_late(routing: Routing, use: int) -> bool:
-    """Return whether a use reads a row-split MEAN table, so that the division follows the sum of parts."""
+    """Return whether a use reads a MEAN table split by rows.
+
+    Its parts return sums, which are divided by the bag lengths after the parts have been added.
+    """
     table = routing.uses[use].table
     return routing.tables[table].mean and routing.row_split[table]
 
 
 def _split_span(span: Span, source_column: int, written: set[int]) -> list[Piece]:
-    """Split a span where columns change between written before (added) and new; ``written`` is updated."""
+    """Split a span into pieces which copy new columns, and pieces which add to columns written before.
+
+    Args:
+        span: span to split.
+        source_column: first column of the span in the source row.
+        written: result columns written by earlier pieces; the span's columns are added to it.
+    """
     pieces: list[Piece] = []
     for offset in range(span.width):
         column = span.column + offset
@@ -137,7 +166,7 @@ def _split_span(span: Span, source_column: int, written: set[int]) -> list[Piece
 
 
 def _join_adjacent(pieces: list[Piece]) -> list[Piece]:
-    """Join consecutive pieces that are adjacent both in the source and in the result."""
+    """Join consecutive pieces which are adjacent both in the source and in the result."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""Sharded module stages as text: which table shards a stage serves."""
+"""Printable summaries of a sharded module: which table shards a stage, such as the lookup, works on."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,13 @@ from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
 
 @dataclass(frozen=True)
 class PrintedStage:
-    """Stage for all tables with the same sharding type."""
+    """Summary of a stage for all tables with the same sharding type. ``repr`` prints it."""
 
     title: str
+    """Stage description, such as "lookup of rows"."""
     sharding_type: str
     tables: dict[str, tuple[str, ...]]
-    """Shards per table as text, rows, columns and rank, such as ``[0:10, 0:4]@1``."""
+    """Shards of each table as strings with rows, columns and rank, such as ``[0:10, 0:4]@1``."""
 
     def __repr__(self) -> str:
         shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
@@ -22,12 +23,12 @@ class PrintedStage:
 def printed_stages(
     title: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None
 ) -> list[PrintedStage]:
-    """Return a stage per sharding type in the plan.
+    """Return summaries of a stage, one for each sharding type in the plan.
 
     Args:
         title: stage description.
-        plan: module plan.
-        rank: list only this rank's shards; None: all.
+        plan: the module's plan.
+        rank: list only shards on this rank; None: list all shards.
     """
     by_type: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, sharding in plan.items():

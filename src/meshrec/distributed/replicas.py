@@ -1,13 +1,13 @@
-"""Replicated table gradients, summed over all replicas.
+"""Sum table gradients over replicas: ranks which have copies of the same rows.
 
-For every table, the ranks choose the exchange that sends fewer bytes:
+For every table, the ranks choose the exchange which sends fewer bytes:
 
-- all-reduce for the dense gradient, for small tables;
-- all-gather for the backward pass inputs: packed IDs and output gradients. For pooled tables, an output
-  gradient has a row per bag, which takes fewer bytes than a gradient row per ID. Every replica then updates
-  as if it had looked up the IDs of all replicas.
+- all-reduce the dense gradient; best for small tables.
+- all-gather the inputs to the backward pass: packed IDs and output gradients. For pooled tables, an output
+  gradient has a row per bag, which takes fewer bytes than a gradient row per ID. Every replica then computes
+  the update as if it had looked up the IDs from all replicas.
 
-Whatever the tables choose, there is one size exchange, one all-reduce, and one all-gather.
+A step needs at most one size exchange, one all-reduce and one all-gather for all tables together.
 """
 
 from collections.abc import Sequence
@@ -30,20 +30,23 @@ from meshrec.tables.updates import TableGradient
 
 
 class ReplicaSizes(NamedTuple):
-    """Message sizes on every replica."""
+    """Sizes of the messages with IDs which each of P replicas has looked up.
+
+    A replica has n messages, one from each rank that sent it IDs, and a message has Q routes.
+    """
 
     headers: Tensor
     """Message headers (see `PackedIds`), int64 [P, n, 4]."""
     bags: Tensor
-    """Bag count by route, int64 [P, n, Q]."""
+    """Number of bags in every route, int64 [P, n, Q]."""
     num_ids: Tensor
-    """ID count by route, int64 [P, n, Q]."""
+    """Number of IDs in every route, int64 [P, n, Q]."""
 
     def headers_of(self, routes: Sequence[int], words_per_id: int) -> Tensor:
-        """Return the headers, int64 [P, n, 4], for messages with only some routes.
+        """Return the headers for messages that contain only some routes, int64 [P, n, 4].
 
         Args:
-            routes: the routes.
+            routes: positions of the routes in the messages.
             words_per_id: int32 words per ID in a message.
         """
         bags, num_ids = self.bags[:, :, routes], self.num_ids[:, :, routes].sum(2)
@@ -56,14 +59,14 @@ class ReplicaSizes(NamedTuple):
 
 
 class Replicas:
-    """Sums table gradients over the ranks with the same rows.
+    """Sums table gradients over replicas, which are ranks with copies of the same rows.
 
     Args:
-        tables: this rank's tables.
-        axis: ranks with the same rows, at least two.
-        input_dist: unpacks messages.
-        blocks: order in which ``tables`` unpacks messages.
-        name: phase name in `record_phases`.
+        tables: tables on this rank which have copies on all replicas.
+        axis: the replicas, at least two ranks.
+        input_dist: unpacks messages with IDs.
+        blocks: source ranks in the order in which their messages are unpacked.
+        name: name of this phase in `record_phases`.
     """
 
     def __init__(
@@ -73,12 +76,12 @@ class Replicas:
         self._phase = name
 
     def sum_gradients(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
-        """Return the gradient from all replicas' lookups. Collective over the axis.
+        """Return the gradient for this rank's tables, summed over all replicas. Collective.
 
         Args:
-            message: the packed IDs looked up by this replica.
+            message: packed IDs which this replica has looked up.
             ids: the same IDs, unpacked.
-            grad: this replica's lookup output gradient.
+            grad: gradient for this replica's lookup output.
         """
         with phase(self._phase) if recorders else OFF:
             sizes = gather_sizes(message.header, ids, self._axis)
@@ -90,9 +93,10 @@ class Replicas:
             return self._gather_lookups(whole, message, ids, grad, sizes)._replace(rows=rows)
 
     def _tables_to_sum(self, sizes: ReplicaSizes) -> frozenset[int]:
-        """Return the tables for which an all-reduce sends fewer bytes; equal on all replicas.
+        """Return the table numbers for which an all-reduce sends fewer bytes than an all-gather.
 
-        Tables with an index are excluded, because a row may have different slots on different replicas.
+        The result is equal on all replicas. Tables with an index are excluded, because replicas may have a
+        row in different slots.
         """
         work, num_ranks = self._tables.work, self._axis.size
         elements = (
@@ -117,7 +121,16 @@ class Replicas:
         )
 
     def _sum_tables(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
-        """All-reduce gradients for the tables in ``whole``, and return them by rectangle number."""
+        """All-reduce the dense gradients for the tables in ``whole``. Collective.
+
+        Args:
+            whole: tables to reduce, by number.
+            ids: IDs which this replica has looked up.
+            grad: gradient for this replica's lookup output.
+
+        Returns:
+            Touched rows and summed gradients by rectangle number.
+        """
         rectangles = self._tables.work.rectangles
         selected = [i for i, rectangle in enumerate(rectangles) if rectangle.table in whole]
         if not selected:
@@ -131,12 +144,13 @@ class Replicas:
         self, whole: frozenset[int], message: PackedIds, ids: LookupIds, grad: Tensor, sizes: ReplicaSizes
     ) -> TableGradient:
         """All-gather IDs and output gradients, and return the gradient for tables not in ``whole``.
+        Collective.
 
         Args:
-            whole: tables whose gradients have been all-reduced.
-            message: the packed IDs looked up by this replica.
+            whole: tables whose gradients have been all-reduced, by number.
+            message: packed IDs which this replica has looked up.
             ids: the same IDs, unpacked.
-            grad: this replica's lookup output gradient.
+            grad: gradient for this replica's lookup output.
             sizes: message sizes on all replicas.
         """
         tables, headers, blocks = self._tables, sizes.headers, self._blocks
@@ -158,11 +172,11 @@ class Replicas:
 
 
 def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
-    """Gather the message sizes from all ranks on the axis. Collective.
+    """Gather the message sizes from all replicas. Collective.
 
     Args:
-        header: this rank's headers, int64 [n, 4].
-        ids: the unpacked messages.
+        header: headers for this rank's n messages, int64 [n, 4].
+        ids: IDs in these messages, unpacked.
         axis: the replicas.
     """
     num_messages = header.shape[0]
@@ -182,17 +196,17 @@ def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
 def gather_gradients(
     message: PackedIds, grad: Tensor, headers: Tensor, num_grads: Sequence[int], axis: Axis
 ) -> tuple[PackedIds, Tensor]:
-    """Gather the messages and flat gradients from all ranks. Collective.
+    """Gather the packed IDs and the output gradients from all replicas in a single all-gather. Collective.
 
     Args:
-        message: this rank's messages.
-        grad: this rank's gradients, fp32, flat.
-        headers: message headers from all ranks, int64 [P, n, 4].
-        num_grads: gradient element count by rank.
-        axis: the ranks.
+        message: this rank's packed IDs.
+        grad: this rank's output gradient, fp32, flat.
+        headers: message headers from all P ranks, int64 [P, n, 4].
+        num_grads: number of gradient values on each rank.
+        axis: the replicas.
 
     Returns:
-        Messages and gradients, rank by rank.
+        Packed IDs and flat gradients from all ranks, in rank order.
     """
     words = headers[:, :, 1].sum(1).tolist()
     lengths = [count + grads for count, grads in zip(words, num_grads, strict=True)]
@@ -210,12 +224,12 @@ def gather_gradients(
 
 
 def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> PackedIds:
-    """Pack the IDs for some routes into messages.
+    """Pack the IDs in some routes into new messages, one for every message in ``ids``.
 
     Args:
         ids: unpacked messages with all routes.
-        routes: routes to pack.
-        header: new message headers, int64 [n, 4], from ``ReplicaSizes.headers_of``.
+        routes: positions of the routes to pack.
+        header: headers for the new messages, int64 [n, 4], from ``ReplicaSizes.headers_of``.
     """
     num_messages = header.shape[0]
     num_routes = (ids.segments.numel() - 1) // num_messages
@@ -245,7 +259,7 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Packed
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
-    """Return the bytes sent by a rank to all-reduce dense gradients with the given (rows, columns)."""
+    """Return the bytes which a rank sends to all-reduce dense gradients of the given (rows, columns)."""
     # A ring all-reduce of fp32 values sends 2 (n - 1) / n of the elements. The additional column marks
     # touched rows.
     elements = sum(rows * (dim + 1) for rows, dim in shapes)
@@ -255,15 +269,15 @@ def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
 def reduce_gradients(
     local_gradients: Sequence[RowGradients], shapes: Sequence[tuple[int, int]], axis: Axis
 ) -> list[RowGradients]:
-    """All-reduce the dense table gradients. Collective.
+    """All-reduce gradients as dense tensors, for all given tables at once. Collective.
 
     Args:
-        local_gradients: this rank's touched rows and their gradients, by table.
-        shapes: (rows, columns) by table.
-        axis: the ranks.
+        local_gradients: for every table, the rows touched on this rank, and their gradients.
+        shapes: (rows, columns) for every table.
+        axis: ranks over which to sum.
 
     Returns:
-        Rows touched on any rank and their summed gradients, by table.
+        For every table, the rows touched on any rank, and their summed gradients.
     """
     sizes = [rows * (dim + 1) for rows, dim in shapes]
     flat = torch.zeros(sum(sizes), device=local_gradients[0].grads.device)

@@ -1,9 +1,10 @@
-"""Move tables and optimizer state from an old plan to a new plan, from rank to rank, without a disk.
+"""Change the sharding plan of a running model: copy tables and optimizer state between ranks, without a disk.
 
-All ranks derive the same list of transfers from both plans. A transfer is a rectangle held by an old
-owner and needed by a new owner. The old owner streams the rows in blocks, and the new owner loads them.
-Blocks are sent in bounded rounds: the ranks exchange block headers, then blocks in a single all-to-all. The
-old tables do not change, so they remain valid if anything fails.
+All ranks derive the same list of transfers from the old and the new plan. A transfer is the overlap of a
+rectangle under the old plan with a rectangle under the new plan. The rank with the old rectangle streams the
+rows in blocks, and the rank with the new rectangle loads them. Blocks are sent in rounds of bounded size: the
+ranks exchange block headers, then the blocks in a single all-to-all. The old tables do not change, so they
+remain valid if anything fails.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +30,16 @@ from meshrec.tables.hashed.table import HashedTable, has_growable_rows
 from meshrec.tables.local_shards import LocalShards, allocate
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Table
 
-# Maximum bytes in a block.
+# Maximum bytes in a block, a run of rows which is sent and loaded at once.
 _TRANSFER_BYTES = 1 << 22
-# Bytes sent by a rank in a round, up to a block more. They bound the buffers.
+# A rank starts no further block in a round after this many bytes. This bounds the buffers.
 _ROUND_BYTES = 1 << 26
 # Parts of a block start at multiples of 8 bytes, so their bytes can be viewed as any dtype.
 _ALIGNMENT = 8
 
 
 class RankRectangle(NamedTuple):
-    """A table rectangle on a rank."""
+    """A rectangle (row and column range) of a table, and the rank which has it."""
 
     rank: int
     number: int
@@ -58,35 +59,40 @@ class Transfer(NamedTuple):
 
 
 class _BlockHeader(NamedTuple):
-    """Describes a row block to the receiving rank."""
+    """Describes a block of rows to the receiving rank, which computes the block's size and layout from it."""
 
     target: int
     """Receiving rank."""
     module: int
+    """Index of the sharded module."""
     table: int
+    """Table number in the module."""
     number: int
-    """Index of the new rectangle among the table's rectangles on that rank."""
+    """Index of the new rectangle among the table's rectangles on the receiving rank."""
     first: int | None
-    """First key if keys are consecutive; None if the block contains the keys."""
+    """First key if the rows have consecutive keys. None if the block contains the keys."""
     num_rows: int
     columns: tuple[int, int]
+    """Table columns [first, end)."""
     parts: tuple[str, ...]
-    """Part names."""
+    """Names of the tensors in the block, such as "weight" or an optimizer slot."""
 
 
 @announced_on_failure
 def reshard_tables(
     built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv
 ) -> dict[str, ModuleParts]:
-    """Copy all tables and their optimizer state to a new plan. Collective.
+    """Build all sharded modules again under a new plan, with copies of their tables and optimizer state.
+
+    Collective. Until the caller drops the old parts, memory holds the tables under both plans.
 
     Args:
-        built: parts of the sharded modules by module path; unchanged.
-        plan: the new plan, verified.
+        built: parts of the sharded modules under the old plan, by module path. They stay unchanged.
+        plan: the new plan, already verified.
         env: the ranks.
 
     Returns:
-        Parts under the new plan by module path.
+        Parts under the new plan, by module path.
 
     Raises:
         ValueError: a trained table has no fused optimizer, the plan cuts a quantized table within a byte, or
@@ -119,22 +125,25 @@ def reshard_tables(
 
 
 class _NewTables(NamedTuple):
-    """Allocated, empty module tables under the new plan."""
+    """The tables of a module under the new plan on this rank, allocated but not yet filled."""
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
     trained: list[bool]
+    """Whether a table is trained, by table number."""
     split: LocalShards
+    """Shards of the tables split over ranks."""
     local: LocalShards
+    """Copies of the data-parallel tables."""
 
     def tables(self, number: int) -> Sequence[Table]:
-        """Return a table's rectangles on this rank, by table number."""
+        """Return the rectangles of table ``number`` on this rank."""
         held = self.local if self.routing.replicated[number] else self.split
         here = held.of_table(number)
         return [] if here is None else here.tables
 
     def assemble_module(self, old: ModuleParts) -> ModuleParts:
-        """Create the module parts, with options and optimizer steps from the old parts."""
+        """Create the module's parts around these tables, with options and step counts from the old parts."""
         blueprint = Blueprint(
             plan=self.plan,
             routing=self.routing,
@@ -149,9 +158,9 @@ class _NewTables(NamedTuple):
 
 
 def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
-    """Return (module path, name) for all tables with gradients on a rank with a shard.
+    """Return (module path, table name) for all tables which are trained on some rank. Collective.
 
-    Collective.
+    A rank without a shard of a table cannot tell whether the table is trained.
     """
     local = {
         (path, name)
@@ -163,7 +172,10 @@ def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[st
 
 
 def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]) -> None:
-    """Raise ValueError for a trained table without a fused optimizer, whose optimizer has old parameters."""
+    """Raise ValueError if a trained table has no fused optimizer.
+
+    The user's optimizer for such a table refers to the old parameter, and would not update the new table.
+    """
     for path, module in built.items():
         for table, rule in zip(module.routing.tables, module.rules, strict=True):
             if rule is None and (path, table.name) in trained:
@@ -177,13 +189,13 @@ def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]
 def _allocate_new(
     path: str, built: ModuleParts, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
 ) -> _NewTables:
-    """Allocate this rank's module tables under the new plan.
+    """Allocate this rank's tables of a module under the new plan.
 
     Args:
         path: module path.
-        built: old parts.
-        plan: new module plan.
-        trained: (module path, table name) for tables with gradients.
+        built: the module's parts under the old plan.
+        plan: the module's new plan.
+        trained: (module path, table name) for all trained tables.
     """
     routing = compile_routing(built.routing.tables, plan, built.rules, built.storages, built.env)
     split = routing.work[built.env.shard.rank].rectangles
@@ -193,7 +205,13 @@ def _allocate_new(
 
 
 def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> LocalShards:
-    """Allocate rectangles without filling them. ``trained`` is by table number."""
+    """Allocate rectangles without filling them.
+
+    Args:
+        rectangles: rectangles to allocate.
+        built: the module's parts under the old plan, with storages and update rules.
+        trained: whether a table is trained, by table number.
+    """
     specs = [None if rule is None else rule.spec for rule in built.rules]
     names = [table.name for table in built.routing.tables]
     return allocate(rectangles, names, built.storages, specs, trained, device=built.device)
@@ -213,11 +231,13 @@ def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
 def plan_transfers(
     old: list[RankRectangle] | None, new: list[RankRectangle] | None, axis: Axis
 ) -> Iterator[Transfer]:
-    """Yield the transfers to fill a table's new rectangles, in the same order on all ranks.
+    """Yield the transfers which fill a table's rectangles under the new plan, in the same order on all ranks.
+
+    A transfer is the overlap of an old and a new rectangle. It may stay on the same rank.
 
     Args:
-        old: rectangles under the old plan; None: every rank has the whole table.
-        new: rectangles under the new plan; None: every rank has the whole table.
+        old: rectangles on all ranks under the old plan; None: every rank has the whole table.
+        new: rectangles on all ranks under the new plan; None: every rank has the whole table.
         axis: the ranks.
     """
     if old is None and new is None:
@@ -238,7 +258,7 @@ def plan_transfers(
 
 
 def _whole_table(held: Sequence[RankRectangle]) -> Rectangle:
-    """Return the whole table's rectangle, which ``held`` covers."""
+    """Return a rectangle for the whole table, given all its rectangles."""
     return Rectangle(
         held[0].rectangle.table,
         min(part.rectangle.r0 for part in held),
@@ -249,11 +269,12 @@ def _whole_table(held: Sequence[RankRectangle]) -> Rectangle:
 
 
 def _transfers_by_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-    """Select the transfers to carry values per row: together they bring every target row once.
+    """Select the transfers which also carry values per row, such as row-wise optimizer state.
 
-    Values per row, such as row-wise optimizer state, are equal in all column shards, and the counts of
-    waiting IDs must not arrive twice. All sources with a given column have every row once. For every
-    target, the column is chosen whose sources send the fewest rows between ranks.
+    Values per row are equal in all column shards of a row, and some must not arrive twice, such as counts of
+    IDs waiting for admission. Therefore every row of a target rectangle must be in exactly one selected
+    transfer. For any column, the sources which have that column together have every row once. The function
+    selects, for every target, a column for which the fewest rows move between ranks.
     """
     for _, group in groupby(transfers, attrgetter("target")):
         of_target = list(group)
@@ -262,30 +283,32 @@ def _transfers_by_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
 
 
 def _num_travelling(transfers: Sequence[Transfer]) -> int:
-    """Return the row count sent to another rank."""
+    """Return the number of rows which the transfers send to another rank."""
     return sum(
         transfer.r1 - transfer.r0 for transfer in transfers if transfer.source.rank != transfer.target.rank
     )
 
 
 class _TableTransport:
-    """Copies old table contents to new tables.
+    """Copies rows and optimizer state from the old tables to the new tables, over all ranks.
 
     Args:
-        old: old parts, all modules.
-        new: new tables, all modules.
+        old: parts of all modules under the old plan.
+        new: tables of all modules under the new plan.
         axis: the ranks.
     """
 
     def __init__(self, old: Sequence[ModuleParts], new: Sequence[_NewTables], axis: Axis) -> None:
         self._old, self._new, self._axis = old, new, axis
-        # Every new hashed table with the future keys, by ``id``. Filled and cleared by run().
+        # New hashed tables on this rank, and the keys they will get, by ``id(table)``. Filled and cleared by
+        # run().
         self._keys: dict[int, tuple[HashedTable, list[Tensor]]] = {}
 
     def run(self) -> None:
-        """Send all rows to their new owners. Collective."""
-        # Keys first: rows arrive in an order that depends on the rank, but slots must not
-        # (``tables.index.Index``).
+        """Copy all rows to their new rectangles. Collective."""
+        # Keys first. Rows arrive in an order that depends on the rank, but the slots of a row must be equal
+        # on all ranks with columns in it (``tables.index.Index``). ``reserve`` assigns the slots in key
+        # order.
         self._move(self._outgoing_keys())
         with together(self._axis, "resharding"):
             for table, keys in self._keys.values():
@@ -294,7 +317,11 @@ class _TableTransport:
         self._move(self._outgoing())
 
     def _move(self, outgoing: Iterator[tuple[_BlockHeader, RowBlock]]) -> None:
-        """Send blocks in rounds, until no rank has a block left. Collective."""
+        """Send and load blocks in rounds, until no rank has a block left. Collective.
+
+        Args:
+            outgoing: headers and blocks which this rank sends.
+        """
         while True:
             sent: list[tuple[_BlockHeader, RowBlock]] = []
             size = 0
@@ -309,7 +336,10 @@ class _TableTransport:
             self._exchange(sent, headers)
 
     def _outgoing(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield the row blocks sent by this rank. Blocks staying on this rank are loaded at once."""
+        """Yield the blocks of rows which this rank sends to other ranks.
+
+        Blocks for this rank itself are loaded while iterating, without a copy through a message.
+        """
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
@@ -333,7 +363,10 @@ class _TableTransport:
                         yield _header(m, t, transfer.target, block), block
 
     def _outgoing_keys(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield blocks announcing new hashed table keys to other ranks."""
+        """Yield blocks without rows, which tell other ranks the keys their hashed tables will get.
+
+        Keys for this rank itself are stored while iterating.
+        """
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):
                 shards, targets = old.shards[table.name], new.tables(t)
@@ -357,7 +390,7 @@ class _TableTransport:
                             yield _header(m, t, transfer.target, block), block
 
     def _load_block(self, table: Table, block: RowBlock) -> None:
-        """Load a block of rows, or store the keys if the block announces keys, which has no parts."""
+        """Load a block of rows into a new table. If the block has only keys, store them in ``self._keys``."""
         if block.parts:
             table.load([block])
         else:
@@ -368,10 +401,10 @@ class _TableTransport:
     def _exchange(
         self, sent: Sequence[tuple[_BlockHeader, RowBlock]], headers: Sequence[Sequence[_BlockHeader]]
     ) -> None:
-        """Send a round's blocks, and load the arriving ones. Collective.
+        """Send the blocks of a round in a single all-to-all, and load the received blocks. Collective.
 
         Args:
-            sent: blocks from this rank.
+            sent: headers and blocks which this rank sends.
             headers: headers for all blocks in the round, by sending rank.
         """
         rank, ranks = self._axis.rank, range(self._axis.size)
@@ -393,7 +426,12 @@ class _TableTransport:
             self._load(arriving, buffer)
 
     def _load(self, arriving: Sequence[_BlockHeader], buffer: Tensor) -> None:
-        """Load the consecutive blocks in a received buffer."""
+        """Load all blocks in a received buffer.
+
+        Args:
+            arriving: headers, in the order of the blocks.
+            buffer: the blocks, uint8.
+        """
         start = 0
         for header in arriving:
             room, start = buffer[start:], start + self._num_bytes(header)
@@ -407,9 +445,9 @@ class _TableTransport:
             self._load_block(self._new[header.module].tables(header.table)[header.number], block)
 
     def _sizes(self, header: _BlockHeader) -> Iterator[tuple[str | None, torch.dtype, tuple[int, ...]]]:
-        """Yield (name, dtype, shape) for every tensor in a block.
+        """Yield (name, dtype, shape) for every tensor in a block, in message order.
 
-        Keys that are not consecutive come first, with the name None.
+        If the keys are not consecutive, the block starts with the keys, under the name None.
         """
         module, n = self._old[header.module], header.num_rows
         storage, rule = module.storages[header.table], module.rules[header.table]
@@ -422,10 +460,16 @@ class _TableTransport:
                 yield part.name, part.dtype, (n,) if part.per_row else (n, c1 - c0)
 
     def _num_bytes(self, header: _BlockHeader) -> int:
+        """Return the bytes of a block in a message, with padding."""
         return sum(_aligned(prod(shape) * dtype.itemsize) for _, dtype, shape in self._sizes(header))
 
     def _part_views(self, header: _BlockHeader, room: Tensor) -> dict[str | None, Tensor]:
-        """Return a block's tensors by name, as views in a buffer starting with the block."""
+        """Return a block's tensors by name, as views of a message buffer.
+
+        Args:
+            header: the block's header.
+            room: buffer that starts with the block, uint8.
+        """
         views: dict[str | None, Tensor] = {}
         start = 0
         for name, dtype, shape in self._sizes(header):
@@ -436,12 +480,12 @@ class _TableTransport:
 
 
 def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[RowBlock]:
-    """Yield a transfer's rows in bounded blocks.
+    """Yield the rows of a transfer in blocks of at most ``_TRANSFER_BYTES``.
 
     Args:
-        table: old rectangle.
-        transfer: rows and columns.
-        with_per_row: whether blocks also carry values per row.
+        table: table with the old rectangle.
+        transfer: rows and columns to copy.
+        with_per_row: whether blocks also contain values per row, such as row-wise optimizer state.
     """
     columns, keys = (transfer.c0, transfer.c1), (transfer.r0, transfer.r1)
     for block in table.stream(columns, keys=keys):
@@ -456,6 +500,14 @@ def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[Ro
 
 
 def _header(module: int, table: int, target: RankRectangle, block: RowBlock) -> _BlockHeader:
+    """Return the header for a block.
+
+    Args:
+        module: index of the sharded module.
+        table: table number.
+        target: rectangle to fill.
+        block: the block.
+    """
     first = block.keys.start if isinstance(block.keys, range) else None
     return _BlockHeader(
         target.rank,
@@ -470,5 +522,5 @@ def _header(module: int, table: int, target: RankRectangle, block: RowBlock) -> 
 
 
 def _aligned(num_bytes: int) -> int:
-    """Round up to a multiple of alignment."""
+    """Round up to a multiple of ``_ALIGNMENT``."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

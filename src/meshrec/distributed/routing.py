@@ -1,11 +1,14 @@
-"""Plan compilation: which IDs go to which rank, which rows the rank looks up, and where results belong.
+"""Compile a sharding plan: which IDs go to which rank, and which rows the rank looks up for them.
 
 [Note: how a plan becomes routes]
 
 - A *use* is a (table, feature) pair: the feature is looked up in the table and gives output columns.
-- A *rectangle* is a table's row range and column range on a rank.
-- A *route* is a use and a row interval on a rank: the use's IDs in the interval are sent to the rank.
+- A *rectangle* is a row range and a column range of a table, on one rank.
+- A *route* is a use and a row interval on a rank: the IDs of the use in this interval are sent to the rank.
 - A *lookup* is a route and a rectangle: the rank looks up the route's IDs in the rectangle.
+
+For example, feature "item" reads table "t" with 100 rows, and two ranks have 50 rows each. There is one use,
+each rank has one rectangle, one route and one lookup, and ID 70 takes the route to rank 1.
 
 1. ``compile_plan`` turns every table's shards into rectangles by rank. Neighbors on the same rank are
    joined. If an optimizer needs sums over whole rows, rectangles are cut at common rows.
@@ -17,7 +20,7 @@
 4. ``pieces.py`` maps every rank's lookup columns to result columns, and ``output_dist.py`` builds the
    hops from them.
 
-Every rank compiles the same plan into the same numbers, so messages need no description.
+Every rank compiles the same plan into the same route numbers, so messages need not name their routes.
 """
 
 from bisect import bisect_left
@@ -41,67 +44,72 @@ from meshrec.tables.table import Rectangle, Span
 
 # U: uses, Q: routes, L: lookups, R: ranks
 
-# IDs relative to a route's first row are sent as int32, unless some route has at least this many rows.
+# IDs are sent relative to the first row of the route, as int32 unless some route has at least this many rows.
 _INT32_ROWS = 1 << 31
+# Keys of hashed tables are int64.
 _LAST_KEY = (1 << 63) - 1
 
 
 class RoutedTable(NamedTuple):
-    """An unsharded table and the features looked up in it."""
+    """Size and features of a whole table, as far as routing needs them."""
 
     name: str
     num_rows: int
     dim: int
     features: tuple[str, ...]
     mean: bool = False
+    """Whether bags are pooled by MEAN."""
     mix_seed: int | None = None
-    """Seed for the hash from IDs to keys; None: keys are IDs. See [Note: the keys of hashed tables] in
-    ``tables/hashed/keys.py``.
+    """Seed for the hash from IDs to keys in a hashed table. None: keys are IDs. See [Note: the keys of hashed
+    tables] in ``tables/hashed/keys.py``.
     """
 
     @property
     def keys(self) -> Span:
-        """Interval [first, end) with all keys."""
+        """Interval [first, end) of all possible keys. A key is a row number, or in hashed tables a hash."""
         return (0, self.num_rows) if self.mix_seed is None else ALL_KEYS
 
     def key_at(self, row: int) -> int:
-        """Return the first key for a plan row."""
+        """Return the first key in a row of the plan. In hashed tables, a plan row is a range of keys."""
         return row if self.mix_seed is None else key_at(row, self.num_rows)
 
 
 class Use(NamedTuple):
-    """A feature looked up in a table, with ``dim`` output columns."""
+    """A feature which is looked up in a table. A feature read by two tables makes two uses."""
 
     table: int
+    """Table number."""
     feature: str
 
 
 class Route(NamedTuple):
-    """A use's IDs with keys in [r0, r1), which go to a rank together."""
+    """The IDs of a use with keys in [r0, r1). A rank receives them together."""
 
     use: int
+    """Use number."""
     r0: int
     r1: int
 
 
 class Lookup(NamedTuple):
-    """Lookup for a route's IDs in a rectangle on the same rank."""
+    """The lookup of a route's IDs in a rectangle on the same rank."""
 
     route: int
     """Index among the rank's routes."""
     rectangle: int
     """Index among the rank's rectangles."""
     use: int
+    """Use number of the route."""
     c0: int
-    """First rectangle column in the table."""
+    """First table column of the rectangle."""
     width: int
-    """Column count."""
+    """Number of columns in the rectangle."""
 
 
 class RankWork(NamedTuple):
-    """A rank's rectangles, and the lookups in them.
+    """The rectangles on a rank, and the lookups in them.
 
-    Output row columns are in lookup order.
+    A pooled output row of the rank has the columns of all lookups, in the order of ``lookups``.
     """
 
     rectangles: tuple[Rectangle, ...]
@@ -110,36 +118,41 @@ class RankWork(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Column count in the rank's output row."""
+        """Number of columns in a pooled output row of the rank."""
         return sum(lookup.width for lookup in self.lookups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Compiled plan for a module."""
+    """A module's compiled plan, equal on all ranks. See [Note: how a plan becomes routes].
+
+    Lists have an entry per use [U], per rank on the shard axis [R], or per route [Q].
+    """
 
     tables: tuple[RoutedTable, ...]
+    """Tables by table number."""
     uses: tuple[Use, ...]
+    """Uses by use number, in output order."""
     work: tuple[RankWork, ...]
-    """Rectangles and lookups by shard-axis rank, [R]."""
+    """Rectangles and lookups of every rank on the shard axis, [R]."""
     local: RankWork
-    """Rectangles and lookups for data-parallel tables, which every rank has."""
+    """Rectangles and lookups for the data-parallel tables, of which every rank has a copy."""
     replicated: tuple[bool, ...]
-    """Whether the table is data-parallel, by table number."""
+    """Whether a table is data-parallel, by table number."""
 
     @cached_property
     def dims(self) -> list[int]:
-        """Output column count by use, [U]."""
+        """Number of output columns for every use, [U]."""
         return [self.tables[use.table].dim for use in self.uses]
 
     @cached_property
     def columns(self) -> list[int]:
-        """First output column by use, and the total column count, [U + 1]."""
+        """First output column of every use, followed by the total number of columns, [U + 1]."""
         return list(accumulate(self.dims, initial=0))
 
     @property
     def holders(self) -> list[list[list[Rectangle]]]:
-        """Rectangles by table number and rank; empty for data-parallel tables."""
+        """Rectangles as ``holders[table][rank]``. Data-parallel tables have none."""
         owned: list[list[list[Rectangle]]] = [[[] for _ in self.work] for _ in self.tables]
         for rank, work in enumerate(self.work):
             for rectangle in work.rectangles:
@@ -148,7 +161,7 @@ class Routing:
 
     @cached_property
     def row_split(self) -> list[bool]:
-        """Whether the table is split by rows, so pooled results are partial sums, by table number."""
+        """Whether a table is split by rows, by table number. A rank then pools only a part of every bag."""
         split = [False] * len(self.tables)
         for work in self.work:
             for rectangle in work.rectangles:
@@ -157,7 +170,7 @@ class Routing:
         return split
 
     def intervals(self, table: int) -> list[Span]:
-        """Return the key intervals between the row edges in a table's rectangles, ascending."""
+        """Return the intervals into which the row edges of all rectangles cut a table's keys, ascending."""
         edges = set(self.tables[table].keys)
         for work in self.work:
             edges.update(*((x.r0, x.r1) for x in work.rectangles if x.table == table))
@@ -165,19 +178,20 @@ class Routing:
 
     @cached_property
     def wide(self) -> bool:
-        """Whether IDs relative to a route's first row need 64 bits."""
+        """Whether messages must send IDs as int64, because some route has too many rows for int32."""
         return any(q.r1 - q.r0 >= _INT32_ROWS for work in self._all_work for q in work.routes)
 
     @property
     def _all_work(self) -> tuple[RankWork, ...]:
-        """``work`` for all ranks, followed by ``local``, [R + 1]."""
+        """``work`` of all ranks, followed by ``local``, [R + 1]."""
         return (*self.work, self.local)
 
     @cached_property
     def router(self) -> list[Tensor]:
-        """Arguments for the op ``route_ids``: cut_begin, cuts, interval_begin, interval_routes, routes.
+        """Arguments for the op ``route_ids``, from which it finds the routes for an ID.
 
-        ``ops/dist/naive.py`` describes them. Data-parallel tables belong to an additional rank, number R.
+        The int64 tensors cut_begin, cuts, interval_begin, interval_routes and routes, described in
+        ``ops/dist/naive.py``. Routes for data-parallel tables belong to an additional rank, number R.
         """
         routes = [(rank, *route) for rank, work in enumerate(self._all_work) for route in work.routes]
         of_use: list[list[tuple[int, int, int]]] = [[] for _ in self.uses]
@@ -199,9 +213,9 @@ class Routing:
 
     @cached_property
     def route_elements(self) -> tuple[list[int], list[int]]:
-        """Rank by route, and columns looked up per ID by route; [Q] both.
+        """Two lists [Q]: the rank to which every route leads, and the number of columns looked up per ID.
 
-        As in ``router``, data-parallel tables belong to an additional rank.
+        As in ``router``, routes for data-parallel tables belong to an additional rank.
         """
         ranks = [rank for rank, work in enumerate(self._all_work) for _ in work.routes]
         widths = []
@@ -214,9 +228,10 @@ class Routing:
 
     @cached_property
     def first_columns(self) -> tuple[Tensor, Tensor]:
-        """Route numbers with a lookup in column 0, and their uses, as two int64 tensors.
+        """Numbers of the routes which lead to column 0 of a table, and their use numbers; two int64 tensors.
 
-        Together, these routes get every ID in a use exactly once, also if columns are split.
+        Together, these routes get every ID of a use exactly once. If the columns of a table are split, other
+        routes get the same IDs again.
         """
         routes, uses, first = [], [], 0
         for work in self._all_work:
@@ -228,7 +243,7 @@ class Routing:
 
     @cached_property
     def names(self) -> Tensor:
-        """Text with a line "TABLE <tab> FEATURE" per use, as uint8 tensor, for kernel error messages."""
+        """A line "TABLE <tab> FEATURE" per use, for error messages in kernels; uint8 characters."""
         text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
@@ -243,11 +258,11 @@ def compile_plan(
     """Compile a verified plan; see [Note: how a plan becomes routes].
 
     Args:
-        tables: unsharded tables. Uses are in table order, then in feature order.
+        tables: tables in the module. Uses are numbered in table order, then in feature order.
         plan: the module's plan.
-        num_ranks: shard axis size.
-        whole_rows: table numbers whose updates need sums over whole rows. Any two rectangles in such a
-            table get the same rows or disjoint rows.
+        num_ranks: number of ranks on the shard axis.
+        whole_rows: tables whose updates need sums over whole rows, by number. In such a table, any two
+            rectangles get either the same rows or disjoint rows, so that ranks can match their partial sums.
     """
     uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
     rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]
@@ -269,27 +284,32 @@ def compile_plan(
 def _rectangles_by_rank(
     sharding: ParameterSharding, table: int, *, in_bands: bool
 ) -> dict[int, list[Rectangle]]:
-    """Return a table's rectangles by rank, with neighbors joined.
+    """Return the rectangles of a table on every rank, after joining adjacent shards on the same rank.
 
     Args:
-        sharding: the table's sharding.
+        sharding: the table's entry in the plan.
         table: table number.
-        in_bands: whether any two rectangles must have the same rows or disjoint rows.
+        in_bands: whether any two rectangles must have either the same rows or disjoint rows.
     """
     by_rank: dict[int, list[Rectangle]] = {}
     for shard in sharding.shards:
         by_rank.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))
+    # On a single rank, cutting at common rows also joins all shards, in both directions.
     if in_bands or len(by_rank) == 1:
         return _cut_at_common_rows(by_rank)
     return {rank: _merge_rectangles(rectangles) for rank, rectangles in by_rank.items()}
 
 
 def _cut_at_common_rows(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
-    """Cut a table's rectangles until any two have the same rows or disjoint rows.
+    """Cut and join a table's rectangles such that any two have either the same rows or disjoint rows.
 
-    Cuts only where some columns change ranks.
+    Cuts only at rows where the assignment of columns to ranks changes.
+
+    Args:
+        by_rank: rectangles on every rank.
     """
     edges = sorted({edge for rectangles in by_rank.values() for x in rectangles for edge in (x.r0, x.r1)})
+    # (first column, end column, rank) of all rectangles in every interval between two edges.
     columns: list[list[tuple[int, int, int]]] = [[] for _ in edges[1:]]
     for rank, rectangles in by_rank.items():
         for x in rectangles:
@@ -305,7 +325,7 @@ def _cut_at_common_rows(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int,
 
 
 def _join_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Join neighboring column ranges (first, end, rank) on the same rank."""
+    """Join adjacent column ranges (first, end, rank) on the same rank."""
     joined: list[tuple[int, int, int]] = []
     for c0, c1, rank in columns:
         if joined and joined[-1][1:] == (c0, rank):
@@ -316,7 +336,7 @@ def _join_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, i
 
 
 def _merge_rectangles(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Join a table's neighboring rectangles on the same rank."""
+    """Join adjacent rectangles of a table on the same rank, first along columns, then along rows."""
     by_columns: list[Rectangle] = []
     for rectangle in sorted(rectangles, key=lambda x: (x.r0, x.r1, x.c0)):
         last = by_columns[-1] if by_columns else None
@@ -336,7 +356,15 @@ def _merge_rectangles(rectangles: list[Rectangle]) -> list[Rectangle]:
 
 
 def rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
-    """Return the routes and lookups for a rank with these rectangles."""
+    """Return the routes and lookups for a rank with the given rectangles.
+
+    The rank gets a route for every use and distinct row interval, and a lookup for every rectangle with these
+    rows.
+
+    Args:
+        rectangles: the rank's rectangles.
+        uses: all uses.
+    """
     routes = sorted(
         {Route(u, x.r0, x.r1) for u, use in enumerate(uses) for x in rectangles if x.table == use.table}
     )

@@ -1,4 +1,4 @@
-"""Wait until a batch's rows have been read from files; if a rank fails, all ranks raise."""
+"""Wait until the rows which a batch needs have been read from files. If a rank fails, all ranks raise."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ _KINDS: tuple[type[Exception], ...] = (RowFileError, *KINDS)
 
 
 class RowArrival:
-    """Waits for a batch's rows before they are looked up.
+    """Waits until the rows which a batch looks up are in memory.
 
-    Reading a file may fail on a single rank. The ranks therefore exchange status in a small collective per
-    batch, and raise together. The message also has a fingerprint of slots for every row band whose columns
-    are on several ranks. These ranks must have the rows in equal slots, because partial sums of a row are
-    matched by slot.
+    Reading a file may fail on a single rank. The ranks therefore exchange their status in a small collective
+    per batch, and raise together. The message also contains a fingerprint of the slots (memory positions) for
+    every row interval whose columns are on several ranks. These ranks must have the rows in equal slots,
+    because they match partial sums for a row by slot.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        may_fail: whether some table of the module has rows in a file, on any rank. If not, nothing is
+        may_fail: whether some table in the module has rows in a file, on any rank. If not, nothing is
             exchanged.
     """
 
@@ -36,13 +36,14 @@ class RowArrival:
         bands = Counter(
             band for work in routing.work for band in {(r.table, r.r0, r.r1) for r in work.rectangles}
         )
+        # The number for every band (table, first row, end row) with columns on several ranks.
         self._bands = {band: number for number, band in enumerate(b for b in sorted(bands) if bands[b] > 1)}
 
     def wait(self, pins: Sequence[object]) -> None:
-        """Wait until the pinned rows are in memory. Collective.
+        """Wait until all rows in a batch's slots are in memory. Collective.
 
         Args:
-            pins: pins of a batch's slots, see ``tables.index.Resolved``.
+            pins: pins on the batch's slots, from resolving its keys; see ``tables.index.Resolved``.
 
         Raises:
             RowFileError: rows cannot be read from a file, or evicted rows cannot be written. This and the
@@ -53,6 +54,7 @@ class RowArrival:
         if not self.may_fail:
             return
         error: Exception | None = None
+        # Whether this rank failed, and a fingerprint per shared band; -1 where this rank has no such rows.
         status = torch.full((1 + len(self._bands),), -1, dtype=torch.int64)
         # An error must not keep this rank from the collective below.
         for arriving in arriving_rows(pins):

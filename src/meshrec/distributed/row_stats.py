@@ -1,8 +1,8 @@
-"""Norms and means over whole rows, for tables whose columns are on several ranks.
+"""Compute norms and means over whole rows, for row-wise optimizers and tables with columns on several ranks.
 
 Ranks with columns in the same rows get the same IDs, and touch the same rows in the same order. Their partial
 sums therefore match without sending IDs, and a single all-to-all with a few values per touched row is enough.
-PartialRowWiseLAMB needs two, because the direction norm depends on the second moment.
+PartialRowWiseLAMB needs two, because the norm of its update direction depends on the second moment.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ from meshrec.tables.updates import Touched
 
 
 class ColumnPeers:
-    """Sums values over the ranks with other columns in the same rows.
+    """Sums values per row over all ranks which have columns in the row.
 
     Args:
         routing: the compiled plan.
         axis: the shard axis.
-        tables: table numbers, equal on all ranks. They must have been compiled for whole rows (see
-            ``compile_plan``).
+        tables: table numbers, equal on all ranks. The plan must have been compiled with these tables in
+            ``whole_rows``; see `compile_plan`.
     """
 
     def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int]) -> None:
         self._axis = axis
-        # Row bands with columns on a rank, by rank.
+        # Bands (row intervals of a table) in which a rank has columns, by rank.
         self._bands: list[list[_Band]] = []
         for work in routing.work:
             selected = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
@@ -53,21 +53,23 @@ class ColumnPeers:
         self._local_bands = [_band(rectangle) for rectangle in rectangles if rectangle.table in tables]
 
     def sum_columns(self, partial: Sequence[Tensor]) -> list[Tensor]:
-        """Sum values per row over all column shards. Collective.
+        """Sum values per row over all column shards of a table. Collective.
 
-        Partial values are added in column order, so all ranks get the same bits, whichever rank has which
-        columns.
+        Partial values are added in column order. All ranks therefore get the same bits, and the bits do not
+        depend on which rank has which columns.
 
         Args:
-            partial: for every local rectangle, S values per touched row, [U, S].
+            partial: for every rectangle on this rank, S partial values for each of U touched rows, [U, S].
 
         Returns:
-            For every local rectangle, the sums [U, S].
+            For every rectangle on this rank, the sums [U, S].
         """
         mine: dict[_Band, Tensor] = {}
         # Add this rank's own column shards in a band first.
         for band, part in zip(self._local_bands, partial, strict=True):
             mine[band] = mine[band] + part if band in mine else part
+        # By rank, the bands in which both that rank and this rank have columns. Both ranks list the same
+        # bands in the same order, so a message needs no description.
         shared = [
             [band for band in bands if band in mine and rank != self._axis.rank]
             for rank, bands in enumerate(self._bands)
@@ -88,30 +90,33 @@ class ColumnPeers:
         return [total[band] for band in self._local_bands]
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """Return the mean squared gradient by touched row, over all columns. Collective.
+        """Return the mean squared gradient of every touched row, over all columns of the table. Collective.
 
         Args:
-            squares: sums of squares over the local columns, fp32 [total rows], rectangle by rectangle.
-            counts: touched row count by rectangle.
-            row_dims: whole-row column count by rectangle.
+            squares: sums of squared gradients over this rank's columns, fp32 [total rows], rectangle by
+                rectangle.
+            counts: number of touched rows in each rectangle.
+            row_dims: number of columns in the whole table, for each rectangle.
 
         Returns:
-            Means in ``squares`` order.
+            Means, fp32 [total rows], in the order of ``squares``.
         """
         with phase("row_stats") if recorders else OFF:
             sums = self.sum_columns(squares.split(counts))
             means = [total / dim for total, dim in zip(sums, row_dims, strict=True)]
-            return torch.cat([squares[:0], *means])  # there may be none
+            return torch.cat([squares[:0], *means])  # the list may be empty, which torch.cat rejects
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """Return ``row_stats`` for the op ``tbe_update`` by local rectangle, fp32 [U, 3]. Collective.
-
-        The columns are the sums of `RowSum` over whole rows; sums unused by the optimizer are 0.
+        """Return sums over whole rows for the op ``tbe_update``, its argument ``row_stats``. Collective.
 
         Args:
-            touched: touched rows and gradients by local rectangle.
+            touched: touched rows and their gradients, for every rectangle on this rank.
             optimizer: optimizer code.
-            hyper: hyperparameters by local rectangle.
+            hyper: hyperparameters, for every rectangle on this rank.
+
+        Returns:
+            For every rectangle, fp32 [U, 3] with a column per `RowSum`. Sums which the optimizer does not use
+            are 0.
         """
         with phase("row_stats") if recorders else OFF:
             return self._row_stats(touched, optimizer, hyper)
@@ -132,16 +137,17 @@ class ColumnPeers:
 def column_peers(
     routing: Routing, axis: Axis, rule: UpdateRule, tables: Sequence[int]
 ) -> tuple[frozenset[int], ColumnPeers | None]:
-    """Return the tables whose updates need sums over other ranks' columns, and an object for these sums.
+    """Find the tables whose updates need sums over columns on other ranks.
 
     Args:
         routing: the compiled plan.
         axis: the shard axis.
-        rule: the update rule.
-        tables: tables under this rule.
+        rule: update rule of the tables.
+        tables: tables with this rule, by number.
 
     Returns:
-        Table numbers, equal on all ranks, and the object; an empty set and None if no table needs it.
+        The table numbers, equal on all ranks, and an object which computes the sums. An empty set and None if
+        no table needs sums.
     """
     if axis.size == 1 or not formula_of(rule.code).row_sums:
         return frozenset(), None
@@ -156,6 +162,8 @@ def column_peers(
 
 
 class _Band(NamedTuple):
+    """A row interval [r0, r1) of a table."""
+
     table: int
     r0: int
     r1: int
@@ -166,15 +174,16 @@ def _band(rectangle: Rectangle) -> _Band:
 
 
 def _squares(x_UD: Tensor) -> Tensor:
-    """Return the sum of squares by row, [U]."""
+    """Return the sum of squares in every row, [U]."""
     norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # takes half the time of squaring and summing
     return norms.square_()
 
 
 def _exchange_rounds(formula: Formula) -> list[list[int]]:
-    """Return which sums (`RowSum`) the ranks exchange in the first and, if needed, in a second round.
+    """Return the sums over whole rows which the ranks exchange in each round, as `RowSum` values.
 
-    If the direction depends on the gradient's sum, its own sum is exchanged in a second round.
+    There is one round, or two if the update direction depends on the squared gradient sum from the first
+    round.
     """
     first = sorted(formula.row_sums)
     if {RowSum.GRADIENT, RowSum.DIRECTION} <= formula.row_sums:
@@ -183,14 +192,14 @@ def _exchange_rounds(formula: Formula) -> list[list[int]]:
 
 
 def _local_sum(which: int, formula: Formula, touched: Touched, h: Hyper, sums_so_far: Tensor) -> Tensor:
-    """Return a sum over the columns of a rectangle, [U].
+    """Return a sum of squares over a rectangle's columns, for every touched row, [U].
 
     Args:
-        which: the `RowSum`.
-        formula: optimizer formula.
+        which: what to sum, a `RowSum`: weights, gradients or update directions.
+        formula: formula of the optimizer.
         touched: touched rows in the rectangle.
         h: hyperparameters.
-        sums_so_far: sums over whole rows from the first round.
+        sums_so_far: sums over whole rows from the first round, fp32 [U, 3].
     """
     rows = Rows(touched.weight, touched.grad, touched.slots, sums_so_far)
     if which == RowSum.WEIGHT:

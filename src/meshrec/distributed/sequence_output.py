@@ -1,4 +1,8 @@
-"""Output exchange of modules that return a row per ID. See ``output_dist.py`` for modules that pool."""
+"""Output exchange for sequence embeddings, a row per ID. See ``output_dist.py`` for pooled embeddings.
+
+A *unit* is an element of the encoded message. See [Note: how a plan becomes routes] in ``routing.py`` for use
+and route.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,17 +22,23 @@ from meshrec.ops import operators
 
 
 class SequenceOutput:
-    """Output exchange of a module that returns a row per ID, in the order of the caller's IDs.
+    """Output exchange for a module which returns a row per ID, in the order of the caller's IDs.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        codecs: encodings in both directions.
+        codecs: encodings for embeddings and gradients.
+
+    Attributes:
+        blocks: source ranks in the order in which their IDs must be looked up.
+        uses_in_order: use numbers in the order of the result: uses of split tables, then of data-parallel
+            tables.
     """
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
         self._routing, self._axis = routing, env.shard
         self.blocks = list(range(env.shard.size))
+        # A row (route, use, first column, width) per lookup on all ranks. Routes are numbered over all ranks.
         lookups, first_route = [], 0
         for work in routing.work:
             for lookup in work.lookups:
@@ -41,6 +51,7 @@ class SequenceOutput:
         self._local_routes = local_work.routes
         self._all_routes: list[Route] = [route for work in routing.work for route in work.routes]
         all_columns = [_single_columns(codecs, routing, rank) for rank in range(env.shard.size)]
+        # (route, columns of embeddings, columns of gradients) for this rank's lookups, and for all ranks'.
         self._local = [
             (lookup.route, *pair)
             for lookup, pair in zip(local_work.lookups, all_columns[env.shard.rank], strict=True)
@@ -66,7 +77,15 @@ class SequenceOutput:
         ]
 
     def send_rows(self, out: Tensor, batch: LookupBatch) -> InFlight:
-        """Start to send looked-up rows, flat and block by block, to the ranks that requested them."""
+        """Start to send rows to the ranks which have requested them. Collective.
+
+        Args:
+            out: looked-up rows, flat, requesting rank by requesting rank, in the encoding's ``kernel_dtype``.
+            batch: the batch.
+
+        Returns:
+            The running collective, for ``receive_rows``.
+        """
         direction = self._directions[0]
         if direction.encodes:
             blocks = self._local_blocks(batch, FORWARD)
@@ -80,12 +99,11 @@ class SequenceOutput:
 
         Args:
             in_flight: result of ``send_rows``.
-            local: rows of data-parallel tables, flat; None if there are none.
+            local: rows from data-parallel tables, flat; None if there are none.
             batch: the batch.
 
         Returns:
-            Rows, fp32, flat, use by use in the order of ``uses_in_order``: split tables, then data-parallel
-            tables.
+            Rows, fp32, flat, use by use in the order of ``uses_in_order``.
         """
         received, direction = in_flight.wait(), self._directions[0]
         if direction.encodes:
@@ -94,15 +112,16 @@ class SequenceOutput:
         return rows if local is None else torch.cat([rows, local])
 
     def send_gradient(self, grad: Tensor, batch: LookupBatch, scale: float) -> tuple[InFlight, Tensor]:
-        """Start to send the gradient of the rows to the ranks that own them.
+        """Start to send the gradients for rows to the ranks which have the rows. Collective.
 
         Args:
-            grad: gradient of the result of ``receive_rows``, flat.
+            grad: gradient for the result of ``receive_rows``, flat.
             batch: the batch.
             scale: factor for the gradient.
 
         Returns:
-            The collective in flight, and the gradient of the data-parallel rows.
+            The running collective, for ``receive_gradient``, and the gradient for the rows from data-parallel
+            tables, flat.
         """
         direction = self._directions[1]
         splits = self._splits(direction, batch)
@@ -120,14 +139,14 @@ class SequenceOutput:
         return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
 
     def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
-        """Wait for the gradients of the rows that ``send_rows`` sent, and return them, fp32, flat."""
+        """Wait for the gradients for the rows which ``send_rows`` has sent, and return them, fp32, flat."""
         message, direction = in_flight.wait(), self._directions[1]
         if direction.encodes:
             message = direction.codec.decode(message, self._local_blocks(batch, BACKWARD))
         return message.float()
 
     def _ids(self, batch: LookupBatch) -> tuple[object, ...]:
-        """Return the op arguments that describe the batch's IDs and the routes that they took."""
+        """Return the op arguments which describe the batch's IDs and the routes they have taken."""
         source = batch.source
         return (
             source.values,
@@ -139,7 +158,12 @@ class SequenceOutput:
         )
 
     def _splits(self, direction: "_Direction", batch: LookupBatch) -> Splits:
-        """Return the elements that this rank sends and receives when rows are returned."""
+        """Return the message sizes, in elements, of the exchange which returns rows.
+
+        Args:
+            direction: encoding of the rows.
+            batch: the batch.
+        """
         counts = batch.source.counts[: self._route_ranks.numel()]
         received: list[int] = (
             torch.zeros(self._axis.size, dtype=torch.int64)
@@ -154,23 +178,37 @@ class SequenceOutput:
         return Splits(sent, received)
 
     def _local_counts(self, batch: LookupBatch) -> Tensor:
-        """Return the number of IDs that ranks requested, by rank and local route, int64 [R, Q]."""
+        """Return the ID count received from each rank on each of this rank's routes, int64 [R, Q]."""
         ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         return starts.diff().view(len(ids.batches), self._directions[0].local_units.numel())
 
     def _local_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
-        """Describe the rows that this rank looks up for all ranks: rank by rank, lookup by lookup."""
+        """Return the row count and columns in every part of the messages with rows which this rank looks up.
+
+        The order is requesting rank by rank, then lookup by lookup.
+
+        Args:
+            batch: the batch.
+            direction: FORWARD for embeddings, BACKWARD for gradients.
+        """
         counts_RQ = self._local_counts(batch).tolist()
         return [Block(counts[q], pair[direction]) for counts in counts_RQ for q, *pair in self._local]
 
     def _all_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
-        """Describe the rows that all ranks look up for this rank: rank by rank, lookup by lookup."""
+        """Return the row count and columns in every part of the messages with rows looked up for this rank.
+
+        The order is by the rank which looks them up, then lookup by lookup.
+
+        Args:
+            batch: the batch.
+            direction: FORWARD for embeddings, BACKWARD for gradients.
+        """
         counts, key = batch.source.counts.tolist(), first_key(self._axis.rank)
         return [Block(counts[q], pair[direction], key) for q, *pair in self._all]
 
     def _keys(self, batch: LookupBatch) -> Tensor:
-        """Return the ID of every row in ``_local_blocks``, from which stochastic rounding draws."""
+        """Return the ID for every row in ``_local_blocks``, int64. The IDs seed stochastic rounding."""
         ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
         num_routes = len(self._local_routes)
@@ -182,7 +220,7 @@ class SequenceOutput:
         return torch.cat(parts) if parts else batch.keys.new_empty(0, dtype=torch.int64)
 
     def _ids_of(self, block: int, batch: LookupBatch) -> Tensor:
-        """Return the IDs of the rows in block ``block`` of ``_all_blocks``."""
+        """Return the ID for every row in the part with index ``block`` of ``_all_blocks``, int64."""
         use, r0, r1 = self._all_routes[self._all[block][0]]
         source = batch.source
         bounds, key = source.bag_bounds(), source.keys[use]
@@ -194,19 +232,25 @@ class SequenceOutput:
 
 
 class _Direction(NamedTuple):
-    """Encoding of embeddings, or of gradients."""
+    """Encoding of messages in one direction: embeddings or gradients."""
 
     codec: Codec
     encodes: bool
     """Whether rows are encoded in a separate pass. If not, kernels read and write the wire format."""
     local_units: Tensor
-    """Number of encoded elements per ID, by route of this rank."""
+    """Elements per ID in the encoded message, for every route to this rank, int64."""
     all_units: Tensor
-    """Number of encoded elements per ID, by route of all ranks."""
+    """Elements per ID in the encoded message, for every route to any rank, int64."""
 
 
 def _single_columns(codecs: Codecs, routing: Routing, rank: int) -> list[tuple[Columns, Columns]]:
-    """Return the wire columns of a rank's lookups, for embeddings and for gradients."""
+    """Return the message columns for every lookup on a rank, for embeddings and for gradients.
+
+    Args:
+        codecs: encodings for embeddings and gradients.
+        routing: the compiled plan.
+        rank: rank on the shard axis.
+    """
     spans, rows = rank_spans(routing, rank, divide=False), first_rows(routing, rank)
     return [
         (codecs.forward.columns([span], [row]), codecs.backward.columns([span], [row]))
@@ -217,12 +261,12 @@ def _single_columns(codecs: Codecs, routing: Routing, rank: int) -> list[tuple[C
 def _units_per_route(
     codec: Codec, direction: int, lookups: Sequence[tuple[int, Columns, Columns]], num_routes: int
 ) -> Tensor:
-    """Return the number of encoded elements per ID, by route, int64 [num_routes].
+    """Return the elements per ID in the encoded message, for every route, int64 [num_routes].
 
     Args:
         codec: the encoding.
         direction: ``FORWARD`` or ``BACKWARD``.
-        lookups: (route, forward columns, backward columns) of every lookup.
+        lookups: (route, columns of embeddings, columns of gradients) for every lookup.
         num_routes: number of routes.
     """
     units = torch.zeros(num_routes, dtype=torch.int64)

@@ -1,9 +1,9 @@
-"""A module's sharded tables on this rank, and the batch stages: route, look up, return, backward.
+"""``ShardedTables``: exchange IDs and embeddings between ranks, look up rows, and update tables.
 
 [Note: the stages of a batch]
 
-Every stage starts the communication awaited by the next stage, so a pipeline can do other work in
-between::
+A batch passes through stages. Every stage starts the communication for which the next stage waits, so a
+pipeline can do other work in between::
 
     batch = tables.route(features)           # route IDs; sizes are in flight
     tables.advance(batch, Stage.EXCHANGED)   # wait for sizes; IDs are in flight
@@ -12,10 +12,10 @@ between::
     link = tables.look_up(batch)             # look up; embeddings are in flight
     embeddings = tables.finish(batch, link)  # wait for embeddings
 
-``advance`` runs all stages up to that stage, and ``look_up`` runs the remaining stages. A plain forward pass
-therefore calls only ``route``, ``look_up`` and ``finish``. `LookupBatch` has the batch state.
-``look_up`` may run again after tables have changed, because the batch keeps its slots. The backward pass runs
-``send_grad``, then ``receive_grad``, which updates the tables.
+``advance`` runs all stages up to the given stage, and ``look_up`` runs the remaining stages. A plain forward
+pass therefore calls only ``route``, ``look_up`` and ``finish``. A `LookupBatch` stores the state between
+stages. ``look_up`` may run again after tables have changed, because the batch keeps its slots (positions of
+rows in memory). The backward pass runs ``send_grad``, then ``receive_grad``, which updates the tables.
 
 An input error is raised on all ranks by ``advance`` to ``EXCHANGED``. For other errors in these stages, see
 [Note: a rank that fails alone] in comms/failures.py.
@@ -57,44 +57,54 @@ from meshrec.tables.updates import TableGradient, TableUpdates, WriteCounter
 
 
 class GradientSignal:
-    """Tells all ranks alike whether gradients are collected for ``step``, and whether they are finite.
+    """Parameter by whose gradient all ranks take the same decision on an optimizer step.
 
-    ``signal`` is a parameter in the optimizer's groups, and ``signal.grad`` has the answer: None before the
-    first backward pass and after ``zero_grad``; otherwise 0, or infinity if some rank has a non-finite
-    gradient. A GradScaler or gradient clipping reading it decides alike on all ranks, also on ranks
+    Some tables collect gradients in the backward pass for a later ``step()``. ``signal`` is a parameter in
+    the optimizer's groups. ``signal.grad`` is None if no gradients are collected, that is, before the first
+    backward pass and after ``zero_grad``. Otherwise it is 0, or infinity if some rank has a non-finite
+    gradient. GradScaler and gradient clipping read it, so they decide alike on all ranks, even on ranks
     without tables.
+
+    Args:
+        device: device for the parameter.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.signal = nn.Parameter(torch.zeros(1, device=device))
 
     def agree(self, finite: bool, axis: Axis) -> None:
-        """Set the signal's gradient to 0 if ``finite`` is True on all ranks, else to infinity. Collective."""
+        """Set ``signal.grad`` to 0 if ``finite`` is True on all ranks, else to infinity. Collective."""
         signal = torch.full_like(self.signal, 0.0 if finite else torch.inf).detach()
         all_reduce(signal, axis, "finite gradients")
         self.signal.grad = signal
 
 
 class ShardedTables:
-    """A sharded module's tables on this rank: exchanges IDs and rows, looks up, and updates.
+    """The tables of a sharded module on this rank. Exchanges IDs and embeddings, looks up rows, and updates
+    tables.
+
+    A module has *split* tables, whose shards are on different ranks, and *data-parallel* tables, of which
+    every rank has a copy. See [Note: the stages of a batch] for the order of calls.
 
     Attributes:
-        routing: routes for the ID exchange: the plan's routes, or with ``inside`` routes inside a node.
+        routing: routes for the ID exchange. These are the plan's routes, or with ``inside`` the routes inside
+            a node.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        held: split table shards, an entry per rank whose tables this process has (one, or with
-            ``env.devices`` all ranks on the shard axis); ordered as ``routing.work[rank].rectangles``.
-        local: data-parallel tables.
+        held: split table shards, in the order of ``routing.work[rank].rectangles``. Usually a single
+            entry with this rank's shards; with ``env.devices``, an entry for every rank on the shard axis.
+        local: this rank's copies of the data-parallel tables.
         fused: tables with a fused optimizer, by table number. Other tables get ordinary gradients.
-        input_dist: ID exchange.
+        input_dist: sends and receives IDs.
         sequence: whether the module returns a row per ID instead of a pooled row per bag.
-        wire: wire formats for embeddings and gradients, by table.
-        admission_evictions: admission and eviction in the split and in the data-parallel tables.
-        inside: routing and ranks inside a node, if nodes exchange rows, not sums; ``input_dist`` must
+        wire: encodings for embeddings and gradients in messages between ranks, by table.
+        admission_evictions: objects which admit and evict rows of hashed tables: for the split tables, and
+            for the data-parallel tables. None without hashed tables.
+        inside: routing and ranks inside a node, if nodes exchange rows instead of sums. ``input_dist`` must
             use the same. None: nodes exchange sums.
-        may_fail: whether some table has rows in a file, on any rank, so reading them may fail.
+        may_fail: whether some table on some rank has rows in a file, which reading may fail.
     """
 
     def __init__(
@@ -116,6 +126,7 @@ class ShardedTables:
         # A list, because every step iterates over it.
         self._fused = list(fused.values())
         wires = [wire.for_table(table.name) for table in routing.tables]
+        # ``here`` and ``ranks``: routing and ranks for the exchange of IDs and embeddings.
         split, here, ranks = held[0], routing, env
         self._nodes, looked_up = None, list[LocalShards | FetchedRows](held)
         # Only traffic between nodes is encoded; inside a node everything stays fp32.
@@ -125,9 +136,10 @@ class ShardedTables:
             wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
         codecs = Codecs(*(Codec(here, wires, direction, self._step) for direction in (FORWARD, BACKWARD)))
         self.feedback = (codecs if self._nodes is None else self._nodes.codecs).backward.feedback
-        """Error feedback for gradients sent by this rank; None if no wire format has it."""
+        """Rounding errors in the gradients this rank has sent; None if no wire format uses error feedback."""
         out_dtype = codecs.forward.encoding.kernel_dtype
         works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
+        # Split tables of every rank for which this process acts.
         self._played = [
             LookupTables(here, work, shards, sequence=sequence, out_dtype=out_dtype)
             for work, shards in zip(works, looked_up, strict=True)
@@ -136,13 +148,15 @@ class ShardedTables:
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
         has_index = any(part.held.indexes for part in self._played)
         self.needs_resolve = bool(has_index or local.indexes or self._nodes)
-        """Whether some table has an index from keys to slots.
-
-        Otherwise, batches skip the stage ``RESOLVED``.
+        """Whether the stage ``RESOLVED`` has work: some table has an index from keys to slots, or nodes
+        exchange rows.
         """
         self._row_arrival, self.rows_arrive = RowArrival(routing, env, may_fail=may_fail), may_fail
-        """Whether rows may be read from files after the stage ``RESOLVED``, so it should run early."""
-        # Whether ``route`` has checked for optimizers attached by torch to tables after sharding.
+        """Whether some rows may be in files. Reading them starts in stage ``RESOLVED``, which a pipeline
+        should therefore run early.
+        """
+        # Whether ``route`` has checked, once, that torch has not attached an optimizer to a fused table after
+        # sharding.
         self._is_checked = False
         self._writes = WriteCounter(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
@@ -162,19 +176,23 @@ class ShardedTables:
         self._parameters = [*split.parameters, *local.parameters]
         is_deferred = any(table.rule.deferred for table in fused.values())
         self.collected = GradientSignal(input_dist.device) if is_deferred else None
-        """Whether gradients are collected for ``step``; None if the backward pass updates all tables."""
+        """Signal whether gradients are collected for ``step``; None if backward updates all tables."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
-        """Called in every backward pass with the gradients for the split and for the data-parallel tables."""
+        """Function which every backward pass calls with the gradients for the split tables and for the
+        data-parallel tables. Set by ``touched_rows.TouchedRows``.
+        """
         self.num_changes = 0
-        """Number of updates and state dict loads so far, equal on all ranks."""
+        """Number of updates and state dict loads so far, equal on all ranks. A pipeline compares it to find
+        out whether rows it has looked up are outdated.
+        """
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(here, ranks, codecs)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
-        """Use order in the result, if the module returns a row per ID; else empty."""
-        # With ``env.devices``, every rank played by this process gets a single message, from the first rank.
+        """Use numbers in the order of the result, if the module returns a row per ID; else empty."""
+        # With ``env.devices``, only the first rank has a batch, so every rank gets a single message.
         self._blocks = [0] if env.devices else self._output.blocks
-        # Sum gradients over ranks with the same rows, for split and data-parallel tables; None: no such
-        # ranks.
+        # Sum gradients over ranks with copies of the same rows: for the split tables, over the replicate
+        # axis, and for the data-parallel tables, over all ranks. None without copies.
         self._replicas = self._data_parallel = None
         if env.replicate.size > 1:
             blocks = self._output.blocks
@@ -184,27 +202,33 @@ class ShardedTables:
         self._axis, self.routing = ranks.shard, here
 
     def recount(self) -> None:
-        """Count hashed table rows over all ranks, after rows were loaded. Collective."""
+        """Count the rows in hashed tables over all ranks again, after rows were loaded. Collective."""
         for admission_eviction in self.admission_evictions:
             admission_eviction.recount()
 
     @property
     def admission_evictions(self) -> list[AdmissionEviction]:
-        """Admission and eviction in hashed tables; empty without hashed tables."""
+        """Objects which admit and evict rows of hashed tables; empty without hashed tables."""
         return [
             updates.admission_eviction for updates in self._updates if updates.admission_eviction is not None
         ]
 
     @property
     def num_clamped_ids(self) -> int:
-        """IDs on this rank replaced by ``BoundsCheckMode.WARN`` so far."""
+        """Invalid IDs on this rank which ``BoundsCheckMode.WARN`` has replaced so far."""
         return self._input.num_clamped_ids
 
     @announced_on_failure
     def route(self, features: KeyedJaggedTensor) -> LookupBatch:
-        """Start a batch: route the IDs, and start the size exchange. Collective.
+        """Start a batch: sort the IDs by destination rank, and start to exchange message sizes. Collective.
 
         Invalid input does not raise here, but in the next stage, on every rank.
+
+        Args:
+            features: this rank's input.
+
+        Returns:
+            A new batch in stage ``ROUTED``.
 
         Raises:
             ValueError: torch has attached an optimizer to a table with a fused optimizer.
@@ -222,22 +246,23 @@ class ShardedTables:
 
     @announced_on_failure
     def advance(self, batch: LookupBatch, stage: Stage) -> LookupBatch:
-        """Run a batch's stages up to ``stage``, except those already run. Collective.
+        """Run all stages of a batch up to and including ``stage``, except stages already run. Collective.
 
         Args:
-            batch: a batch from ``route``.
-            stage: the last stage to run, at most ``RESOLVED``.
+            batch: batch from ``route``.
+            stage: last stage to run, at most ``RESOLVED``.
 
         Returns:
-            The batch.
+            The same batch.
 
         Raises:
-            ValueError: some rank's input was invalid; raised on every rank.
+            ValueError: the input on some rank is invalid. All ranks raise it.
         """
         self._advance(batch, stage)
         return batch
 
     def _advance(self, batch: LookupBatch, stage: Stage) -> None:
+        # Not decorated, because ``advance`` and ``look_up`` announce failures.
         if batch.stage < Stage.EXCHANGED <= stage:
             with phase("ids") if recorders else OFF:
                 self._input.send_ids(batch)
@@ -252,7 +277,7 @@ class ShardedTables:
             batch.stage = Stage.RESOLVED
 
     def _arrive(self, batch: LookupBatch) -> None:
-        """Wait for the IDs, and unpack them."""
+        """Stage ``ARRIVED``: wait for the IDs from all ranks, and unpack them."""
         assert batch.in_flight is not None
         batch.message, batch.in_flight = PackedIds(batch.in_flight.wait(), *batch.message[1:]), None
         messages = split_message(batch) if self._env.devices else [batch.message]
@@ -268,7 +293,7 @@ class ShardedTables:
         batch.block_sizes = self.split.block_sizes(batch.ids[0])
 
     def _resolve(self, batch: LookupBatch) -> None:
-        """Replace keys by slots in tables with an index, or request rows from other nodes."""
+        """Stage ``RESOLVED``: replace keys by slots in tables with an index, or request rows from nodes."""
         with phase("lookup") if recorders else OFF:
             if self._nodes is None:
                 batch.ids = [
@@ -284,16 +309,20 @@ class ShardedTables:
 
     @announced_on_failure
     def look_up(self, batch: LookupBatch) -> Tensor:
-        """Run the remaining stages, look up the rows, and start to send them to other ranks. Collective.
+        """Run the remaining stages, look up the rows, and start to send them to the requesting ranks.
+        Collective.
+
+        Args:
+            batch: batch from ``route``, in any stage. It may have been looked up before.
 
         Returns:
-            The data-parallel table rows. Pass them to ``finish``; they connect both calls in autograd's
-            graph.
+            Rows from the data-parallel tables. Pass them to ``finish``: they connect both calls in the
+            autograd graph.
 
         Raises:
-            RowFileError: rows could not be read from a file; raised on every rank.
-            ValueError: the cache has no room for the rows, or some rank's input was invalid; raised on every
-                rank.
+            RowFileError: rows could not be read from a file. All ranks raise it.
+            ValueError: the cache has no room for the rows, or the input on some rank is invalid. All ranks
+                raise it.
         """
         self._advance(batch, Stage.RESOLVED)
         # A second lookup need not wait, because the batch's pins keep the rows in memory.
@@ -310,21 +339,25 @@ class ShardedTables:
         return link
 
     def finish(self, batch: LookupBatch, link: Tensor) -> Tensor:
-        """Wait for the embeddings, and return them: [B, D] if pooled, else rows per ID, flat.
+        """Wait for the embeddings of a batch after ``look_up``, and return them. Collective.
 
         Args:
             batch: the batch.
             link: result of ``look_up``.
+
+        Returns:
+            Pooled embeddings, fp32 [B, D], or a row per ID, fp32, flat.
         """
         embeddings: Tensor = _receive(self, batch, link)
         return embeddings
 
     def send(self, batch: LookupBatch) -> Tensor:
-        """Look up rows, start to send them, and return data-parallel table rows, fp32, flat.
+        """Forward pass of `_Send`: look up rows, and start to send them. Collective.
 
-        Runs in `_Send`'s forward pass.
+        Returns:
+            Rows from the data-parallel tables, fp32, flat.
         """
-        # Counted before rows are read, so ``send_grad`` notices any later write.
+        # Count writes before rows are read, so that ``send_grad`` notices any later write.
         batch.foreign_writes = self._writes.foreign_writes() if batch.trains else ()
         if self._nodes is not None:
             assert batch.fetch is not None
@@ -344,11 +377,14 @@ class ShardedTables:
 
     @announced_on_failure
     def receive(self, batch: LookupBatch, local: Tensor) -> Tensor:
-        """Wait for the rows, and return the embeddings. Runs in `_Receive`'s forward pass.
+        """Forward pass of `_Receive`: wait for the rows, and return the embeddings. Collective.
 
         Args:
             batch: the batch.
-            local: data-parallel table rows, from ``send``.
+            local: result of ``send``.
+
+        Returns:
+            Pooled embeddings, fp32 [B, D], or a row per ID, fp32, flat.
         """
         assert batch.in_flight is not None
         in_flight, batch.in_flight = batch.in_flight, None
@@ -357,13 +393,14 @@ class ShardedTables:
 
     @announced_on_failure
     def send_grad(self, batch: LookupBatch, grad: Tensor) -> Tensor:
-        """Start to send gradients to the rows' owners, and return the data-parallel rows' gradient.
-
-        Runs in `_Receive`'s backward pass.
+        """Backward pass of `_Receive`: start to send gradients to the ranks which have the rows. Collective.
 
         Args:
             batch: the batch.
-            grad: embedding gradient.
+            grad: gradient for the result of ``receive``.
+
+        Returns:
+            Gradient for the rows from the data-parallel tables.
 
         Raises:
             ValueError: the user has written to the batch or to a table since the forward pass.
@@ -385,17 +422,15 @@ class ShardedTables:
     def receive_grad(
         self, batch: LookupBatch, local_grad: Tensor
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Wait for the gradients, and update the tables in place, or return their gradients.
-
-        Runs in `_Send`'s backward pass.
+        """Backward pass of `_Send`: wait for the gradients, and update the fused tables in place. Collective.
 
         Args:
             batch: the batch.
-            local_grad: from ``send_grad``.
+            local_grad: result of ``send_grad``.
 
         Returns:
-            Gradient for the caller's per-sample weights, if some rank needs it, and the gradient for every
-                parameter; None for fused tables.
+            The gradient for the caller's per-sample weights, or None if no rank needs it, and the gradient
+            for every table parameter, with None for fused tables.
         """
         assert batch.in_flight is not None
         local = None
@@ -438,7 +473,7 @@ class ShardedTables:
         return sample_grad, grads + [None] * (len(self._parameters) - len(grads))
 
     def _release(self, batch: LookupBatch, gradients: Sequence[TableGradient]) -> None:
-        """Release the pins on a batch's slots after the update, so the slots may be evicted."""
+        """Release a batch's slots after the update, so that they may be given to other rows."""
         for ids in [*batch.ids, batch.local_ids]:
             if ids is not None:
                 release_pins(ids.pins)
@@ -447,16 +482,19 @@ class ShardedTables:
 
     @announced_on_failure
     def step(self) -> None:
-        """Update the deferred tables with gradients collected by backward passes. Collective."""
+        """Update tables with ``update="on_step"`` by the gradients which backward passes have collected.
+
+        Collective. Does nothing if no gradients are collected.
+        """
         if self.collected is not None and self.collected.signal.grad is not None:
             self._apply([updates.collected() for updates in self._updates], deferred=True)
 
     def _apply(self, gradients: Sequence[TableGradient], *, deferred: bool) -> None:
-        """Update all tables with deferred rules, or all other tables. After an error, no table is updated.
+        """Update tables. If this raises, no table has been updated. Collective.
 
         Args:
-            gradients: gradients for the split and for the data-parallel tables.
-            deferred: whether to update the tables with deferred rules.
+            gradients: gradients for the split tables, and for the data-parallel tables if there are any.
+            deferred: True updates the tables with ``update="on_step"``, False updates all other fused tables.
         """
         pairs = list(zip(self._updates, gradients, strict=False))
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
@@ -466,7 +504,13 @@ class ShardedTables:
             updates.apply(update, gradient)
 
     def _gradient_from_nodes(self, batch: LookupBatch, grad: Tensor) -> TableGradient:
-        """Return the gradient for this rank's rectangles, from the fetched rows' gradient."""
+        """Send gradients for rows fetched from other nodes back, and return the gradient for this rank's
+        tables.
+
+        Args:
+            batch: the batch.
+            grad: gradient for the output pooled from the fetched rows.
+        """
         assert self._nodes is not None
         assert batch.fetch is not None
         with phase("gradient") if recorders else OFF:
@@ -479,7 +523,7 @@ class ShardedTables:
         return max((int(table.state["step"]) for table in self._fused), default=0)
 
     def _collect(self, gradients: Sequence[TableGradient]) -> None:
-        """Store the deferred tables' gradients for ``step``, and set the signal. Collective."""
+        """Store gradients for tables with ``update="on_step"``, and set the signal. Collective."""
         if self.collected is None:
             return
         finite = True
@@ -488,9 +532,12 @@ class ShardedTables:
         self.collected.agree(finite, self._env.world)
 
     def _sample_weight_grad(self, batch: LookupBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
-        """Return the gradient for this rank's per-sample weights, fp32 [N].
+        """Return the gradient for the per-sample weights of this rank's N IDs, fp32 [N]. Collective.
 
-        Collective.
+        Args:
+            batch: the batch.
+            split_grad: gradient for the output of this rank's split tables.
+            local_grad: gradient for the rows from the data-parallel tables.
         """
         header = batch.message.header
         split_grads = self.split.sample_weight_grad(split_grad, batch.ids[0])
@@ -507,7 +554,10 @@ class ShardedTables:
 
 
 class _Send(torch.autograd.Function):
-    """Forward: look up, and start the exchange. Backward: end the gradient exchange, and update."""
+    """Autograd function around ``ShardedTables.send`` (forward) and ``receive_grad`` (backward).
+
+    The lookup is two functions, so that the caller can do other work while rows (or gradients) are exchanged.
+    """
 
     @staticmethod
     def forward(
@@ -518,13 +568,14 @@ class _Send(torch.autograd.Function):
         sample_weights: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        """Look up and start the exchange.
+        """Look up rows, and start to send them.
 
         Args:
-            ctx: holds the tables and the batch for the backward pass.
+            ctx: keeps the tables and the batch for the backward pass.
             tables: this rank's tables.
             batch: the batch.
-            anchor: requires a gradient if some rank trains.
+            anchor: empty tensor which requires a gradient if some rank trains, so autograd calls
+                ``backward``.
             sample_weights: per-sample weights if they require a gradient.
             weights: the table parameters.
         """
@@ -538,21 +589,21 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Forward: end the exchange. Backward: start the gradient exchange.
+    """Autograd function around ``ShardedTables.receive`` (forward) and ``send_grad`` (backward).
 
-    Rows and gradients are passed in the `LookupBatch`. In autograd's graph, only ``local`` connects both
-    functions.
+    Rows and gradients travel in the `LookupBatch`. In the autograd graph, only ``local`` connects `_Send` to
+    this function.
     """
 
     @staticmethod
     def forward(ctx: Any, tables: ShardedTables, batch: LookupBatch, local: Tensor) -> Tensor:
-        """Finish the exchange.
+        """Wait for the rows, and return the embeddings.
 
         Args:
-            ctx: holds the tables and the batch for the backward pass.
+            ctx: keeps the tables and the batch for the backward pass.
             tables: this rank's tables.
             batch: the batch.
-            local: data-parallel rows.
+            local: rows from the data-parallel tables, from `_Send`.
         """
         ctx.tables, ctx.batch = tables, batch
         return tables.receive(batch, local)

@@ -1,4 +1,4 @@
-"""Sharders, which replace unsharded modules by sharded modules."""
+"""Sharders: each creates the sharded module for an unsharded embedding collection, given a plan."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -48,15 +48,16 @@ class _Sharder:
     def by_path(
         self, tables: Mapping[str, Sequence[str]], model: Mapping[str, Sequence[str]]
     ) -> dict[str, Self]:
-        """Return a copy for every module, whose options name only tables in the module.
+        """Return a copy of this sharder for every module. The options of a copy name only the module's
+        tables.
 
         Args:
             tables: table names in the modules to shard, by module path.
-            model: table names in all embedding modules in the model, by module path. ``precision`` may name
-                any.
+            model: table names in all embedding modules of the model, by module path. The option ``precision``
+                may name any of them.
 
         Raises:
-            ValueError: an option names a table missing from the model, or in several modules.
+            ValueError: an option names a table which no module has, or which several modules have.
         """
         optimized = None
         if self.tables is not None and tables:
@@ -76,16 +77,16 @@ class _Sharder:
         env: ShardingEnv | None,
         device: torch.device | None,
     ) -> ModuleParts:
-        """Create the parts for a sharded module. Collective.
+        """Build the sharded module parts. Collective.
 
         Args:
             module: the unsharded module.
             plan: the module's plan.
-            env: the ranks; None: the default process group.
+            env: the ranks; None: all ranks in the default process group.
             device: device for this rank's tables; None: the process group's device.
 
         Raises:
-            TypeError: the sharder does not shard this module type.
+            TypeError: this sharder does not shard modules of this type.
         """
         if not isinstance(module, self.module_type):
             raise TypeError(
@@ -114,23 +115,24 @@ class _Sharder:
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """Creates a ShardedEmbeddingBagCollection from an EmbeddingBagCollection.
+    """Creates a ShardedEmbeddingBagCollection from an EmbeddingBagCollection and a sharding plan.
 
     Args:
-        fused_params: fused optimizer for tables with none attached (``apply_optimizer_in_backward``): a
-            spec, or a mapping such as ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``. None: these tables get
-            ordinary gradients. Then use torch's ShardedGradScaler instead of GradScaler, because an overflow
-            shows only on the table's ranks.
-        precision: wire formats for embeddings and gradients, for all tables or by table, named as in
-            ``tables``.
-        update: ``"in_backward"``: the backward pass updates fused tables. ``"on_step"``: it collects
-            their gradients for ``fused_optimizer.step()``. None: as ``meshrec.fuse`` set it, or else in the
-            backward pass.
-        tables: tables to train with ``fused_params``; None: all. If several modules have a table with
-            this name, write ``path.name``.
-        across_nodes: what nodes exchange on a mesh with the axis ``node``: ``"sums"`` (a row per bag and
-            node), or ``"rows"`` (every distinct row once, which is less if a node's ranks look up the
-            same IDs).
+        fused_params: fused optimizer for tables to which ``apply_optimizer_in_backward`` has not attached
+            one. Either a spec such as ``RowWiseAdagrad(lr=0.02)``, or a mapping such as ``{"optimizer":
+            RowWiseAdagrad, "lr": 0.02}``. None: these tables get ordinary gradients. In that case, use
+            torch's ShardedGradScaler instead of GradScaler, because only ranks with a shard of the table see
+            an overflow.
+        precision: encodings for embeddings and gradients in messages between ranks, for all tables or by
+            table. Tables are named as in ``tables``.
+        update: ``"in_backward"``: the backward pass updates fused tables. ``"on_step"``: the backward pass
+            collects gradients, and ``fused_optimizer.step()`` updates the tables. None: as set by
+            ``meshrec.fuse``, or else in the backward pass.
+        tables: names of the tables to which ``fused_params`` applies; None: all tables. If several modules
+            have a table with the same name, write ``path.name``.
+        across_nodes: what nodes exchange on a mesh with the axis ``node``. ``"sums"``: a partial sum per bag
+            and node. ``"rows"``: every distinct row once per node, which is less if a node's ranks look up
+            the same IDs.
     """
 
     module_type = EmbeddingBagCollection
@@ -142,24 +144,24 @@ class EmbeddingBagCollectionSharder(_Sharder):
         env: ShardingEnv | None = None,
         device: torch.device | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Shard a module. Collective.
+        """Create the sharded module for ``module``. Collective.
 
         Args:
-            module: the unsharded module. The sharded tables copy the weights, or draw new ones if on
-                ``meta``.
-            plan: the module's plan.
-            env: the ranks (default: all ranks in the default process group).
-            device: device for this rank's tables (default: the process group's device).
+            module: the unsharded module. The sharded tables copy its weights, or draw initial weights if they
+                are on the ``meta`` device.
+            plan: the module's plan, equal on all ranks.
+            env: the ranks; by default all ranks in the default process group.
+            device: device for this rank's tables; by default the process group's device.
 
         Raises:
-            ValueError: the plan or the device does not fit. Raised before any allocation.
+            ValueError: the plan or the device does not fit. Nothing has been allocated.
         """
         built = self.built(module, plan, env, device)
         return ShardedEmbeddingBagCollection(module, built)
 
 
 class EmbeddingCollectionSharder(_Sharder):
-    """Sharder for EmbeddingCollection; arguments as for EmbeddingBagCollectionSharder."""
+    """Creates a ShardedEmbeddingCollection; arguments as for EmbeddingBagCollectionSharder."""
 
     module_type = EmbeddingCollection
 
@@ -170,13 +172,13 @@ class EmbeddingCollectionSharder(_Sharder):
         env: ShardingEnv | None = None,
         device: torch.device | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Shard a module. Collective.
+        """Create the sharded module for ``module``. Collective.
 
         Args:
             module: the unsharded module.
-            plan: the module's plan.
-            env: the ranks (default: all ranks in the default process group).
-            device: device for this rank's tables (default: the process group's device).
+            plan: the module's plan, equal on all ranks.
+            env: the ranks; by default all ranks in the default process group.
+            device: device for this rank's tables; by default the process group's device.
 
         Raises:
             ValueError: as for ``EmbeddingBagCollectionSharder.shard``.
@@ -185,10 +187,10 @@ class EmbeddingCollectionSharder(_Sharder):
 
 
 def _env_and_device(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
-    """Fill in the default ranks and device, and check that the device suits the process group.
+    """Return the ranks and the device to use, with defaults for None.
 
     Raises:
-        ValueError: the device does not suit the ranks.
+        ValueError: the process group or the ranks cannot use the device.
     """
     env = default_env() if env is None else env
     needed = env.devices[0] if env.devices else group_device(env.world.group)
@@ -215,7 +217,11 @@ def _check_update(update: UpdateMode | None) -> UpdateMode | None:
 
 
 def _optimizer_spec(fused_params: FusedParams) -> OptimizerSpec | None:
-    """Convert ``fused_params`` to an optimizer spec; None for None."""
+    """Return the optimizer spec for the argument ``fused_params``; None for None.
+
+    Raises:
+        ValueError: ``fused_params`` does not name an optimizer.
+    """
     if fused_params is None or isinstance(fused_params, OptimizerSpec):
         return fused_params
     arguments = dict(fused_params)

@@ -1,10 +1,10 @@
-"""DTensor of a table whose rectangles are on several ranks.
+"""``SplitTensor``: a DTensor for a table whose rectangles (row and column ranges) are on several ranks.
 
-DTensor placements can only describe even chunks in one dimension, but a rank may have any rectangles.
-Everything that depends on placements is therefore overridden: assembly of the full tensor (``full_tensor``,
-``redistribute``), and the three methods by which torch.distributed.checkpoint (DCP) requests local pieces.
-The placement is ``Replicate``, so that torch's tools pass and request full tensors, from which every rank
-takes its rectangles.
+State dicts contain such tensors. DTensor placements can only describe even chunks in one dimension, but a
+rank may have any rectangles. Everything which depends on placements is therefore overridden: assembly of the
+full tensor (``full_tensor``, ``redistribute``), and the three methods by which torch.distributed.checkpoint
+(DCP) requests local pieces. The placement is ``Replicate``, so torch's tools pass and request full tensors,
+from which every rank takes its rectangles.
 """
 
 from bisect import bisect_left, bisect_right
@@ -29,11 +29,12 @@ _aten = torch.ops.aten
 
 
 class LocalRectangles(Tensor):
-    """A tensor with the shape of a table that stores only this rank's rectangles.
+    """A tensor with the shape of a whole table, which stores only the values in this rank's rectangles.
 
-    It supports copying, casting and comparing, but no arithmetic.
+    It is the local part of a `SplitTensor`. It supports copying, casting and comparing, but no arithmetic.
     """
 
+    # Values of every rectangle, and the rectangles. Set by ``__new__``, and never changed.
     _parts: list[Tensor]
     _rectangles: list[Rectangle]
 
@@ -41,13 +42,14 @@ class LocalRectangles(Tensor):
     def __new__(
         cls, parts: Sequence[Tensor], rectangles: Sequence[Rectangle], like: Tensor, size: Sequence[int]
     ) -> "LocalRectangles":
-        """Create the tensor from the values of this rank's rectangles.
+        """Create the tensor from the values in this rank's rectangles.
 
         Args:
-            parts: values by rectangle.
+            parts: values in every rectangle; not copied.
             rectangles: this rank's rectangles.
-            like: tensor with the dtype and device, for ranks without a rectangle.
-            size: size of the table, [rows, columns], or [rows] for state with a value per row.
+            like: tensor with the dtype and device. A rank without rectangles has no other.
+            size: shape of the whole table, [rows, columns], or [rows] for optimizer state with a value per
+                row.
         """
         tensor: LocalRectangles = Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=like.dtype, device=like.device
@@ -59,14 +61,14 @@ class LocalRectangles(Tensor):
         super().__init__()
 
     def local_shards(self) -> list[Tensor]:
-        """Return the values by rectangle.
+        """Return the values in every rectangle on this rank.
 
-        For state with a value per row, rectangles with the same rows have separate, equal values.
+        For optimizer state with a value per row, rectangles with the same rows have separate, equal values.
         """
         return self._parts
 
     def local_offsets(self) -> list[tuple[int, ...]]:
-        """Return the first row and column per local rectangle: (row, column), or (row,) for a 1-D tensor."""
+        """Return (first row, first column) for every rectangle on this rank, or (first row,) if 1-D."""
         return [rectangle.origin[: self.dim()] for rectangle in self._rectangles]
 
     def copy_from(self, source: Tensor) -> None:
@@ -76,10 +78,13 @@ class LocalRectangles(Tensor):
                 part.detach().copy_(values)
 
     def parts_of(self, source: Tensor) -> Sequence[Tensor]:
-        """Return the values of this rank's rectangles in ``source``.
+        """Return the values of ``source`` in this rank's rectangles.
 
         Args:
             source: full tensor, or a LocalRectangles with the same rectangles.
+
+        Returns:
+            Values for every rectangle, as views of ``source``.
 
         Raises:
             ValueError: the shape or the rectangles differ.
@@ -100,7 +105,7 @@ class LocalRectangles(Tensor):
         return [region(source, rectangle) for rectangle in self._rectangles]
 
     def map_parts(self, fn: Callable[[Tensor], Tensor]) -> "LocalRectangles":
-        """Return the same rectangles with ``fn`` applied to the values of each."""
+        """Return a tensor with the same rectangles, whose values are the results of ``fn``."""
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return LocalRectangles([fn(part) for part in self._parts], self._rectangles, like, self.shape)
 
@@ -115,6 +120,7 @@ class LocalRectangles(Tensor):
         if func is _aten.copy_.default and isinstance(args[0], LocalRectangles):
             args[0].copy_from(args[1])
             return args[0]
+        # These operations work on every rectangle separately.
         if func in _MAPPED_OPS:
             local, *options = args
             return local.map_parts(lambda part: func(part, *options, **kwargs))
@@ -135,21 +141,22 @@ _MAPPED_OPS = (
 
 
 class SplitTensor(DTensor):
-    """A table, or optimizer state of a table, that a plan splits over the ranks of a mesh.
+    """The weights or optimizer state of a table which is split over ranks. State dicts contain such tensors.
 
-    ``full_tensor`` returns the full tensor on every rank. DCP saves the tensor under one plan and loads it in
-    place under another. ``copy_`` copies from full tensors. Other operations are not supported.
+    ``full_tensor`` returns the whole table on every rank. DCP can save the tensor under one plan, and load it
+    in place under another plan. ``copy_`` copies from a full tensor. Arithmetic is not supported.
     """
 
+    # Rectangles of every rank in the mesh. Set by ``of``, and never changed.
     _holders: Sequence[Sequence[Rectangle]]
 
     @staticmethod
     def of(local: LocalRectangles, holders: Sequence[Sequence[Rectangle]], mesh: DeviceMesh) -> "SplitTensor":
-        """Create a split tensor.
+        """Create a split tensor from this rank's values.
 
         Args:
-            local: this rank's rectangles.
-            holders: rectangles by rank of the mesh.
+            local: values in this rank's rectangles.
+            holders: rectangles on every rank in the mesh.
             mesh: the ranks, on a single axis.
         """
         # State with a value per row is cut at the same rows on all ranks, because DCP rejects overlapping
@@ -164,20 +171,23 @@ class SplitTensor(DTensor):
 
     @property
     def local(self) -> LocalRectangles:
-        """This rank's rectangles."""
+        """The values in this rank's rectangles."""
         local = self._local_tensor
         assert isinstance(local, LocalRectangles)
         return local
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return this rank's rectangles."""
+        """Return the values in this rank's rectangles, a `LocalRectangles`."""
         return self.local
 
     @torch.no_grad()
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return the full table as a plain tensor on every rank. Collective over the mesh.
+        """Return the whole table as a plain tensor on every rank. Collective over the mesh.
 
-        A rank needs memory for the table and for its largest rectangle.
+        Every rank needs memory for the whole table and for the largest rectangle.
+
+        Args:
+            grad_placements: ignored; present because DTensor has it.
         """
         group = self.device_mesh.get_group()
         axis = Axis(size=group.size(), rank=group.rank(), group=group)
@@ -208,10 +218,14 @@ class SplitTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor:
-        """Return an ordinary, replicated DTensor with the full table. Collective.
+        """Return an ordinary, replicated DTensor with the whole table. Collective.
+
+        Args:
+            device_mesh: ignored; the result has the mesh of this tensor.
+            placements: must be ``Replicate``.
 
         Raises:
-            ValueError: other placements are given.
+            ValueError: ``placements`` contains another placement.
         """
         if not placements or not all(placement.is_replicate() for placement in placements):
             raise ValueError(
@@ -222,7 +236,7 @@ class SplitTensor(DTensor):
         return DTensor.from_local(whole, self.device_mesh, [Replicate()], run_check=False)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return the pieces that this rank can write, for DCP.
+        """Return the pieces which this rank can write, as DCP requires before saving.
 
         Pieces with the same offsets are listed once.
         """
@@ -236,16 +250,18 @@ class SplitTensor(DTensor):
         return list(items.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the pieces that this rank must read, for DCP: all rectangles."""
+        """Return the pieces which this rank must read, as DCP requires before loading: all its rectangles."""
         return [
             ChunkStorageMetadata(torch.Size(offset), part.shape)
             for offset, part in zip(self.local.local_offsets(), self.local._parts, strict=True)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the memory of a piece, for DCP.
+        """Return the memory of a piece, to which DCP writes when loading, and from which it reads when
+        saving.
 
-        The index number distinguishes pieces with the same offsets.
+        Args:
+            index: offsets of the piece, and its number, which distinguishes pieces with the same offsets.
         """
         offsets, offset = self.local.local_offsets(), tuple(index.offset or ())
         number = index.index
@@ -275,10 +291,10 @@ class SplitTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the rectangles.
+        """Run a torch function on the local rectangles.
 
-        The operations in `_SUPPORTED_FUNCTIONS` are handled here, because torch before 2.12 handles them in
-        C++ for DTensors, and would not call ``__torch_dispatch__``.
+        `_SUPPORTED_FUNCTIONS` are handled here, because torch before 2.12 handles them in C++ for DTensors,
+        and would not call ``__torch_dispatch__``.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _SUPPORTED_FUNCTIONS:
@@ -312,7 +328,15 @@ _SUPPORTED_FUNCTIONS = (
 def _cut_at_common_rows(
     local: LocalRectangles, holders: Sequence[Sequence[Rectangle]]
 ) -> tuple[LocalRectangles, list[list[Rectangle]]]:
-    """Cut state with a value per row, and all rectangles, at every row where a rectangle starts or ends."""
+    """Cut values and rectangles at every row where a rectangle on any rank starts or ends.
+
+    Args:
+        local: state with a value per row, in this rank's rectangles.
+        holders: rectangles on every rank.
+
+    Returns:
+        The cut values, and the cut rectangles on every rank.
+    """
     edges = sorted({row for held in holders for rectangle in held for row in (rectangle.r0, rectangle.r1)})
 
     def bands(of: Rectangle) -> list[Rectangle]:
@@ -329,24 +353,33 @@ def _cut_at_common_rows(
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
-    """Return a view of a rectangle of a full tensor. A 1-D tensor has a value per row."""
+    """Return the view of a full tensor which a rectangle covers.
+
+    Args:
+        whole: the whole table [rows, columns], or state with a value per row [rows].
+        rectangle: row and column range.
+    """
     rows = whole[rectangle.r0 : rectangle.r1]
     return rows if whole.dim() == 1 else rows[:, rectangle.c0 : rectangle.c1]
 
 
 def _to_plain(arg: Any) -> Any:
-    """Convert an argument: split tensors to local rectangles, other DTensors to full tensors."""
+    """Return ``arg`` for an operation on local rectangles.
+
+    A SplitTensor becomes the local rectangles, and another DTensor the full tensor. Other values are
+    unchanged.
+    """
     if isinstance(arg, SplitTensor):
         return arg.local
     return arg.full_tensor() if isinstance(arg, DTensor) else arg
 
 
 def _wrap_result(result: Any, first: Any) -> Any:
-    """Convert the result of an operation on local rectangles back to a split tensor.
+    """Convert the result of an operation on local rectangles back to a SplitTensor.
 
     Args:
-        result: result of the operation; plain results are unchanged.
-        first: first argument of the operation, which is returned by in-place operations.
+        result: result of the operation. Results other than local rectangles are returned unchanged.
+        first: first argument of the operation, a SplitTensor. An in-place operation returns it.
     """
     if not isinstance(result, LocalRectangles):
         return result
@@ -354,7 +387,7 @@ def _wrap_result(result: Any, first: Any) -> Any:
 
 
 def _unsupported(func: object) -> ValueError:
-    """Return the error of an operation that split tensors do not support."""
+    """Return the error for an operation which split tensors do not support."""
     return ValueError(
         f"{func} is not for a table that is split over ranks: a rank has only its rectangles. Take the whole "
         "with full_tensor(), on every rank."
@@ -362,4 +395,5 @@ def _unsupported(func: object) -> ValueError:
 
 
 def _describe(rectangles: Sequence[Rectangle]) -> str:
+    """Return the rectangles as a string, such as "[0:10, 0:4]"."""
     return " ".join(f"[{r.r0}:{r.r1}, {r.c0}:{r.c1}]" for r in rectangles) or "nothing"

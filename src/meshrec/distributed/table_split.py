@@ -1,4 +1,7 @@
-"""State dict tensors for tables with shards on several ranks, for ``TableModule``."""
+"""Create the state dict tensors of a table whose shards are on several ranks, for ``TableModule``.
+
+`FixedSplit` is for tables with a fixed number of rows, `GrowableSplit` for hashed tables.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -19,10 +22,10 @@ from meshrec.tables.table import Rectangle, Span
 
 
 class FixedSplit:
-    """Makes split tensors for a table with a fixed row count.
+    """Creates the `SplitTensor` objects in the state dict of a table with a fixed number of rows.
 
     Args:
-        owners: rectangles by rank of ``mesh``.
+        owners: rectangles on every rank in ``mesh``.
         mesh: the ranks.
     """
 
@@ -32,9 +35,13 @@ class FixedSplit:
         self._owners, self._mesh = [list(rectangles) for rectangles in owners], mesh
 
     def full_parts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return the table's row parts (weights, quantization scales, ...) by name, as split tensors.
+        """Return the row parts of the whole table (weights, quantization scales, ...), as split tensors by
+        name.
 
-        The split tensors share memory with the local shards.
+        They share memory with this rank's shards.
+
+        Args:
+            module: module with this rank's table shards.
         """
         column, device = module.storage.part_column, module.weight.device
         tensors = [table.tensors() for table in module.tables]
@@ -51,18 +58,25 @@ class FixedSplit:
         }
 
     def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
-        """Return an optimizer state slot, fp32, as split tensor; it shares memory with the shards."""
+        """Return an optimizer state slot of the whole table, fp32, as a split tensor.
+
+        It shares memory with this rank's shards.
+
+        Args:
+            module: module with this rank's table shards.
+            slot: name and shape of the state, such as Adagrad's sum of squares.
+        """
         # Not detached, because pickle stores a tensor object once, but two tensors with shared memory twice.
         parts = [table.tensors()[slot.name] for table in module.tables]
         like = torch.empty(0, device=module.weight.device)
         return self._joined(module, parts, like, slot.shape(module.num_rows, module.dim), int)
 
     def any_rank(self, condition: bool) -> bool:
-        """Return this rank's condition, as fixed tables load without communication."""
+        """Return ``condition`` unchanged, because loading a fixed table needs no communication."""
         return condition
 
     def rows_loaded(self) -> None:
-        """Do nothing, because other ranks need not know about loaded rows."""
+        """Called after rows were loaded. Does nothing, because other ranks need not know about them."""
 
     def _joined(
         self,
@@ -72,14 +86,15 @@ class FixedSplit:
         size: Sequence[int],
         position: Callable[[int], int],
     ) -> Tensor:
-        """Create a split tensor from the tensors of this rank's rectangles.
+        """Create a split tensor from the tensors in this rank's rectangles.
 
         Args:
-            module: has this rank's rectangles.
-            parts: a tensor per rectangle.
-            like: tensor with the dtype and device, for ranks without a rectangle.
-            size: full tensor size.
-            position: maps a table column to a tensor column, which differs for packed int4.
+            module: module with this rank's rectangles.
+            parts: tensor for every rectangle.
+            like: tensor with the dtype and device. A rank without rectangles has no other.
+            size: shape for the whole table.
+            position: function from a table column to a tensor column. They differ in int4 rows, which pack
+                two columns in a byte.
         """
         # Imported here, because torch's DTensor is slow to import.
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
@@ -92,17 +107,21 @@ class FixedSplit:
 
 
 class GrowableSplit:
-    """Makes split tensors for a hashed table, with its current rows in key order.
+    """Creates the `SplitTensor` objects in the state dict of a hashed table, with its current rows in key
+    order.
 
-    See [Note: hashed tables in key order]. ``full_parts`` is collective if IDs waiting for admission are
-    counted. Loading is always collective.
+    See [Note: hashed tables in key order]. ``full_parts`` is collective if the table counts IDs waiting for
+    admission. Loading is always collective.
 
     Args:
         table: table number.
-        owners: rectangles (key ranges) by rank of ``mesh``.
+        owners: rectangles on every rank in ``mesh``. Their rows are ranges of keys.
         mesh: the ranks; None if every rank has the whole table.
-        admission_eviction: has the row counts by key interval, over all ranks.
+        admission_eviction: knows the number of rows in every key interval, over all ranks.
         axis: the ranks.
+
+    Attributes:
+        is_split: whether the table is split over ranks.
     """
 
     def __init__(
@@ -119,7 +138,12 @@ class GrowableSplit:
         self.is_split = mesh is not None
 
     def full_parts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return the row parts, IDs and waiting ID counts by name, in key order, as split tensors."""
+        """Return the row parts, the IDs, and the counts of waiting IDs, in key order, as split tensors by
+        name.
+
+        Args:
+            module: module with this rank's table shards.
+        """
         joined = self._key_ordered(module)
         parts = {part.name: joined(part.name, part.dtype, part.per_row) for part in module.storage.row_parts}
         parts[IDS] = joined(IDS, torch.int64, True)
@@ -128,22 +152,31 @@ class GrowableSplit:
         return parts
 
     def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
-        """Return an optimizer state slot in key order, as split tensor."""
+        """Return an optimizer state slot of the whole table in key order, fp32, as a split tensor.
+
+        Args:
+            module: module with this rank's table shards.
+            slot: name and shape of the state.
+        """
         return self._key_ordered(module)(slot.name, torch.float32, slot.per_row)
 
     def any_rank(self, condition: bool) -> bool:
-        """Return whether a condition is True on some rank. Collective if the table is split."""
+        """Return whether ``condition`` is True on some rank. Collective if the table is split."""
         flag = torch.tensor([int(condition)])
         if self.is_split:
             all_reduce(flag, self._axis, "loading a hashed table")
         return bool(flag)
 
     def rows_loaded(self) -> None:
-        """Count the rows on all ranks again. Collective."""
+        """Called after rows were loaded. Counts the rows on all ranks again. Collective."""
         self._admission_eviction.recount()
 
     def _key_ordered(self, module: TableModule) -> Callable[[str, torch.dtype, bool], Tensor]:
-        """Return a function from (name, dtype, per_row) to the split tensor for a row part."""
+        """Sort this rank's rows by key, and return a function which creates split tensors from them.
+
+        Returns:
+            Function from (name, dtype, per_row) to the split tensor for a row part.
+        """
         positions = self._positions(self._admission_eviction.live[self._table])
         tables = [table.key_ordered(positions(table.rectangle)[0]) for table in module.tables]
         tensors = [table.tensors() for table in tables]
@@ -164,11 +197,12 @@ class GrowableSplit:
         return joined
 
     def _admission_counts(self, module: TableModule) -> dict[str, Tensor]:
-        """Return IDs waiting for admission and their counts, as split tensors.
+        """Return the IDs waiting for admission and their counts, as split tensors by name.
 
         Collective if the table is split.
         """
         intervals = self._admission_eviction.intervals[self._table]
+        # Number of waiting IDs in every key interval, first on this rank, then on all ranks.
         sizes = torch.zeros(len(intervals), dtype=torch.int64)
         counts = [waiting_counts(table.admission_counts) for table in module.tables]
         for table, parts in zip(module.tables, counts, strict=True):
@@ -190,10 +224,13 @@ class GrowableSplit:
         }
 
     def _positions(self, counts: Sequence[int]) -> Callable[[Rectangle], Span]:
-        """Return a function from a rectangle to the position interval in key order.
+        """Return a function which finds a rectangle's rows in a tensor with all rows in key order.
 
         Args:
-            counts: entry count in every key interval, over all ranks.
+            counts: number of rows in every key interval, over all ranks.
+
+        Returns:
+            Function from a rectangle to the interval [first, end) of positions.
         """
         spans = self._admission_eviction.intervals[self._table]
         edges = [span[0] for span in spans] + [spans[-1][1]]
@@ -212,11 +249,11 @@ class GrowableSplit:
         """Create the split tensor for a row part.
 
         Args:
-            module: has this rank's rectangles.
-            parts: a tensor per rectangle, in key order.
-            positions: function from a rectangle to the position interval in key order.
+            module: module with this rank's rectangles.
+            parts: tensor for every rectangle, in key order.
+            positions: function from a rectangle to the interval of its rows in key order.
             dtype: part dtype.
-            per_row: whether the part has a value per row.
+            per_row: whether the part has a single value per row.
         """
         if self._mesh is None:
             return parts[0]

@@ -1,7 +1,8 @@
-"""Record of the rows that updates have changed on this rank, for delta checkpoints.
+"""Record which rows updates have changed on this rank, for delta checkpoints.
 
-It takes four bytes per row, and a write per looked-up ID. An update's *mark* is a number that never
-decreases.
+A row's *mark* is the number of the last update which changed the row. Marks take four bytes per row, and an
+update writes a mark per looked-up ID. A delta checkpoint saves the rows with marks after the previous
+checkpoint.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,11 +16,15 @@ from meshrec.tables.hashed.table import ALIVE, HashedTable, has_growable_rows
 from meshrec.tables.table import Table
 from meshrec.tables.updates import TableGradient
 
+# Mark of a row which no update has changed yet.
 _NEVER = -1
 
 
 class _FixedMarks:
-    """Mark of the last update of every row, for a table with a fixed number of rows."""
+    """The marks for a rectangle of a table with a fixed number of rows, by key.
+
+    The mark is the number of the last update which changed the row.
+    """
 
     def __init__(self, table: Table) -> None:
         r = table.rectangle
@@ -27,32 +32,39 @@ class _FixedMarks:
         self._marks = torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
 
     def mark(self, slots: Tensor, now: int) -> None:
-        """Set the mark of the rows in ``slots`` to ``now``."""
+        """Set the marks of the rows in ``slots`` to ``now``, the number of the current update."""
         if self.table.index is not None:
             # Marks are by key, because a slot of a cache later holds another row.
             slots = self.table.index.keys_of(slots) - self._first
         self._marks.index_fill_(0, slots, now)
 
     def touched(self, since: int) -> Tensor:
-        """Return the keys whose marks are greater than ``since``, ascending."""
+        """Return the keys of all rows changed after update ``since``, ascending, int64."""
         return (self._marks > since).nonzero()[:, 0] + self._first
 
 
 class _HashedMarks:
-    """Mark of the last update of every slot of a hashed table, and marks of evicted keys.
+    """The marks for a hashed table rectangle, by slot, and the marks of evicted keys.
 
-    When a slot gets another key, the old mark does no harm: the update that gives the slot to the key marks
-    it.
+    The mark is the number of the last update which changed the row. When a slot is given to another key, the
+    same update marks the slot, so an old mark does no harm.
     """
 
     def __init__(self, table: HashedTable) -> None:
         self.table = table
         self._marks = torch.empty(0, dtype=torch.int32)
+        # Keys evicted since the last call of evicted(), and the updates which evicted them.
         self._evicted, self._evicted_marks = torch.empty(2, 0, dtype=torch.int64)
+        # From now on, the table lists the keys it evicts.
         table.accounting.is_watched = True
 
     def mark(self, slots: Tensor, now: int) -> None:
-        """Set the mark of the rows in ``slots``, and of keys evicted since the last call, to ``now``."""
+        """Set the marks of the rows in ``slots``, and of keys evicted since the last call, to ``now``.
+
+        Args:
+            slots: slots which the current update changes.
+            now: number of the current update.
+        """
         num_slots = len(self.table.memory[ALIVE])
         # The table has grown; new slots start without a mark.
         if len(self._marks) < num_slots:
@@ -62,13 +74,20 @@ class _HashedMarks:
         self._take_evicted(now)
 
     def touched(self, since: int) -> Tensor:
-        """Return the keys that have rows and whose marks are greater than ``since``, ascending."""
+        """Return the keys of all live rows changed after update ``since``, ascending, int64."""
         alive = self.table.memory[ALIVE][: len(self._marks)]
         slots = ((self._marks > since)[: len(alive)] & alive).nonzero()[:, 0]
         return self.table.keys_of(slots).sort().values
 
     def evicted(self, since: int, now: int) -> Tensor:
-        """Return keys evicted after mark ``since`` without a row now, ascending; forget earlier evictions."""
+        """Return the keys evicted after update ``since`` which have no row now, ascending, int64.
+
+        Forgets earlier evictions.
+
+        Args:
+            since: number of the update at the previous checkpoint.
+            now: number of the last update.
+        """
         self._take_evicted(now)
         is_late = self._evicted_marks > since
         self._evicted, self._evicted_marks = self._evicted[is_late], self._evicted_marks[is_late]
@@ -76,7 +95,7 @@ class _HashedMarks:
         return keys[~is_alive(self.table, keys)]
 
     def _take_evicted(self, now: int) -> None:
-        """Take over the table's list of evicted keys with the mark ``now``, and empty the list."""
+        """Move the keys which the table has listed as evicted to this record, with the mark ``now``."""
         evicted, self.table.accounting.evicted = self.table.accounting.evicted, []
         for keys in evicted:
             self._evicted = torch.cat([self._evicted, keys])
@@ -84,12 +103,12 @@ class _HashedMarks:
 
 
 class TouchedRows:
-    """Records which rows of a module's tables are updated, from its construction on.
+    """Records the rows which updates change in a module's tables on this rank, from its construction on.
 
     Args:
-        tables: the module's tables.
-        fused: numbers of the tables to record, which have fused optimizers.
-        now: returns the mark of the current update.
+        tables: the module's tables. Only one record at a time can watch them.
+        fused: tables to record, by number; they have fused optimizers.
+        now: returns the number of the current update, which never decreases.
     """
 
     def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
@@ -107,29 +126,40 @@ class TouchedRows:
         tables.watch = self._mark
 
     def touched(self, table: int, since: int) -> Iterator[tuple[Table, Tensor]]:
-        """Yield every local rectangle of a table, with its keys updated after mark ``since``, ascending."""
+        """Yield every table rectangle on this rank, with the keys of the rows changed after update
+        ``since``.
+
+        Args:
+            table: table number.
+            since: number of an update.
+        """
         for marks in self._marks_of(table):
             yield marks.table, marks.touched(since)
 
     def evicted(self, table: int, since: int, now: int) -> Iterator[tuple[HashedTable, Tensor]]:
-        """Yield every local rectangle of a hashed table, with its keys that were evicted and have no row now.
+        """Yield every hashed table rectangle on this rank, with the evicted keys which have no row now.
 
         Args:
             table: table number.
-            since: return evictions after this mark, and forget earlier ones.
-            now: mark of the last update.
+            since: number of an update. Only keys evicted later are returned, and earlier evictions are
+                forgotten.
+            now: number of the last update.
         """
         for marks in self._marks_of(table):
             if isinstance(marks, _HashedMarks):
                 yield marks.table, marks.evicted(since, now)
 
     def _marks_of(self, table: int) -> Iterator[_FixedMarks | _HashedMarks]:
-        """Yield the marks of every local rectangle of a table."""
+        """Yield the marks for every table rectangle on this rank."""
         for part in self._marks:
             yield from (marks for marks in part if marks.table.rectangle.table == table)
 
     def _mark(self, gradients: Sequence[TableGradient]) -> None:
-        """Mark the rows that a backward pass updates; called as ``ShardedTables.watch``."""
+        """Mark the rows which a backward pass updates. `ShardedTables` calls it as ``watch``.
+
+        Args:
+            gradients: gradients for the split tables, and for the data-parallel tables if there are any.
+        """
         now = self._now()
         for part, gradient in zip(self._marks, gradients, strict=False):
             slots = [(i, rows.rows) for i, rows in gradient.rows.items()]
@@ -155,9 +185,11 @@ def is_alive(table: HashedTable, keys: Tensor) -> Tensor:
 
 
 def ids_by_key(lookups: tbe.Lookups) -> list[Tensor]:
-    """Return the IDs of every route on this rank, from all source ranks.
+    """Return the IDs looked up on every route of this rank, from all source ranks.
 
-    The lookup kernel calls routes keys.
+    Args:
+        lookups: arguments of the lookup kernel, which calls routes keys. IDs are ordered by source rank, then
+            by route.
     """
     assert lookups.segments is not None
     bounds = lookups.offsets[lookups.segments.to(lookups.offsets.device)].tolist()

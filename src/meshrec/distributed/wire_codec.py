@@ -1,4 +1,4 @@
-"""Encoding of a module's messages in one direction, with a warning for infinity and NaN."""
+"""Encode a module's embeddings or gradients for messages between ranks, and warn of infinity and NaN."""
 
 import logging
 import operator
@@ -17,29 +17,31 @@ from meshrec.distributed.pieces import Span
 from meshrec.distributed.routing import Routing
 
 _logger = logging.getLogger("meshrec")
-# Every rank has 2**40 separate row keys, so rows on different ranks draw different random numbers for
-# rounding.
+# Stochastic rounding is seeded by a key per row. Every rank has 2**40 separate keys, so rows on different
+# ranks draw different random numbers.
 _RANK_KEYS = 1 << 40
-# Of the reports on a GPU, only one in 256 is read, because reading waits for the device.
+# The encoding kernel reports infinity and NaN. On a GPU, only every 256th report is read, because reading
+# waits for the device.
 _READ_EVERY = 256
 
+# Directions: embeddings in the forward pass, gradients in the backward pass.
 FORWARD, BACKWARD = 0, 1
 _PAYLOADS = ("embeddings", "gradients")
 
 
 def first_key(rank: int) -> int:
-    """Return the key of the first row that a rank requests; its other rows follow."""
+    """Return the rounding key for the first row which a rank requests. Further rows have the next keys."""
     return rank * _RANK_KEYS
 
 
 class Codec:
-    """Encodes and decodes a module's embeddings (FORWARD) or gradients (BACKWARD).
+    """Encodes and decodes a module's embeddings (FORWARD) or gradients (BACKWARD) in messages between ranks.
 
     Args:
         routing: the compiled plan.
-        wires: wire formats by table number.
+        wires: wire formats for embeddings and gradients, by table number.
         direction: ``FORWARD`` or ``BACKWARD``.
-        clock: returns the number of table updates so far, from which stochastic rounding draws.
+        clock: returns the table update count so far, which seeds stochastic rounding.
     """
 
     def __init__(
@@ -52,24 +54,24 @@ class Codec:
         self.encoding = RowEncoding.from_formats(split or self._formats)
         self._watch = _NonFiniteWatch(_PAYLOADS[direction])
         self.feedback = ErrorFeedback() if any(wire_format.feedback for wire_format in split) else None
-        """Error feedback of this rank; None if no format has it."""
+        """Rounding errors of the rows this rank has sent; None if no format uses error feedback."""
         self.draws = any(wire_format.stochastic for wire_format in split)
         """Whether some format uses stochastic rounding."""
 
     def encodes(self, axis: Axis) -> bool:
-        """Return whether messages on the axis are encoded in a separate pass.
+        """Return whether messages between the ranks on ``axis`` are encoded in a separate pass.
 
-        If not, kernels write the format.
+        If not, the lookup kernels read and write the message dtype, or nothing is sent.
         """
         return axis.group is not None and axis.size > 1 and not self.encoding.is_cast
 
     def columns(self, spans: Sequence[Span], first_rows: Sequence[int] | None = None) -> Columns:
-        """Return the wire columns of a row with these spans.
+        """Return the encoding for the columns of a message row.
 
         Args:
             spans: result columns of every part of the row.
-            first_rows: first table row by span, if spans have partial sums; parts with different first rows
-                draw different random numbers for rounding. None: 0.
+            first_rows: first table row of every part, if the parts are partial sums. Parts with different
+                first rows draw different random numbers for rounding. None: 0 for all parts.
         """
         routing, starts = self._routing, self._routing.columns
         uses = [bisect_right(starts, span.column, hi=len(starts) - 1) - 1 for span in spans]
@@ -99,12 +101,12 @@ class Codec:
         keys: Tensor | None = None,
         names: Names | None = None,
     ) -> Tensor:
-        """Encode rows.
+        """Encode rows into a message.
 
         Args:
             values: rows, flat, block by block.
-            blocks: number of rows and columns of every block.
-            keys: key of every row, from which stochastic rounding draws; None: consecutive keys from every
+            blocks: row count and columns for every block.
+            keys: key for every row, which seeds stochastic rounding. None: consecutive keys from every
                 block's ``first_key``.
             names: returns bag names for error feedback; None: no feedback.
         """
@@ -120,7 +122,12 @@ class Codec:
         return message
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode a message of consecutive blocks to rows, flat."""
+        """Decode a message to rows, flat, block by block.
+
+        Args:
+            message: encoded rows.
+            blocks: row count and columns for every block.
+        """
         return self.encoding.decode(message, blocks)
 
 
@@ -139,11 +146,12 @@ class _NonFiniteWatch:
         self._unread = 0
 
     def warn(self, report: Tensor, blocks: Sequence[Block]) -> None:
-        """Log a warning if the encoding kernel reports rows with infinity or NaN.
+        """Log a warning if the encoding kernel has found infinity or NaN.
 
         Args:
-            report: number of (row, column) pairs with such values, and the first such element's index.
-            blocks: blocks of the message.
+            report: number of (row, column) pairs with such values, and the index of the first such value;
+                int64 [2].
+            blocks: row count and columns for every block in the message.
         """
         if not report.is_cpu:
             self._unread = (self._unread + 1) % _READ_EVERY
