@@ -118,15 +118,10 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
     def _output_dists(self) -> list[PrintedStage]:
         return printed_stages("embeddings to their samples", self.plan)
 
+    # Waits for the embeddings of a batch that was looked up in ``tables``, and returns them in the module's
+    # output type.
     @abstractmethod
-    def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings:
-        """Wait for the embeddings, and return them in the module's output type.
-
-        Args:
-            tables: tables in which the batch was looked up.
-            batch: the batch.
-            link: result of ``ShardedTables.look_up``.
-        """
+    def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings: ...
 
     @property
     def num_clamped_ids(self) -> int:
