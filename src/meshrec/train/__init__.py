@@ -1,4 +1,4 @@
-"""Training: recipes, the trainer, and run folders."""
+"""Train models: recipes (which define a run), the trainer, and run folders."""
 
 from typing import TYPE_CHECKING
 

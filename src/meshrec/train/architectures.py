@@ -1,4 +1,7 @@
-"""Model configurations for recipes; the dataset sets input sizes."""
+"""Model configurations for recipes. A configuration has the options of a model, and builds it for a dataset.
+
+Input sizes, such as the number of features, come from the dataset.
+"""
 
 import logging
 import math
@@ -40,19 +43,20 @@ _logger = logging.getLogger("meshrec.train")
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """Embedding table options that models have in common."""
+    """Options for embedding tables, which all models below have."""
 
     embedding_dim: int = 16
     """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of initial table values; by default small values that depend on the number
-    of rows.
-    """
+    """Standard deviation of initial table values. None: small values whose size depends on the row count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DLRMConfig(TableOptions, ModelConfig):
-    """DLRM: embeddings, a bottom MLP over dense values, pairwise dot products, and a top MLP over both."""
+    """DLRM: a bottom MLP over dense values, pairwise dot products with embeddings, and a top MLP.
+
+    See `meshrec.models.DLRM`.
+    """
 
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
@@ -71,16 +75,16 @@ class DLRMConfig(TableOptions, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DLRMDCNConfig(TableOptions, ModelConfig):
-    """DLRM with a low-rank cross network instead of dot products."""
+    """DLRM with a low-rank cross network (DCN-v2) instead of dot products; see `meshrec.models.DLRM_DCN`."""
 
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
     top: tuple[int, ...] = (64, 32)
-    """Hidden layer sizes of the MLP over the crosses."""
+    """Hidden layer sizes of the MLP over the cross network's output."""
     num_crosses: int = 2
     """Number of cross layers."""
     low_rank_dim: int = 32
-    """Low-rank width inside a cross layer."""
+    """Rank of the weight matrix in a cross layer."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``."""
@@ -96,12 +100,12 @@ class DLRMDCNConfig(TableOptions, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFMConfig(TableOptions, ModelConfig):
-    """DeepFM: a linear term, pairwise products, and an MLP over the same embeddings."""
+    """DeepFM: pairwise products (a factorization machine) and an MLP over the same embeddings."""
 
     bottom: tuple[int, ...] = (64,)
     """Hidden layer sizes of the MLP over the dense values."""
     deep: tuple[int, ...] = (64, 32)
-    """Hidden layer sizes of the MLP over all vectors."""
+    """Hidden layer sizes of the MLP over all embeddings and the encoded dense values."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``."""
@@ -115,17 +119,18 @@ class DeepFMConfig(TableOptions, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClickTowersConfig(TableOptions, ModelConfig):
-    """Two towers on clicks: the logit is the dot product between query and item vectors.
+    """Two-tower model for click labels: the logit is the dot product of a query vector and an item vector.
 
-    The query tower reads all dense values. `meshrec export --tower` exports the vectors of one side.
+    A tower is an MLP that computes a vector from features. The query tower also reads all dense values.
+    `meshrec export --tower` exports a single tower.
     """
 
     item_features: tuple[str, ...] = ()
-    """Features of the item tower; the query tower reads all others. By default the dataset's item."""
+    """Features of the item tower; the query tower reads all others. If empty, the dataset's item feature."""
     layers: tuple[int, ...] = (64, 32)
-    """Layer sizes in both towers; the last size is the vector width."""
+    """Layer sizes in both towers. The last size is the vector width."""
     temperature: float = 0.1
-    """Divisor of the dot products."""
+    """Number by which dot products are divided."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``.
@@ -146,16 +151,16 @@ class ClickTowersConfig(TableOptions, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTaskConfig(TableOptions, ModelConfig):
-    """Multi-task model: a shared bottom or mixture of experts, and a tower per label."""
+    """Multi-task model: layers shared by all tasks, followed by a tower (MLP) per label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
-    """Sharing between tasks: one bottom, gates over shared experts, or shared experts next to task-specific
-    experts.
+    """Layers shared by the tasks. ``shared_bottom``: a single MLP. ``mmoe``: several MLPs (experts), weighted
+    by a gate per task. ``ple``: shared experts, and additional experts per task.
     """
     expert: tuple[int, ...] = (64, 32)
     """Layer sizes of the shared bottom or of an expert."""
     num_experts: int = 4
-    """Number of MMoE experts. PLE shares half this number and adds as many for every task."""
+    """Number of experts in ``mmoe``. ``ple`` has half as many shared experts, and as many again per task."""
     tower: tuple[int, ...] = (32,)
     """Hidden layer sizes of a task tower."""
 
@@ -177,7 +182,7 @@ class MultiTaskConfig(TableOptions, ModelConfig):
             )
         tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
         width = dataset.num_dense + self.embedding_dim * len(dataset.features)
-        # PLE: half as many shared experts, and the same number private to every task.
+        # PLE has half as many shared experts, and the same number for every task.
         half = self.num_experts // 2
         mixtures: dict[str, Callable[[], Mixture]] = {
             "shared_bottom": lambda: SharedBottom(width, self.expert, num_tasks),
@@ -189,14 +194,14 @@ class MultiTaskConfig(TableOptions, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoTowerConfig(TableOptions, ModelConfig):
-    """Two-tower retrieval model: all catalog items are ranked by the dot product of user and item vectors."""
+    """Two-tower retrieval model, which ranks all catalog items by the dot product with a user vector."""
 
     embedding_dim: int = 64
     """Embedding width, the same for every table."""
     layers: tuple[int, ...] = (128, 64)
-    """Layer sizes in both towers; the last size is the vector width."""
+    """Layer sizes in both towers. The last size is the vector width."""
     temperature: float = 0.05
-    """Divisor of the dot products."""
+    """Number by which dot products are divided."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``.
@@ -230,14 +235,12 @@ class TwoTowerConfig(TableOptions, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DINConfig(TableOptions, ModelConfig):
-    """DIN: attention over a history, conditioned on the candidate item, and an MLP; see
-    `meshrec.models.DIN`.
-    """
+    """DIN: attention from the candidate item to the user's history, and an MLP; see `meshrec.models.DIN`."""
 
     attention: tuple[int, ...] = (64, 32)
-    """Hidden layer sizes of the attention MLP, which weights the history."""
+    """Hidden layer sizes of the attention MLP, which weights the history items."""
     over: tuple[int, ...] = (128, 64)
-    """Hidden layer sizes of the MLP over all vectors."""
+    """Hidden layer sizes of the MLP over candidate, weighted history, and all other features."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``.
@@ -247,7 +250,8 @@ class DINConfig(TableOptions, ModelConfig):
         """
         item, history = item_and_history(dataset)
         tables = _without_seen(dataset, self.embedding_dim)
-        # The item and the history share this table. The model reads it unpooled; all other tables are pooled.
+        # The item and the history share this table. The model reads its rows unpooled, because attention
+        # weights them. Rows of all other tables are pooled.
         item_table = next(table for table in tables if item in table.feature_names)
         other_tables = [table for table in tables if table is not item_table]
         bags = (
@@ -267,7 +271,10 @@ class DINConfig(TableOptions, ModelConfig):
 
 
 def _without_seen(dataset: "Dataset", embedding_dim: int) -> list[EmbeddingBagConfig]:
-    """Return the dataset's table configurations without the seen-items feature, which models never embed."""
+    """Return the dataset's table configurations, but without the feature that lists seen items.
+
+    Seen items only exclude items from a ranking. No model looks up embeddings for them.
+    """
     return [
         replace(table, feature_names=names)
         for table in dataset.tables(embedding_dim)
@@ -276,12 +283,12 @@ def _without_seen(dataset: "Dataset", embedding_dim: int) -> list[EmbeddingBagCo
 
 
 def item_and_history(dataset: "Dataset") -> tuple[str, str]:
-    """Return the item feature and the history feature that shares the item's table.
+    """Return the names of the item feature and of the history feature, which share a table.
 
-    If ``dataset.item`` is None, search all pairs of a non-sequence feature and a history with a common table.
+    If ``dataset.item`` is None, search for a sequence feature that shares a table with another feature.
 
     Raises:
-        ValueError: the dataset has no such pair, or several.
+        ValueError: the dataset does not have exactly one such pair of features.
     """
     table_of = {feature.name: feature.table or feature.name for feature in dataset.features}
     items = [feature.name for feature in dataset.features if not feature.sequence]
@@ -301,9 +308,10 @@ def item_and_history(dataset: "Dataset") -> tuple[str, str]:
 
 
 def seen_feature(dataset: "Dataset") -> str | None:
-    """Return the feature that lists items to exclude from recommendations: `Dataset.seen`.
+    """Return the name of the feature that lists items to exclude from recommendations: `Dataset.seen`.
 
-    Log a warning if a feature is named "seen" but not declared: those items are then ranked as usual.
+    Log a warning if a feature is called "seen" but the dataset does not declare it, because its items are
+    then recommended like all others.
     """
     if dataset.seen is None and any(feature.name == "seen" for feature in dataset.features):
         _logger.warning(
@@ -317,12 +325,12 @@ def seen_feature(dataset: "Dataset") -> str | None:
 def sequence_table(
     table: EmbeddingBagConfig, features: Sequence[str], *, std: float | None = None
 ) -> EmbeddingCollection:
-    """Build an unpooled table on ``meta`` from a table configuration.
+    """Build a table without pooling on ``meta``: a lookup returns an embedding per ID.
 
     Args:
-        table: the configuration; features, pooling and initial values in it are ignored.
-        features: features that read the table.
-        std: standard deviation of initial values, see ``initial_values``.
+        table: table configuration. Its features, pooling and initial values are ignored.
+        features: names of the features that read the table.
+        std: standard deviation of initial values; see `initial_values`.
     """
     config = EmbeddingConfig(
         name=table.name,
@@ -338,12 +346,14 @@ def sequence_table(
 def tables_on_meta(
     dataset: "Dataset", embedding_dim: int, *, std: float | None = None
 ) -> EmbeddingBagCollection:
-    """Build the dataset's pooled tables on ``meta``. Sharding allocates local shards later.
+    """Build a dataset's tables (with pooling) on the meta device, where they take no memory.
+
+    Sharding later allocates only the local shards.
 
     Args:
-        dataset: the dataset, which describes the tables.
+        dataset: the dataset, which determines the tables and the features that read them.
         embedding_dim: embedding width, the same for every table.
-        std: standard deviation of initial values, see ``initial_values``.
+        std: standard deviation of initial values; see `initial_values`.
     """
     return _build_on_meta(dataset.tables(embedding_dim), std, is_weighted=dataset.has_id_weights)
 
@@ -351,17 +361,26 @@ def tables_on_meta(
 def _build_on_meta(
     tables: Sequence[EmbeddingBagConfig], std: float | None, *, is_weighted: bool
 ) -> EmbeddingBagCollection:
-    """Build pooled tables on ``meta``, with initial values of standard deviation ``std``."""
+    """Build tables with pooling on ``meta``.
+
+    Args:
+        tables: table configurations.
+        std: standard deviation of initial values; see `initial_values`.
+        is_weighted: whether IDs have weights, by which embeddings are multiplied before pooling.
+    """
     tables = [replace(table, **initial_values(std, is_hashed=table.keys is not None)) for table in tables]
     return EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=is_weighted)
 
 
 def initial_values(std: float | None, *, is_hashed: bool) -> dict[str, Any]:
-    """Return table options for initial values with standard deviation ``std``; None keeps the table's
-    default.
+    """Return the table configuration options for initial values with a given standard deviation.
 
-    Values are normal. Tables with hashed keys use uniform values, because an exported package must compute
-    the values for unknown IDs too.
+    Values are normally distributed. Tables with hashed keys use a uniform distribution, because an exported
+    package must be able to compute the values of unknown IDs.
+
+    Args:
+        std: standard deviation; None: no options, which keeps the table's default.
+        is_hashed: whether the table has hashed keys.
     """
     if std is None:
         return {}

@@ -1,4 +1,4 @@
-"""Baselines for click labels: the global mean, item popularity, logistic regression, and LightGBM."""
+"""Evaluate baselines for click labels: global mean, item popularity, logistic regression and LightGBM."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,17 +25,19 @@ from meshrec.train.trees import TreeBaseline, has_trees
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
 
-# Prior samples at the global mean, see `baselines`.
+# Weight of the global mean in an item's popularity, in samples; see `baselines`.
 _SMOOTHING = 5.0
 
 
 class Baseline(NamedTuple):
-    """Name, metrics and curves of a baseline.
+    """Result of a baseline.
 
     Attributes:
         name: name shown to users.
-        quality: ``{"validation": {metric: value}, "test": {metric: value}}``, without data that is missing.
-        curves: result of `meshrec.metrics.binary_curves` by data; empty for several labels and for rankings.
+        quality: metrics by data part, ``{"validation": {metric: value}, "test": {metric: value}}``. A part
+            is missing if the dataset lacks it.
+        curves: result of `meshrec.metrics.binary_curves` by data part. Empty for several labels, and for
+            next-item models.
     """
 
     name: str
@@ -44,17 +46,22 @@ class Baseline(NamedTuple):
 
 
 def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[Baseline]:
-    """Compute baselines in turn: global mean, item popularity, logistic regression, LightGBM.
+    """Fit and evaluate baselines for click labels, and yield the result of each.
 
-    Popularity is the item's mean training label, smoothed with five samples at the global mean. It is skipped
-    if the dataset does not name an item. Logistic regression has a weight per ID and per dense value. The
-    validation data selects the L2 penalty. LightGBM is skipped if it is not installed, see
-    `meshrec.train.trees`.
+    - Global mean: the mean training label for all samples.
+    - Item popularity: the item's mean training label, smoothed with five samples at the global mean. Skipped
+      if the dataset does not name an item.
+    - Logistic regression: a weight per ID and per dense value. The validation data selects the L2 penalty.
+    - LightGBM: boosted trees; see `meshrec.train.trees`. Skipped if LightGBM is not installed.
 
-    All baselines learn from the first 200,000 training samples, see `meshrec.train.linear`. They are
+    All baselines learn from the first 200,000 training samples; see `meshrec.train.linear`. They are
     evaluated on the same samples as the model: all validation and test data, with sample weights. With
     several labels, every label has separate baselines. As in `Tasks`, the first label's metrics also appear
     without a prefix.
+
+    Args:
+        dataset: the dataset.
+        tell: called with the finished share of the work on the current baseline.
     """
     if not dataset.labels:
         yield from _label_baselines(dataset, None, tell)
@@ -70,7 +77,13 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
 
 
 def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """Yield the baselines for one label; ``number`` is its index, None if the data has a single label."""
+    """Fit and evaluate the baselines for a single label.
+
+    Args:
+        dataset: the dataset.
+        number: index of the label; None if the data has only one label.
+        tell: called with the finished share of the work on the current baseline.
+    """
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         return (
@@ -122,13 +135,16 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
 def _scored(
     batches: Iterator[Batch], num_samples: int, logits: Callable[[Batch], Tensor], tell: Tell
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a baseline's logits, the labels and the sample weights of all samples.
+    """Score all samples with a baseline.
 
     Args:
-        batches: samples to evaluate.
-        num_samples: number of samples.
-        logits: returns the baseline's logits [B] for a batch.
-        tell: called with the finished share.
+        batches: samples to score.
+        num_samples: number of samples in all batches.
+        logits: function from a batch to the baseline's logits [B].
+        tell: called with the finished share of the samples.
+
+    Returns:
+        Logits, labels and sample weights (None: all 1) of all samples.
     """
     scored: list[Scored] = []
     for number, batch in enumerate(batches):
@@ -140,7 +156,14 @@ def _scored(
 
 
 def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:
-    """Return a function from a batch to logits [B] of the smoothed mean training label of its items."""
+    """Return the popularity baseline: a function from a batch to logits [B].
+
+    The logit of a sample is that of its item's mean training label, smoothed towards the global mean.
+
+    Args:
+        dataset: the dataset, which names the item feature.
+        train: training samples.
+    """
     item = dataset.item
     assert item is not None
     rows = next(feature.num_embeddings for feature in dataset.features if feature.name == item)

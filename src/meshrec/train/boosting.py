@@ -1,4 +1,4 @@
-"""Boosted trees whose output is added to a fitted model's logits, fitted with LightGBM."""
+"""Fit boosted trees with LightGBM, whose output is added to the logits of an already fitted model."""
 
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ from meshrec.modules.boosted_trees import Branch, Leaf, scale_leaves
 from meshrec.train.linear import weighted_mean
 
 NUM_LEVELS = 4
+"""Maximum depth of a tree."""
 _LEAVES = 6
-# Trees without a better AUC, after which early stopping ends the fit.
+# Number of trees without a better AUC after which early stopping ends the fit.
 _PATIENCE = 100
 # Weight of the global mean in a row score, and the minimum total weight of a row that gets a score; see
 # `row_scores`.
@@ -41,9 +42,9 @@ class TreeSamples(NamedTuple):
     """Samples for fitting trees.
 
     Attributes:
-        inputs: float32 [B, X]: X values on which trees split.
-        labels: 0 or 1, [B].
-        logits: the fitted model's logits, [B].
+        inputs: the X values per sample on which trees split, float32 [B, X].
+        labels: labels, 0 or 1, [B].
+        logits: logits of the fitted model, from which the trees start, [B].
         weights: sample weights, [B].
     """
 
@@ -58,16 +59,18 @@ class TreeSamples(NamedTuple):
 
 
 def row_scores(ids: Tensor, labels: Tensor, weights: Tensor, num_rows: int) -> Tensor:
-    """Return a score per table row, float32 [num_rows]: the logit of the row's mean label minus the global
-    logit.
+    """Compute a score for every embedding table row, from the labels of the samples with this row.
 
-    Means are weighted, and smoothed towards the global mean with weight 20. Rows with a total weight below
-    ten score 0.
+    The score is the logit of the row's mean label, minus the logit of the global mean. A row's mean is
+    weighted, and smoothed towards the global mean with weight 20. Rows with a total weight below ten get 0.
 
     Args:
-        ids: the table row of every ID, [n].
+        ids: table row of every ID occurrence, [n].
         labels, weights: label (0 or 1) and weight of the sample that contains the ID, [n].
         num_rows: number of table rows.
+
+    Returns:
+        Scores, float32 [num_rows].
     """
     weights = weights.double()
     counts = torch.bincount(ids, weights=weights, minlength=num_rows)
@@ -79,29 +82,36 @@ def row_scores(ids: Tensor, labels: Tensor, weights: Tensor, num_rows: int) -> T
 
 
 class BoostedModel(NamedTuple):
-    """Trees to add to a model: the logit is ``share * model logit + bias + sum of trees``."""
+    """Trees to add to a model: the new logit is ``share * model logit + bias + sum of tree outputs``.
+
+    Attributes:
+        share: factor for the model's logit.
+        bias: constant term.
+        trees: the trees.
+        counts: number of trees fitted to the model's residuals, and of trees fitted without the model.
+    """
 
     share: float
     bias: float
     trees: list[Branch | Leaf]
     counts: tuple[int, int] = (0, 0)
-    """Number of trees fitted to the model's residuals, and of trees fitted without the model."""
 
 
 def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: int) -> BoostedModel:
-    """Fit trees to the residuals of a model, and independent trees, and average both.
+    """Fit trees that correct a model, and trees that replace it, and average both predictions.
 
-    The first half of the trees learns the model's residuals; these are dropped if they do not raise the AUC
-    on ``judged``. The second half learns the labels without the model. The result averages the logits of
-    model with residual trees and of independent trees, which lowers the variance; the second half is dropped
-    if that average has an AUC more than a standard error below the AUC without it. If no AUC exists, the
-    result has no trees.
+    The first half of the trees learns the model's residuals (residual trees). They are dropped if they do not
+    raise the AUC on ``judged``. The second half learns the labels without the model (independent trees). The
+    result averages the logits of the model with residual trees and the logits of the independent trees, which
+    lowers the variance. The independent trees are dropped if the average has an AUC more than a standard
+    error below the AUC without them. If the samples in ``judged`` have only one class, there is no AUC, and
+    the result has no trees.
 
     Args:
-        train: the training samples.
-        judged: the samples that select the number of trees.
+        train: training samples.
+        judged: held-out samples, which select the number of trees.
         num_trees: maximum number of trees.
-        seed: seed for the samples and inputs that a tree draws.
+        seed: seed by which LightGBM draws samples and inputs for every tree.
 
     Raises:
         ModuleNotFoundError: LightGBM is not installed.
@@ -113,7 +123,7 @@ def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed
             f"model.fit_trees: trees learn labels 0 and 1, and a training sample has {float(between[0])}. "
             "Take model.fit_trees 0."
         )
-    # None if the samples have only one class: nothing can select trees then.
+    # None if the samples have only one class. Then nothing can select trees.
     before = area_under_curve(judged.logits, judged.labels, judged.weights)
     if before is None:
         return BoostedModel(1.0, 0.0, [], (0, 0))
@@ -128,7 +138,8 @@ def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed
     separate, added = _fit_trees(start[0], start[1], num_trees // 2, seed)
     histograms = score_histograms(judged.logits, judged.labels, judged.weights)
     interval = auc_interval(after, *effective_sizes(histograms))
-    # The interval spans about four standard errors, so a quarter is one.
+    # A 95 % interval spans about four standard errors, so a quarter is one standard error. The AUC of the
+    # sum of both logits is the same as that of their average.
     if (
         not separate
         or after - _area_under_curve(logits + bias + added, judged) > (interval.high - interval.low) / 4
@@ -138,12 +149,12 @@ def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed
 
 
 def refit_boosted(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> BoostedModel:
-    """Refit as many trees as `fit_boosted` selected, when no samples remain to select with.
+    """Fit as many trees as `fit_boosted` selected in an earlier fit, without held-out samples.
 
     Args:
-        train: the training samples.
-        counts: number of residual trees, and of independent trees.
-        seed: as for `fit_boosted`.
+        train: training samples.
+        counts: number of residual trees and of independent trees, from `BoostedModel.counts`.
+        seed: see `fit_boosted`.
     """
     residual, _ = _fit_trees(train, None, counts[0], seed)
     if not counts[1]:
@@ -156,20 +167,26 @@ def refit_boosted(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> 
 
 
 def _bias(train: TreeSamples) -> float:
-    """Return the logit of the mean label."""
+    """Return the logit of the weighted mean label."""
     return float(torch.logit(weighted_mean(train.labels, train.weights), eps=1e-6))
 
 
 def _average_with_model(
     bias: float, residual: list[Branch | Leaf], separate: list[Branch | Leaf]
 ) -> BoostedModel:
-    """Average the model plus residual trees with the bias plus independent trees."""
+    """Average two predictors: the model plus residual trees, and the bias plus independent trees.
+
+    Args:
+        bias: logit from which the independent trees start.
+        residual: trees fitted to the model's residuals.
+        separate: trees fitted without the model.
+    """
     trees = [scale_leaves(tree, 0.5) for tree in (*residual, *separate)]
     return BoostedModel(0.5, bias / 2, trees, (len(residual), len(separate)))
 
 
 def _area_under_curve(logits: Tensor, judged: TreeSamples) -> float:
-    """Return the AUC of logits for the labels of ``judged``."""
+    """Return the AUC of logits [B] for the labels of ``judged``, which must have both classes."""
     auc = area_under_curve(logits, judged.labels, judged.weights)
     assert auc is not None
     return auc
@@ -178,11 +195,11 @@ def _area_under_curve(logits: Tensor, judged: TreeSamples) -> float:
 def _fit_trees(
     train: TreeSamples, judged: TreeSamples | None, num_trees: int, seed: int
 ) -> tuple[list[Branch | Leaf], Tensor]:
-    """Fit trees to the samples, starting from their logits.
+    """Fit boosted trees to samples, starting from the samples' logits.
 
     Args:
         train: training samples.
-        judged: samples whose AUC selects the number of trees; None: keep all trees.
+        judged: held-out samples whose AUC selects the number of trees; None: keep all trees.
         num_trees: maximum number of trees.
         seed: random seed.
 
@@ -219,11 +236,17 @@ def _fit_trees(
 
 
 def _node(saved: dict[str, Any]) -> Branch | Leaf:
-    """Convert a LightGBM node and all descendants."""
+    """Convert a LightGBM tree node and all its descendants.
+
+    Args:
+        saved: node in the output of LightGBM's ``dump_model``.
+    """
     if "split_feature" not in saved:
         return Leaf(saved["leaf_value"])
+    # LightGBM's thresholds are float64, and ours float32. Round down, because an input just above the
+    # threshold must stay above it.
     threshold = np.float32(saved["threshold"])
-    if float(threshold) > saved["threshold"]:  # An input just above must stay above: round down.
+    if float(threshold) > saved["threshold"]:
         threshold = np.nextafter(threshold, np.float32(-np.inf))
     left, right = _node(saved["left_child"]), _node(saved["right_child"])
     return Branch(saved["split_feature"], float(threshold), left, right)

@@ -1,4 +1,4 @@
-"""Construction of a recipe's model and optimizers: sharded by a plan, or unsharded in one process."""
+"""Build a recipe's model and optimizers: sharded by a plan, or unsharded in one process."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,9 +38,9 @@ class BuiltModel(NamedTuple):
 
     Attributes:
         model: sharded or unsharded model.
-        tables: optimizer of the tables.
-        dense: optimizer of the dense part.
-        optimizer: both, with gradient clipping if the recipe has it.
+        tables: optimizer of the embedding tables.
+        dense: optimizer of the dense part (all other parameters).
+        optimizer: both optimizers combined, with gradient clipping if the recipe sets it.
         plan: sharding plan; None if the model is unsharded.
     """
 
@@ -51,7 +51,7 @@ class BuiltModel(NamedTuple):
     plan: PlannedShardingPlan | None
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return the number of parameters in all tables, and in the dense part."""
+        """Return the number of parameters in all tables (on all ranks together), and in the dense part."""
         tables = 0
         for module in self.model.modules():
             for name in ("embedding_bag_configs", "embedding_configs"):
@@ -64,19 +64,19 @@ class BuiltModel(NamedTuple):
 
 
 def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
-    """Build the model and the optimizers. Initial weights depend on the seed only, not on the plan or on
-    sharding.
+    """Build a recipe's model and optimizers. Collective.
 
-    While the model is built, Python's and NumPy's generators have the same seed on every rank. Afterwards the
-    seed is a function of ``training.seed`` and the rank.
+    Initial weights depend only on the seed, not on the plan or the number of ranks. While the model is built,
+    the generators of Python and NumPy have the same seed on every rank. Afterwards their seeds differ between
+    ranks, and depend on ``training.seed`` and the rank.
 
     Args:
         recipe: the recipe.
-        dataset: the dataset, which sizes the model.
+        dataset: the dataset, which determines input and table sizes.
         ranks: the ranks, from `join`.
 
     Raises:
-        ValueError: no plan fits. Raised on every rank.
+        ValueError: no sharding plan fits into memory; raised on every rank.
     """
     seed = recipe.training.seed
     torch.manual_seed(seed)
@@ -92,7 +92,14 @@ def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
 
 
 def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
-    """Plan and shard the tables over the ranks. Collective."""
+    """Plan how to shard the tables over the ranks, and shard them. Collective.
+
+    Args:
+        recipe: the recipe.
+        model: model with tables on ``meta``.
+        dataset: the dataset, on which the planner measures features.
+        ranks: the ranks, from `join`.
+    """
     topology = topology_of(
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
     )
@@ -117,7 +124,7 @@ def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: 
 
 
 def _build_unsharded(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Ranks) -> BuiltModel:
-    """Allocate whole tables in this process, with the optimizer fused into the backward pass."""
+    """Allocate full tables in this process, and fuse the table optimizer into the backward pass."""
     for child in model.modules():
         if isinstance(child, TableCollection):
             _allocate(child, ranks.device, recipe.training.seed)
@@ -130,16 +137,18 @@ def _build_unsharded(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Rank
 
 
 def _allocate(collection: TableCollection, device: torch.device, seed: int) -> None:
-    """Allocate tables from ``meta`` with the initial values that sharding would give."""
+    """Allocate a collection's tables, which are on ``meta``, with the same initial values as when sharded."""
     collection.to_empty(device=device)
     for config, weight in collection.tables().values():
-        if config.keys is None:  # the first rows of others are a function of their IDs
+        # Hashed tables start empty. The initial values of a row are computed from its ID.
+        if config.keys is None:
             init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
 
 
 def _update_mode(recipe: Recipe) -> UpdateMode:
-    """Return when tables are updated: in the backward pass, or on ``step`` if gradients are accumulated or
-    clipped.
+    """Return when table rows are updated: in the backward pass, or in the optimizer's ``step``.
+
+    Accumulated or clipped gradients are only known after the backward pass, so they need ``step``.
     """
     training = recipe.training
     return "on_step" if training.accumulate > 1 or training.clip_norm is not None else "in_backward"
@@ -152,14 +161,14 @@ def _with_optimizers(
     dense_parameters: Mapping[str, Tensor],
     plan: PlannedShardingPlan | None,
 ) -> BuiltModel:
-    """Create the dense optimizer, and combine it with the table optimizer.
+    """Create the optimizer of the dense part, and combine it with the table optimizer.
 
     Args:
         recipe: the recipe.
         model: the model.
         tables: optimizer of the tables.
-        dense_parameters: parameters other than tables, by name.
-        plan: sharding plan, if any.
+        dense_parameters: all parameters other than tables, by name.
+        plan: sharding plan; None for an unsharded model.
     """
     on_cpu = all(parameter.is_cpu for parameter in dense_parameters.values())
     dense = KeyedOptimizerWrapper(dense_parameters, _dense_optimizer_factory(recipe.dense, fused=on_cpu))
@@ -173,9 +182,15 @@ def _with_optimizers(
 def _dense_optimizer_factory(
     config: DenseOptimizer, *, fused: bool
 ) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
-    """Return a function from parameters to the configured torch optimizer."""
+    """Return a function that creates the configured torch optimizer for a list of parameters.
+
+    Args:
+        config: optimizer options.
+        fused: whether to use torch's fused implementation.
+    """
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if fused:  # one pass over weights, gradients and state; on a GPU torch's default is fast enough
+    # One pass over weights, gradients and state. On a GPU, torch's default is fast enough.
+    if fused:
         options["fused"] = True
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": torch.optim.Adam,

@@ -1,4 +1,4 @@
-"""Click logs with histories as a data source."""
+"""Data source for click logs, which adds the user's earlier clicks (the history) to every row."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,38 +20,39 @@ _COLUMNS = LogColumns()
 
 @dataclass(frozen=True, kw_only=True)
 class ClickLog(DataSource):
-    """A log of impressions with click labels; the model predicts whether a user clicks an item.
+    """A log of impressions (shown items) with click labels. The model predicts whether a user clicks an item.
 
-    The files are Parquet or CSV, and are read into memory. Every row becomes a sample together with the
-    user's earlier clicks, see `meshrec.data.click_logs.with_histories`. The latest rows are held out. A run
-    learns vocabularies once, on the training rows, and stores them in the run folder.
+    The files are Parquet or CSV, and are read into memory. Every row becomes a sample, together with the
+    user's earlier clicks; see `meshrec.data.click_logs.with_histories`. The latest rows are held out for
+    validation and test. A run learns vocabularies once, from the training rows, and stores them in the run
+    folder.
     """
 
     log: tuple[str, ...]
     """Log files: paths, folders or patterns."""
     csv: CsvFormat = DETECTED
-    """CSV format; settings not given are detected."""
+    """CSV format. Settings that are not given are detected."""
     columns: LogColumns = _COLUMNS
-    """Log columns, and the rows that count."""
+    """Names of the log's columns, and conditions by which rows are selected."""
     label: str = "clicked"
-    """Column with 1 where the user clicked and 0 elsewhere."""
+    """Column with 1 if the user clicked the item, and 0 otherwise."""
     history: int = 20
     """Maximum number of items in a history."""
     validation_share: float = 0.1
-    """Share of rows for validation, which come before the test rows."""
+    """Share of rows for validation. In time order, they come before the test rows."""
     test_share: float = 0.1
-    """Share of rows for the test, the latest rows."""
+    """Share of rows for the test. They are the latest rows."""
     on_error: Literal["raise", "skip"] = "raise"
-    """Handling of damaged rows."""
+    """Whether a damaged row raises an error or is skipped."""
     seed: int = 0
     """Shuffle seed."""
 
     def table(self, data: Any = None, features: "Features | None" = None) -> "pa.Table":
-        """Read the log, or another log of the same form, and add a history to every row.
+        """Read the log, or another log with the same columns, and add a history to every row.
 
         Args:
-            data: another log; None: the recipe's log.
-            features: fitted features, which fix the column kinds in CSV files; None: infer them.
+            data: paths of another log; None: the recipe's log.
+            features: fitted features, which determine the column types in CSV files. None: infer the types.
         """
         from meshrec.data.click_logs import with_histories
         from meshrec.data.faults import Faults
@@ -71,11 +72,11 @@ class ClickLog(DataSource):
         return self._frame().fit()
 
     def dataset(self, features: "Features") -> "Dataset":
-        """Make the dataset with fitted features."""
+        """Read the log, and return the dataset encoded with fitted features."""
         return self._frame(features=features).dataset(features)
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open another log for scoring; histories come from the same log.
+        """Open another log for scoring. Histories are made from that log.
 
         Args:
             features: fitted features.
@@ -86,21 +87,21 @@ class ClickLog(DataSource):
 
         table = self.table(data, features)
         dataset = self._frame(data, features).scored(features, table, labelled=labelled)
-        # The history is derived: user and item already identify the row next to a score.
+        # The history is not written next to a score, because user and item already identify the row.
         return replace(
             dataset, id_columns=tuple(column for column in dataset.id_columns if column != HISTORY)
         )
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the schema of a row with history."""
+        """Return the Arrow schema of the log's rows with histories."""
         return self.table(features=features).schema
 
     def load(self) -> "Dataset":
-        """Learn vocabularies, and make the dataset."""
+        """Learn vocabularies from the training rows, and return the dataset."""
         return self.dataset(self.fit())
 
     def _frame(self, data: Any = None, features: "Features | None" = None) -> "Frame":
-        """Return a source for the log's table with histories; arguments as for `table`."""
+        """Return a data source for the table with histories. The arguments are those of `table`."""
         from meshrec.data.click_logs import features_of_clicks
         from meshrec.train.sources import Frame
 

@@ -1,4 +1,4 @@
-"""Scores and metrics over all ranks, for recent training steps and for evaluation data."""
+"""Compute scores and metrics over all ranks, for recent training steps and for evaluation data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 DEFAULT_LOSS = BinaryCrossEntropy()
 EVALUATION_BATCH = 4096
-"""Samples per rank and evaluation step."""
+"""Maximum batch size for evaluations: samples per rank and step."""
 
 
 class OutputWindow:
-    """Model outputs of the training steps since the last metrics line, to compute training metrics."""
+    """Collects the model outputs of training steps, from which training metrics are computed.
+
+    Args:
+        loss: the recipe's loss, which computes the metrics.
+    """
 
     def __init__(self, loss: Loss = DEFAULT_LOSS) -> None:
         self._loss = loss
@@ -32,11 +36,11 @@ class OutputWindow:
         return not self._outputs
 
     def add(self, outputs: list[Outputs]) -> None:
-        """Add the outputs of a step."""
+        """Add the outputs of a training step."""
         self._outputs += outputs
 
     def take(self, ranks: Ranks) -> dict[str, float]:
-        """Return metrics over all ranks' samples, and clear the window. Collective."""
+        """Return metrics over the collected samples on all ranks, and clear the window. Collective."""
         outputs, self._outputs = self._outputs, []
         logits = torch.cat([output.logits for output in outputs]).cpu()
         labels = torch.cat([output.labels for output in outputs]).cpu()
@@ -45,10 +49,10 @@ class OutputWindow:
 
 
 def concat_weights(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Concatenate the sample weights of batches, on the CPU.
+    """Concatenate the sample weights of several batches, on the CPU.
 
     Args:
-        parts: per batch, weights [B] or None, and the batch size B. None counts as weights of 1.
+        parts: per batch, the weights [B] and the batch size B. Weights of None stand for ones.
 
     Returns:
         Weights of all samples; None if no batch has weights.
@@ -59,14 +63,14 @@ def concat_weights(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
 
 
 class Scored(NamedTuple):
-    """Model outputs for a batch from a reader, on this rank, on the CPU.
+    """Model outputs for samples, with their labels, on the CPU.
 
     Attributes:
-        rows_B: data row of each sample (see `meshrec.data.Reader.files`); None if the reader does not number
-            rows.
-        logits_B: model outputs, [B] or [B, T].
-        labels_B: labels; NaN if the data has none.
-        weights_B: sample weights; None: 1.
+        rows_B: row number of every sample in the data, [B] (see `meshrec.data.Reader.files`); None if the
+            reader does not number rows.
+        logits_B: model outputs, [B], or [B, T] for T tasks or classes.
+        labels_B: labels, [B] or [B, T]; NaN if the data has none.
+        weights_B: sample weights, [B]; None: all weights are 1.
     """
 
     rows_B: Tensor | None
@@ -76,7 +80,7 @@ class Scored(NamedTuple):
 
     @classmethod
     def concat(cls, parts: "Sequence[Scored]") -> "Scored":
-        """Concatenate the samples of several batches or ranks."""
+        """Concatenate the samples from several batches or ranks."""
         rows = [part.rows_B for part in parts if part.rows_B is not None]
         return cls(
             torch.cat(rows) if rows else None,
@@ -94,12 +98,11 @@ def score(
     batch_size: int = EVALUATION_BATCH,
     watch: "Callable[[Batch], None] | None" = None,
 ) -> Iterator[Scored]:
-    """Compute logits for this rank's part of ``reader``, in reader order.
+    """Compute the logits of this rank's share of the samples, in reader order, a batch at a time.
 
-    Every rank computes batches of ``batch_size`` samples and pads the last batch: matrix libraries sum in
-    another order at other sizes, and logits must not depend on the number of ranks.
-
-    Collective: all ranks take the same number of steps. The model is in training mode afterwards.
+    Collective: all ranks take the same number of steps. All batches have ``batch_size`` samples, the last
+    with padding, because matrix libraries sum in another order at other sizes, and logits must not depend on
+    the number of ranks. The model is in training mode afterwards.
 
     Args:
         model: a model called as ``model(dense, sparse)``.
@@ -107,6 +110,9 @@ def score(
         ranks: the ranks, from `join`.
         batch_size: samples per rank and step.
         watch: called with every batch before it is scored.
+
+    Yields:
+        Outputs for a batch.
 
     Raises:
         ValueError: a batch has NaN or infinite dense values.
@@ -128,16 +134,17 @@ def score(
 def padded_logits(
     model: nn.Module, batch: "Batch", batch_size: int, ranks: Ranks, *, bf16: bool = False
 ) -> Tensor:
-    """Pad a batch to ``batch_size`` samples, and return the logits of its samples on the CPU.
+    """Compute the logits of a batch after padding it to ``batch_size`` samples; return them on the CPU.
 
-    Padding gives equal shapes on every rank, so that logits do not depend on the number of ranks.
+    With padding, shapes are equal on every rank, so logits do not depend on the number of ranks. The logits
+    of the padding are cut off.
 
     Args:
         model: a model called as ``model(dense, sparse)``.
         batch: at most ``batch_size`` samples.
-        batch_size: number of samples with padding, which is cut off.
+        batch_size: number of samples including the padding.
         ranks: the ranks, from `join`.
-        bf16: compute the dense part in bf16.
+        bf16: whether to compute the dense part in bf16.
     """
     whole = batch.padded(batch_size).to(ranks.device)
     return forward(model, whole, ranks.device, bf16=bf16)[: len(batch)].cpu()
@@ -146,15 +153,16 @@ def padded_logits(
 def evaluate(
     model: nn.Module, reader: "Reader", ranks: Ranks, *, loss: Loss = DEFAULT_LOSS
 ) -> dict[str, float]:
-    """Return the loss's metrics on all samples in ``reader``; for clicks `meshrec.metrics.binary_metrics`.
+    """Evaluate a model on all samples of a reader. Collective.
 
-    Collective. The model is in training mode afterwards.
+    The loss determines the metrics: for clicks, those of `meshrec.metrics.binary_metrics`. The model is in
+    training mode afterwards.
 
     Args:
         model: a model called as ``model(dense, sparse)``.
         reader: the samples, which are divided among the ranks.
         ranks: the ranks, from `join`.
-        loss: computes metrics from outputs and labels.
+        loss: the recipe's loss, which computes metrics from outputs and labels.
 
     Returns:
         Metrics by name, equal on all ranks.
@@ -163,7 +171,7 @@ def evaluate(
 
 
 def outputs_of(model: nn.Module, reader: "Reader", ranks: Ranks) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return logits, labels and weights for this rank's part of ``reader``. Collective.
+    """Return the logits, labels and sample weights of this rank's share of a reader's samples. Collective.
 
     Args:
         model: a model called as ``model(dense, sparse)``.
@@ -177,8 +185,7 @@ def outputs_of(model: nn.Module, reader: "Reader", ranks: Ranks) -> tuple[Tensor
 def evaluation_batch_size(reader: "Reader") -> int:
     """Return the batch size per rank for evaluations during training.
 
-    `EVALUATION_BATCH`, or for small readers the number of samples rounded up to a power of two.
-
-    It does not depend on the number of ranks.
+    It is `EVALUATION_BATCH`, or for fewer samples their number rounded up to a power of two. It does not
+    depend on the number of ranks, so neither do the logits; see `score`.
     """
     return min(EVALUATION_BATCH, 1 << max(reader.num_samples - 1, 0).bit_length())

@@ -1,4 +1,4 @@
-"""Explanation of a trained model: permutation importance, and metrics by feature value."""
+"""Explain a trained model: permutation importance of every feature, and metrics by feature value."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,28 +21,40 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
 
 _SAMPLES = 8192
-"""Number of samples over all ranks to examine, from the start of the data."""
+"""Number of samples to use, over all ranks, from the start of the data."""
 _BATCH = 1024
+# Permutations to evaluate; each one scores all samples again.
 _MAX_FEATURES = 64
+# Values per feature, and features, for which metrics by value are computed.
 _MAX_VALUES = 8
 _MAX_SLICED = 6
 _COVERED = 0.5
-"""Minimum share of samples with the most frequent values, for a feature to get slices."""
+"""A feature gets metrics by value only if its most frequent values cover at least this share of samples."""
 
 
 class Explanation(NamedTuple):
-    """Permutation importance, and metrics by feature value, on a sample of validation data."""
+    """Permutation importance, and metrics by feature value, on a part of the validation data.
+
+    Attributes:
+        samples: number of samples used.
+        metric: the metric by which importance is measured: AUC, NDCG@k, or the loss.
+        importance: by feature, how much worse the metric is if the feature's values are permuted among the
+            samples. In decreasing order.
+        slices: by feature and table row, the metrics of the samples with this row, for the most frequent
+            rows. Row -1 stands for all other rows. Empty unless the labels are clicks.
+    """
 
     samples: int
     metric: str
-    """The metric in which importance is measured: AUC, NDCG@k, or the loss."""
     importance: dict[str, float]
-    """How much worse the metric is with the values of a feature permuted, in decreasing order."""
     slices: dict[str, dict[int, dict[str, float]]]
-    """Metrics by feature for the most frequent table rows; row -1: all other rows. Only for clicks."""
 
     def to_json(self, names: "dict[str, dict[int, str]] | None" = None) -> dict[str, Any]:
-        """Return plain JSON types. ``names``: values by feature and row, where they are available."""
+        """Convert to plain JSON types.
+
+        Args:
+            names: data value by feature and table row, to be shown instead of row numbers where available.
+        """
         slices = {
             feature: {
                 "others" if row < 0 else (names or {}).get(feature, {}).get(row, f"row {row}"): metrics
@@ -58,20 +70,22 @@ def explain(
 ) -> Explanation | None:
     """Compute permutation importance and metrics by feature value. Collective.
 
-    Breiman, "Random forests" (2001), on data the model was not fitted to. A rank permutes within
-    local batches. Redundant features count little, because they stand in for one another. Histories are
-    permuted twice: among samples, and within each sample, so that only the order is random.
+    The importance of a feature is the loss in quality if its values are permuted among the samples (Breiman,
+    "Random forests", 2001), on data to which the model was not fitted. Every rank permutes within its own
+    batches. Redundant features have a low importance, because they can replace each other. Histories are
+    permuted twice: among samples, and within every sample, which shows the importance of their order.
 
     Args:
         model: a model called as ``model(dense, sparse)``; in training mode afterwards.
         dataset: the dataset, which names the features.
         reader: the samples, which are divided among the ranks.
         ranks: the ranks, from `join`.
-        loss: computes metrics from outputs and labels. The metric that selects the best weights is used, or
-            the loss itself if there is none.
+        loss: the recipe's loss. Importance is measured by the metric that selects the best weights, or by
+            the loss itself without such a metric.
 
     Returns:
-        None if the metric is undefined on the samples, for example if all labels are of one class.
+        The explanation. None if the metric is undefined on the samples, for example if all labels are of one
+        class.
     """
     batches = list(_first_batches(reader, ranks))
     model.eval()
@@ -91,6 +105,7 @@ def explain(
         importance = {}
         for name, change in _permutations(dataset, loss)[:_MAX_FEATURES]:
             without = metrics(_logits(model, [change(batch) for batch in batches], ranks))
+            # `better` is 1 if larger values of the metric are better, else -1.
             importance[name] = metric_of(metric).better * (before[metric] - without[metric])
     finally:
         model.train()
@@ -113,13 +128,19 @@ def explain(
 
 
 def _permutations(dataset: "Dataset", loss: Loss) -> list[tuple[str, Callable[[Batch], Batch]]]:
-    """Return the permutations to compare with the data: a name, and a function that permutes a batch."""
+    """Return all permutations to evaluate, as pairs (name, function that permutes a batch).
+
+    Args:
+        dataset: the dataset, which names the features.
+        loss: the recipe's loss.
+    """
     sequences = [feature.name for feature in dataset.features if feature.sequence]
     sets = [feature.name for feature in dataset.features if not feature.sequence]
     if isinstance(loss, NextItem):
-        # The item is the target, and seen items only leave a ranking.
+        # The item is the target, and seen items are only excluded from a ranking. Neither is an input.
         sets = [name for name in sets if name not in (dataset.item, dataset.seen)]
-    # With times, all sequences belong to one history: the time of an item has the item's position.
+    # With times, all sequences belong to one history, in which an item and its time have the same position.
+    # They must be permuted together.
     groups = [[name] for name in sequences]
     if dataset.times is not None:
         groups = [list(dict.fromkeys([*sequences, dataset.times]))]
@@ -137,7 +158,7 @@ def _permutations(dataset: "Dataset", loss: Loss) -> list[tuple[str, Callable[[B
 
 
 def _first_batches(reader: "Reader", ranks: Ranks) -> Iterator[Batch]:
-    """Yield this rank's part of the first `_SAMPLES` samples."""
+    """Yield this rank's share of the first `_SAMPLES` samples."""
     for number, batch in enumerate(reader.batches(_BATCH, rank=ranks.rank, world_size=ranks.size)):
         if number * _BATCH * ranks.size >= _SAMPLES:
             return
@@ -150,14 +171,14 @@ def _logits(model: nn.Module, batches: list[Batch], ranks: Ranks) -> Tensor:
 
 
 def _order(num: int) -> Tensor:
-    """Return a random order of samples. The seed is fixed: equal batch sizes have equal orders."""
+    """Return a random permutation of ``num`` indices. The seed is fixed, so it depends only on ``num``."""
     return torch.randperm(num, generator=torch.Generator().manual_seed(0))
 
 
 def _permute_bags(batch: Batch, *, keys: Sequence[str]) -> Batch:
-    """Permute the bags of some keys among the samples of a batch, all keys alike."""
+    """Permute the bags (ID lists) of some features among the samples, all features in the same order."""
     order = _order(len(batch))
-    bags = dict(batch.sparse.to_dict())  # the tensor keeps its own
+    bags = dict(batch.sparse.to_dict())  # a copy, because the batch keeps its dict
     for key in keys:
         bag = bags[key]
         starts, lengths = bag.offsets()[:-1][order].numpy(), bag.lengths()[order].numpy()
@@ -174,7 +195,10 @@ def _permute_bags(batch: Batch, *, keys: Sequence[str]) -> Batch:
 
 
 def _permute_within_bags(batch: Batch, *, keys: Sequence[str]) -> Batch:
-    """Permute the IDs of some keys within every bag. Bags of the same lengths are permuted alike."""
+    """Permute the IDs within every bag of some features.
+
+    Features whose bags have the same lengths get the same order.
+    """
     bags = dict(batch.sparse.to_dict())
     for key in keys:
         bag = bags[key]
@@ -190,14 +214,14 @@ def _permute_within_bags(batch: Batch, *, keys: Sequence[str]) -> Batch:
 
 
 def _permute_column(batch: Batch, *, column: int) -> Batch:
-    """Permute a dense column among the samples of a batch."""
+    """Permute the values of a dense column among the samples of a batch."""
     dense = batch.dense.clone()
     dense[:, column] = dense[_order(len(batch)), column]
     return Batch(dense, batch.sparse, batch.labels)
 
 
 def _table_rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64] | None":
-    """Return the table row of each sample for a feature, [B]; None if a sample has several IDs or none."""
+    """Return every sample's table row for a feature, [B]; None unless every sample has exactly one ID."""
     bags = [batch.sparse[name] for batch in batches]
     if not all(bool((ids.lengths() == 1).all()) for ids in bags):
         return None
@@ -207,16 +231,17 @@ def _table_rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64]
 def _slice_metrics(
     logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
-    """Return metrics for the most frequent table rows, and for all others as row -1.
+    """Compute the metrics of the samples with each of the most frequent table rows.
 
     Args:
-        logits: [B].
-        labels: [B].
-        weights: sample weights [B]; None: 1.
-        rows: table row of each sample, [B].
+        logits: logits [B].
+        labels: labels [B].
+        weights: sample weights [B]; None: all weights are 1.
+        rows: table row of every sample, [B].
 
     Returns:
-        Metrics by row; empty if there is one row only, or the frequent rows cover too few samples.
+        Metrics by row, with row -1 for all other rows. Empty if there is only one row, or if the frequent
+        rows cover too few samples.
     """
     values, indices, counts = np.unique(rows, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MAX_VALUES]

@@ -1,4 +1,4 @@
-"""HSTU ranking in recipes: data, model, and recipe."""
+"""HSTU as a ranking model: synthetic data, model configuration, and the recipe ``hstu_ranker``."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImpressions(DataSource):
-    """Synthetic impressions in time order, with eleven tables and a known optimal AUC."""
+    """Synthetic impressions (shown items) in time order, with eleven tables and a known best possible AUC."""
 
     num_users: int = 1500
     """Number of users."""
@@ -30,7 +30,7 @@ class SyntheticImpressions(DataSource):
     history: int = 50
     """Maximum number of impressions in a history."""
     seed: int = 0
-    """Seed for users, items and clicks."""
+    """Seed for the generated users, items and clicks."""
 
     def load(self) -> "Dataset":
         """Generate the impressions."""
@@ -47,7 +47,7 @@ class SyntheticImpressions(DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class HSTURankerConfig(ModelConfig):
-    """HSTU as a candidate ranker; see `meshrec.models.HSTURanker`.
+    """HSTU as a model that ranks candidate items for a user; see `meshrec.models.HSTURanker`.
 
     MLPerf's DLRM-v4 has ``embedding_dim=512, width=512, num_blocks=3, num_heads=4``.
     """
@@ -55,9 +55,9 @@ class HSTURankerConfig(ModelConfig):
     embedding_dim: int = 32
     """Embedding width, the same for every table."""
     table_std: float | None = 0.02
-    """Standard deviation of initial table values; if none, small values that depend on the number of rows."""
+    """Standard deviation of initial table values. None: small values whose size depends on the row count."""
     width: int = 64
-    """Token width."""
+    """Width of the tokens (vectors) between layers."""
     num_blocks: int = 3
     """Number of layers."""
     num_heads: int = 4
@@ -76,8 +76,10 @@ class HSTURankerConfig(ModelConfig):
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``.
 
-        A sequence that shares a table with a candidate feature describes items in the history. Other
-        sequences describe the user's actions on those items. All remaining features belong to the user.
+        The dataset's features are used by their form. A sequence that shares a table with a single-value
+        feature describes the items in the history, and the single-value feature describes the candidate.
+        Other sequences describe the user's actions on the history items. All other features describe the
+        user.
 
         Raises:
             ValueError: no sequence shares a table with a feature, or the history length is unknown.
@@ -125,7 +127,7 @@ class HSTURankerConfig(ModelConfig):
 
 
 def hstu_ranker() -> Recipe:
-    """Train HSTU (as MLPerf's DLRM-v4) on impressions in time order: will this user click this item?"""
+    """Train HSTU (like MLPerf's DLRM-v4) on impressions in time order: will this user click this item?"""
     return Recipe(
         name="hstu_ranker",
         data=SyntheticImpressions(),

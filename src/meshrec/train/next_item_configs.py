@@ -1,4 +1,4 @@
-"""Next-item model configurations for recipes; the dataset sets input sizes."""
+"""Configurations of next-item models for recipes. Input sizes come from the dataset."""
 
 from abc import ABC
 from dataclasses import dataclass, fields
@@ -30,22 +30,22 @@ _COSINES = SampledSoftmax(similarity="cosine", temperature=0.05)
 
 @dataclass(frozen=True, kw_only=True)
 class NextItemConfig(ABC):
-    """Base class of next-item model configurations, with the options that all of them have."""
+    """Base class of next-item model configurations, with their common options."""
 
     embedding_dim: int = 64
     """Embedding width of the item table."""
     table_std: float | None = 0.02
-    """Standard deviation of initial table values; if none, small values that depend on the number of rows."""
+    """Standard deviation of initial table values. None: small values whose size depends on the row count."""
     dropout: float = 0.2
     """Dropout rate in training."""
     softmax: SampledSoftmax = _DOT_PRODUCTS
-    """Training loss."""
+    """Training loss: number of sampled negatives and similarity."""
 
     model: ClassVar[type[HistoryModel]]
-    """Model class, whose constructor takes the fields of the subclass by name."""
+    """Model class. Its constructor takes the fields of the subclass as keyword arguments."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with the item table on ``meta``; see `HistoryParts.of`."""
+        """Build the model for a dataset, with the item table on ``meta``; see `HistoryParts.of`."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         parts = HistoryParts.of(dataset, options.pop("embedding_dim"), options.pop("table_std"))
         times = dataset.times if options.pop("times", False) else None
@@ -64,7 +64,7 @@ class NextItemConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SASRecConfig(NextItemConfig, ModelConfig):
-    """SASRec: self-attention over a history predicts the next item; see `meshrec.models.SASRec`."""
+    """SASRec: self-attention over the history predicts the next item; see `meshrec.models.SASRec`."""
 
     model: ClassVar[type[HistoryModel]] = SASRec
 
@@ -76,24 +76,25 @@ class SASRecConfig(NextItemConfig, ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HSTUConfig(NextItemConfig, ModelConfig):
-    """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
+    """HSTU: gated attention over the history predicts the next item; see `meshrec.models.HSTU`."""
 
     model: ClassVar[type[HistoryModel]] = HSTU
 
     softmax: SampledSoftmax = _COSINES
-    """Training loss."""
+    """Training loss: number of sampled negatives and similarity."""
     num_blocks: int = 2
     """Number of layers."""
     num_heads: int = 1
-    """Number of attention heads, which divide the table's width."""
+    """Number of attention heads, among which the embedding width is divided."""
     times: bool = True
     """Whether the attention sees the time between items, if the data has times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BERT4RecConfig(NextItemConfig, ModelConfig):
-    """BERT4Rec: bidirectional attention predicts masked items in a history and the next item; see
-    `meshrec.models.BERT4Rec`.
+    """BERT4Rec: bidirectional attention predicts masked history items in training, and then the next item.
+
+    See `meshrec.models.BERT4Rec`.
     """
 
     model: ClassVar[type[HistoryModel]] = BERT4Rec
@@ -103,12 +104,12 @@ class BERT4RecConfig(NextItemConfig, ModelConfig):
     num_heads: int = 2
     """Number of attention heads."""
     hidden: float = 0.2
-    """Share of history items that training masks."""
+    """Share of history items to mask in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRU4RecConfig(NextItemConfig, ModelConfig):
-    """GRU4Rec: a recurrent network over a history predicts the next item; see `meshrec.models.GRU4Rec`."""
+    """GRU4Rec: a recurrent network over the history predicts the next item; see `meshrec.models.GRU4Rec`."""
 
     model: ClassVar[type[HistoryModel]] = GRU4Rec
 
@@ -124,7 +125,14 @@ class GRU4RecConfig(NextItemConfig, ModelConfig):
 
 
 class HistoryParts(NamedTuple):
-    """Constructor arguments of `HistoryModel` that a dataset determines."""
+    """Constructor arguments of a `HistoryModel` which depend on the dataset.
+
+    Attributes:
+        table: item table, on ``meta``.
+        features: names of the history, item and seen features.
+        max_length: maximum number of items in a history.
+        items: catalog of all items; None if the dataset has none.
+    """
 
     table: EmbeddingCollection
     features: HistoryFeatures
@@ -133,15 +141,16 @@ class HistoryParts(NamedTuple):
 
     @staticmethod
     def of(dataset: "Dataset", embedding_dim: int, std: float | None) -> "HistoryParts":
-        """Return the parts, with the table on ``meta``.
+        """Create the arguments for a dataset.
 
         Args:
             dataset: the dataset.
             embedding_dim: embedding width of the item table.
-            std: standard deviation of initial values; None: the table's default.
+            std: standard deviation of initial table values; None: the table's default.
 
         Raises:
-            ValueError: the dataset lacks an item, exactly one item history, or the history's maximum length.
+            ValueError: the dataset lacks an item feature, does not have exactly one item history, or does not
+                tell the history's maximum length.
         """
         item, history = item_and_history(dataset)
         table = next(

@@ -1,11 +1,14 @@
-"""Next-item recipes: on packaged ratings, and with published settings for data that you download.
+"""Recipes for next-item models: on packaged ratings, and with published settings on data that you download.
 
 The published settings come from the public repository facebookresearch/generative-recommenders, folder
-``configs``. The paper, Zhai et al., "Actions speak louder than words: trillion-parameter sequential
-transducers for generative recommendations" (2024), has the reference metrics. These recipes differ in four
-points. The validation item is separate from the test item; the repository selects the epoch on test items.
-Training uses all windows of a user's items, not only the last window. Targets in a step share negatives. Adam
-has the usual betas.
+``configs``. The reference metrics are in the paper: Zhai et al., "Actions speak louder than words:
+trillion-parameter sequential transducers for generative recommendations" (2024). These recipes differ from
+the repository in four points:
+
+- The validation item is not the test item. The repository selects the epoch on test items.
+- Training uses all windows of a user's items, not only the last window.
+- All targets in a step share the same sampled negatives.
+- Adam has torch's default betas.
 """
 
 from collections.abc import Callable
@@ -121,7 +124,7 @@ NEXT_ITEM_RECIPES = {
 
 
 def _next_item_recipe(name: str, model: ModelConfig) -> Recipe:
-    """Return a recipe for the packaged MovieLens ratings; evaluations about every epoch."""
+    """Return a recipe for the packaged MovieLens ratings, which evaluates about once per epoch."""
     return Recipe(
         name=name,
         data=MovieLensSequences(history=50),
@@ -135,36 +138,45 @@ def _next_item_recipe(name: str, model: ModelConfig) -> Recipe:
 
 
 def _ml_1m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
-    """Return a recipe with published settings for ml-1m; ``options`` are fields of the model config."""
+    """Return a recipe with the published settings for ml-1m.
+
+    Args:
+        name: recipe name.
+        config: class of the model configuration.
+        options: further fields of the model configuration.
+    """
     model = config(embedding_dim=50, softmax=_cosine_softmax(128), **options)
     return _published_recipe(name, _movielens_ratings("ml-1m", 1_000_209), model, epochs=101)
 
 
 def _ml_20m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
-    """Return a recipe with published settings for ml-20m; ``options`` are fields of the model config."""
+    """Return a recipe with the published settings for ml-20m; the arguments are those of `_ml_1m_recipe`."""
     model = config(embedding_dim=256, softmax=_cosine_softmax(128), **options)
     return _published_recipe(name, _movielens_ratings("ml-20m", 20_000_263), model, epochs=101)
 
 
 def _books_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
-    """Return a recipe with published settings for Amazon books; ``options`` are model config fields."""
+    """Return a recipe with the published settings for Amazon books.
+
+    The arguments are those of `_ml_1m_recipe`.
+    """
     model = config(dropout=0.5, softmax=_cosine_softmax(512), **options)
     return _published_recipe(name, BooksRatings(path=Path("books")), model, epochs=201)
 
 
 def _cosine_softmax(num_negatives: int) -> SampledSoftmax:
-    """Return a sampled softmax over cosines with the published temperature."""
+    """Return a sampled softmax loss over cosine similarities, with the published temperature."""
     return SampledSoftmax(num_negatives=num_negatives, similarity="cosine", temperature=0.05)
 
 
 def _movielens_ratings(folder: str, num_ratings: int) -> MovieLensSequences:
-    """Return the ratings in an ml-* folder as a source with histories of 200 movies."""
+    """Return a data source for the ratings in a MovieLens folder, with histories of up to 200 movies."""
     columns = LogColumns(item="movie", rating="rating", ties="shuffle")
     return MovieLensSequences(path=Path(folder), history=200, num_ratings=num_ratings, columns=columns)
 
 
 def _published_recipe(name: str, data: DataSource, model: ModelConfig, *, epochs: int) -> Recipe:
-    """Return a recipe with the published optimizer and batch size."""
+    """Return a recipe with the published optimizers and batch size."""
     return Recipe(
         name=name,
         data=data,

@@ -1,4 +1,7 @@
-"""Run observers for the run folder and TensorBoard. The command line has another observer for the screen."""
+"""Events of a run, and observers that write them to the run folder and to TensorBoard.
+
+The command line has another observer, for the screen (``cli/screen.py``).
+"""
 
 import contextlib
 import io
@@ -14,11 +17,27 @@ from meshrec.train.run_folder import RunFolder
 _logger = logging.getLogger("meshrec")
 
 Line = Mapping[str, Any]
-"""A line in ``metrics.jsonl``."""
+"""A line in ``metrics.jsonl``: values by name."""
 
 
 class Started(NamedTuple):
-    """Event: the run starts. It carries everything known before the first step."""
+    """Event: the run starts its first step. It has everything that is known before.
+
+    Attributes:
+        recipe: the recipe.
+        folder: run folder; None if the trainer has none.
+        dataset: name of the dataset.
+        num_samples: number of training samples.
+        num_validation: number of validation samples.
+        num_test: number of test samples.
+        num_ranks: number of ranks.
+        device: device type.
+        num_table_parameters: number of parameters in embedding tables.
+        num_dense_parameters: number of other parameters.
+        plan: sharding plan; None for an unsharded model.
+        first_step: number of steps finished by earlier starts of the run.
+        num_steps: step at which the run ends.
+    """
 
     recipe: Recipe
     folder: RunFolder | None
@@ -36,11 +55,11 @@ class Started(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """Event: a step has finished.
+    """Event: a training step has finished.
 
     Attributes:
         step: number of finished steps.
-        num_samples: samples of this step, over all ranks.
+        num_samples: number of samples in this step, over all ranks.
     """
 
     step: int
@@ -48,13 +67,17 @@ class Stepped(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """Event: training metrics since the last line."""
+    """Event: metrics of the training steps since the last such event.
+
+    Attributes:
+        line: metrics by name.
+    """
 
     line: Line
 
 
 class Evaluated(NamedTuple):
-    """Event: metrics on held-out data.
+    """Event: the model was evaluated on held-out data.
 
     Attributes:
         line: metrics by name; ``line["kind"]`` is ``validation`` or ``test``.
@@ -66,17 +89,21 @@ class Evaluated(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """Event: a message for the user."""
+    """Event: there is a message for the user.
+
+    Attributes:
+        text: the message.
+    """
 
     text: str
 
 
 class Advanced(NamedTuple):
-    """Event: progress on a task outside training.
+    """Event: there is progress on a task outside training.
 
     Attributes:
         what: name of the task, such as ``baselines``.
-        done: finished share in [0, 1].
+        done: finished share of the task in [0, 1].
     """
 
     what: str
@@ -84,19 +111,27 @@ class Advanced(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Event: the run has ended, early or not. It carries the contents of ``summary.json``."""
+    """Event: the run has ended, early or not.
+
+    Attributes:
+        summary: content of ``summary.json``.
+    """
 
     summary: Line
 
 
 Event = Started | Stepped | Logged | Evaluated | Reported | Advanced | Finished
 Observer = Callable[[Event], None]
-"""Callback which receives every event, on rank 0 only."""
+"""Function that is called with every event, usually on rank 0 only."""
 
 
 class FolderObserver:
-    """Appends metrics to the run's ``metrics.jsonl``. If a write fails, as on a full disk, one warning is
-    logged.
+    """Observer that appends metrics to the run's ``metrics.jsonl``.
+
+    If a write fails, for example because the disk is full, a single warning is logged. Training continues.
+
+    Args:
+        folder: run folder.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -105,7 +140,7 @@ class FolderObserver:
         self._has_failed = False
 
     def __call__(self, event: Event) -> None:
-        """Write an event's metrics."""
+        """Write the metrics in an event, if it has any."""
         if isinstance(event, Logged | Evaluated):
             try:
                 self._folder.append_metrics(dict(event.line))
@@ -116,9 +151,13 @@ class FolderObserver:
 
 
 class TensorBoardObserver:
-    """Writes TensorBoard event files. Without the tensorboard package, it logs a warning and writes nothing.
+    """Observer that writes metrics to TensorBoard event files.
 
-    When a run resumes, TensorBoard hides everything after the resumed step.
+    Without the tensorboard package, it logs a warning and writes nothing. When a run resumes from a
+    checkpoint, TensorBoard hides the values of later steps from the previous start.
+
+    Args:
+        folder: folder for the event files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,7 +176,7 @@ class TensorBoardObserver:
             self._make = SummaryWriter
 
     def __call__(self, event: Event) -> None:
-        """Write scalars under ``train/``, ``validation/`` and ``test/``."""
+        """Write an event's metrics as scalars named ``train/NAME``, ``validation/NAME`` or ``test/NAME``."""
         if isinstance(event, Started) and self._make is not None:
             self._writer = self._make(str(self._folder), purge_step=event.first_step + 1)
         if self._writer is None:

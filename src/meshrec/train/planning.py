@@ -1,4 +1,4 @@
-"""Planning for a recipe: measurements on the data, and the plan."""
+"""Make the sharding plan for a recipe's model, with pooling factors measured on the data."""
 
 import itertools
 from dataclasses import replace
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 _GIB, _MIB = 1024**3, 1024**2
 _WORK_PER_TABLE = 2e6
-"""Search effort per table, if the caller does not set any. The best plan for four tables is found with a
-fiftieth of the default effort; the remainder only tries to prove that no plan is faster.
+"""Search effort per table, if the caller does not set any. For four tables, the search finds the best plan
+with a fiftieth of the planner's default effort. Further effort only tries to prove that no plan is faster.
 """
 
 
 def topology_of(recipe: Recipe, *, world_size: int, local_size: int, device: str) -> Topology:
-    """Return the planner's description of ranks and hardware for a recipe.
+    """Return the planner's description of the ranks and their hardware.
 
     Args:
-        recipe: the recipe; ``placement`` has the hardware profile and the memory per rank, in GiB.
+        recipe: the recipe. Its ``placement`` has the hardware profile and the memory per rank, in GiB.
         world_size: number of ranks.
         local_size: number of ranks per node.
         device: device type, ``cpu`` or ``cuda``.
@@ -59,7 +59,9 @@ def topology_of(recipe: Recipe, *, world_size: int, local_size: int, device: str
 def constraints_of(
     recipe: Recipe, model: nn.Module, dataset: "Dataset", *, world_size: int
 ) -> dict[str, ParameterConstraints]:
-    """Return planner constraints per table, with pooling factors measured on the first batches.
+    """Return the planner's constraints by table name, with pooling factors measured on the first batches.
+
+    The pooling factor of a feature is the mean number of IDs per sample.
 
     Args:
         recipe: the recipe.
@@ -69,7 +71,7 @@ def constraints_of(
     """
     placement = recipe.placement
     batches = dataset.train.batches(recipe.training.batch_size // world_size, world_size=world_size)
-    # With few rows, the last ranks have none; if all rows are damaged, no rank has any.
+    # With few rows, the last ranks do not have any. If all rows are damaged, no rank has any.
     first = [batch.sparse for batch in itertools.islice(batches, placement.sample_batches) if len(batch)]
     measured = estimate_from_batches(model, first) if first else {}
     return {
@@ -83,17 +85,24 @@ def constraints_of(
 
 
 def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | str, ...] | None:
-    """Return the sharding types among which the planner may choose for a table; None: all."""
+    """Return the sharding types among which the planner may choose for a table; None: all types.
+
+    Args:
+        placement: the recipe's placement options.
+        table: the table.
+    """
     num_bytes = table.num_embeddings * table.embedding_dim * table.weight_bytes
     if placement.replicate_mib is None or num_bytes <= placement.replicate_mib * _MIB:
         return placement.sharding_types
     allowed = tuple(ShardingType(kind) for kind in placement.sharding_types or ShardingType)
-    # Larger tables must be split: replication is excluded, every other allowed type stays.
+    # The table is too large to be replicated on all ranks. Every other allowed type stays.
     return tuple(kind for kind in allowed if kind is not ShardingType.DATA_PARALLEL)
 
 
 def _check_wire_formats(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPlan:
-    """Return a saved plan unchanged after checking that it was made for the recipe's wire formats.
+    """Check that a saved plan was made for the recipe's wire formats, and return the plan unchanged.
+
+    A wire format is the encoding of rows and gradients that ranks send, such as fp16.
 
     Raises:
         ValueError: the plan was made for other wire formats.
@@ -120,7 +129,9 @@ def make_plan(
     *,
     effort: Effort | None = None,
 ) -> PlannedShardingPlan:
-    """Return the plan for ``model``, equal on all ranks in ``group``.
+    """Return the sharding plan for a model: the recipe's saved plan, or else a new one.
+
+    Collective if there is a group; the plan is the same on all of its ranks.
 
     Args:
         recipe: the recipe.
@@ -128,10 +139,11 @@ def make_plan(
         dataset: the dataset, on which pooling factors are measured.
         topology: ranks and hardware.
         group: process group that plans together; None: this process only.
-        effort: search limits; None: about a second for a few tables.
+        effort: limits for the plan search; None: about a second for a few tables.
 
     Raises:
-        ValueError: no plan fits; the error says what would help. Raised on every rank.
+        ValueError: no plan fits into memory, or the saved plan cannot be used. The error says how to proceed.
+            Raised on every rank.
     """
     if recipe.placement.plan is not None:
         if not recipe.placement.plan.is_file():

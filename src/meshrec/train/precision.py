@@ -1,4 +1,7 @@
-"""Precision of the dense part: resolution of ``auto``, and comparison of the loss in bf16 and fp32."""
+"""Choose the precision of a model's dense part, and compare the loss in bf16 and fp32.
+
+The dense part is everything but the embedding tables.
+"""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -16,25 +19,31 @@ from meshrec.train.recipe import Precision
 if TYPE_CHECKING:
     from meshrec.data import Batch, Reader
 
+# Batches per rank, and samples per batch, on which `check_loss` compares both precisions.
 _CHECKED_BATCHES = 4
 _CHECKED_BATCH = 1024
 _CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
-"""Flags in /proc/cpuinfo, with instruction names."""
+"""CPU flags in /proc/cpuinfo for bf16 matrix products, and the names of the instructions."""
 
 
 class DensePrecision(NamedTuple):
-    """Dense precision of a run, with a reason."""
+    """Precision of the dense part in a run.
+
+    Attributes:
+        bf16: True for bf16, False for fp32.
+        reason: message for the user; None if the recipe sets fp32.
+    """
 
     bf16: bool
     reason: str | None
-    """A line for the user; None if the recipe sets fp32."""
 
 
 def choose_precision(setting: Precision, ranks: Ranks) -> DensePrecision:
-    """Resolve ``training.dense_precision`` for all ranks. Collective for ``auto`` and ``bf16``.
+    """Choose the same dense precision on all ranks. Collective for ``auto`` and ``bf16``.
 
     Args:
-        setting: ``auto`` takes bf16 if every rank's device has native bf16 products.
+        setting: the recipe's ``training.dense_precision``. With ``auto``, bf16 is chosen if the devices of
+            all ranks have instructions for bf16 products.
         ranks: the ranks, from `join`.
     """
     if setting == "fp32":
@@ -52,7 +61,7 @@ def choose_precision(setting: Precision, ranks: Ranks) -> DensePrecision:
 
 
 def native_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return the name of a device's bf16 matrix instructions, or None without them.
+    """Return the name of a device's instructions for bf16 matrix products, or None if it has none.
 
     Args:
         device: a CPU or a GPU.
@@ -71,7 +80,13 @@ def native_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> 
 
 
 class LossCheck(NamedTuple):
-    """Loss in both precisions, on the same weights and samples."""
+    """Loss in both precisions, for the same weights and samples.
+
+    Attributes:
+        samples: number of samples over all ranks.
+        bf16: loss with the dense part in bf16.
+        fp32: loss with the dense part in fp32.
+    """
 
     samples: int
     bf16: float
@@ -84,7 +99,7 @@ class LossCheck(NamedTuple):
 
 
 def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> LossCheck | None:
-    """Compute the loss on a few batches in bf16 and in fp32. Collective.
+    """Compute a model's loss on a few batches, in bf16 and in fp32. Collective.
 
     The model is in training mode afterwards.
 
@@ -92,10 +107,10 @@ def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> 
         model: a model called as ``model(dense, sparse)``.
         reader: the samples, which are divided among the ranks.
         ranks: the ranks, from `join`.
-        loss: computes metrics from outputs and labels.
+        loss: the recipe's loss, which computes metrics from outputs and labels.
 
     Returns:
-        None if the metrics lack ``loss``.
+        Both losses, or None if the loss is not among the metrics.
     """
     model.eval()
     try:
@@ -113,7 +128,7 @@ def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> 
 def _compute_loss(
     model: nn.Module, batches: "Sequence[Batch]", ranks: Ranks, loss: Loss, *, bf16: bool
 ) -> float | None:
-    """Return the loss on all ranks' batches in one precision; None if the metrics lack it. Collective."""
+    """Return the loss over the batches on all ranks, or None if it is not among the metrics. Collective."""
     logits = torch.cat([padded_logits(model, batch, _CHECKED_BATCH, ranks, bf16=bf16) for batch in batches])
     labels = torch.cat([batch.labels for batch in batches])
     weights = concat_weights([(batch.weights, len(batch.labels)) for batch in batches])

@@ -1,4 +1,4 @@
-"""Progress of training, as stored in checkpoints."""
+"""Progress of a training run, which is stored in checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,16 @@ from meshrec.data import Position
 
 
 class Progress:
-    """Step and sample counters, data position, and seconds of training.
+    """Progress of a training run: step, samples, position in the data, and training time.
 
     Attributes:
-        step: finished steps.
-        num_samples: samples trained on, over all ranks, without skipped damaged rows.
-        seconds: seconds of training.
-        position: epoch, and number of samples read in it, with skipped rows.
-        published: last delta written for servers; None: none. A delta precedes every checkpoint, so it covers
-            all steps up to the checkpoint.
-        start_options: result of `ModelConfig.start`.
+        step: number of finished steps.
+        num_samples: number of training samples so far, over all ranks, without skipped damaged rows.
+        seconds: training time in seconds, over all starts of the run.
+        position: epoch, and number of samples read in this epoch, including skipped rows.
+        published: last delta written for servers; None before the first. A delta is written before every
+            checkpoint, so it contains all steps up to the checkpoint.
+        start_options: model options returned by `ModelConfig.start`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,12 @@ class Progress:
         self.start_options: dict[str, Any] = {}
 
     def advance(self, num_samples: int, samples_per_epoch: int) -> None:
-        """Count a step, and move the data position by ``num_samples``, over all ranks."""
+        """Count a finished step, and move the position in the data.
+
+        Args:
+            num_samples: number of samples read by all ranks in this step.
+            samples_per_epoch: number of samples in an epoch.
+        """
         self.step += 1
         epoch, sample = self.position
         sample += num_samples
@@ -58,8 +63,11 @@ class Progress:
 
 
 def origin_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the origin of a checkpoint's weights: step, checkpoint name, and the last delta included in
-    them.
+    """Return where a checkpoint's weights come from, for the manifest of a package.
+
+    Returns:
+        ``step``, ``checkpoint`` (name of the checkpoint folder), and ``published`` (the last delta that the
+        weights contain; None: none).
     """
     manifest, progress = read_manifest(checkpoint), Progress()
     if "progress" in manifest.values:  # earlier releases did not store it with the best weights

@@ -1,8 +1,8 @@
-"""Recipes with published settings, for data that you must download.
+"""Click recipes with published settings, for data that you must download.
 
 The settings follow BARS (Zhu et al., "BARS: towards open benchmarking for recommender systems", 2022; "Open
-benchmarking for click-through rate prediction", 2021). Recipe docstrings give the BARS metric to reach and
-any difference in settings.
+benchmarking for click-through rate prediction", 2021). A recipe's docstring gives the metric that BARS
+reports, and differences in the settings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshrec.data.features import Features
 
 CRITEO_COLUMNS = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
-"""Columns in ``train.txt`` from Criteo's Kaggle challenge, which has no header."""
+"""Columns of ``train.txt`` from Criteo's Kaggle challenge, a file without a header."""
 
 _AVAZU_IDS = (
     *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
@@ -38,15 +38,18 @@ def csv_to_parquet(
     texts: Sequence[str] = (),
     times: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Convert a CSV file of any size to Parquet, block by block; return the number of rows.
+    """Convert a CSV file to Parquet, block by block, so the file may be larger than memory.
 
     Args:
-        source: the file, plain or compressed.
-        out: the file to write; the folder is created.
-        columns: column names, if the file has no header.
-        delimiter: delimiter between values.
-        texts: columns to read as strings, regardless of content.
-        times: time columns with format: ``{"hour": "%y%m%d%H"}``.
+        source: CSV file, plain or compressed.
+        out: Parquet file to write. Its folder is created.
+        columns: column names, for a file without a header.
+        delimiter: character between values.
+        texts: columns to read as strings, whatever their content.
+        times: time columns with their format, such as ``{"hour": "%y%m%d%H"}``.
+
+    Returns:
+        Number of rows.
 
     Raises:
         ArrowInvalid: a line cannot be parsed.
@@ -110,9 +113,10 @@ def avazu() -> Recipe:
 
 
 def movielens_20m() -> Recipe:
-    """Train DCN-v2 on ml-20m: will this user like this movie? BARS has no figure for this task.
+    """Train DCN-v2 on ml-20m: will this user like this movie?
 
-    Its nearest figure is about tags and not ratings: DCN-v2 reaches AUC 0.9606 on MovielensLatest_x1.
+    BARS does not have a figure for this task. The nearest is about tags instead of ratings: DCN-v2 reaches
+    AUC 0.9606 on MovielensLatest_x1.
     """
     return Recipe(
         name="movielens_20m",
@@ -129,7 +133,14 @@ def movielens_20m() -> Recipe:
 def _click_recipe(
     name: str, features: "Features", model: DeepFMConfig, *, weight_decay: float = 0.0
 ) -> Recipe:
-    """Return a click recipe: random 80/10/10 split, batch size 10,000, Adam at 0.001."""
+    """Return a recipe for click data: random 80/10/10 split, batch size 10,000, Adam at learning rate 0.001.
+
+    Args:
+        name: recipe name, and folder with ``train.parquet``.
+        features: features to make from the columns.
+        model: model configuration.
+        weight_decay: weight decay for the tables.
+    """
     return Recipe(
         name=name,
         data=Parquet(train=(f"{name}/train.parquet",), split_by="random", features=features),

@@ -1,4 +1,4 @@
-"""Next-item baselines: popularity, item-kNN, Markov chain, and users' own items."""
+"""Evaluate baselines for next-item data: popularity, item-kNN, Markov chain, and repeated items."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -22,41 +22,46 @@ _logger = logging.getLogger("meshrec")
 
 # B samples, I items of the catalogue
 
+# Maximum number of samples per batch.
 _BATCH = 512
-# Scores per dense block [samples or items, I], which would not fit into memory as a whole: 128 MB in float64.
+# Values per dense block of scores [samples or items, I]: 128 MB in float64. The whole matrix would not fit.
 _BLOCK = 1 << 24
-# (user, item) pairs from which item-kNN learns: about 1 GB with the copies that SciPy makes.
+# Maximum number of (user, item) pairs from which item-kNN learns: about 1 GB with SciPy's copies.
 _MAX_PAIRS = 1 << 24
-# Transitions per sparse matrix that is added to the counts.
+# Number of transitions that are collected before they are added to the counts.
 _TRANSITIONS = 1 << 20
+# Options that validation data selects from; see `ranking_baselines`.
 _NEIGHBOURS = (20, 100, 500)
 _HALF_LIVES = (2.0, 8.0, 32.0)
 _SMOOTHING = 1e-6
-"""Popularity share in every score, which orders items without any other score."""
+"""Factor of the popularity that is added to every score. It orders items with equal scores, such as 0."""
 Scores = Callable[[Batch], Any]
-"""Function from a batch to nonnegative scores for all catalog items, [B, I]."""
+"""Function from a batch to nonnegative scores of all catalog items, [B, I]."""
 
 
 def ranking_baselines(
     dataset: "Dataset", tell: Tell = lambda share: None, *, loss: NextItem | None = None
 ) -> Iterator[Baseline]:
-    """Yield baselines in turn, evaluated on the same samples as the model and ranked by the same rules.
+    """Evaluate baselines on the same samples as the model, by the same ranking rules, and yield the results.
 
-    - Popularity: target count in the training data.
-    - Item-kNN: summed cosines between an item and the user's items. An item keeps cosines only with the 20,
-      100 or 500 most similar items, by validation NDCG. Items are similar if the same users had them. Sarwar
-      et al., "Item-based collaborative filtering recommendation algorithms" (2001).
-    - Markov chain: transition count from the user's last item in training.
-    - Repeats, if users may take an item again: item count in the user's history, and the same with weights
-      halved every 2, 8 or 32 items, by validation NDCG.
+    A baseline scores all catalog items for a user:
 
-    Item-kNN reads users from the validation data, with their earlier items. If they had more than 16 million
-    items, it reads evenly spaced users, and logs their number.
+    - Item popularity: how often the item is a target in the training data.
+    - Item-kNN: the sum of cosine similarities between the item and the user's items. Items are similar if the
+      same users had them. An item has a similarity only with the 20, 100 or 500 most similar items; the
+      validation NDCG selects the number. See Sarwar et al., "Item-based collaborative filtering
+      recommendation algorithms" (2001).
+    - Markov chain: how often the item followed the user's last item in the training data.
+    - Repeated items, if users may take an item again: how often the item is in the user's history. A variant
+      halves the weight every 2, 8 or 32 items; the validation NDCG selects the number.
+
+    Item-kNN learns from the users in the validation data, with their earlier items. If these have more than
+    16 million items, it learns from evenly spaced users, and logs how many.
 
     Args:
         dataset: the dataset.
-        tell: called with the finished share of the work.
-        loss: sets the metrics; None: `NextItem`.
+        tell: called with the finished share of the work on the current baseline.
+        loss: objective, which determines the metrics; None: `NextItem`.
 
     Raises:
         ValueError: the dataset names no item, or has no catalog or no validation data.
@@ -77,12 +82,12 @@ def ranking_baselines(
 
 
 class _Judge:
-    """Training counts, and the evaluation of scores.
+    """Computes baselines' scores from training data, and evaluates them on validation and test data.
 
     Args:
-        dataset: the data.
-        loss: sets the metrics.
-        tell: called with the finished share of the work.
+        dataset: the dataset.
+        loss: objective, which determines the metrics.
+        tell: called with the finished share of the work on the current baseline.
     """
 
     def __init__(self, dataset: "Dataset", loss: NextItem, tell: Tell) -> None:
@@ -91,6 +96,7 @@ class _Judge:
         self._dataset, self._loss, self._tell, self._item = dataset, loss, tell, dataset.item
         # Ascending catalog IDs, in which _indices searches.
         self._ids_I = dataset.catalogue[dataset.item].values().long()
+        # Rows per dense block of scores.
         self._block = max(_BLOCK // len(self._ids_I), 1)
         (self._history,) = (
             feature.name for feature in dataset.features if feature.sequence and feature.num_embeddings
@@ -104,11 +110,11 @@ class _Judge:
         self._popularity_I = (counts_I + 1e-3) / (counts_I + 1e-3).sum()
 
     def of_validation(self, baseline: Baseline) -> float:
-        """Return the validation NDCG."""
+        """Return a baseline's validation NDCG, at the loss's first cut-off."""
         return baseline.quality["validation"][f"ndcg@{self._loss.ks[0]}"]
 
     def quality(self, scores: Scores) -> dict[str, dict[str, float]]:
-        """Return metrics on validation and test data."""
+        """Evaluate a baseline on validation and test data. Return metrics by data part."""
         readers = {"validation": self._dataset.validation, "test": self._dataset.test}
         return {name: self._metrics(reader, scores) for name, reader in readers.items() if reader is not None}
 
@@ -134,13 +140,14 @@ class _Judge:
         return self._loss.metrics(outputs, labels, weights, gather=False)
 
     def by_neighbours(self, num: int) -> Baseline:
-        """Return the metrics for item-kNN with ``num`` neighbors."""
+        """Evaluate item-kNN, in which an item has similarities with the ``num`` most similar items only."""
         from scipy import sparse
 
         rows = self._items_of_users()
         norms_I = np.sqrt(np.asarray(rows.sum(0)).ravel())
         unit = (rows @ sparse.diags(1 / np.maximum(norms_I, 1e-9))).tocsr()
         del rows
+        # Compute the item similarities a block of rows at a time, and keep only the largest in a row.
         by_item, blocks = unit.tocsc(), []
         for first in range(0, unit.shape[1], self._block):
             cosines = (by_item[:, first : first + self._block].T @ unit).toarray()
@@ -155,11 +162,11 @@ class _Judge:
         return Baseline("item-kNN", self.quality(lambda batch: (self._had(batch) @ nearest).toarray()), {})
 
     def by_history(self, name: str, half_life: float) -> Baseline:
-        """Return the metrics for ranking items in the user's history by weighted count.
+        """Evaluate the baseline that ranks items by their weighted count in the user's history.
 
         Args:
             name: baseline name.
-            half_life: number of later items after which a history item counts half.
+            half_life: number of later items after which the weight of a history item is halved.
         """
         from scipy import sparse
 
@@ -175,20 +182,23 @@ class _Judge:
         return Baseline(name, self.quality(scores), {})
 
     def transitions(self) -> Scores:
-        """Return transition counts from the last item, as scores."""
+        """Count transitions in the training data, and return the Markov chain's score function.
+
+        The score of an item is how often it followed the user's last item.
+        """
         from scipy import sparse
 
         size = (len(self._ids_I), len(self._ids_I))
         counts, before, after, num = sparse.csr_matrix(size, dtype=np.int32), [], [], 0
         for batch in self._dataset.train.batches(_BATCH):
             history, targets = batch.sparse[self._history], batch.sparse[self._item]
-            # Target and history are aligned at the end: the last target follows the last history item.
+            # Targets and history end at the same position: the last target follows the last history item.
             shift_B = history.offsets()[1:] - targets.offsets()[1:]
             at_T = torch.arange(len(targets.values())) + torch.repeat_interleave(shift_B, targets.lengths())
             before.append(self._indices(history.values()[at_T]))
             after.append(self._indices(targets.values()))
             num += len(at_T)
-            # Memory grows by distinct pairs. An addition copies all counts, so that there are few additions.
+            # Counts take memory per distinct pair. An addition copies all counts, so additions must be few.
             if num >= max(_TRANSITIONS, counts.nnz // 8):
                 counts, before, after, num = counts + _counted(before, after, size), [], [], 0
         if num:
@@ -203,13 +213,16 @@ class _Judge:
         return scores
 
     def _items_of_users(self) -> Any:
-        """Return a sparse 0/1 matrix of the items that the users of the validation data had earlier."""
+        """Return the items that users in the validation data had earlier, as a sparse 0/1 matrix [users, I].
+
+        If there are too many items, only evenly spaced users are included.
+        """
         from scipy import sparse
 
         assert self._dataset.validation is not None
         every, first, num, parts = 1, 0, 0, []
         for batch in self._dataset.validation.batches(_BATCH):
-            # The users whose number is a multiple of `every`.
+            # Take the users whose number is a multiple of `every`, which doubles when memory is full.
             part = self._had(batch)[-first % every :: every]
             first, num = first + len(batch), num + part.nnz
             parts.append(part)
@@ -226,7 +239,7 @@ class _Judge:
         return sparse.vstack(parts)
 
     def _had(self, batch: Batch) -> Any:
-        """Return a sparse 0/1 matrix [B, I] with the items each user had."""
+        """Return the items that the users in a batch had, as a sparse 0/1 matrix [B, I]."""
         from scipy import sparse
 
         bags: JaggedTensor = batch.sparse[self._dataset.seen or self._history]
@@ -241,17 +254,18 @@ class _Judge:
         return matrix
 
     def _indices(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return catalog indices for IDs."""
+        """Return the catalog index of every item ID."""
+        # An ID that is not in the catalog gets the index of a neighbor; `clamp` keeps it in range.
         return torch.searchsorted(self._ids_I, ids.long()).clamp(max=len(self._ids_I) - 1)
 
 
 def _counted(before: list[torch.Tensor], after: list[torch.Tensor], size: tuple[int, int]) -> Any:
-    """Return a sparse matrix with the number of times that each item follows each other item.
+    """Count transitions: return a sparse matrix [I, I] with the number of times that an item follows another.
 
     Args:
-        before: catalog indices of items.
-        after: catalog indices of the items that follow.
-        size: rows and columns of the matrix.
+        before: catalog indices of items, as a list of tensors.
+        after: catalog indices of the items that follow them.
+        size: number of rows and columns of the matrix.
     """
     from scipy import sparse
 

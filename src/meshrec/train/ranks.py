@@ -1,4 +1,4 @@
-"""Ranks in a run, and small values they exchange outside gradients."""
+"""The ranks of a run: join the process group, and exchange small values."""
 
 import os
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ _NO_TIMEOUT = timedelta(days=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This rank and the process groups it belongs to.
+    """This rank, and the process groups to which it belongs.
 
     Attributes:
-        rank: this rank's number.
-        size: number of ranks.
+        rank: number of this rank, from 0.
+        size: number of ranks in the run.
         local_size: number of ranks on this node.
-        device: this rank's device.
+        device: device of this rank.
         env: process groups for sharded modules.
-        control: gloo group for small CPU values; None for a single process.
+        control: gloo group with all ranks, for small values on the CPU; None for a single process.
     """
 
     rank: int
@@ -40,16 +40,16 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def axis(self) -> Axis:
-        """All ranks, with the group for small values."""
+        """All ranks as an `Axis`, with the group for small values."""
         return Axis(size=self.size, rank=self.rank, group=self.control)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum values over all ranks. Collective."""
+        """Return the elementwise sum of values over all ranks. Collective."""
         if self.control is None:
             return [float(value) for value in values]
         total = torch.tensor(values, dtype=torch.float64)
@@ -57,7 +57,7 @@ class Ranks:
         return [float(value) for value in total]
 
     def share(self, value: Any) -> Any:
-        """Broadcast rank 0's value. Collective."""
+        """Return rank 0's value on every rank. Collective. The value must be picklable."""
         if self.control is None:
             return value
         box = [value]
@@ -65,7 +65,7 @@ class Ranks:
         return box[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """Gather values from all ranks, in rank order. Collective."""
+        """Return the values of all ranks, in rank order. Collective. Values must be picklable."""
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -73,18 +73,21 @@ class Ranks:
         return values
 
     def wait_for_all(self) -> None:
-        """Wait until every rank arrives, without a timeout: a rank may work alone for long."""
+        """Wait until every rank has called this method, without a timeout.
+
+        A single rank may work for a long time while the others wait. Collective.
+        """
         if self.control is not None:
             dist.monitored_barrier(self.control, timeout=_NO_TIMEOUT)
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Set the timeout for later collectives, in seconds."""
+        """Set the timeout of all later collectives, in seconds."""
         if self.control is not None:
             set_timeout(seconds)
 
 
 def choose_device(name: str | None) -> str:
-    """Return the device type: ``name``, or by default ``cuda`` if torch sees a GPU and else ``cpu``.
+    """Return the device type to use: ``name``, or if it is None, ``cuda`` if torch sees a GPU, else ``cpu``.
 
     Raises:
         ValueError: ``name`` is unknown, or it is ``cuda`` and torch sees no GPU.
@@ -97,9 +100,10 @@ def choose_device(name: str | None) -> str:
 
 
 def join(device: str, *, timeout_seconds: float = 1800.0) -> Ranks:
-    """Join the default process group, or form the group described by the launcher's environment.
+    """Join the ranks of a run, and return this rank. Collective.
 
-    CPUs use gloo, GPUs use NCCL. Without a group and a launcher, the process is the only rank.
+    Use the default process group, or form the group that the launcher's environment variables describe, with
+    gloo for CPUs and NCCL for GPUs. Without a group and a launcher, this process is the only rank.
 
     Args:
         device: ``cpu`` or ``cuda``.

@@ -1,10 +1,9 @@
-"""Runs on Ray: ranks are workers of a `ray.train.torch.TorchTrainer`, which restarts them after a failure.
+"""Train on Ray: ranks are workers of a `ray.train.torch.TorchTrainer`, which restarts them after a failure.
 
-The workers form Ray's process group and then act as ranks of `meshrec train`. The run folder is in storage
-shared by all nodes. After every evaluation, and every few steps, a worker reports metrics to Ray with a
-pointer to the newest checkpoint. All workers together write the checkpoint itself once, into the run folder.
-After a restart, on any number of workers, they find the run by the launch ID and continue from the last
-checkpoint.
+The workers form a process group, and then work like the ranks of `meshrec train`. The run folder is in
+storage shared by all nodes. All workers together write checkpoints there. After every evaluation, and every
+few steps, a worker reports metrics to Ray, with a pointer to the newest checkpoint instead of a copy. After a
+restart, on any number of workers, they find the run by the launch ID and continue from the last checkpoint.
 """
 
 import json
@@ -36,8 +35,11 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 REPORT_EVERY = 100
-"""Steps between reports of training metrics to Ray. All workers wait for each other in a report."""
+"""Steps between reports of training metrics to Ray. Frequent reports cost time, because all workers wait for
+one another in a report.
+"""
 _POINTER = "meshrec.json"
+"""File in a Ray checkpoint with the path of the run's checkpoint."""
 
 
 def trainer(
@@ -49,15 +51,15 @@ def trainer(
     report_every: int = REPORT_EVERY,
     **options: Any,
 ) -> "TorchTrainer":
-    """Return a Ray trainer for a recipe; ``fit()`` runs it.
+    """Create a Ray trainer for a recipe. Its method ``fit()`` starts the run.
 
     Args:
         recipe: the recipe. Ray sends it to the workers, so it must be picklable.
-        scaling: number of workers, or minimum and maximum, and resources per worker.
-        out: folder with all runs, shared by all nodes.
+        scaling: number of workers (or minimum and maximum), and resources per worker.
+        out: folder with all run folders, shared by all nodes.
         run_config: Ray run options, such as ``FailureConfig(max_failures=3)``.
         report_every: steps between reports of training metrics to Ray.
-        options: more options for `meshrec.runs.job.Job`, such as ``name`` and ``resume``.
+        options: further options for `meshrec.runs.job.Job`, such as ``name`` and ``resume``.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
@@ -76,10 +78,10 @@ def trainer(
 
 
 def checkpoint_path(checkpoint: "Checkpoint") -> Path:
-    """Return the path of the run checkpoint that a Ray checkpoint points to.
+    """Return the path of the MeshRec checkpoint to which a Ray checkpoint points.
 
     Raises:
-        ValueError: no MeshRec worker reported the checkpoint.
+        ValueError: the Ray checkpoint was not reported by a MeshRec run.
     """
     with checkpoint.as_directory() as folder:
         pointer = Path(folder) / _POINTER
@@ -101,19 +103,19 @@ def data_source(
     features: Any,
     **options: Any,
 ) -> Parquet:
-    """Return Ray Data datasets as a data source.
+    """Write Ray Data datasets to Parquet files, and return a data source for the files.
 
-    Ray executes the datasets once, on all nodes, and writes Parquet files, from which the ranks read. A
-    restarted run can thus continue at the exact sample, on any number of workers; a Ray stream has no such
-    position. Parts that exist already are not written again.
+    Ray executes the datasets once, on all nodes. Ranks then read the files, so a restarted run can continue
+    at the exact sample, on any number of workers. A Ray stream does not have such a position. Data parts that
+    exist already are not written again.
 
     Args:
-        train: training rows; with a split, all rows.
+        train: training rows, or all rows if ``options`` have a split.
         validation: validation rows.
         test: test rows.
         folder: folder for the files, shared by all nodes.
-        features: features to make from the columns: `meshrec.data.features.Features`.
-        options: more options for `meshrec.train.Parquet`, such as ``split_by``.
+        features: `meshrec.data.features.Features` to make from the columns.
+        options: further options for `meshrec.train.Parquet`, such as ``split_by``.
     """
     paths: dict[str, tuple[str, ...] | None] = {}
     for name, part in (("train", train), ("validation", validation), ("test", test)):
@@ -129,7 +131,7 @@ def data_source(
 
 
 def _write_part(part: "Dataset", folder: Path) -> Path:
-    """Write a dataset as Parquet files unless the folder exists; return the folder."""
+    """Write a dataset to Parquet files in a folder, unless the folder exists. Return the folder."""
     if not folder.is_dir():
         with durable_folder(folder) as parts:
             part.write_parquet(str(parts))
@@ -138,13 +140,17 @@ def _write_part(part: "Dataset", folder: Path) -> Path:
 
 @dataclass
 class _Reporter:
-    """Observer which reports metrics and checkpoints to Ray, at the same steps in every worker."""
+    """Observer that reports metrics and checkpoints to Ray, at the same steps in every worker.
+
+    Attributes:
+        every: steps between reports of training metrics.
+        folder: run folder. Set on rank 0 when it is known; None on other workers.
+        reported: step of the newest reported checkpoint; -1 before the first.
+    """
 
     every: int
-    # Set on rank 0 when the run folder is known; None on other workers.
     folder: RunFolder | None = None
     reported: int = -1
-    """Step of the newest reported checkpoint."""
 
     def __call__(self, event: Event) -> None:
         is_due = isinstance(event, Logged) and event.line["step"] % self.every == 0
@@ -152,7 +158,7 @@ class _Reporter:
             self._report(event.line)
 
     def _report(self, line: Mapping[str, Any]) -> None:
-        """Report a line of metrics, with a pointer to the newest checkpoint if there is a new one."""
+        """Report a line of metrics to Ray, with a pointer to the newest checkpoint if that is new."""
         train: Any = needs("ray.train", "ray")
         metrics = {name: value for name, value in line.items() if isinstance(value, int | float | str)}
         newest = self._newest()
@@ -164,7 +170,10 @@ class _Reporter:
             train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder))
 
     def _newest(self) -> Path | None:
-        """Return the newest finished checkpoint unless it was reported; on the first worker only."""
+        """Return the newest finished checkpoint, or None if it was reported already.
+
+        Returns a checkpoint on rank 0 only.
+        """
         if self.folder is None:
             return None
         try:
@@ -179,7 +188,11 @@ class _Reporter:
 
 
 def _train(config: dict[str, Any]) -> None:
-    """Train on one worker."""
+    """Train on one Ray worker.
+
+    Args:
+        config: the ``train_loop_config`` set by `trainer`.
+    """
     # Restarted workers find their run folder by this ID.
     os.environ[LAUNCH_VARIABLE] = config["launch"]
     threads = os.environ.get("OMP_NUM_THREADS")
@@ -197,9 +210,9 @@ def _train(config: dict[str, Any]) -> None:
 
 
 def _torch_config() -> Any:
-    """Return Ray's process group configuration, with a backend that calls `form_group`.
+    """Return Ray's process group configuration, with a backend that calls `form_group` on every worker.
 
-    Ray's default backend would let rank 0's store listen on every interface.
+    Ray's default backend would let rank 0's store listen on every network interface.
     """
     config: Any = needs("ray.train.torch.config", "ray")
     ray: Any = needs("ray", "ray")
@@ -239,12 +252,18 @@ def _torch_config() -> Any:
 
 
 def _node_id() -> str:
-    """Return the Ray node ID for a worker."""
+    """Return the Ray node ID of the worker in which this function runs."""
     node: str = needs("ray", "ray").get_runtime_context().get_node_id()
     return node
 
 
 def _form_group(backend: str, seconds: float, variables: Mapping[str, str]) -> None:
-    """Form the process group in a worker, with the environment variables of torchrun."""
+    """Form the process group in a worker. Collective.
+
+    Args:
+        backend: backend of the process group, such as "gloo".
+        seconds: timeout in seconds.
+        variables: environment variables to set, those which torchrun sets.
+    """
     os.environ.update(variables)
     form_group(backend, timedelta(seconds=seconds))
