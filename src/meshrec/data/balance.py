@@ -1,4 +1,4 @@
-"""Division of the samples in a training step among ranks, so that their histories take about equal time."""
+"""Division of the samples in a training step among ranks, so their histories take about equal time."""
 
 import functools
 import heapq
@@ -21,16 +21,16 @@ Fitted to HSTU steps with histories of 32 to 4,096 items: 705 items at width 64,
 
 
 def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) -> list[Ints]:
-    """Divide the samples in a step among ranks, so that the ranks have about equal computing costs.
+    """Divide the samples in a step among ranks, so the ranks have about equal computing costs.
 
-    The estimated cost of a history with L items is L for layers that work item by item, plus
-    ``L**2 / (EVEN_LENGTH * attention_width)`` for attention, if any. Samples are assigned in order of
-    descending cost to the rank with the lowest cost so far. A rank gets as many samples as its `rank_slice`
-    has, so batch sizes do not change.
+    The estimated cost of a history with L items is L for layers that work item by item, plus ``L**2 /
+    (EVEN_LENGTH * attention_width)`` for attention, if any. Samples are assigned by descending cost to the
+    rank with the lowest cost so far. A rank gets as many samples as its `rank_slice` has, so batch sizes do
+    not change.
 
     Args:
         lengths_B: history length per sample in the step, [B].
-        world_size: number of ranks.
+        world_size: rank count.
         attention_width: width of the attention over histories; 0: no attention.
 
     Returns:

@@ -10,9 +10,9 @@ from meshrec.sparse import KeyedJaggedTensor
 
 @dataclass
 class Batch:
-    """Model inputs and labels of B samples, as tensors.
+    """Model inputs and labels for B samples, as tensors.
 
-    The attributes ``dense_features`` and ``sparse_features`` have the names of TorchRec's batches, so that
+    The attributes ``dense_features`` and ``sparse_features`` have the names of TorchRec's batches, so
     ``DLRMTrain`` accepts a batch directly.
     """
 

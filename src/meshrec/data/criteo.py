@@ -79,7 +79,7 @@ class CriteoText(EncodedRows, Source):
         self.blocks = [(str(block.file), block.lines) for block in self._blocks]
 
     def column(self, block: int, name: str) -> Any:
-        """Return a column of a block as Arrow strings; the empty string for a line that cannot be parsed."""
+        """Return a block's column as Arrow strings; the empty string for a line that cannot be parsed."""
         text_block = self._blocks[block]
         texts = np.full(text_block.lines, "", dtype=object)
         names = self._schema.columns()
@@ -101,7 +101,7 @@ class CriteoText(EncodedRows, Source):
 
     @override
     def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
-        """Yield all samples of a block, parsed from about 16 MiB of text at a time, whatever ``size`` is."""
+        """Yield all samples in a block, parsed from about 16 MiB of text at a time, whatever ``size`` is."""
         text_block = self._blocks[block]
         for piece in read_pieces(text_block, size=_PIECE):
             if piece.first_line + piece.lines <= text_block.first_line + skip:
@@ -125,7 +125,7 @@ class CriteoText(EncodedRows, Source):
         samples = self._schema.encode(table, RowOrigin(str(file), piece.first_line, str(file)), self._faults)
         if len(lines) == piece.lines:
             return samples
-        # Unparsable lines become invalid samples, so that the positions of later samples do not shift.
+        # Unparsable lines become invalid samples, so the positions of later samples do not shift.
         valid = np.zeros(piece.lines, np.bool_)
         valid[lines] = True if samples.kept is None else samples.kept
         # Invalid lines repeat the sample before them. Their values are never read.

@@ -1,4 +1,4 @@
-"""Delimiter, decimal point and encoding of CSV files: given by the user, or detected from the first lines."""
+"""CSV delimiter, decimal point and encoding: given by the user, or detected from the first lines."""
 
 import codecs
 import csv
@@ -14,7 +14,7 @@ from meshrec.data.locations import File, codec_of, is_tsv, opened
 _logger = logging.getLogger("meshrec")
 
 _HEAD_BYTES, _HEAD_ROWS = 1 << 16, 100
-"""Maximum bytes and rows at the start of a file from which the dialect is detected."""
+"""Maximum bytes and rows at a file's start from which the dialect is detected."""
 _DELIMITERS = ",;\t|"
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 """UTF-16 byte order marks. Arrow skips the UTF-8 mark."""
@@ -74,9 +74,9 @@ class Dialect(NamedTuple):
 def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
     """Return the dialect of a CSV file with a header; detect the parts that are not given.
 
-    A delimiter fits if it splits all of the first rows into equally many fields, two or more. A comma is
-    preferred, then the delimiter with the most fields. The decimal point is a comma if the delimiter is
-    another character, some column has numbers with a comma, and no number has a point.
+    A delimiter fits if it splits all first rows into equally many fields, two or more. A comma is preferred,
+    then the delimiter with the most fields. The decimal point is a comma if the delimiter is another
+    character, some column has numbers with a comma, and no number has a point.
 
     Args:
         file: path or URI.
@@ -117,7 +117,7 @@ def _head_of(file: File) -> tuple[bytes, bool]:
 
 
 def _rows(text: str, delimiter: str, *, is_whole: bool) -> list[list[str]]:
-    """Split the first complete, non-empty lines of a text into fields.
+    """Split the first complete, non-empty lines into fields.
 
     Args:
         text: start of a file.

@@ -25,13 +25,13 @@ class Feature:
         name: key in ``Batch.sparse``.
         num_embeddings: rows of the table; IDs are in ``[0, num_embeddings)``. 0: the values are not IDs, such
             as timestamps, and have no table.
-        average_length: mean number of IDs per sample.
-        sequence: whether the IDs of a sample are in order of time, oldest first.
+        average_length: mean IDs per sample.
+        sequence: whether the IDs of a sample are in time order, oldest first.
         table: name of the embedding table. Features with the same name share the table. None: the feature has
             a table of the same name.
-        keys: options of a hashed table, where any int64 is an ID, and ``num_embeddings`` is the maximum
-            number of rows. None: the table has a fixed size, and an ID is a row index.
-        max_length: maximum number of IDs per sample; None: unknown.
+        keys: options of a hashed table, where any int64 is an ID, and ``num_embeddings`` is the maximum rows.
+            None: the table has a fixed size, and an ID is a row index.
+        max_length: maximum IDs per sample; None: unknown.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Position(NamedTuple):
 
 
 class RowsOfFile(NamedTuple):
-    """Row numbers that a reader gives to the rows in a file: ``[first_row, first_row + num_rows)``."""
+    """Row numbers in a reader for a file's rows: ``[first_row, first_row + num_rows)``."""
 
     name: str
     first_row: int
@@ -82,11 +82,11 @@ def locate(files: Sequence[RowsOfFile], rows: Tensor) -> FileRows:
 
 
 class Reader(ABC):
-    """Reader that divides the samples of an epoch into batches for all ranks.
+    """Reader that divides an epoch's samples into batches for all ranks.
 
-    The order of samples is a pure function of (seed, epoch). With W ranks and B samples per batch, step s
-    takes the samples ``[s * W * B, (s + 1) * W * B)`` in this order. A `Position` counts samples, not steps,
-    so training resumes at the exact sample even if W or B changes.
+    The sample order is a pure function of (seed, epoch). With W ranks and B samples per batch, step s takes
+    the samples ``[s * W * B, (s + 1) * W * B)`` in this order. A `Position` counts samples, not steps, so
+    training resumes at the exact sample even if W or B changes.
     """
 
     @property
@@ -134,14 +134,14 @@ class Dataset:
 
     Args:
         name: display name.
-        features: features in ``Batch.sparse``, in the order of the keys.
+        features: features in ``Batch.sparse``, in key order.
         num_dense: number of columns in ``Batch.dense``.
         train: reader for training samples.
         validation: reader for the samples on which the best weights are selected, in data order.
         test: reader for the samples on which the selected weights are evaluated once, in data order.
-        item: name of the feature with the recommended item, if any.
-        seen: name of the feature with items that must not be recommended again, if any.
-        times: name of the feature with the timestamps of a history, in seconds, if any.
+        item: feature with the recommended item, by name; None without one.
+        seen: feature with items that must not be recommended again, if any.
+        times: feature with history timestamps, in seconds, by name, if any.
         catalogue: features of all items that can be recommended: a sample per item, by ascending item ID.
         item_counts: how many training targets are this item, per catalog item, int64 [items].
         new_user_scores: score per catalog item for a user without a history, float32 [items].
@@ -155,10 +155,10 @@ class Dataset:
         number_edges: bin edges per ``Batch.dense`` column, for models that embed numbers; an empty tuple for
             a column without bins. No entries: no column has bins.
         dense_names: names of the ``Batch.dense`` columns, if known.
-        num_classes: number of classes of a class label, for which the model needs a logit per class. 0: the
-            model has a single logit.
-        skipped: number of damaged rows omitted so far, by file and reason. A row that is read again is
-            not counted again.
+        num_classes: classes of a class label, for which the model needs a logit per class. 0: the model has a
+            single logit.
+        skipped: damaged rows omitted so far, counted by file and reason. A row that is read again is not
+            counted again.
     """
 
     name: str
@@ -184,7 +184,7 @@ class Dataset:
     dense_names: tuple[str, ...] = ()
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
-        """Return the configurations of the embedding tables, all with dimension ``embedding_dim``.
+        """Return the embedding table configurations, all with dimension ``embedding_dim``.
 
         Features with the same table name share a table. A table is mean-pooled if any of its features is a
         sequence, otherwise sum-pooled.
@@ -193,7 +193,7 @@ class Dataset:
 
 
 def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> list[EmbeddingBagConfig]:
-    """Return the configurations of the embedding tables for ``features``; see `Dataset.tables`.
+    """Return the embedding table configurations for ``features``; see `Dataset.tables`.
 
     Raises:
         ValueError: features sharing a table differ in ``num_embeddings`` or ``keys``.

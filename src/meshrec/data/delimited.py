@@ -31,15 +31,15 @@ def parse(
     quotes: bool = False,
     first_line: int = 0,
 ) -> Lines:
-    """Parse some columns of a text.
+    """Parse some columns from delimited text.
 
     Args:
         text: whole lines, UTF-8.
         where: file name, for messages.
-        faults: raises for a line with a wrong number of fields or a value of the wrong type, or counts it.
-        columns: names of all columns in the text. None: the first line has the names.
-        types: name of the Arrow type by column, such as "int64"; columns not named here are not parsed. An
-            empty field is null, except in a string column.
+        faults: raises for a line with a wrong number of fields or a value with the wrong type, or counts it.
+        columns: all column names in the text. None: the first line has the names.
+        types: Arrow type name by column, such as "int64"; columns not named here are not parsed. An empty
+            field is null, except in a string column.
         delimiter: character between fields.
         quotes: whether fields may be in double quotes.
         first_line: number of the first line in the file, from 0, for messages.

@@ -18,13 +18,13 @@ class RowOrigin(NamedTuple):
     name: str
     """Display name, such as "a.parquet: row group 3"."""
     first_row: int
-    """Row number in the file of the first row."""
+    """Row number in the file for the first row."""
     file: str = ""
     """File name, by which omitted rows are counted."""
 
 
 class RowChecks(NamedTuple):
-    """Result of checking the rows of a table, updated while the rows are encoded."""
+    """Result of checking a table's rows, updated while the rows are encoded."""
 
     origin: RowOrigin
     """Where the rows were read from, for messages."""
@@ -100,7 +100,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def fitted_kinds(self) -> Mapping[str, str]:
-        """Return the known kinds of columns, by column name.
+        """Return the known column kinds, by column name.
 
         A kind is one of `meshrec.data.features.values.Kind`, or "numeric": an integer or another number.
         """
@@ -111,7 +111,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def encode(self, table: Any, origin: RowOrigin, faults: Faults) -> Samples:
-        """Convert the rows of a table to samples.
+        """Convert a table's rows to samples.
 
         Args:
             table: Arrow table without `wrong_columns`.

@@ -28,7 +28,7 @@ _UUID_DIGITS = np.array([at for at in range(36) if at not in (8, 13, 18, 23)])
 
 
 def is_list(kind: "pa.DataType") -> bool:
-    """Return whether a type is a list, in any of Arrow's five list layouts."""
+    """Return whether a type is a list, in any Arrow list layout."""
     lists = (
         pa.types.is_list,
         pa.types.is_large_list,
@@ -40,7 +40,7 @@ def is_list(kind: "pa.DataType") -> bool:
 
 
 def plain_type(kind: "pa.DataType") -> "pa.DataType":
-    """Return the type of a column after `plain`, given the type before it."""
+    """Return a column's type after `plain`, given the type before it."""
     if isinstance(kind, pa.BaseExtensionType):
         if kind.extension_name == "arrow.opaque":
             return kind  # an opaque type's storage does not define its values
@@ -84,7 +84,7 @@ def plain(column: Any) -> Any:
 
 
 def plain_schema(schema: "pa.Schema") -> "pa.Schema":
-    """Return the schema of a table after `plain_table`, given the schema before it."""
+    """Return a table's schema after `plain_table`, given the schema before it."""
     return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
 
 

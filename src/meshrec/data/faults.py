@@ -23,11 +23,11 @@ REMEDY = (
     ". Repair the data, or leave such rows out: on_error='skip', which is --data.on-error skip of "
     "`meshrec train` and --on-error skip of `meshrec evaluate` and `meshrec predict`."
 )
-"""End of an error message about damaged rows: what the user can do next."""
+"""End of an error message about damaged rows: the user's next step."""
 REMEDY_OF_COLUMNS = (
     ". Every row of this part has it: give the column what the recipe expects, or change the recipe."
 )
-"""End of an error message if all rows are damaged, so that skipping would leave none."""
+"""End of an error message if all rows are damaged, so skipping would leave none."""
 
 
 _SHORT = reprlib.Repr()
@@ -64,11 +64,11 @@ class Faults:
 
         Args:
             message: problem and location.
-            rows: number of omitted rows.
+            rows: omitted row count.
             file: file name.
             is_allowed: whether the configuration omits these rows. They are not damage, and are counted even
                 with on_error "raise".
-            every_row: whether all rows of the file or block are damaged, so that skipping would leave none.
+            every_row: whether all rows of the file or block are damaged, so skipping would leave none.
                 Changes only the advice in the error message.
 
         Raises:
@@ -101,9 +101,9 @@ class Faults:
             valid: whether a row is valid so far, bool [n]; modified in place.
             good: whether a row passes this check, bool [n].
             message: problem and location; ``{row}`` is replaced by the number of the first failing row.
-            first_row: row number in the file of the first row.
+            first_row: row number in the file for the first row.
             file: file name.
-            is_allowed: whether the configuration omits failing rows, so that they are not damage.
+            is_allowed: whether the configuration omits failing rows, so they are not damage.
 
         Raises:
             DataError: rows are damaged, and on_error is "raise".
@@ -119,7 +119,7 @@ class Faults:
 
 
 def rows_text(num: int) -> str:
-    """Format a number of rows, such as "1 row" or "1,000 rows"."""
+    """Format a row count, such as "1 row" or "1,000 rows"."""
     return f"{num:,} row{'' if num == 1 else 's'}"
 
 

@@ -78,10 +78,10 @@ def read_csvs(
 ) -> list["pa.Table"]:
     """Read CSV files with a header, or JSON lines, into memory. A column has the same type in all files.
 
-    Arrow infers the type of a column per file, and the type that represents all files is used: string if any
-    file has text in the column. Numbers with leading zeros, such as ``007``, are text, unless ``kinds`` has
-    the column. Markers such as ``NA`` are null in numeric columns. In text columns they are text, and only
-    the empty string is missing.
+    Arrow infers a column's type per file, and the type that represents all files is used: string if any file
+    has text in the column. Numbers with leading zeros, such as ``007``, are text, unless ``kinds`` has the
+    column. Markers such as ``NA`` are null in numeric columns. In text columns they are text, and only the
+    empty string is missing.
 
     Args:
         paths: paths and URIs.
@@ -136,7 +136,7 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
         path: path or URI.
         types: Arrow type by column; the types of other columns are inferred.
         fixed: columns that stay numeric. Other numeric columns become text if a number has leading zeros.
-        form: known format of CSV files.
+        form: known CSV format.
 
     Raises:
         DataError: the file cannot be read.
@@ -235,14 +235,14 @@ def read_columns(
     kinds: Mapping[str, str] = MappingProxyType({}),
     form: CsvFormat = DETECTED,
 ) -> "pa.Table":
-    """Read some columns of Parquet files, CSV files or a frame into a single table.
+    """Read some columns from Parquet files, CSV files or a frame into a single table.
 
     Args:
         data: paths, or a frame.
         columns: columns to read. A column missing from some files is null there; one missing from all files
             is not in the result.
-        kinds: known kinds of columns in CSV files; see `read_csvs`.
-        form: known format of CSV files.
+        kinds: known column kinds in CSV files; see `read_csvs`.
+        form: known CSV format.
 
     Raises:
         DataError: a file cannot be read.
@@ -257,7 +257,7 @@ def read_columns(
 
 
 def column_names(data: Any) -> list[str]:
-    """Return the names of all columns in the first file, or in a frame; reads the whole file."""
+    """Return all column names in the first file, or in a frame; reads the whole file."""
     if not _is_paths(data):
         return list(to_table(data).column_names)
     files, text = expand_tables(data)
@@ -294,7 +294,7 @@ def read_parquets(
     Args:
         files: paths and URIs.
         columns: columns to read; names that a file lacks are ignored. None: all columns.
-        kinds: known kinds of partition columns, see `partition_keys`.
+        kinds: known partition column kinds, see `partition_keys`.
 
     Returns:
         A table per file.
@@ -315,12 +315,12 @@ def open_tables(data: Any, schema: Encoding, faults: Faults, form: CsvFormat = D
 
     Args:
         data: paths, or a frame.
-        schema: features that encode the rows.
+        schema: features encoding the rows.
         faults: raises for damaged rows, or counts them.
-        form: known format of CSV files.
+        form: known CSV format.
 
     Raises:
-        DataError: the paths match no file, or files of both kinds.
+        DataError: the paths match no file, or files with both formats.
     """
     if not _is_paths(data):
         return ArrowSource([("memory", to_table(data))], schema, faults)

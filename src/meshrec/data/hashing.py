@@ -34,7 +34,7 @@ def mix(values: UInt64s, seed: int = 0) -> UInt64s:
 
 
 def codes_of(column: Any) -> tuple[npt.NDArray[np.int64], Any]:
-    """Number the distinct values of an Arrow column from 0, in order of first appearance.
+    """Number the distinct values of an Arrow column from 0, ordered by first appearance.
 
     Example: the column ``["b", "a", "b"]`` gives the codes ``[0, 1, 0]`` and the values ``["b", "a"]``.
 
@@ -82,7 +82,7 @@ def hash_bytes(array: Any) -> tuple[npt.NDArray[np.int64], UInt64s]:
     if array.null_count:
         lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
     data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.zeros(0, np.uint8)
-    # Eight zero bytes at the end, so that the last window of a string stays inside the buffer.
+    # Eight zero bytes at the end, so the last window of a string stays inside the buffer.
     words = np.lib.stride_tricks.sliding_window_view(np.concatenate([data, np.zeros(8, np.uint8)]), 8)
     hashes = mix(lengths.astype(np.uint64))
     # An iteration hashes the next 8 bytes of all strings at once.

@@ -8,9 +8,9 @@ as the stage's inputs have not changed:
 1. ``parts/`` holds the valid log rows as Arrow files, called parts, each from consecutive rows in a log file
    (see ``log_parts.py``). In a part, users and items are integers, or codes for the distinct values stored in
    the part. A new log file adds parts and leaves existing parts unchanged.
-2. ``numbers-*/`` holds a number for every user and item in the log: 0, 1, 2, ... in order of first
-   appearance. It also holds the row count per user and item, which vocabularies are fitted on, and maps from
-   the values in a part to these numbers.
+2. ``numbers-*/`` holds a number for every user and item in the log: 0, 1, 2, ... ordered by first appearance.
+   It also holds the row count per user and item, which vocabularies are fitted on, and maps from the values
+   in a part to these numbers.
 3. ``sorted-*/`` holds item IDs, times and row numbers, sorted by user and time, as NumPy files. To sort with
    bounded memory, rows are first divided into buckets, each for a range of users. Then every bucket is
    sorted in memory.
@@ -86,7 +86,7 @@ _MAX_MANIFEST = 1 << 28
 _SORT_BYTES = 128
 """Memory bytes per row while a bucket is sorted: two copies of the record, the sort keys, and the results."""
 # A bucket is a file. With at least num_rows // _MAX_BUCKETS rows per bucket, there are fewer than
-# 2 * _MAX_BUCKETS buckets, so that a bucket number fits uint16.
+# 2 * _MAX_BUCKETS buckets, so a bucket number fits uint16.
 _MAX_BUCKETS = 1 << 15
 
 
@@ -96,7 +96,7 @@ def fit_histories(log: LogFiles, folder: Path, faults: Faults, *, users: bool, m
     The result equals that of `fit_log` for the rows from `counted_rows`.
 
     Args:
-        log: log files, and the options that decide which rows are valid.
+        log: log files, and the options deciding which rows are valid.
         folder: folder for the stages; created if missing.
         faults: raises or skips when a row lacks a user, item or time.
         users: whether users are a feature, too.
@@ -124,12 +124,12 @@ def open_histories(
     See [Note: histories on disk]. The result equals that of `interactions` for the rows from `counted_rows`.
 
     Args:
-        log: log files, and the options that decide which rows are valid.
+        log: log files, and the options deciding which rows are valid.
         folder: folder for the stages; created if missing.
         faults: raises or skips when a row lacks a user, item or time.
         features: fitted features, from `fit_histories`.
-        hashed: feature that hashes items to keys, for a hashed item table. None: an item ID is the row in a
-            table with fixed size.
+        hashed: feature hashing items to keys, for a hashed item table. None: an item ID is the row in a table
+            with fixed size.
         seed: seed that orders a user's simultaneous rows, if ``log.columns.ties`` is "shuffle".
         memory: bytes to use while building, in addition to a few arrays per user and item.
 
@@ -269,7 +269,7 @@ class _Numbered:
         return _read_table(self.path / "types.arrow").schema.field(name).type
 
     def schema(self) -> pa.Schema:
-        """Return the Arrow types of the log columns that features read, under their names in the log."""
+        """Return the Arrow types for the log columns that features read, under their names in the log."""
         columns = self.log.columns
         names = {columns.user: USER, columns.item: ITEM}
         names |= {name: FEATURE + name for name in columns.item_features}
@@ -290,7 +290,7 @@ class _Numbered:
         return _read_table(self.path / f"{name}.arrow")
 
     def _distinct(self, name: str) -> Iterator[Any]:
-        """Yield the values of a column, part by part: a dictionary's distinct values, or the whole column."""
+        """Yield a column's values, part by part: a dictionary's distinct values, or the whole column."""
         for part in self.parts.parts:
             for chunk in part.table()[name].chunks:
                 yield chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk
@@ -298,7 +298,7 @@ class _Numbered:
     # -- building ----------------------------------------------------------------------------------------
 
     def build(self, folder: Path) -> dict[str, Any]:
-        """Write the stage: number users and items in order of first appearance, and count their rows.
+        """Write the stage: number users and items ordered by first appearance, and count their rows.
 
         Args:
             folder: temporary folder, renamed to the stage folder afterwards.
@@ -328,7 +328,7 @@ class _Numbered:
         for numbers in bounded_map(counted, range(num_parts), num_threads()):
             for name in counts:
                 counts[name] += np.bincount(numbers[name], minlength=len(counts[name]))
-        # Both masks use the same counts, so that the result does not depend on whether users or items come
+        # Both masks use the same counts, so the result does not depend on whether users or items come
         # first.
         is_frequent = {
             USER: counts[USER] >= columns.min_user_count,
@@ -342,13 +342,13 @@ class _Numbered:
         return {}
 
     def _unified(self, name: str, kind: pa.DataType, folder: Path) -> Any:
-        """Return the distinct values from all parts, in order of first appearance.
+        """Return the distinct values from all parts, ordered by first appearance.
 
         Also writes a map per part, ``NAME-PART.npy``: the number for every dictionary code in the part.
 
         Args:
             name: `USER` or `ITEM`.
-            kind: type that represents the values of all parts.
+            kind: type that represents the values in all parts.
             folder: folder for the maps.
         """
         values = pa.array([], kind)
@@ -369,7 +369,7 @@ class _Numbered:
         return values
 
     def _numbered_integers(self, name: str, kind: pa.DataType, folder: Path) -> Any:
-        """Number integers in a small range without hashing, in order of first appearance.
+        """Number integers in a small range without hashing, ordered by first appearance.
 
         Writes ``NAME.npy``, an array with the number for every integer from the smallest on, and the smallest
         integer in ``NAME-low.npy``.
@@ -533,7 +533,7 @@ class _Sorter:
         counts_U = self.numbered.counts(USER)
         num_rows, num_users = int(counts_U.sum()), len(counts_U)
         max_rows = max(self.memory // (_SORT_BYTES * (threads + 1)), num_rows // _MAX_BUCKETS, 1)
-        # A bucket has all rows of its users, so that buckets are sorted independently. A user with more than
+        # A bucket has all rows of its users, so buckets are sorted independently. A user with more than
         # max_rows rows makes a larger bucket.
         bucket_of_user = ((np.cumsum(counts_U) - counts_U) // max_rows).astype(np.uint16)
         edges = np.searchsorted(bucket_of_user, np.arange(int(bucket_of_user[-1]) + 2))
@@ -586,7 +586,7 @@ class _Sorter:
 
     def _record_type(self) -> "np.dtype[np.void]":
         """Return the structured dtype for a row in a bucket file, with integers as narrow as possible."""
-        # Hashed keys cover the whole range of int64; 1 << 62 selects that type.
+        # Hashed keys cover the whole int64 range; 1 << 62 selects that type.
         max_id = self.item.rows if self.hashed is None else 1 << 62
         fields = [
             ("user", _integer_type((0, len(self.numbered.counts(USER))))),
@@ -600,7 +600,7 @@ class _Sorter:
         return np.dtype(fields, align=True)
 
     def _divide(self, buckets: list[_Bucket], bucket_of_user: Any, scratch: Path) -> int:
-        """Write the rows of all parts to the bucket files, in log order.
+        """Write all parts' rows to the bucket files, in log order.
 
         Args:
             buckets: all buckets; their files do not exist yet.
@@ -641,7 +641,7 @@ class _Sorter:
 
         for records, stops in bounded_map(divided, with_ties(), num_threads()):
             for bucket, start, stop in zip(buckets, [0, *stops[:-1]], stops, strict=True):
-                # Opened even without rows, so that every bucket has a file to sort.
+                # Opened even without rows, so every bucket has a file to sort.
                 with bucket.path.open("ab") as file:
                     records[start:stop].tofile(file)
             num_rows += len(records)

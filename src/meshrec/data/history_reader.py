@@ -16,7 +16,7 @@ from meshrec.data.samples import Ints, Ragged, Samples, Shape, gather_ranges, to
 
 
 class Targets(NamedTuple):
-    """Target interactions of n samples."""
+    """Target interactions for n samples."""
 
     users: Ints
     """User number per sample, int64 [n]."""
@@ -32,14 +32,14 @@ class HistoryReader(IndexedSamples, Reader):
 
     Args:
         log: interactions.
-        targets: function that maps sample numbers [n] to the samples' targets.
-        num_samples: number of samples.
+        targets: function mapping sample numbers [n] to the samples' targets.
+        num_samples: sample count.
         history: maximum history length, in items.
         has_window_targets: True: a sample has a target for every history item, the item after it. False: a
             sample has one target.
-        has_seen: whether ``seen`` has all earlier items of the user (True) or is empty (False). None: samples
-            have no such feature.
-        has_side_features: whether samples have the user feature, and features of the target item.
+        has_seen: whether ``seen`` has all earlier items (True) or is empty (False). None: samples have no
+            such feature.
+        has_side_features: whether samples have the user feature, and target item features.
         seed: shuffle seed.
         shuffle: whether to shuffle.
     """

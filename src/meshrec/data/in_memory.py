@@ -18,7 +18,7 @@ from meshrec.data.samples import Floats, Ints, Samples, Shape, gather_ranges, to
 
 
 class Ranges(NamedTuple):
-    """IDs of n samples for one key, as ranges of a shared array.
+    """IDs for n samples for one key, as ranges of a shared array.
 
     Sample i has the IDs ``values[starts[i] : starts[i] + lengths[i]]``. Ranges may overlap. For example, the
     histories of one user's samples are ranges within the movies the user rated.
@@ -27,7 +27,7 @@ class Ranges(NamedTuple):
     values: Ints
     """IDs, [N]."""
     starts: Ints
-    """Index of the first ID per sample, int64 [n]."""
+    """First ID's index in ``values``, per sample, int64 [n]."""
     lengths: Ints
     """Number of IDs per sample, int64 [n]."""
 
@@ -44,7 +44,7 @@ class IndexedSamples(ABC):
 
     Args:
         seed: shuffle seed.
-        shuffle: whether to shuffle; otherwise samples are in the order of their numbers.
+        shuffle: whether to shuffle; otherwise samples are ordered by number.
     """
 
     def __init__(self, *, seed: int, shuffle: bool) -> None:
@@ -68,12 +68,12 @@ class IndexedSamples(ABC):
         """Return the samples with the given numbers as a batch, in this order."""
 
     def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> Self:
-        """Return a reader with the same steps that divides the samples of a step among ranks by their length.
+        """Return a reader with the same steps that divides a step's samples among ranks by their length.
 
         Args:
             keys: keys whose lengths are added up per sample, such as the history.
             share: function such as `meshrec.data.balance.balanced_shares`. It gets the length per sample in a
-                step and the number of ranks, and returns the indices into these samples per rank.
+                step and the rank count, and returns the indices into these samples per rank.
         """
         reader = copy.copy(self)
         reader._share, reader._balanced_keys = share, keys
@@ -117,7 +117,7 @@ class IndexedSamples(ABC):
         # Logs may have billions of samples, and this array is the only one with an entry for each of them.
         kind: type[np.integer[Any]] = np.int32 if self.num_samples <= 1 << 31 else np.int64
         order: npt.NDArray[np.integer[Any]] = np.arange(self.num_samples, dtype=kind)
-        # A function of (seed, epoch) only, so that a resumed or resized run sees the same order.
+        # A function of (seed, epoch) only, so a resumed or resized run sees the same order.
         generator(self._seed, Stream.BLOCKS, epoch).shuffle(order)
         return order
 
@@ -137,7 +137,7 @@ class InMemoryReader(IndexedSamples, Reader):
             value, including NaN for a sample without a label.
 
     Raises:
-        ValueError: there are no samples, array lengths differ, or a label is out of range.
+        ValueError: the arrays are empty, array lengths differ, or a label is out of range.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class InMemoryReader(IndexedSamples, Reader):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples, over all ranks."""
+        """Sample count, over all ranks."""
         return len(self._labels)
 
     @property

@@ -13,15 +13,15 @@ from meshrec.data.samples import Ints
 # N interactions
 
 HISTORY, SEEN, TIMES = "history", "seen", "times"
-"""Feature names in next-item samples: earlier items, items not to recommend again, and timestamps of the
-history; see `next_items`."""
+"""Feature names in next-item samples: earlier items, items not to recommend again, and history timestamps;
+see `next_items`."""
 BLOCK = 1 << 18
 """Interactions per block: arrays of a few MB, which make the overhead per block negligible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interactions:
-    """Interaction log: N interactions of users with items, sorted by user, then by time.
+    """Interaction log: N user interactions with items, sorted by user, then by time.
 
     Users are numbered from 0. ``items``, ``times`` and ``rows`` are int32 or int64, and may be memory-mapped
     files.
@@ -33,7 +33,7 @@ class Interactions:
         items: item ID in the item table, per interaction, [N].
         times: timestamp per interaction, in seconds since 1970, [N].
         rows: row number in the data, per interaction, [N].
-        num_rows: number of rows in the data, including rows without an interaction here.
+        num_rows: row count in the data, including rows without an interaction here.
         item: item feature, which names and sizes the item table.
         catalogue: all item IDs, ascending, int64 [items]. An index into this array is a catalog position.
         user: user feature; None: users are not a feature.
@@ -74,8 +74,8 @@ class Interactions:
         return np.searchsorted(self.offsets, interactions, side="right") - 1
 
     def positions(self, items: Ints) -> Ints:
-        """Return the catalog positions of item IDs, int64 [n]. All items must be in the catalog."""
-        # Python integers: keys of hashed tables cover the whole range of int64.
+        """Return the item IDs' catalog positions, int64 [n]. All items must be in the catalog."""
+        # Python integers: hashed table keys cover the whole int64 range.
         first, last = self.catalogue[[0, -1]].tolist()
         if last - first == len(self.catalogue) - 1:
             # Subtraction is many times faster than a search, and most vocabularies have no gaps.
@@ -115,7 +115,7 @@ class Block(NamedTuple):
 
     @property
     def catalog_positions(self) -> Ints:
-        """Catalog position of the item per interaction, [n]; see `Interactions.positions`."""
+        """Item's catalog position per interaction, [n]; see `Interactions.positions`."""
         return self.log.positions(self.log.items[self.indices])
 
     @property

@@ -66,13 +66,13 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
 def expand_tables(paths: Paths) -> tuple[list[File], bool]:
     """Return the Parquet files or text files that paths stand for; see `expand`.
 
-    In a folder, text files (CSV, TSV or JSON lines) are used only if there are no Parquet files.
+    In a folder, text files (CSV, TSV or JSON lines) are used only without Parquet files.
 
     Returns:
         The files, and whether they are text.
 
     Raises:
-        DataError: as for `expand`, or there are files of both kinds.
+        DataError: as for `expand`, or there are files with both formats.
     """
     files = expand(paths, *_PARQUET_OR_CSV)
     text = [is_csv(file) for file in files]
@@ -87,17 +87,18 @@ def is_address(path: str | Path) -> bool:
 
 
 def is_csv(path: str | Path) -> bool:
-    """Return whether a path, URI or pattern has the suffix of CSV, TSV or JSON lines, possibly compressed."""
+    """Return whether a path, URI or pattern has the suffix for CSV, TSV or JSON lines, possibly
+    compressed."""
     return _has_suffix(path, _CSV_SUFFIXES)
 
 
 def is_tsv(path: str | Path) -> bool:
-    """Return whether a path, URI or pattern has the suffix of tab-separated text, possibly compressed."""
+    """Return whether a path, URI or pattern has the suffix for tab-separated text, possibly compressed."""
     return _has_suffix(path, _TSV_SUFFIXES)
 
 
 def is_json(path: str | Path) -> bool:
-    """Return whether a path, URI or pattern has the suffix of JSON lines, possibly compressed."""
+    """Return whether a path, URI or pattern has the suffix for JSON lines, possibly compressed."""
     return _has_suffix(path, _JSON_SUFFIXES)
 
 
@@ -177,7 +178,7 @@ def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
         raise DataError(
             f"{address} cannot be reached: {error}. Check the address and the store's keys."
         ) from error
-    # from_uri drops scheme, bucket and options. Put them back, so that results are URIs again.
+    # from_uri drops scheme, bucket and options. Put them back, so results are URIs again.
     store = plain.removesuffix(path)
     files = [info for info in infos if info.type == pa_fs.FileType.File]
     matches = _first(files, lambda info: str(info.base_name), file_patterns)
@@ -190,7 +191,7 @@ def _first(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]
 
     Args:
         files: files to select from.
-        name: function that returns the name of a file.
+        name: function returning a file's name.
         patterns: entries with one or more glob patterns, separated by blanks.
     """
     for pattern in patterns:

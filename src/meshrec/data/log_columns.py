@@ -36,7 +36,7 @@ class LogColumns:
     min_rating: float | None = None
     """Minimum rating of a row to use; default all."""
     item_features: tuple[str, ...] = ()
-    """Columns with further item features: values, or lists of values. An item has the values of its first
+    """Columns with further item features: values, or lists with values. An item has the values of its first
     row.
     """
     min_user_count: int = 1
@@ -62,9 +62,9 @@ class LogColumns:
             raise ValueError(f"columns of the log: {wrong}.")
 
     def kinds(self, features: "Encoding | None" = None) -> dict[str, str]:
-        """Return the kinds of columns in CSV files, by name, for `read_csvs`.
+        """Return column kinds in CSV files, by name, for `read_csvs`.
 
-        Time and rating are numeric. ``features`` that are fitted add the kinds of their columns.
+        Time and rating are numeric. ``features`` that are fitted add their column kinds.
         """
         fitted = {} if features is None else features.fitted_kinds()
         return {name: "numeric" for name in (self.time, self.rating) if name is not None} | dict(fitted)

@@ -42,7 +42,7 @@ from meshrec.durable.digests import tree_hash_of
 from meshrec.durable.files import open_regular
 
 VERSION = 1
-"""File format version. All file names depend on it, so that files in another format are not read."""
+"""File format version. All file names depend on it, so files in another format are not read."""
 TIME, ROW = "time", "row"
 """Columns of a part, in addition to `USER` and `ITEM`: microseconds since 1970, and the row number in the
 log file."""
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     path: Path
     first_row: int
-    """Row number in the whole log of the first row in the log file. Add it to the column `ROW`."""
+    """Row number in the whole log for the file's first row. Add it to the column `ROW`."""
 
     def table(self) -> pa.Table:
         """Open the part as a memory-mapped table.
@@ -104,36 +104,36 @@ class LogFiles:
     columns: LogColumns
     """Column names and row filters."""
     kinds: Mapping[str, str]
-    """Known kinds of columns in CSV files; see `read_csvs`."""
+    """Known column kinds in CSV files; see `read_csvs`."""
     form: CsvFormat = DETECTED
-    """Known delimiter, decimal point and encoding of CSV files."""
+    """Known CSV delimiter, decimal point and encoding."""
 
 
 class _Piece(NamedTuple):
     """Consecutive rows of a log file, encoded by one thread: a whole CSV file, or some Parquet row groups."""
 
     name: str
-    """Digest over the content of the file and the options; equal for all pieces of a file."""
+    """Digest over the file's content and the options; equal for all pieces of a file."""
     file: File
     keys: Keys
     """Values of the partition columns."""
     first_row: int
-    """Row number in the whole log of the first row in the file (not in the piece)."""
+    """Row number in the whole log for the file's first row (not in the piece)."""
     num_rows: int
     """Rows in the piece."""
     groups: range
-    """Row groups of a Parquet file; empty for a CSV file."""
+    """Parquet row groups; empty for a CSV file."""
     table: pa.Table | None
-    """All rows of a CSV file; None for a Parquet file."""
+    """All CSV rows; None for a Parquet file."""
     metadata: Any
-    """Footer of a Parquet file, parsed once for all pieces; None for a CSV file."""
+    """Parquet footer, parsed once for all pieces; None for a CSV file."""
 
 
 def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) -> LogParts:
     """Write the parts for all log files; reuse parts that are in the folder already.
 
     Args:
-        log: log files, and the options that decide which rows are valid.
+        log: log files, and the options deciding which rows are valid.
         folder: existing folder for the parts.
         faults: raises or skips when a row lacks a user, item or time.
         memory: bytes to use for reading and encoding. A Parquet row group with more rows than fit takes more.
@@ -180,10 +180,10 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
     Args:
         log: log files and options.
         folder: folder with the parts, which also caches the digests of the files.
-        max_rows: maximum rows per piece of a Parquet file, unless a row group is larger.
+        max_rows: maximum rows per Parquet piece, unless a row group is larger.
 
     Returns:
-        The pieces in row order, and the number of rows in all files.
+        The pieces in row order, and the row count in all files.
 
     Raises:
         DataError: a file cannot be read, or a log column is in none of the files.
@@ -232,14 +232,14 @@ def _pieces_of_parquet(
     """Divide a Parquet file into pieces, each with consecutive row groups.
 
     Args:
-        name: digest over the content of the file and the options.
+        name: digest over the file's content and the options.
         file: the file.
-        keys: values of the partition columns.
-        first_row: row number in the whole log of the first row in the file.
+        keys: partition column values.
+        first_row: row number in the whole log for the file's first row.
         max_rows: maximum rows per piece, unless a row group is larger.
 
     Returns:
-        The pieces, and the names of all columns, including partition columns.
+        The pieces, and all column names, including partition columns.
     """
     try:
         with open_parquet_file(file) as opened:
@@ -258,11 +258,11 @@ def _pieces_of_parquet(
 
 
 def _encode_piece(log: LogFiles, piece: _Piece, folder: Path, max_rows: int) -> dict[str, Any]:
-    """Write the parts of a piece, unless its record exists, and return the record.
+    """Write a piece's parts, unless its record exists, and return the record.
 
-    A record has the fields ``parts`` (number of part files), ``missing`` (by column: the number of rows
-    without a value, and the first such row in the file), ``times`` (earliest and latest, in microseconds) and
-    ``zoned`` (whether string times have a time zone; None for other times).
+    A record has the fields ``parts`` (part file count), ``missing`` (by column: how many rows lack a value,
+    and the first such row in the file), ``times`` (earliest and latest, in microseconds) and ``zoned``
+    (whether string times have a time zone; None for other times).
 
     Args:
         log: log files and options.
@@ -298,7 +298,7 @@ def _encode_piece(log: LogFiles, piece: _Piece, folder: Path, max_rows: int) -> 
 
 
 def _blocks(log: LogFiles, piece: _Piece, max_rows: int) -> Iterator[pa.Table]:
-    """Yield the rows of a piece, at most ``max_rows`` at a time, with all log columns.
+    """Yield a piece's rows, at most ``max_rows`` at a time, with all log columns.
 
     A column missing from the file is null.
     """
@@ -420,7 +420,7 @@ def _report(
 
 
 class _Digests:
-    """Content digests of log files, cached in ``sources.json``.
+    """Content digests for log files, cached in ``sources.json``.
 
     A digest is computed again only if the size, modification time, status change time or inode of the file
     has changed.
@@ -497,7 +497,7 @@ def bounded_map(
     Args:
         function: called in a thread.
         tasks: iterated in the caller's thread, as results are taken.
-        threads: maximum number of threads.
+        threads: maximum thread count.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="histories") as pool:
         remaining = iter(tasks)
@@ -516,7 +516,7 @@ class Progress:
     """Progress of a slow step, logged every few seconds with an estimate of the remaining time.
 
     Args:
-        step: description at the start of a log line, such as "reading the log".
+        step: description at a log line's start, such as "reading the log".
         num_rows: total rows of the step.
     """
 

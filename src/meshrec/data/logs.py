@@ -46,8 +46,8 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
     Args:
         log: a log, or a block of rows from a log.
         check: called as ``check(valid, good, column)`` for every required column with missing values.
-            ``valid`` is the mask of rows that are valid so far, and ``good`` the mask of rows with a value in
-            the column. The function must clear ``valid`` where ``good`` is false, or raise an error.
+            ``valid`` masks the rows that are valid so far, and ``good`` those with a value in the column. The
+            function must clear ``valid`` where ``good`` is false, or raise an error.
 
     Returns:
         The valid rows with an additional column "row": the row number in ``log``. If there is a time format,
@@ -117,7 +117,7 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
     for column in dict.fromkeys([columns.user, columns.item, *columns.item_features]):
         index = table.column_names.index(column)
         table = table.set_column(index, column, one_number(whole(table[column])))
-    # Count users and items on the same rows, so that the result does not depend on their order.
+    # Count users and items on the same rows, so the result does not depend on their order.
     frequent = np.ones(table.num_rows, np.bool_)
     for column, min_count in ((columns.user, columns.min_user_count), (columns.item, columns.min_item_count)):
         codes = codes_of(table[column])[0]
@@ -129,7 +129,7 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
 
 
 def check_any_rows(name: str, num_rows: int) -> None:
-    """Raise DataError if the filters left no row; ``name`` is the display name of the log."""
+    """Raise DataError if the filters left no row; ``name`` is the log name."""
     if not num_rows:
         raise DataError(f"{name}: no row is left. Look at the conditions on actions, ratings and counts.")
 
@@ -152,13 +152,13 @@ class LoggedUsers(NamedTuple):
 
     log: Interactions
     values: Any
-    """Arrow array with the value of the user column, by user number."""
+    """Arrow array with the user column value, by user number."""
 
 
 def interactions(
     log: LogTable, features: Features, *, num_rows: int, hashed: Key | None = None, seed: int = 0
 ) -> LoggedUsers:
-    """Sort the rows of a log by user and time, number the users, and convert items to IDs.
+    """Sort a log's rows by user and time, number the users, and convert items to IDs.
 
     Rows with items outside the vocabulary are omitted, and counted in a warning. Their users remain, possibly
     without interactions. A user outside the user vocabulary gets a number, but no ID.
@@ -166,9 +166,9 @@ def interactions(
     Args:
         log: rows from `counted_rows`.
         features: fitted features, from `fit_log`.
-        num_rows: number of rows in the original log.
-        hashed: feature that hashes items to keys, for a hashed item table. None: an item ID is the row in a
-            table with fixed size.
+        num_rows: row count in the original log.
+        hashed: feature hashing items to keys, for a hashed item table. None: an item ID is the row in a table
+            with fixed size.
         seed: seed that orders a user's simultaneous rows, if ``log.columns.ties`` is "shuffle".
 
     Raises:
@@ -240,10 +240,10 @@ def logged_users(
         name: display name.
         features: fitted features.
         arrays: sorted rows.
-        values: value of the user column, by user number.
-        num_rows: number of rows in the original log.
-        hashed: feature that hashes items to keys; None: an item ID is a table row.
-        sample: log rows from which item features are taken; None: there are no item features.
+        values: user column value, by user number.
+        num_rows: row count in the original log.
+        hashed: feature hashing items to keys; None: an item ID is a table row.
+        sample: log rows from which item features are taken; None: without item features.
     """
     item = vocabulary_of(features, ITEM)
     catalogue = np.sort(item_ids(item, item.vocabulary, hashed))
@@ -273,9 +273,9 @@ def check_kinds(name: str, features: Features, schema: pa.Schema) -> None:
     """Raise DataError if a log column has another kind than the fitted feature that reads it.
 
     Args:
-        name: display name of the log, for the message.
+        name: log name, for the message.
         features: fitted features.
-        schema: Arrow schema of the log.
+        schema: the log's Arrow schema.
     """
     for feature in features.ids:
         wrong = feature.kind_error({feature.source: kind_of(schema.field(feature.source).type)})
@@ -287,9 +287,9 @@ def warn_of_unknown(name: str, num_omitted: int, num_left: int) -> None:
     """Log a warning if rows were omitted because their items are not in the vocabulary.
 
     Args:
-        name: display name of the log.
-        num_omitted: number of omitted rows; 0: no warning.
-        num_left: number of remaining rows.
+        name: log name.
+        num_omitted: omitted row count; 0: no warning.
+        num_left: remaining row count.
     """
     if num_omitted:
         advice = "" if num_left else ". No row is left: compare the columns"
@@ -300,15 +300,15 @@ def warn_of_unknown(name: str, num_omitted: int, num_left: int) -> None:
 def requests_of_histories(
     item: Vocabulary, *, history: int, times: bool, more: Sequence[Vocabulary] = ()
 ) -> tuple[Features, pa.Schema]:
-    """Describe the columns of a recommendation request, which convert to the features of `next_items`.
+    """Describe a recommendation request's columns, which convert to the features of `next_items`.
 
     A request has the history and, optionally, further items not to recommend.
 
     Args:
         item: item vocabulary.
         history: maximum history length; longer histories keep their last items.
-        times: whether the model reads the timestamps of history items, in seconds.
-        more: further features in a request: the user, and features of the item.
+        times: whether the model reads history timestamps, in seconds.
+        more: further features in a request: the user, and item features.
 
     Returns:
         The features, and the Arrow type per request column.
@@ -342,8 +342,8 @@ def item_ids(item: Vocabulary, values: Any, hashed: Key | None) -> Ints:
 
     Args:
         item: item vocabulary.
-        values: values of the item column, an Arrow array [n].
-        hashed: feature that hashes items to keys; None: the ID is the row in the vocabulary.
+        values: item column values, an Arrow array [n].
+        hashed: feature hashing items to keys; None: the ID is the row in the vocabulary.
     """
     return item.rows_of(values) if hashed is None else hashed.rows_of(values)
 

@@ -127,7 +127,7 @@ def _features(data: Ratings, ids: Mapping[str, Ranges]) -> tuple[Feature, ...]:
 
     Args:
         data: all ratings.
-        ids: IDs of all ratings by key, for mean lengths.
+        ids: IDs for all ratings by key, for mean lengths.
     """
     num_movies = len(data.years_M)
     return (
@@ -150,7 +150,7 @@ def _features(data: Ratings, ids: Mapping[str, Ranges]) -> tuple[Feature, ...]:
 
 
 def _ids(data: Ratings, history: int) -> dict[str, Ranges]:
-    """Return the IDs of all ratings, by feature.
+    """Return the IDs for all ratings, by feature.
 
     Args:
         data: all ratings.

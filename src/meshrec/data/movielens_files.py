@@ -145,9 +145,9 @@ def _ratings(
     Args:
         file: file to read.
         faults: raises for damaged rows, or counts them.
-        types: name of the Arrow type by column, in the order user, movie, rating, time.
+        types: Arrow type name by column, in the order user, movie, rating, time.
         delimiter: characters between fields.
-        columns: names of all columns in the file. None: the first line has the names.
+        columns: all column names in the file. None: the first line has the names.
     """
     table = _read(file, types, delimiter=delimiter, columns=columns, faults=faults)
     assert table is not None
@@ -188,13 +188,13 @@ def _read(
     columns: Sequence[str] | None = None,
     faults: Faults | None = None,
 ) -> "pa.Table | None":
-    """Read some columns of a text file.
+    """Read some columns from a delimited file.
 
     Args:
         file: file to read.
-        types: name of the Arrow type by column to read.
+        types: Arrow type name by column to read.
         delimiter: characters between fields.
-        columns: names of all columns in the file. None: the first line has the names.
+        columns: all column names in the file. None: the first line has the names.
         faults: raises for damaged rows, or counts them. None: always raises.
 
     Returns:

@@ -9,7 +9,7 @@ from meshrec.data.interactions import Block, Interactions
 from meshrec.data.order_statistics import quantiles
 from meshrec.data.samples import Bools, Floats, Ints
 
-# I items. C = 3 counts per item: all interactions, first interactions of users, recent interactions.
+# I items. C = 3 counts per item: all interactions, users' first interactions, recent interactions.
 # P = 4 subsets of the interactions that popularity is counted on; see `fitted`.
 
 _FIRST = 10
@@ -19,7 +19,7 @@ _LATE = 0.2
 _RECENT = 0.1
 """Share of interactions that count as recent."""
 _UNSEEN = 1e-3
-"""Added to all counts, so that the logarithm is finite for an item without interactions."""
+"""Added to all counts, so the logarithm is finite for an item without interactions."""
 _BLENDS = np.array([(a, b, 4 - a - b) for a in range(4, -1, -1) for b in range(4 - a, -1, -1)]) / 4
 """Candidate weights for the C counts, multiples of 1/4 with sum 1, [15, C]. The first candidate is plain
 popularity, which so wins ties."""
@@ -29,16 +29,16 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
     """Score all catalog items for a user without a history, by a blend of three kinds of popularity.
 
     An item's score is the logarithm of its share in a weighted sum of three counts: all interactions, the
-    first interactions of users, and recent interactions.
+    users' first interactions, and recent interactions.
 
-    The weights are selected in two trials. In the first trial, counts over half of the users predict the
-    first items of the other half. In the second trial, counts over early interactions predict the first items
-    of the users who came last. A trial measures DCG@10. Among candidate weights with at least the DCG of
-    plain popularity in both trials, the function takes those with the largest mean gain.
+    The weights are selected in two trials. In the first trial, counts over half the users predict the first
+    items in the other half. In the second trial, counts over early interactions predict the first items for
+    the users who came last. A trial measures DCG@10. Among candidate weights with at least the Plain
+    popularity's DCG in both trials, the function takes those with the largest mean gain.
 
     Args:
         log: interactions.
-        stops: end of the training data per user, exclusive, [num_users]. Some interaction must be before it.
+        stops: training data end per user, exclusive, [num_users]. Some interaction must be before it.
 
     Returns:
         Scores in catalog order, float32 [I].
@@ -63,7 +63,7 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
 
     # Interactions from these timestamps on are recent, per subset.
     recent = quantiles(times_of_parts, 1 - _RECENT)
-    # counts_PCI is what a prediction knows; taken_PI counts the items that it should rank first.
+    # A prediction uses counts_PCI. taken_PI counts the items it should rank first.
     counts_PCI = np.zeros((len(recent), _BLENDS.shape[1], num_items), np.int64)
     taken_PI = np.zeros((len(recent) - 1, num_items), np.int64)
     for block in log.blocks(stops):

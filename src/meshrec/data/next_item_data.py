@@ -12,8 +12,8 @@ the user's earlier items as the history, and is evaluated by the rank of the hel
   interaction in the validation period and the first one in the test period are held out. The user's other
   interactions in these periods are never targets.
 
-The model trains on interactions before the held-out ones. A history may have all earlier items of the user:
-the history of a test item includes the validation item.
+The model trains on interactions before the held-out ones. A history may have all earlier items: the history
+of a test item includes the validation item.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class _Split(NamedTuple):
     """
 
     train_stops: Ints
-    """End of the training data per user, exclusive, int64 [num_users]; starts are ``Interactions.firsts``."""
+    """Training data end per user, exclusive, int64 [num_users]; starts are ``Interactions.firsts``."""
     validation: Ints
     """Held-out interactions for validation, at most one per user."""
     test: Ints
@@ -67,18 +67,18 @@ def next_items(
     A sample has these features:
 
     - ``history``: the user's items before the target, oldest first, at most ``history`` of them;
-    - ``times``: the timestamps of the history items, in seconds;
+    - ``times``: history timestamps, in seconds;
     - the item feature of the log: the target, which the model learns to predict;
-    - ``seen``, with ``exclude_seen``: all earlier items of the user, which must not be recommended again. It
-      is empty in training.
+    - ``seen``, with ``exclude_seen``: all earlier items, which must not be recommended again. It is empty in
+      training.
 
     A validation or test sample has one target item. Training samples have one of two forms:
 
     - ``windows=True``: a sample is a window of a user's consecutive items. It has a target for every item in
       ``history``: the item after it. Models that predict at all positions train on windows.
-    - ``windows=False``: a sample has one target item, and all items of a user but the first are targets.
-      All samples, also for validation and test, then have the user feature and the additional features of
-      the target item, too.
+    - ``windows=False``: a sample has one target item, and all items of a user but the first are targets. All
+      samples, also for validation and test, then have the user feature and the additional target item
+      features, too.
 
     All labels are 1.
 
@@ -96,7 +96,7 @@ def next_items(
         The dataset. Its catalog has all items in the log, with their features.
 
     Raises:
-        DataError: there is no training sample, or no validation or test item.
+        DataError: training, validation or test data would be empty.
         ValueError: ``history`` is below 1, or the shares are out of range.
     """
     check_history(history)
@@ -156,8 +156,8 @@ def latest(
 ) -> InMemoryReader:
     """Return a reader with a sample per user, to recommend the items after the user's last interaction.
 
-    Samples have the features of `next_items`, but the target and the features of the target item are empty.
-    The history has the user's last items.
+    Samples have the features of `next_items`, but the target and the target item features are empty. The
+    history has the user's last items.
 
     Args:
         log: interactions.
@@ -214,7 +214,7 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
     Args:
         log: interactions.
         validation: share of all interactions in the validation period.
-        test: share of all interactions in the test period, at the end of the log.
+        test: share of all interactions in the test period, at the log's end.
     """
     if min(validation, test) <= 0 or validation + test >= 1:
         raise ValueError(
@@ -231,7 +231,7 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
     first_validation, first_test = (log.firsts + _num_before(log, moment) for moment in (start, end))
 
     def existing(indices: Ints) -> Ints:
-        """Remove indices of users without an interaction in the period; these indices are another user's.
+        """Remove indices for users without an interaction in the period; these indices are another user's.
 
         Args:
             indices: index per user, [num_users].
@@ -266,8 +266,8 @@ def _features(log: Interactions, samples: "_TrainingSamples", *, exclude_seen: b
 
         Args:
             name: feature name.
-            length: mean number of IDs per sample.
-            sequence: whether the IDs are in order of time; then a sample has at most ``history`` IDs.
+            length: mean IDs per sample.
+            sequence: whether the IDs are in time order; then a sample has at most ``history`` IDs.
         """
         return Feature(
             name=name,
@@ -290,14 +290,14 @@ def _features(log: Interactions, samples: "_TrainingSamples", *, exclude_seen: b
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainingSamples:
-    """Training samples of all users, numbered user by user; see `next_items` for the two forms.
+    """Training samples for all users, numbered user by user; see `next_items` for the two forms.
 
     No array here has an entry per sample. `targets` converts sample numbers to interactions when a batch is
     read.
 
     Args:
         log: interactions.
-        stops: end of the training data per user, exclusive, [num_users]; see `_Split`.
+        stops: training data end per user, exclusive, [num_users]; see `_Split`.
         history: maximum history length, in items.
         windows: whether samples are windows. Windows are cut from the user's last item backward, so a user's
             last sample number has the oldest items, and may be shorter.
@@ -319,7 +319,7 @@ class _TrainingSamples:
 
         Args:
             log: interactions.
-            stops: end of the training data per user, exclusive, [num_users].
+            stops: training data end per user, exclusive, [num_users].
             history: maximum history length, in items.
             windows: whether samples are windows.
         """
@@ -333,7 +333,7 @@ class _TrainingSamples:
 
     @property
     def num_samples(self) -> int:
-        """Number of training samples of all users."""
+        """Number of training samples for all users."""
         return int(self.offsets[-1])
 
     @property
@@ -378,7 +378,7 @@ def _item_counts(log: Interactions, train_stops: Ints) -> Tensor:
 
     Args:
         log: interactions.
-        train_stops: end of the training data per user, exclusive, [num_users].
+        train_stops: training data end per user, exclusive, [num_users].
     """
     counts = np.zeros(len(log.catalogue), np.int64)
     for block in log.blocks(train_stops):

@@ -3,8 +3,8 @@
 The blocks of the data, in shuffled order, form a sequence of samples. The sequence is cut into L contiguous
 *lanes* whose lengths differ by at most one sample. The global order, in which training consumes samples,
 takes a sample from every lane in turn: position p in the global order is sample p // L of lane p % L. In a
-step, a rank reads some of the lanes, and reads every lane sequentially. L does not depend on the number of
-ranks, so neither does the order.
+step, a rank reads some of the lanes, and reads every lane sequentially. L does not depend on the rank count,
+so neither does the order.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def steps(
         batch_size: samples per batch and rank.
         position: start position, such as that of a checkpoint.
         rank: this rank; only validated.
-        world_size: number of ranks.
+        world_size: rank count.
         drop_last: whether to omit a last step with fewer than ``batch_size * world_size`` samples.
 
     Raises:
@@ -96,30 +96,30 @@ def rank_slice(num: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the start and the end of this rank's slice when ``num`` samples are divided among ranks.
 
     Args:
-        num: number of samples.
+        num: sample count.
         rank: this rank.
-        world_size: number of ranks.
+        world_size: rank count.
     """
     # Integer arithmetic: slices differ by at most one sample, and cover all.
     return rank * num // world_size, (rank + 1) * num // world_size
 
 
 def lane_sizes(num_samples: int, lanes: int) -> npt.NDArray[np.int64]:
-    """Return the number of samples per lane, int64 [lanes]. Numbers differ by at most 1."""
+    """Return the sample count per lane, int64 [lanes]. Numbers differ by at most 1."""
     return (num_samples - np.arange(lanes, dtype=np.int64) + lanes - 1) // lanes
 
 
 def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LanePart]:
     """Return the samples that a rank reads in a step, as a range of samples per lane.
 
-    The samples of the step are sorted by lane, and every rank takes its `rank_slice` of them. So a rank reads
-    few lanes, at most two of them in part.
+    The step's samples are sorted by lane, and every rank takes its `rank_slice` of them. So a rank reads few
+    lanes, at most two of them in part.
 
     Args:
         step: the step.
-        lanes: number of lanes.
+        lanes: lane count.
         rank: this rank.
-        world_size: number of ranks.
+        world_size: rank count.
     """
     start, end = rank_slice(step.stop - step.start, rank, world_size)
     parts, num_before = [], 0

@@ -24,15 +24,15 @@ _READ_ROWS = 1 << 15
 
 
 class _RowGroup(NamedTuple):
-    """Row group of a Parquet file: a block of `ParquetSource`."""
+    """Parquet row group: a block of `ParquetSource`."""
 
     file: File
     number: int
     """Index in the file."""
     rows: int
-    """Number of rows."""
+    """Row count."""
     first_row: int
-    """Row number in the file of the first row."""
+    """Row number in the file for the first row."""
 
 
 class ParquetSource(EncodedRows, Tables, Source):
@@ -40,9 +40,9 @@ class ParquetSource(EncodedRows, Tables, Source):
 
     Args:
         files: paths and URIs, in file order.
-        schema: features that encode the rows, fitted where required.
+        schema: features encoding the rows, fitted where required.
         faults: raises for damaged data, or counts it. Then files that cannot be opened, and files with a
-            column of a wrong type, are omitted.
+            column with a wrong type, are omitted.
 
     Raises:
         DataError: a file is damaged, a column is missing or has a wrong type, or no rows remain.
@@ -50,7 +50,7 @@ class ParquetSource(EncodedRows, Tables, Source):
 
     def __init__(self, files: Sequence[File], schema: Encoding, faults: Faults) -> None:
         super().__init__(schema, faults)
-        # Footers of the opened files, so that they are parsed only once.
+        # Footers of the opened files, so they are parsed only once.
         self._metadata: dict[File, Any] = {}
         self._schemas: dict[File, Any] = {}  # of normalized columns, including partition columns
         self._keys = partition_keys(files, schema.fitted_kinds())
@@ -89,7 +89,7 @@ class ParquetSource(EncodedRows, Tables, Source):
 
     @functools.cached_property
     def arrow_schema(self) -> Any:
-        """Arrow schema of the first file, with types widened to represent the columns of all files."""
+        """The first file's Arrow schema, with types widened to represent the columns of all files."""
         first, *other_schemas = self._schemas.values()
         for other in other_schemas:
             for position, field in enumerate(first):
@@ -120,7 +120,7 @@ class ParquetSource(EncodedRows, Tables, Source):
             ) from error
 
     def _open(self, file: File) -> list[_RowGroup]:
-        """Check the columns of a file, and return its row groups with rows; none if the file is omitted."""
+        """Check a file's columns, and return its row groups with rows; none if the file is omitted."""
         try:
             with open_parquet_file(file) as opened:
                 metadata, schema = opened.metadata, plain_schema(opened.schema_arrow)
@@ -155,7 +155,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         try:
             metadata = self._metadata[group.file]
             columns = self._in_file(group.file, self._schema.columns())
-            # Read as dictionaries, so that every distinct value is hashed once.
+            # Read as dictionaries, so every distinct value is hashed once.
             text_columns = _text_columns(metadata, columns)
             with open_parquet_file(group.file, metadata=metadata, read_dictionary=text_columns) as opened:
                 batches = opened.iter_batches(
@@ -178,7 +178,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         except (pa.ArrowException, OSError) as error:
             column = self._damaged_column(group)
             self._faults.report(f"{name}{column}: {error}", group.rows - row, str(group.file))
-            # Invalid samples in place of the damaged rows, so that positions of later samples do not shift.
+            # Invalid samples replace the damaged rows, so positions of later samples do not shift.
             yield void_samples(group.rows - row, self.shape)
 
     def _in_file(self, file: File, columns: Sequence[str]) -> list[str]:
@@ -186,7 +186,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         return [name for name in columns if name not in self._partition_columns[file]]
 
     def _damaged_column(self, group: _RowGroup) -> str:
-        """Return a part of an error message with the first column that cannot be read; empty if all can."""
+        """Return text for an error message: the first column that cannot be read; empty if all can."""
         for column in self._in_file(group.file, self._schema.columns()):
             try:
                 with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:

@@ -14,13 +14,13 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 """Integers without leading zeros that fit int64."""
 
 Keys = Mapping[str, Any]
-"""Values of a file's partition columns: an Arrow scalar by column name. A value is the same for all rows."""
+"""Values for a file's partition columns: an Arrow scalar by column name. A value is the same for all rows."""
 
 
 def partition_keys(
     files: Sequence[File], kinds: Mapping[str, str] = MappingProxyType({})
 ) -> dict[File, Keys]:
-    """Return the values of the partition columns of every file.
+    """Return the partition column values of every file.
 
     All files have the same partition columns, null where a path lacks the folder. A column is int64 if all
     values are integers without leading zeros, otherwise string.
@@ -61,7 +61,7 @@ def with_keys(table: "pa.Table", keys: Keys) -> "pa.Table":
 
 
 def _partition_values(path: str) -> dict[str, str | None]:
-    """Return the values in ``NAME=VALUE`` folders of a path, by name; None for Hive's null."""
+    """Return the values in a path's ``NAME=VALUE`` folders, by name; None for Hive's null."""
     if is_address(path):
         path = unquote(path.partition("?")[0])
     folders = path.replace("\\", "/").split("/")[:-1]

@@ -29,7 +29,7 @@ class Prefetch(Generic[T]):
         # The thread references the queue, not this object, so garbage collection of the iterator stops the
         # thread.
         self._finalizer = weakref.finalize(self, _shut, self._queue, self._stop)
-        # A daemon, so that an abandoned iterator does not keep the process alive.
+        # A daemon, so an abandoned iterator does not keep the process alive.
         self._thread = threading.Thread(
             target=_fill, args=(iter(iterable), self._queue, self._stop), name="meshrec-prefetch", daemon=True
         )
@@ -71,7 +71,7 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Prefetch[T]:
 
     Args:
         iterable: what to read. Only the background thread iterates over it.
-        depth: maximum number of items that wait for the consumer.
+        depth: maximum items that wait for the consumer.
 
     Raises:
         ValueError: ``depth`` is below 1.

@@ -1,4 +1,4 @@
-"""Column statistics for data of unknown structure, computed in a single pass over the data."""
+"""Column statistics for data with unknown structure, computed in a single pass over the data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -43,12 +43,12 @@ class Column:
 
     Attributes:
         name: column name.
-        kind: kind of the values. Floats or decimals with three or more distinct values, all integral, have
-            the kind "integer"; strings that are all ISO 8601 times have the kind "time".
+        kind: value kind. Floats or decimals with three or more distinct values, all integral, have the kind
+            "integer"; strings that are all ISO 8601 times have the kind "time".
         type: Arrow type without dictionary encoding, as a string.
-        num_rows: number of rows.
-        num_missing: number of rows with null, NaN or the empty string.
-        distinct: estimated number of distinct values; of distinct elements for lists.
+        num_rows: row count.
+        num_missing: rows with null, NaN or the empty string.
+        distinct: estimated distinct values; for lists, distinct elements.
         low: smallest number or time (in seconds since 1970); None for other kinds.
         high: largest number or time.
         mean_length: mean length of a list; None for other kinds.
@@ -98,7 +98,7 @@ class Profile(NamedTuple):
 
     num_rows: int
     columns: dict[str, Column]
-    """Statistics by column name, in the order of the columns."""
+    """Statistics by column name, in column order."""
     sample: pa.Table
     """Random sample of the rows, in random order; all rows of a small table."""
     labels: Counts | None = None
@@ -106,7 +106,7 @@ class Profile(NamedTuple):
 
 
 class _Sketch:
-    """Accumulator for the statistics of a column: `add` all rows, then take `finished`."""
+    """Accumulator for a column's statistics: `add` all rows, then take `finished`."""
 
     def __init__(self, name: str, kind: pa.DataType) -> None:
         kind = plain_type(kind)
@@ -163,14 +163,14 @@ class _Sketch:
         column.low = low if column.low is None else min(column.low, low)
         column.high = high if column.high is None else max(column.high, high)
         sequence = values if self._last is None else np.append(self._last, values)
-        # Includes the previous block's last value, so that blocks do not change the result.
+        # Includes the previous block's last value, so blocks do not change the result.
         self._rises = self._rises and bool((np.diff(sequence) > 0).all())
         self._last = float(values[-1])
 
     def finished(self, sample: Any) -> Column:
         """Return the statistics after all rows were added.
 
-        Decides the kind of the column, and computes examples, quantiles and frequencies from sampled rows.
+        Decides the column kind, and computes examples, quantiles and frequencies from sampled rows.
 
         Args:
             sample: the column in the row sample, an Arrow array.
@@ -250,18 +250,16 @@ def _plain_texts(texts: Any) -> Any:
 
 _SEPARATORS = "|;,"
 _SEPARATED = 0.1
-"""Minimum share of the strings that contain the separator of a column with multi-valued strings."""
+"""Minimum share of strings with the separator, in a column with multi-valued strings."""
 
 
 def _find_separator(column: Column, texts: Any) -> None:
-    """Set the separator and the list statistics of a column, if its strings have several values each.
+    """Set a column's separator and list statistics, if its strings have several values each.
 
     At least a tenth of the strings must contain the separator, and there must be at most half as many
     distinct parts as distinct strings. Sentences contain commas, too, but their parts rarely repeat.
 
-    Args:
-        column: column to update.
-        texts: sampled strings, without null.
+    The strings are sampled, without null.
     """
     texts = _plain_texts(texts)
     if texts is None:
@@ -341,7 +339,7 @@ def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float
     Two predictions are tried, and the larger AUC is returned:
 
     - the value itself, ascending or descending (only for numbers and times);
-    - the mean label of the rows with the same value, computed on half of the rows and evaluated on the other
+    - the mean label of the rows with the same value, computed on half the rows and evaluated on the other
       half.
 
     A label above the mean label counts as positive.
@@ -372,7 +370,7 @@ def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float
     num = np.bincount(key_of_row[fitted], minlength=len(keys))
     sums = np.bincount(key_of_row[fitted], positive[fitted], minlength=len(keys))
     prior = positive[fitted].mean() if fitted.any() else 0.5
-    # Smoothed by one prior sample, so that unseen values get the mean.
+    # Smoothed by one prior sample, so unseen values get the mean.
     area = _area(((sums + prior) / (num + 1))[key_of_row][evaluated], positive[evaluated])
     areas += [] if area is None else [max(area, 0.5)]
     return max(areas, default=None)

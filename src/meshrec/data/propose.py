@@ -1,4 +1,4 @@
-"""Proposal of a label and features for a table of unknown structure, with a reason per column.
+"""Proposal of a label and features for a table with unknown structure, with a reason per column.
 
 `meshrec inspect` shows the proposal, and writes it as a recipe. It is based on column statistics (`Profile`).
 """
@@ -34,12 +34,11 @@ LEAK = 0.99
 _MIN_ROWS = 10
 """Minimum rows of a table. A tenth of the rows is for validation, and a tenth for testing."""
 _UNIQUE = 0.9
-"""Maximum distinct values of an ID column, relative to the rows. Values that occur once teach nothing."""
+"""Maximum distinct values in an ID column, relative to the rows. Values that occur once teach nothing."""
 _FEW_ROWS = 1000
 """Tables with fewer rows keep ID columns in which almost all values are distinct."""
 _LARGE_VOCABULARY = 1_000_000
-"""Distinct values above which a column gets keys of a hashed table, because a vocabulary is stored with every
-run.
+"""Distinct values above which a column gets hashed table keys, because a vocabulary is stored with every run.
 """
 _MAX_TABLE_ROWS = 20_000_000
 """Maximum rows of a proposed hashed table."""
@@ -58,7 +57,7 @@ class Proposal(NamedTuple):
     features: Features
     """Label and features, not fitted."""
     choices: list[ColumnChoice]
-    """Role and features of every column and every cross of columns, with a reason."""
+    """Role and features of every column and every column cross, with a reason."""
     warnings: list[str]
     """Messages about the data for the user."""
 
@@ -72,15 +71,15 @@ def propose(
     query: str | None = None,
     skip_unlabelled: bool = False,
 ) -> Proposal:
-    """Choose the role of every column in a table, and features for the columns to learn from.
+    """Choose every column's role in a table, and features for the columns to learn from.
 
     Args:
-        profile: statistics of the table.
+        profile: table statistics.
         label: column to predict.
-        time: column with the time of a row, for a split in order of time; None: the split is random.
+        time: column with a row's time, for a split in time order; None: the split is random.
         task: how the label is learned. None: as classes for text with three or more values, otherwise as a
             binary label.
-        query: column with the query of a row, within which rows are ranked; None: no ranking.
+        query: column with a row's query, within which rows are ranked; None: no ranking.
         skip_unlabelled: whether rows without a label are omitted; otherwise they are an error.
 
     Raises:
@@ -147,9 +146,9 @@ def _with_leak(profile: Profile, choice: ColumnChoice, *, in_order: bool) -> Col
     For tables without any other column to learn from. Other choices are returned unchanged.
 
     Args:
-        profile: statistics of the table.
+        profile: table statistics.
         choice: choice for a column.
-        in_order: whether the split is in order of time.
+        in_order: whether the split is in time order.
     """
     column = profile.columns[choice.column]
     if choice.role != "drop" or column.signal is None or column.signal < LEAK:
@@ -201,7 +200,7 @@ def _with_text_warning(choice: ColumnChoice, column: Column) -> ColumnChoice:
 
 
 def _with_valid_names(choices: list[ColumnChoice]) -> list[ColumnChoice]:
-    """Rename features whose name cannot be the name of an embedding table."""
+    """Rename features whose name cannot be an embedding table's name."""
     used_names = {feature.name for choice in choices for feature in choice.features}
 
     def named(feature: ColumnFeature) -> ColumnFeature:
@@ -271,7 +270,7 @@ def _time(column: Column) -> ColumnChoice:
 
 
 def _unit(column: Column) -> str | None:
-    """Guess the unit of a column with times since 1970 from its median; None if no unit is plausible."""
+    """Guess the unit for times since 1970 in a column, from the median; None if no unit is plausible."""
     if column.kind == "time":
         return "s"
     middle = column.quantiles[3] if column.quantiles else 0
@@ -285,9 +284,9 @@ def _choice(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
     """Choose the role and the features of a column that is not the label, the time or the query.
 
     Args:
-        column: statistics of the column.
+        column: column statistics.
         num_rows: rows of the table.
-        in_order: whether the split is in order of time.
+        in_order: whether the split is in time order.
     """
     name = column.name
 
@@ -330,8 +329,8 @@ def _time_features(column: Column, *, in_order: bool) -> ColumnChoice:
     """Choose features for a column with times: hour and weekday, and the time as a number.
 
     Args:
-        column: statistics of the column.
-        in_order: whether the split is in order of time. Then the time is not used as a number.
+        column: column statistics.
+        in_order: whether the split is in time order. Then the time is not used as a number.
     """
     name = column.name
     is_text = "string" in column.type or "binary" in column.type
@@ -391,7 +390,7 @@ def _dense(column: Column, noun: str) -> ColumnChoice:
     """Choose a numeric feature with suitable normalization, and ranges as IDs if some values are missing.
 
     Args:
-        column: statistics of the column.
+        column: column statistics.
         noun: description of the values, for the reason.
     """
     low, first, _, middle, _, last, high = column.quantiles
@@ -420,7 +419,7 @@ def _dense(column: Column, noun: str) -> ColumnChoice:
 def _ids(column: Column) -> ColumnChoice:
     """Choose ID features for a column.
 
-    A vocabulary, or keys of a hashed table if the vocabulary would be too large, or hashing if values are not
+    A vocabulary, or hashed table keys if the vocabulary would be too large, or hashing if values are not
     UTF-8. Integers with a vocabulary are used as a number, too.
     """
     name, distinct = column.name, column.distinct
@@ -457,7 +456,7 @@ def _ids(column: Column) -> ColumnChoice:
 
 
 def _cost(rows: int) -> str:
-    """Describe the memory of a hashed table with this number of rows, as the proposed recipe trains it."""
+    """Describe the memory of a hashed table with this row count, as the proposed recipe trains it."""
     width, adam, last = 16, 3, 4  # weights and two moments; LRU timestamp per row
     row = 4 * width * adam + last
     index = f"of which {rows * BYTES_PER_ID / 2**20:,.0f} MiB find them"

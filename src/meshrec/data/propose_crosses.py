@@ -1,7 +1,7 @@
 """Proposal of crosses and number ranges as features, if they predict a binary label better than the columns.
 
 A cross combines the values of two columns into one ID. A range is a bucket of numbers. In a quick trial on
-sampled training rows, a logistic regression with and without the candidate is fitted on half of the rows, and
+sampled training rows, a logistic regression with and without the candidate is fitted on half the rows, and
 compared on the other half. A candidate is proposed if it lowers the log loss by much more than chance.
 
 Shape legend: n rows.
@@ -24,9 +24,9 @@ Codes = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.float64]
 
 _MIN_ROWS = 2000
-"""Minimum number of sampled training rows. With fewer, no candidate is tried."""
+"""Minimum sampled training rows. With fewer, no candidate is tried."""
 _MAX_ROWS = 40_000
-"""Maximum number of sampled training rows that are used."""
+"""Maximum sampled training rows that are used."""
 _MAX_VALUES = 5000
 """Maximum distinct values of a column that is crossed."""
 _TRAINING = 0.8
@@ -34,11 +34,11 @@ _TRAINING = 0.8
 _BUCKETS = 16
 """Buckets of a proposed number range."""
 _SMOOTHING = 10.0
-"""Imaginary rows with the probability 1/2 added to every value. They shrink the weights of rare values."""
+"""Imaginary rows with the probability 1/2 added to every value. They shrink the rare values' weights."""
 _ROUNDS = 6
 """Passes over the base columns that fit the base model, before a candidate is added."""
 _MIN_SHARE = 0.002
-"""Minimum share of the log loss that a proposed feature must save."""
+"""Minimum log loss share that a proposed feature must save."""
 _DEVIATIONS = 3.0
 """Minimum gain of a proposed feature, in standard errors. Dozens of pairs are tried, so a limit of two would
 accept some by chance.
@@ -50,14 +50,14 @@ _MAX_COLUMNS = 10
 def with_useful_crosses(
     profile: Profile, label: Label, choices: list[ColumnChoice], time: str | None, order: TimeOrder | None
 ) -> list[ColumnChoice]:
-    """Add crosses of ID columns, and ranges of numbers, that lower the log loss on held-out rows.
+    """Add ID column crosses, and number ranges, that lower the log loss on held-out rows.
 
     Args:
-        profile: statistics of the table.
+        profile: table statistics.
         label: binary label.
         choices: role and features of every column.
-        time: column with the time of a row; None: the split is random.
-        order: time order of the sampled rows; None: the split is random, or the sample is small.
+        time: column with a row's time; None: the split is random.
+        order: sampled rows' time order; None: the split is random, or the sample is small.
 
     Returns:
         The choices, some with a range added, followed by choices for the added crosses.
@@ -144,10 +144,10 @@ def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) ->
     Args:
         codes: by column name, an integer per row that stands for the value, from 0, int64 [n].
         labels: 0 or 1 per row, [n].
-        max_pairs: maximum number of pairs.
+        max_pairs: maximum pairs.
 
     Returns:
-        First column, second column and share of the log loss saved, per pair, largest share first.
+        First column, second column and log loss share saved, per pair, largest share first.
     """
     single_gains = {name: gain([], column, labels).share for name, column in codes.items()}
     names = sorted(single_gains, key=lambda name: -single_gains[name])[:_MAX_COLUMNS]
@@ -178,11 +178,11 @@ def ranges_gain(values: Vector, labels: Vector) -> Gain:
 
 
 def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: Vector | None = None) -> Gain:
-    """Return the share of the log loss that a candidate column saves in a logistic regression.
+    """Return the log loss share that a candidate column saves in a logistic regression.
 
-    The base model has a weight for every value of every base column, and a slope for ``line``. The candidate
-    then adds a weight for every value. The weights are fitted on half of the rows, and the loss is measured
-    on the other half.
+    The base model has a weight for every value in every base column, and a slope for ``line``. The candidate
+    then adds a weight for every value. The weights are fitted on half the rows, and the loss is measured on
+    the other half.
 
     Args:
         base_columns: by column, an integer per row that stands for the value, from 0, int64 [n].
@@ -209,25 +209,25 @@ def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: 
 
 
 def _step(codes: Codes, labels: Vector, logits: Vector, fits: npt.NDArray[np.bool_]) -> Vector:
-    """Return the change of all logits by a damped Newton step in the weights of one column, [n].
+    """Return the change in all logits by a damped Newton step in the weights for one column, [n].
 
     Args:
         codes: an integer per row that stands for the value, [n].
         labels: 0 or 1 per row, [n].
         logits: current logits, [n].
-        fits: mask of the rows on which the weights are fitted, [n].
+        fits: mask for the rows on which the weights are fitted, [n].
     """
     probability = 1 / (1 + np.exp(-logits))
     num = int(codes.max(initial=0)) + 1
     slope = np.bincount(codes[fits], (labels - probability)[fits], minlength=num)
     curvature = np.bincount(codes[fits], (probability * (1 - probability))[fits], minlength=num)
-    # Smoothing shrinks the weights of rare values, which would otherwise fit noise.
+    # Smoothing shrinks the rare values' weights, which would otherwise fit noise.
     weights: Vector = slope / (curvature + _SMOOTHING / 4)
     return weights[codes]
 
 
 def _line_step(line: Vector, labels: Vector, logits: Vector, fits: npt.NDArray[np.bool_]) -> Vector:
-    """Return the change of all logits by a Newton step in the bias and the slope for ``line``, [n]."""
+    """Return the change in all logits by a Newton step in the bias and the slope for ``line``, [n]."""
     probability = 1 / (1 + np.exp(-logits))
     columns = np.stack([np.ones_like(line), line])
     slope = columns[:, fits] @ (labels - probability)[fits]

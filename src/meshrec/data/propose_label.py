@@ -14,7 +14,7 @@ from meshrec.data.profile import Profile
 Task = Literal["binary", "number", "classes"]
 """How a model learns the label."""
 _MAX_CLASSES = 200
-"""Maximum number of label classes."""
+"""Maximum label classes."""
 _NEGATION = re.compile(r"(?i)\s*(no|not|non|none|never|without|false|negative)\b")
 """Start of a string that is the negative class, of two. If neither string matches, the negative class is the
 first in alphabetic order.
@@ -27,7 +27,7 @@ def label_of(
     """Choose how a column is learned as a label.
 
     Args:
-        profile: statistics of the table.
+        profile: table statistics.
         name: label column.
         task: how the label is learned; None: inferred from the values.
         skip_unlabelled: whether rows without a label are omitted; otherwise they are an error.
@@ -62,7 +62,7 @@ def label_of(
 
 
 def _label_of_values(profile: Profile, name: str, task: Task | None) -> tuple[Label, str]:
-    """Return the label for the values of a column, and the reason; see `label_of` for the arguments."""
+    """Return the label for a column's values, and the reason; see `label_of` for the arguments."""
     column = profile.columns[name]
     if column.distinct < 2:
         raise ValueError(f"--label {name}: all rows have one class or value. Name another column.")

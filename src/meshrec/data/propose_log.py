@@ -19,7 +19,7 @@ from meshrec.data.samples import Ints
 _UNITS: tuple[tuple[float, TimeUnit], ...] = ((1e11, "s"), (1e14, "ms"), (1e17, "us"), (float("inf"), "ns"))
 """Upper limits of timestamps in every unit, which are reached in the year 5138."""
 _REPEATED = 0.05
-"""If at most this share of the rows repeats an item of the user, a ranking leaves out the user's items."""
+"""If at most this share of rows repeats a user's item, a ranking leaves out the user's items."""
 _TIED, _ASCENDING = 0.01, 0.9
 """Minimum share of rows with the time of the user's previous row, for a check of their order. Minimum share
 of these rows in ascending (or descending) item order, in data that is sorted by item.
@@ -50,8 +50,8 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
 
     Args:
         paths: files of the log.
-        columns: columns of the log.
-        form: known format of CSV files.
+        columns: log columns.
+        form: known CSV format.
 
     Raises:
         DataError: the log cannot be read, a column is missing, or hardly any user has three rows.
@@ -114,7 +114,7 @@ def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tu
         users: user number per row, [n]. Rows are sorted by user, then by time.
         items: item number per row, [n], in the order of the item values.
         times: time per row, in microseconds, [n].
-        columns: columns of the log.
+        columns: log columns.
 
     Returns:
         The columns, and remarks for the user.
@@ -134,7 +134,7 @@ def _rare(items: Ints, columns: LogColumns) -> list[str]:
 
     Args:
         items: item number per row, [n].
-        columns: columns of the log.
+        columns: log columns.
     """
     counts = np.bincount(items)
     rare = counts < 5

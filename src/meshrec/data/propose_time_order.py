@@ -18,9 +18,9 @@ from meshrec.data.samples import Bools
 _TRAINING, _TEST = 0.8, 0.1
 """Shares of the rows in the proposed split: the earliest rows are for training, the latest for testing."""
 _MIN_ROWS = 10
-"""Minimum number of test rows in the sample. With fewer, no column is found to drift."""
+"""Minimum test rows in the sample. With fewer, no column is found to drift."""
 _NEW = 0.9
-"""A column drifts if at least this share of the test rows has a value that no training row has."""
+"""A column drifts if at least this share of test rows has a value that no training row has."""
 _BY_CHANCE = 0.5
 """Maximum share of test rows with a new value in a random split, relative to the split by time. IDs that are
 rare in the sample are new in any split, and do not drift.
@@ -35,7 +35,7 @@ _ORDERED = 0.9
 
 
 class ColumnChoice(NamedTuple):
-    """Proposed use of a column, or of a cross of two columns."""
+    """Proposed use of a column, or of a two-column cross."""
 
     column: str
     """Column name; for a cross, both names with " x " between them."""
@@ -52,7 +52,7 @@ class ColumnChoice(NamedTuple):
 
 
 class TimeOrder(NamedTuple):
-    """Order in time of n sampled rows, and two splits: by time, and at random for comparison."""
+    """Time order for n sampled rows, and two splits: by time, and at random for comparison."""
 
     ranks: npt.NDArray[np.float64]
     """Rank in time per row, from 0, [n]."""
@@ -124,15 +124,15 @@ def _new_share(keys: npt.NDArray[Any], training: Bools, test: Bools) -> float:
 def drop_drifting_columns(
     profile: Profile, choices: list[ColumnChoice], order: TimeOrder
 ) -> list[ColumnChoice]:
-    """Drop the features of columns that drift with time, with a warning per column.
+    """Drop the features from columns drifting with time, with a warning per column.
 
-    The weights that a model learns for the values of such a column are useless later, because later rows have
+    The weights that a model learns for the values in such a column are useless later, because later rows have
     other values. If no features would remain, nothing is dropped.
 
     Args:
-        profile: statistics of the table.
+        profile: table statistics.
         choices: choices for the columns.
-        order: time order of the sampled rows.
+        order: sampled rows' time order.
     """
     remaining = [_without_drift(profile, choice, order) for choice in choices]
     return remaining if any(choice.features for choice in remaining) else choices
@@ -160,9 +160,9 @@ def _drifting_share(profile: Profile, column: Column, order: TimeOrder) -> float
     Returns 0 for a column that does not drift, such as a random ID.
 
     Args:
-        profile: statistics of the table.
-        column: statistics of the column.
-        order: time order of the sampled rows.
+        profile: table statistics.
+        column: column statistics.
+        order: sampled rows' time order.
     """
     array = whole(profile.sample[column.name])
     shares = []
@@ -177,12 +177,12 @@ def _drifting_share(profile: Profile, column: Column, order: TimeOrder) -> float
 
 
 def is_drifting_cross(profile: Profile, columns: tuple[str, str], order: TimeOrder) -> bool:
-    """Return whether a cross of two columns drifts with time, such as the cross of year and month.
+    """Return whether a two-column cross drifts with time, such as the cross of year and month.
 
     Args:
-        profile: statistics of the table.
+        profile: table statistics.
         columns: the two columns.
-        order: time order of the sampled rows.
+        order: sampled rows' time order.
     """
     codes = [
         np.unique(hashes_of(whole(profile.sample[name])), return_inverse=True)[1].astype(np.int64)

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 DENSE = "dense"
 """Name of the dense values in requests, and in sets of shared features."""
 FITTED, COLUMNS = "features.json", "columns.arrow"
-"""Files in a package: the fitted features, and the Arrow schema of the request columns."""
+"""Files in a package: the fitted features, and the Arrow schema for the request columns."""
 _TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
     "integer": ("a whole number", (int,)),
     "number": ("a number", (int, float)),
     "text": ("a text", (str,)),
     "time": ("a time such as '2030-01-31T12:00:00'", (str, int)),
 }
-"""By kind of a column: a description for messages, and the Python types of the JSON values it accepts."""
+"""By column kind: a description for messages, and the Python types of the JSON values it accepts."""
 
 
 class Encoded(NamedTuple):
@@ -48,7 +48,7 @@ class Encoded(NamedTuple):
     dense: Floats
     """Dense values, float32 [B, D], or [1, D] if they are shared."""
     values: dict[str, Ints]
-    """IDs of all samples by feature, int64 [N]."""
+    """IDs for all samples, by feature, int64 [N]."""
     lengths: dict[str, Ints]
     """Number of IDs per sample, by feature, int64 [B], or [1] if the feature is shared."""
     shared: frozenset[str]
@@ -60,7 +60,7 @@ class RawValues:
 
     Args:
         features: fitted features; labels are ignored.
-        types: Arrow schema of the columns in the training data.
+        types: Arrow schema for the columns in the training data.
     """
 
     def __init__(self, features: "Features", types: "pa.Schema") -> None:
@@ -71,7 +71,7 @@ class RawValues:
         self.columns: dict[str, Any] = {
             name: _plain(types.field(name).type) for name in self._features.columns()
         }
-        """Arrow type of every column in a request, by name."""
+        """Arrow type for every column in a request, by name."""
         self.kinds: dict[str, Kind] = {name: kind_of(kind) for name, kind in self.columns.items()}
         """Kind of values in every column, such as "integer" for all widths of integers; by name."""
         self.optional: dict[str, str] = {
@@ -115,7 +115,7 @@ class RawValues:
         return RawValues(replace(self._features, features=features, joins=joins), self._types)
 
     def encode(self, table: "pa.Table", shared: "pa.Table | None" = None) -> Encoded:
-        """Convert the columns of a request to model inputs. Columns that no feature reads are ignored.
+        """Convert a request's columns to model inputs. Columns that no feature reads are ignored.
 
         Args:
             table: columns with a row per sample, of the kinds in ``kinds``.
@@ -145,7 +145,7 @@ class RawValues:
             shared_names = [] if shared is None else shared.column_names
             if name in table.column_names or name in shared_names:
                 continue
-            # In the table of the other list, so that a list shared by all samples is not repeated for them.
+            # In the table of the other list, so a list shared by all samples is not repeated for them.
             if shared is not None and other in shared_names:
                 shared = shared.append_column(name, pa.nulls(shared.num_rows, self.columns[name]))
             elif other in table.column_names:
@@ -153,7 +153,7 @@ class RawValues:
         return table, shared
 
     def save(self, folder: Path) -> None:
-        """Write the fitted features, the column types and the joined tables into the folder of a package."""
+        """Write the fitted features, the column types and the joined tables into a package's folder."""
         joins = []
         for number, join in enumerate(self._features.joins):
             name = f"join{number}-{Path(join.path).name}"
@@ -184,7 +184,7 @@ def _plain(kind: Any) -> Any:
 
 
 def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "pa.Table":
-    """Build Arrow columns from JSON values, with the kinds of the training data; see [Note: raw values].
+    """Build Arrow columns from JSON values, with training data kinds; see [Note: raw values].
 
     Args:
         columns: by column name, a list with an entry per sample. An entry is a value, or a list of values.
@@ -192,7 +192,7 @@ def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = 
         where: text before "sample 3" in error messages.
 
     Raises:
-        DataError: a value is of another kind; the message names the column and sample.
+        DataError: a value has another kind; the message names the column and sample.
     """
     return pa.table(
         {name: _array(name, values, raw.columns[name], where) for name, values in columns.items()}
@@ -205,7 +205,7 @@ def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
     Args:
         name: column name, for messages.
         values: JSON value per sample; None is null.
-        kind: Arrow type of the column.
+        kind: the column's Arrow type.
         where: text before "sample 3" in error messages.
     """
     if not pa.types.is_list(kind):
@@ -227,11 +227,11 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[in
     Args:
         name: column name, for messages.
         values: JSON values; None is null.
-        kind: Arrow type of the column. Integers may get a wider type.
-        sample_name: function that maps the index of a value to the name of its sample, for messages.
+        kind: the column's Arrow type. Integers may get a wider type.
+        sample_name: function mapping the index of a value to the name of its sample, for messages.
 
     Raises:
-        DataError: a value is of another kind, or does not fit the type.
+        DataError: a value has another kind, or does not fit the type.
     """
     from meshrec.data.features.values import array_of, kind_of
 

@@ -19,7 +19,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Ragged(NamedTuple):
-    """IDs of n samples for one key, with optional weights.
+    """IDs for n samples for one key, with optional weights.
 
     Sample i has the IDs ``values[offsets[i] : offsets[i + 1]]``.
     """
@@ -59,13 +59,13 @@ class Ragged(NamedTuple):
 class Samples(NamedTuple):
     """Samples from a source.
 
-    Damaged rows stay in place as invalid samples until `to_batch`, so that positions of later samples do not
+    Damaged rows stay in place as invalid samples until `to_batch`, so positions of later samples do not
     shift.
 
     Attributes:
         dense: dense values, float32 [n, num_dense].
         labels: labels, float32 [n], or [n, L] for L labels.
-        ids: IDs per key, in the order of the keys.
+        ids: IDs per key, in key order.
         kept: whether a sample is valid, bool [n]; None: all samples are valid. All other fields of an invalid
             sample are meaningless.
         rows: row numbers, counted over all files, int64 [n]. None: the reader adds them later.
@@ -127,7 +127,7 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | N
 
 
 def group_by_query(samples: Samples, query: int) -> Samples:
-    """Reorder samples so that samples with the same query are contiguous.
+    """Reorder samples to make those with the same query contiguous.
 
     Queries are in the order of their first samples; samples of a query keep their order.
 
@@ -175,7 +175,7 @@ def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Sam
 
     Args:
         pieces: consecutive samples.
-        skip: number of samples to skip at the start.
+        skip: samples to skip at the start.
         size: samples per window; the last window may be smaller.
     """
     # Samples that do not fill a window yet, ``num`` in total.

@@ -68,8 +68,8 @@ class Split:
         """Assign every row to a part.
 
         Args:
-            sizes: number of rows per block.
-            values_of: function that maps a block number to the values of ``column``, an Arrow array.
+            sizes: row count per block.
+            values_of: function mapping a block number to the values of ``column``, an Arrow array.
 
         Returns:
             The `Part` per row, int8, in an array per block.
@@ -86,7 +86,7 @@ class Split:
         quantiles = []
         for block, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
             if self.by == "random":
-                # A function of the row number, so that the split does not depend on blocks or order of
+                # A function of the row number, so the split does not depend on blocks or order of
                 # reading.
                 hashes = mix(np.arange(start, start + size, dtype=np.uint64), seed=self.seed)
             else:
@@ -96,7 +96,7 @@ class Split:
         parts = [self._by_quantile(block) for block in quantiles]
         shares = (1, self.validation, self.test)
         empty = [part for part, share in zip(Part, shares, strict=True) if share and not _has(parts, part)]
-        # Few rows may leave a part empty by chance. Then it gets a share of the rows in random order.
+        # Few rows may leave a part empty by chance. Then it gets a share of rows in random order.
         return self._by_time(quantiles) if self.by == "random" and empty else parts
 
     def parts_of(self, source: Source) -> list[Parts]:
@@ -153,8 +153,8 @@ class Split:
         Args:
             block: block number.
             starts: row number of the first row, per block.
-            sizes: number of rows per block.
-            values_of: function that maps a block number to the values of ``column``.
+            sizes: row count per block.
+            values_of: function mapping a block number to the values of ``column``.
 
         Raises:
             DataError: the column has nulls, or values that are neither numbers nor times.
@@ -193,14 +193,14 @@ class Split:
 def _hashes(array: Any) -> npt.NDArray[np.uint64]:
     """Return a hash per value, uint64 [n]. Nulls have the hash of 0 or the empty string.
 
-    Numbers that are not integers are hashed as strings.
+    Numbers other than integers are hashed as strings.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_nested(array.type):
         raise DataError(f"a split by hash takes a column of single values, got {array.type}. Name another.")
     if pa.types.is_integer(array.type):
-        # As int64, so that all integer widths have the same hash.
+        # As int64, so all integer widths have the same hash.
         integers = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
         return mix(integers.view(np.uint64))
     if pa.types.is_floating(array.type):
@@ -218,7 +218,7 @@ class SelectedRows(Source):
 
     Args:
         source: original source.
-        selected: mask of the rows to use, a bool array per block.
+        selected: mask for the rows to use, a bool array per block.
     """
 
     def __init__(self, source: Source, selected: Sequence[Bools]) -> None:

@@ -48,7 +48,7 @@ class Source(ABC):
 
     @abstractmethod
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Yield the windows of a block from window ``first`` to the end. The last window may be smaller.
+        """Yield a block's windows from window ``first`` to the end. The last window may be smaller.
 
         Window w has the rows ``[w * size, (w + 1) * size)`` of the block.
 
@@ -60,7 +60,7 @@ class Source(ABC):
 
     @abstractmethod
     def column(self, block: int, name: str) -> Any:
-        """Return a column of a block as stored, before encoding: an Arrow array with an entry per row.
+        """Return a block's column as stored, before encoding: an Arrow array with an entry per row.
 
         Args:
             block: block number.
@@ -76,8 +76,8 @@ class StreamReader(Reader):
 
     To shuffle, the reader permutes the blocks, and the rows within every window. The permuted data is cut
     into lanes, and samples are taken from all lanes in turn; see `meshrec.data.order`. A rank has one window
-    in memory for every lane it reads. If the number of lanes is a multiple of the number of ranks, and the
-    samples per step are a multiple of the lanes, ranks read disjoint lanes.
+    in memory for every lane it reads. If the lane count is a multiple of the rank count, and the samples per
+    step are a multiple of the lanes, ranks read disjoint lanes.
 
     Args:
         source: source of the samples.
@@ -86,7 +86,7 @@ class StreamReader(Reader):
             windows.
         window: number of consecutive rows that are shuffled among each other.
         lanes: positions in the data at which all ranks together read at a time; 1 without ``shuffle``.
-        skipped: number of damaged rows omitted by the source so far, by location and reason.
+        skipped: damaged rows omitted by the source so far, counted by location and reason.
 
     Raises:
         ValueError: a size is below 1, or the source has no rows.
@@ -157,7 +157,7 @@ class StreamReader(Reader):
             batch_size: samples per batch and rank, including damaged rows.
             position: start position.
             rank: this rank.
-            world_size: number of ranks.
+            world_size: rank count.
             drop_last: whether to omit the last step if it is not full on all ranks.
         """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
@@ -189,7 +189,7 @@ class StreamReader(Reader):
         return generator(self._seed, Stream.BLOCKS, epoch).permutation(num_blocks).astype(np.int64)
 
     def _windows_from(self, order: Ints, epoch: int, row: int) -> Generator[Samples, None, None]:
-        """Yield the samples from a row to the end of the epoch, window by window.
+        """Yield the samples from a row to the epoch's end, window by window.
 
         Args:
             order: block numbers in the order of the epoch.
@@ -210,7 +210,7 @@ class StreamReader(Reader):
                         first_row = int(self._first_rows[block]) + number * size
                         samples = samples._replace(rows=np.arange(first_row, first_row + num, dtype=np.int64))
                     if self._shuffle:
-                        # Seeded per window, so that a resumed run shuffles the same windows alike.
+                        # Seeded per window, so a resumed run shuffles the same windows alike.
                         rng = generator(self._seed, Stream.WINDOW, epoch, block, number)
                         samples = samples.take(rng.permutation(num))
                         if self._source.shape.query:

@@ -35,7 +35,7 @@ Rows = Literal["keys", "hashing_trick", "vocabulary"]
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Known model of the click probability, from which labels are drawn.
+    """Known click probability model, from which labels are drawn.
 
     The model is a factorization machine (Rendle, 2010), which DLRM and DeepFM can express. Its logit is the
     bias, plus a value per ID, plus a linear function of the dense values, plus a product of two factors per
@@ -44,7 +44,7 @@ class Teacher:
     Args:
         seed: seed for values, factors and dense weights.
         bias: mean logit.
-        signal: standard deviation of the logit. A larger one makes clicks more predictable.
+        signal: logit standard deviation. A larger one makes clicks more predictable.
     """
 
     seed: int
@@ -52,7 +52,7 @@ class Teacher:
     signal: float
 
     def probabilities(self, dense: Floats, ids: Sequence[Ints]) -> Doubles:
-        """Return the click probability of n samples, float64 [n].
+        """Return the click probability for n samples, float64 [n].
 
         Args:
             dense: dense values, [n, num_dense].
@@ -91,14 +91,14 @@ class ClickSource(Source):
     """Source of synthetic clicks: features are random, and labels are drawn from a teacher.
 
     Args:
-        num_samples: number of samples.
+        num_samples: sample count.
         num_embeddings: number of different values per feature; without ``drift``, they are table rows.
         ids_per_feature: IDs per bag.
-        num_dense: number of dense columns with standard normal values.
-        exponent: Zipf exponent of the ID frequencies.
+        num_dense: dense column count with standard normal values.
+        exponent: Zipf exponent for ID frequencies.
         seed: seed for the samples.
-        teacher: model of the click probability.
-        split: number of a part of the data; other parts have other samples.
+        teacher: click probability model.
+        split: number of a data part; other parts have other samples.
         drift: replaces IDs over time; None: no change.
     """
 
@@ -133,7 +133,7 @@ class ClickSource(Source):
         raise DataError(f"made-up clicks have no column {name!r}: they are read from no file.")
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Draw the samples of a block, and yield them in windows; see `Source.windows`.
+        """Draw a block's samples, and yield them in windows; see `Source.windows`.
 
         Args:
             block: block number.
@@ -172,10 +172,10 @@ class Items:
     A raw ID is a 64-bit hash. A new raw ID has a new click rate, which earlier samples do not reveal.
 
     Args:
-        lifetime: number of samples after which a value gets a new raw ID. Values change at different times.
+        lifetime: sample count after which a value gets a new raw ID. Values change at different times.
         seed: seed for the raw IDs.
         first: number of the first sample, which continues the training samples in validation and test data.
-        max_rows: number of rows to which raw IDs are hashed; None: no hashing.
+        max_rows: row count to which raw IDs are hashed; None: no hashing.
         vocabularies: a vocabulary per feature: ascending raw IDs, which have the rows from 1 on. Other raw
             IDs have row 0. Empty: no vocabulary.
     """
@@ -196,7 +196,7 @@ class Items:
         """
         values = mix(ids.astype(np.uint64), seed=(self.seed << 20) + 2 * key)
         whole = np.uint64(self.lifetime)
-        # The offset from the hash staggers replacements, so that not all values change in the same sample.
+        # The offset from the hash staggers replacements, so not all values change in the same sample.
         moments = (times[:, None] + self.first).astype(np.uint64) + (values >> np.uint64(11)) % whole
         generations: UInt64s = moments // whole
         raw: Ints = mix(values + generations, seed=(self.seed << 20) + 2 * key + 1).view(np.int64)
@@ -256,22 +256,22 @@ def synthetic_clicks(
     seed: int = 0,
     lanes: int = 8,
 ) -> Dataset:
-    """Create a dataset with synthetic clicks, drawn from a known model of the click probability, a `Teacher`.
+    """Create a dataset with synthetic clicks, drawn from a known click probability model, a `Teacher`.
 
     ``Dataset.best_auc`` is the AUC of the known probabilities on the validation data. No model can be better
     except by chance.
 
     Args:
-        num_samples: number of training samples.
-        num_validation: number of validation samples. 0: no best AUC.
-        num_test: number of test samples.
-        num_features: number of features with IDs, named f0, f1, ...
+        num_samples: training sample count.
+        num_validation: validation sample count. 0: no best AUC.
+        num_test: test sample count.
+        num_features: feature count with IDs, named f0, f1, ...
         num_embeddings: rows of every embedding table, or a list with an entry per feature.
         ids_per_feature: IDs per bag.
-        num_dense: number of dense columns with standard normal values.
-        exponent: Zipf exponent of the ID frequencies.
-        signal: standard deviation of the teacher's logit. A larger one makes clicks more predictable.
-        bias: mean of the teacher's logit.
+        num_dense: dense column count with standard normal values.
+        exponent: Zipf exponent for ID frequencies.
+        signal: the teacher's logit standard deviation. A larger one makes clicks more predictable.
+        bias: the teacher's mean logit.
         seed: seed for samples, teacher and shuffle.
         lanes: see `meshrec.data.StreamReader`.
 
@@ -363,16 +363,16 @@ def drifting_clicks(
             "hashing_trick": raw IDs are hashed to ``max_rows`` rows, which they share. "vocabulary": the most
             frequent IDs in the first tenth of the training samples have a row each, and other IDs share one.
         max_rows: rows per table.
-        lifetime: number of samples after which an item is replaced.
-        num_samples: number of training samples.
-        num_test: number of validation samples, and of test samples.
-        num_features: number of features, named f0, f1, ...
-        num_values: number of items per feature at any time.
-        num_dense: number of dense columns with standard normal values.
-        exponent: Zipf exponent of the item frequencies.
-        signal: standard deviation of the teacher's logit.
+        lifetime: sample count after which an item is replaced.
+        num_samples: training sample count.
+        num_test: validation sample count, and of test samples.
+        num_features: feature count, named f0, f1, ...
+        num_values: item count per feature at any time.
+        num_dense: dense column count with standard normal values.
+        exponent: Zipf exponent for item frequencies.
+        signal: the teacher's logit standard deviation.
         seed: random seed.
-        keys: options of the hashed tables, for "keys"; None: ``Hashed(max_rows=max_rows, evict=LRU())``.
+        keys: hashed table options, for "keys"; None: ``Hashed(max_rows=max_rows, evict=LRU())``.
 
     Raises:
         ValueError: a size is out of range.

@@ -23,12 +23,12 @@ _DECAY = 0.7  # factor of a user's interest in a category, per impression
 
 
 class _Impressions(NamedTuple):
-    """Impressions of all users, sorted by user, then by time."""
+    """All users' impressions, sorted by user, then by time."""
 
     user_N: Ints
     item_N: Ints
     surface_N: Ints
-    """Page or other place where the item was shown."""
+    """Surface, such as a page, on which the item was shown."""
     time_N: Ints
     """Time, in seconds."""
     click_N: Ints
@@ -47,9 +47,9 @@ def synthetic_impressions(
     test data follow each other in time, and are not shuffled.
 
     Args:
-        num_users: number of users.
-        num_items: number of items.
-        longest: maximum number of impressions per user. Few users have many impressions.
+        num_users: user count.
+        num_items: item count.
+        longest: maximum impressions per user. Few users have many impressions.
         history: maximum history length, in impressions.
         seed: random seed.
 
@@ -137,12 +137,12 @@ def _history(name: str, size: int, *, table: str | None, max_length: int) -> Fea
 def _simulated(
     random: np.random.Generator, num_users: int, longest: int, category_I: Ints, author_I: Ints
 ) -> _Impressions:
-    """Simulate the impressions of all users.
+    """Simulate all users' impressions.
 
     Args:
         random: random number generator.
-        num_users: number of users.
-        longest: maximum number of impressions per user.
+        num_users: user count.
+        longest: maximum impressions per user.
         category_I: category per item, [I].
         author_I: author per item, [I].
     """

@@ -36,8 +36,8 @@ def synthetic_log(
     item is known.
 
     Args:
-        num_users: number of users.
-        num_items: number of items.
+        num_users: user count.
+        num_items: item count.
         num_groups: number of item groups.
         length: items per user, at most a third of all items.
         k: number of ranked items in which the next item counts as a hit.

@@ -18,10 +18,10 @@ from meshrec.data.streaming import Source, StreamReader
 
 
 class EncodedRows(ABC):
-    """Mixin for a `Source` that implements `Source.windows`. A subclass encodes rows in pieces of any size.
+    """Mixin for a `Source` that implements `Source.windows`. A subclass encodes rows in pieces with any size.
 
     Args:
-        schema: features that encode the rows.
+        schema: features encoding the rows.
         faults: raises for damaged rows, or counts them.
     """
 
@@ -31,18 +31,18 @@ class EncodedRows(ABC):
 
     @abstractmethod
     def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
-        """Yield all samples of a block, in pieces of any size.
+        """Yield all samples in a block, in pieces with any size.
 
-        The first ``skip`` samples may be invalid placeholders, so that skipped rows need not be encoded.
+        The first ``skip`` samples may be invalid placeholders, so skipped rows need not be encoded.
 
         Args:
             block: block number.
-            skip: number of rows at the start that the caller does not use.
+            skip: rows at the start, not used by the caller.
             size: rows per window of the caller, as a hint for the size of pieces.
         """
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Yield the windows of a block from window ``first`` on, see `Source.windows`.
+        """Yield a block's windows from window ``first`` on, see `Source.windows`.
 
         Args:
             block: block number.
@@ -58,7 +58,7 @@ class Tables(ABC):
     @property
     @abstractmethod
     def arrow_schema(self) -> Any:
-        """Arrow schema of the tables."""
+        """The tables' Arrow schema."""
 
     @abstractmethod
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
@@ -78,7 +78,7 @@ class ArrowSource(EncodedRows, Tables, Source):
 
     Args:
         tables: pairs of a display name and a table.
-        schema: features that encode the rows.
+        schema: features encoding the rows.
         faults: raises for damaged rows, or counts them.
 
     Raises:
@@ -98,7 +98,7 @@ class ArrowSource(EncodedRows, Tables, Source):
 
     @property
     def arrow_schema(self) -> Any:
-        """Arrow schema of the first table."""
+        """The first table's Arrow schema."""
         return self._tables[0][1].schema
 
     def column(self, block: int, name: str) -> Any:
@@ -151,12 +151,12 @@ def table_dataset(
     """Create a dataset with streamed readers for training, validation and test data.
 
     Args:
-        open_source: function that opens data as a source.
+        open_source: function to open data as a source.
         train: training data, such as paths.
         validation: validation data, or None.
         test: test data, or None.
         split: as for `meshrec.data.parquet`.
-        schema: features that encode the rows, fitted where required.
+        schema: features encoding the rows, fitted where required.
         name: display name.
         seed: as for `meshrec.data.parquet`.
         on_error: as for `meshrec.data.parquet`.
@@ -179,7 +179,7 @@ def table_dataset(
         )
     else:
         sources = split.sources(open_source(train, schema, faults))
-    # Evaluation data stay in file order, so that predictions match rows.
+    # Evaluation data stay in file order, so predictions match rows.
     readers = [
         None
         if source is None
@@ -212,9 +212,9 @@ def ordered_reader(
     """Open data as a reader in file and row order, for evaluation or scoring.
 
     Args:
-        open_source: function that opens data as a source.
+        open_source: function to open data as a source.
         data: paths or frames.
-        schema: features that encode the rows, fitted where required.
+        schema: features encoding the rows, fitted where required.
         labelled: whether the data has labels, as needed for evaluation.
         on_error: as for `meshrec.data.parquet`.
         window: as for `meshrec.data.parquet`.
@@ -228,7 +228,7 @@ def described_by(schema: Encoding, train: Reader, name: str) -> Dataset:
     """Create a dataset that has only a training reader, and describes the samples by ``schema``.
 
     Args:
-        schema: features that encode the rows.
+        schema: features encoding the rows.
         train: training reader.
         name: display name.
     """

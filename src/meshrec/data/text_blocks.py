@@ -22,7 +22,7 @@ class TextBlock(NamedTuple):
     first_line: int
     """Number of the first line in the file, from 0."""
     lines: int
-    """Number of lines."""
+    """Line count."""
 
 
 class WholeLines(NamedTuple):
@@ -32,11 +32,11 @@ class WholeLines(NamedTuple):
     first_line: int
     """Number of the first line in the file, from 0."""
     lines: int
-    """Number of lines."""
+    """Line count."""
 
 
 def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
-    """Divide a text file into blocks of about ``size`` bytes. Reads the whole file to count the lines.
+    """Divide lines in a file into blocks with about ``size`` bytes. Reads the whole file to count the lines.
 
     Args:
         file: text file, gzipped if its name ends in ``.gz``.
@@ -63,7 +63,7 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
 
 
 def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, None]:
-    """Yield the lines of a block, about ``size`` bytes at a time.
+    """Yield a block's lines, about ``size`` bytes at a time.
 
     Args:
         block: block from `find_blocks`.
@@ -80,7 +80,7 @@ def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, N
 
 
 def _whole_lines(stream: IO[bytes], size: int) -> Generator[bytes, None, None]:
-    """Yield the text of a stream in pieces of whole lines, about ``size`` bytes each."""
+    """Yield a stream's text in pieces of whole lines, about ``size`` bytes each."""
     partial_line = b""
     while chunk := stream.read(size):
         end = chunk.rfind(b"\n") + 1
@@ -94,7 +94,7 @@ def _whole_lines(stream: IO[bytes], size: int) -> Generator[bytes, None, None]:
 
 
 def _count_lines(text: bytes) -> int:
-    """Return the number of lines in a text that is not empty. The last line needs no newline."""
+    """Return the line count in non-empty text. The last line needs no newline."""
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == _NEWLINE)) + (text[-1] != _NEWLINE)
 
 

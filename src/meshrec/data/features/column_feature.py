@@ -23,7 +23,7 @@ class OfColumn(Protocol):
 
     @property
     def source(self) -> str:
-        """Name of the column to read."""
+        """Column to read."""
 
     @property
     def found(self) -> Kind | None:
@@ -70,9 +70,9 @@ def changed_kind(column: str, kind: Kind, fitted: Kind, feature: str) -> str:
 
     Args:
         column: column name.
-        kind: kind of the column now.
-        fitted: kind of the column when the feature was fitted.
-        feature: name of the feature.
+        kind: column kind now.
+        fitted: column kind when the feature was fitted.
+        feature: feature name.
     """
     return (
         f"column {column!r} holds {kind}, and held {fitted} when feature {feature!r} was fitted. Give it "
@@ -84,9 +84,9 @@ def check_time(name: str, part: str | None, unit: str) -> None:
     """Raise ValueError for an unknown time part or time unit.
 
     Args:
-        name: name of the feature, for the message.
+        name: feature name, for the message.
         part: time part, such as "hour", or None.
-        unit: unit of times that are numbers, such as "s".
+        unit: unit for numeric times, such as "s".
     """
     parts, units = get_args(DatePartName), get_args(TimeUnit)
     if (part is not None and part not in parts) or unit not in units:

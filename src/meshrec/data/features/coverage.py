@@ -12,7 +12,7 @@ from meshrec.data.features.vocabulary import Vocabulary
 
 
 class Coverage(NamedTuple):
-    """How the values of a feature in some data use the feature's embedding table."""
+    """How a feature's values in some data use the feature's embedding table."""
 
     name: str
     """Name of the feature."""
@@ -21,9 +21,9 @@ class Coverage(NamedTuple):
     missing: float
     """Share of IDs from null or the empty string."""
     distinct: int
-    """Estimated number of distinct values."""
+    """Estimated distinct value count."""
     rows: int
-    """Number of rows in the table."""
+    """Table rows."""
     used_rows: int
     """Number of rows that some value uses."""
     colliding: float

@@ -1,4 +1,4 @@
-"""ID features derived from columns: combinations of columns, ranges of numbers, and parts of times."""
+"""ID features derived from columns: combinations of columns, number ranges, and time parts."""
 
 import calendar
 import itertools
@@ -41,7 +41,7 @@ class Cross(IdFeature):
 
     Args:
         columns_crossed: two or more columns, without lists.
-        num_embeddings: number of rows in the table.
+        num_embeddings: table rows.
         found_crossed: kind of every column when the feature was fitted; None: not fitted.
 
     Raises:
@@ -84,7 +84,7 @@ class Cross(IdFeature):
         hashes, missing = np.zeros(len(array), np.uint64), np.zeros(len(array), np.bool_)
         for position in range(len(self.columns_crossed)):
             column = array.field(position)
-            # Seeded by position, so that (a, b) and (b, a) differ.
+            # Seeded by position, so (a, b) and (b, a) differ.
             hashes = mix(hashes ^ hashes_of(column), seed=position)
             absent = is_missing(column)
             if absent is not None:
@@ -124,9 +124,9 @@ class Buckets(IdFeature):
     the rows from 1 on, in ascending order.
 
     Args:
-        num_buckets: maximum number of buckets. Equal values share a bucket, so there may be fewer.
+        num_buckets: maximum buckets. Equal values share a bucket, so there may be fewer.
         part: time part to read, as for `Number`.
-        unit: unit of times that are numbers, as for `Number`.
+        unit: unit for numeric times, as for `Number`.
         edges: borders between buckets, ascending; set by fitting.
         time_format: strptime format for times as text; None: ISO 8601.
 
@@ -179,7 +179,7 @@ class Buckets(IdFeature):
         return replace(self, found=kind_of(sample.type), edges=tuple(edges.tolist()))
 
     def ranges(self) -> list[str]:
-        """Describe the range of every bucket, from row 1 on, such as ``2 to below 5``."""
+        """Describe every bucket's range, from row 1 on, such as ``2 to below 5``."""
         edges = [f"{edge:g}" for edge in self.edges or ()]
         if not edges:
             return ["all values"]
@@ -197,11 +197,11 @@ class Buckets(IdFeature):
 
 @dataclass(frozen=True, kw_only=True)
 class DatePart(IdFeature):
-    """ID feature whose value is a part of a time in UTC, such as the hour. Row 0 is for null.
+    """ID feature whose value is a time part in UTC, such as the hour. Row 0 is for null.
 
     Args:
         part: "month", "day", "weekday", "hour" or "minute".
-        unit: unit of times that are numbers, counted from 1970.
+        unit: unit for numeric times, counted from 1970.
         time_format: strptime format for times as text; None: ISO 8601.
 
     Raises:

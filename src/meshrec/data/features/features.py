@@ -41,15 +41,15 @@ _KINDS = {
 class FitState(NamedTuple):
     """Statistics of some training rows, from which features are fitted.
 
-    Merging the states of all parts of the data gives exactly the state of the whole data, in any order.
+    Merging the states of all data parts gives exactly the state of the whole data, in any order.
     """
 
     num_rows: int
-    """Number of rows."""
+    """Row count."""
     sample: RowSample
-    """Sample of the rows, with the columns of numeric features and of lists."""
+    """Sample of the rows, with numeric and list columns."""
     counts: dict[str, Counts]
-    """Number of occurrences by value, for every vocabulary, by feature name."""
+    """Occurrence count by value, for every vocabulary, by feature name."""
     fractional: frozenset[str] = frozenset()
     """Columns of hashed features with decimals, or lists of numbers, some of which have a fraction."""
 
@@ -83,7 +83,7 @@ class Features(Encoding):
             ``Batch.sparse``, in this order.
         joins: other tables, whose columns are added to the data before features are read.
         weight: column with the weight of a sample in the loss; None: all samples have equal weights.
-        num_labels: number of labels, also if ``labels`` is empty for data without labels. 0: the length of
+        num_labels: label count, also if ``labels`` is empty for data without labels. 0: the length of
             ``labels``.
 
     Raises:
@@ -149,12 +149,12 @@ class Features(Encoding):
 
     @property
     def numbers(self) -> tuple[Number, ...]:
-        """Numeric features, in the order of the columns of ``Batch.dense``."""
+        """Numeric features, in the column order of ``Batch.dense``."""
         return tuple(feature for feature in self.features if isinstance(feature, Number))
 
     @property
     def ids(self) -> tuple[IdFeature, ...]:
-        """ID features, in the order of the keys of ``Batch.sparse``."""
+        """ID features, in the key order of ``Batch.sparse``."""
         return tuple(feature for feature in self.features if isinstance(feature, IdFeature))
 
     @property
@@ -175,7 +175,7 @@ class Features(Encoding):
         )
 
     def id_columns(self) -> tuple[str, ...]:
-        """Return the columns of the data from which IDs are read, without columns added by joins."""
+        """Return the data columns from which IDs are read, without columns added by joins."""
         joined = {column for join in self.joins for column in join.columns}
         return tuple(
             dict.fromkeys(
@@ -235,9 +235,9 @@ class Features(Encoding):
         return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
 
     def fitted_kinds(self) -> Mapping[str, str]:
-        """Return the known kinds of columns, by column name, which override inference for CSV files.
+        """Return the known column kinds, by column name, which override inference for CSV files.
 
-        The kind of a fitted column is the fitted one. "numeric" is an integer or another number.
+        A fitted column's kind is the fitted one. "numeric" is an integer or another number.
         """
         joined = {column for join in self.joins for column in join.columns}
         numeric_features = (Number, Buckets, Integer, DatePart)
@@ -291,7 +291,7 @@ class Features(Encoding):
         return tuple(feature.feature() for feature in self.ids)
 
     def encode(self, table: pa.Table, origin: RowOrigin, faults: Faults) -> Samples:
-        """Convert the rows of a table to samples with features, labels and weights.
+        """Convert a table's rows to samples with features, labels and weights.
 
         Args:
             table: Arrow table without `wrong_columns`.
@@ -334,7 +334,7 @@ class Features(Encoding):
             DataError: rows are damaged, and ``faults`` does not skip them.
         """
         for feature in self.features:
-            # Check all features before converting any, so that a failed call has no effect.
+            # Check all features before converting any, so a failed call has no effect.
             need_fitted(feature)
         shared = pa.table({}) if shared is None else plain_table(shared)
         columns = RequestColumns(plain_table(table), shared, self.joins)
@@ -356,7 +356,7 @@ class Features(Encoding):
         return ModelInputs(dense, tuple(ids), frozenset(shared_features), is_dense_shared)
 
     def _without_unseen(self, table: pa.Table, times: Times) -> pa.Table:
-        """Remove the timestamps of history items that the item feature removes, see `Vocabulary.known_only`.
+        """Remove history timestamps that the item feature removes, see `Vocabulary.known_only`.
 
         Args:
             table: columns of items and timestamps.
@@ -403,7 +403,7 @@ class Features(Encoding):
 
         Args:
             state: statistics of all training rows.
-            schema: Arrow schema of the data, including columns added by joins.
+            schema: the data's Arrow schema, including columns added by joins.
 
         Raises:
             DataError: a column has nothing to fit on, or a vocabulary exceeds the table.
@@ -459,7 +459,7 @@ class Features(Encoding):
 
         Raises:
             DataError: a column has nothing to fit on, or a vocabulary exceeds the table.
-            ValueError: a column is missing or has a wrong kind, or there are no rows.
+            ValueError: a column is missing or has a wrong kind, or the data is empty.
         """
         state, first, schema = None, 0, None
         for table in tables:
@@ -477,7 +477,7 @@ class Features(Encoding):
         return self.fitted(state, schema)
 
     def joined_schema(self, schema: pa.Schema) -> pa.Schema:
-        """Return the schema of the data with the columns added by joins.
+        """Return the data schema with the columns added by joins.
 
         Raises:
             DataError: the data has a column that a join adds.
@@ -552,7 +552,7 @@ def values_are_lists(table: pa.Table, feature: IdFeature) -> bool:
 
 
 def _integral_kind(kind: Kind, of: pa.DataType) -> Kind:
-    """Return the kind of a column in which all numbers are integral.
+    """Return the kind for a column whose numbers are all integral.
 
     Decimals and lists of numbers get the integer kind. Float columns keep their kind: earlier runs hashed
     them as floats, and their rows must not change.
@@ -573,7 +573,7 @@ def _has_fractions(column: Any) -> bool:
 
 
 def _average_length(feature: IdFeature, sample: pa.Table) -> float:
-    """Return the mean number of IDs per sampled row, after long lists are cut."""
+    """Return the mean IDs per sampled row, after long lists are cut."""
     if not values_are_lists(sample, feature):
         return 1.0
     lengths = np.diff(feature.values(sample).offsets)

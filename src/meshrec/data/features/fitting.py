@@ -28,11 +28,11 @@ def fit_features(
     on_error: OnError = "raise",
     engine: Engine = map,
 ) -> Features:
-    """Fit features on training data of any size, which is streamed.
+    """Fit features on training data with any size, which is streamed.
 
     Args:
         features: features to fit.
-        open_source: function that opens data as a source.
+        open_source: function to open data as a source.
         train: training data, such as paths.
         split: rule that takes validation and test rows from ``train``; features are fitted on the other rows.
             None: on all rows.
@@ -69,7 +69,7 @@ class _Block(NamedTuple):
     number: int
     """Number of the block in the source."""
     first_row: int
-    """Row number in the whole data of the first row."""
+    """Row number in the whole data for the first row."""
     selected: Bools | None
     """Mask of the training rows in the block; None: all rows."""
 

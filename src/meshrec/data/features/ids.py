@@ -33,21 +33,21 @@ from meshrec.data.samples import Bools, Floats, Ints, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class IdFeature(ABC):
-    """Feature that converts values, or lists of values, in a column to IDs: rows of an embedding table.
+    """Feature that converts values, or lists with values, in a column to IDs: rows of an embedding table.
 
     Lists are Arrow lists, or strings with a ``separator`` between values, as in CSV files.
 
     Args:
-        name: name of the feature.
-        column: column to read; None: the column with the name of the feature.
-        found: kind of the column when the feature was fitted; None: not fitted.
-        max_length: maximum number of IDs per list; longer lists are cut. None: unlimited.
+        name: feature name.
+        column: column to read; None: the column with the feature's name.
+        found: column kind when the feature was fitted; None: not fitted.
+        max_length: maximum IDs per list; longer lists are cut. None: unlimited.
         keep: which end of a longer list to keep: "first" or "last".
         weights: column with a weight per ID, with lists if the IDs are in lists; None: no weights.
-        sequence: whether the IDs in a list are in order of time, oldest first.
+        sequence: whether the IDs in a list are in time order, oldest first.
         table: name of the embedding table. Features with the same table share the rows. None: a table with
-            the name of the feature.
-        average_length: mean number of IDs per sample; set by fitting.
+            the feature's name.
+        average_length: mean IDs per sample; set by fitting.
         separator: string between the values in a string, such as ``"|"``; None: a string is a single value.
 
     Raises:
@@ -88,7 +88,7 @@ class IdFeature(ABC):
 
     @property
     def source(self) -> str:
-        """Name of the column to read."""
+        """Column to read."""
         return self.name if self.column is None else self.column
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
@@ -108,7 +108,7 @@ class IdFeature(ABC):
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Number of rows in the table."""
+        """Table rows."""
 
     @abstractmethod
     def rows_of(self, array: Any) -> Ints:
@@ -173,7 +173,7 @@ class IdFeature(ABC):
             raise DataError(f"column {self.source!r} holds {error}. Give it as it was") from error
 
     def encode(self, table: pa.Table, checks: RowChecks) -> Ragged:
-        """Return the IDs of all samples, and mark samples with a damaged value as invalid in ``checks``."""
+        """Return the IDs for all samples, and mark samples with a damaged value as invalid in ``checks``."""
         values = self.values(table)
         rows = self.rows_of(values.array)
         self.check(rows, values, checks)
@@ -185,7 +185,7 @@ class IdFeature(ABC):
 
         Args:
             rows: table row per value, [N]. A subclass sets invalid rows to 0.
-            values: values of all samples, N in total.
+            values: values for all samples, N in total.
             checks: updated with the invalid samples.
         """
         missing = None if self.null_remedy is None else is_missing(values.array)
@@ -198,8 +198,8 @@ class IdFeature(ABC):
 
         Args:
             column: column with the weights.
-            table: rows of the data.
-            values: values of all samples, N in total.
+            table: data rows.
+            values: values for all samples, N in total.
             checks: updated with samples that have a weight too many, too few, or not finite.
         """
         array, offsets = values_of(table[column])
@@ -207,7 +207,7 @@ class IdFeature(ABC):
         good = np.diff(offsets) == np.diff(values.offsets)
         if not good.all():
             checks.require(good, column, "has another number of weights than of ids")
-            # Weights of invalid samples are 0, so that there is a weight per ID.
+            # Weights of invalid samples are 0, so there is a weight per ID.
             padded = np.zeros(len(values.array), np.float32)
             has_weights = np.repeat(good, np.diff(values.offsets))
             padded[has_weights] = weights[np.repeat(good, np.diff(offsets))]
@@ -232,8 +232,8 @@ def _with_list(kind: Kind, found: Kind | None) -> Kind:
     """Return the list kind for a kind of values if the feature was fitted on lists, otherwise ``kind``.
 
     Args:
-        kind: kind of the values.
-        found: kind of the column when the feature was fitted; None: not fitted.
+        kind: value kind.
+        found: column kind when the feature was fitted; None: not fitted.
     """
     return f"list of {kind}" if found is not None and found.startswith("list") else kind  # type: ignore[return-value]
 
@@ -246,11 +246,11 @@ class Hashed(IdFeature):
     """ID feature that hashes values to table rows. Different values may share a row. Needs no fitting.
 
     The hash is `meshrec.data.features.hashes_of`, mixed with the seed unless it is 0. Multiplying the upper
-    32 bits of the hash by the number of rows gives the row in the upper 32 bits of the product. With
-    ``missing``, row 0 is reserved, and values are hashed to the other rows.
+    32 bits of the hash by the row count gives the row in the upper 32 bits of the product. With ``missing``,
+    row 0 is reserved, and values are hashed to the other rows.
 
     Args:
-        num_embeddings: number of rows in the table.
+        num_embeddings: table rows.
         seed: hash seed. With another seed, other values collide.
         missing: whether null, NaN and empty strings get row 0. Otherwise they are damage.
 
@@ -274,7 +274,7 @@ class Hashed(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Number of rows in the table."""
+        """Table rows."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
@@ -286,7 +286,7 @@ class Hashed(IdFeature):
 
         Args:
             hashes: hash per value, uint64 [n].
-            missing: mask of missing values, [n]; None: no value is missing.
+            missing: mask for missing values, [n]; None: no value is missing.
         """
         # Seed 0 uses the plain hash, which is documented and must not change.
         if self.seed:
@@ -309,7 +309,7 @@ class Integer(IdFeature):
     """ID feature that uses integers in ``[0, num_embeddings)`` as table rows. Other integers are damage.
 
     Args:
-        num_embeddings: number of rows in the table.
+        num_embeddings: table rows.
         missing: table row for null; None: null is damage.
 
     Raises:
@@ -335,7 +335,7 @@ class Integer(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Number of rows in the table."""
+        """Table rows."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
@@ -354,7 +354,7 @@ class Integer(IdFeature):
 
         Args:
             rows: table row per value, [N]; set to 0 where it is -1.
-            values: values of all samples, N in total.
+            values: values for all samples, N in total.
             checks: updated with the invalid samples.
         """
         outside = rows < 0

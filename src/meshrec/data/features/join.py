@@ -41,11 +41,11 @@ class Join:
         return f"column {self.key!r} holds {data_kind}, and {kind} in {self.path}. Make them of one kind"
 
     def key_kind(self) -> Kind:
-        """Return the kind of the key in the table."""
+        """Return the key's kind in the table."""
         return kind_of(self._table().schema.field(self.key).type)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kinds of the added columns, by name."""
+        """Return the added columns' kinds, by name."""
         return {field.name: kind_of(field.type) for field in self.fields()}
 
     def fields(self) -> list[Any]:
@@ -150,7 +150,7 @@ class RequestColumns:
 
 
 def _without_value(chunks: Any) -> Bools:
-    """Return the mask of rows with null or NaN."""
+    """Return a mask for rows with null or NaN."""
     missing: Bools = decoded(whole(chunks)).is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
     return missing
 

@@ -23,9 +23,9 @@ _EVICTIONS: dict[str, Callable[[], Eviction | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Key(IdFeature):
-    """ID feature that converts values to 64-bit keys of a hashed table (``meshrec.Hashed``).
+    """ID feature that converts values to 64-bit hashed table keys (``meshrec.Hashed``).
 
-    There is no vocabulary, and different keys do not share a row. The table admits keys that occur in
+    It needs no vocabulary, and different keys do not share a row. The table admits keys that occur in
     training, and evicts others when it is full.
 
     The key of an integer is the integer. The key of a string is its 64-bit hash
@@ -33,11 +33,11 @@ class Key(IdFeature):
     key is 3 %.
 
     Args:
-        max_rows: maximum number of rows in the table, over all ranks.
+        max_rows: maximum table rows, over all ranks.
         min_count: occurrences in training before a key is admitted.
         evict: eviction policy of a full table: "lru" (least recently updated), "lfu" (least frequently
             read), "lowest_norm", or "error" (raise an error).
-        seed: seed for the initial values of rows.
+        seed: seed for initial row values.
         missing: whether null, NaN and empty strings get the key -2^63. Otherwise they are damage.
     """
 
@@ -65,17 +65,17 @@ class Key(IdFeature):
             raise ValueError(f"feature {self.name!r}: {error}") from error
 
     def keys(self) -> HashedKeys:
-        """Return the options of the hashed table."""
+        """Return the hashed table options."""
         admit = MinCount(self.min_count) if self.min_count > 1 else None
         return HashedKeys(max_rows=self.max_rows, admit=admit, evict=_EVICTIONS[self.evict](), seed=self.seed)
 
     @property
     def rows(self) -> int:
-        """Maximum number of rows in the table."""
+        """Maximum table rows."""
         return self.max_rows
 
     def feature(self) -> Feature:
-        """Return the feature as described to models, with the options of the hashed table."""
+        """Return the feature as described to models, with the hashed table options."""
         return replace(IdFeature.feature(self), keys=self.keys())
 
     def rows_of(self, array: Any) -> Ints:

@@ -25,9 +25,9 @@ class Label:
     Args:
         column: name of the column. It has numbers or booleans; with ``classes`` and for queries, values of
             any kind.
-        kind: what the model predicts. "binary": the probability of 1. "number": the value. "class": which of
-            ``classes``. "query": nothing; the column has the query, user or session within which samples are
-            ranked.
+        kind: the model's prediction. "binary": the probability that the label is 1. "number": the value.
+            "class": which of ``classes``. "query": nothing; the column has the query, user or session within
+            which samples are ranked.
         classes: for a class label, two or more values. For a binary label, the negative and the positive
             value, such as ``("no", "yes")``, or nothing for a column with numbers or booleans.
         missing: "raise": a row without a label is damage. "skip": the row is omitted, and counted in
@@ -86,16 +86,16 @@ class Label:
 
     @property
     def _is_categorical(self) -> bool:
-        """Whether values are only compared for equality, so that they need not be numbers."""
+        """Whether values are only compared for equality, so they need not be numbers."""
         return self.kind == "query" or bool(self.classes)
 
     def targets(self, array: Any) -> npt.NDArray[np.float64]:
-        """Return the labels of n rows, without checks, as float64 [n].
+        """Return the labels for n rows, without checks, as float64 [n].
 
         A label is a number, or the position in ``classes``; NaN for missing labels and unknown classes.
 
         Args:
-            array: values of the column, an Arrow array.
+            array: column values, an Arrow array.
         """
         if self.classes:
             hits = self._hits(array)
@@ -113,12 +113,12 @@ class Label:
         return hits if missing is None else hits & ~missing[:, None]
 
     def encode(self, chunks: Any, checks: RowChecks) -> Floats:
-        """Return the labels of n rows, float32 [n], and mark rows with a damaged label as invalid.
+        """Return the labels for n rows, float32 [n], and mark rows with a damaged label as invalid.
 
         Null, NaN and infinity are damage, and so are binary labels outside [0, 1].
 
         Args:
-            chunks: values of the column, an Arrow array or chunked array.
+            chunks: column values, an Arrow array or chunked array.
             checks: updated with the invalid rows.
         """
         if self._is_categorical:

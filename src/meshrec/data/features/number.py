@@ -25,20 +25,20 @@ from meshrec.data.samples import Floats
 class Number:
     """Feature that converts a column with numbers or times to a column of ``Batch.dense``.
 
-    The conversion has these steps, in this order, if the arguments ask for them: take a part of a time;
-    replace null and NaN by ``missing``; ``log``; ``clip``; ``standardize``.
+    The conversion has these steps, in this order, if the arguments ask for them: take a time part; replace
+    null and NaN by ``missing``; ``log``; ``clip``; ``standardize``.
 
     Args:
-        name: name of the feature.
-        column: column to read; None: the column with the name of the feature.
-        found: kind of the column when the feature was fitted; None: not fitted.
-        part: part of a time in UTC, such as "hour". None: the number, or the time in seconds since 1970.
-        unit: unit of times that are numbers, counted from 1970; used only with ``part``.
+        name: feature name.
+        column: column to read; None: the column with the feature's name.
+        found: column kind when the feature was fitted; None: not fitted.
+        part: time part in UTC, such as "hour". None: the number, or the time in seconds since 1970.
+        unit: unit for numeric times, counted from 1970; used only with ``part``.
         missing: value for null and NaN; None: they are damage. Infinity is always damage.
         log: whether to replace x by log(1 + x), and negative x by 0.
         clip: quantiles, such as (0.01, 0.99), at whose values smaller and larger numbers are clipped.
         standardize: whether to subtract the mean and divide by the standard deviation.
-        num_bins: number of bins with equally many training values. Models that embed numbers learn a
+        num_bins: bins, each with about equally many training values. Models that embed numbers learn a
             piecewise-linear function with these bins; other models read the value.
         low: lower clipping bound; set by fitting.
         high: upper clipping bound; set by fitting.
@@ -79,7 +79,7 @@ class Number:
 
     @property
     def source(self) -> str:
-        """Name of the column to read."""
+        """Column to read."""
         return self.name if self.column is None else self.column
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
@@ -129,7 +129,7 @@ class Number:
         """Return the dense value per sample, float32 [n], and mark samples with a damaged value as invalid.
 
         Args:
-            chunks: values of the column, an Arrow array or chunked array.
+            chunks: column values, an Arrow array or chunked array.
             checks: updated with the invalid samples.
         """
         values = floats_of(whole(chunks), self.part, self.unit, self.time_format)

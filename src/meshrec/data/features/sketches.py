@@ -38,17 +38,17 @@ class RowSample(NamedTuple):
 
     @staticmethod
     def of(table: pa.Table, rows: Ints, limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Sample the rows of a part of the data.
+        """Sample the rows of a data part.
 
         Args:
-            table: n rows of the data.
+            table: n data rows.
             rows: row numbers in the whole data, int64 [n].
-            limit: maximum number of sampled rows.
+            limit: maximum sampled rows.
         """
         return _smallest(table, mix(rows.view(np.uint64), seed=_ROW_SEED), limit)
 
     def merged(self, other: "RowSample", limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Return the sample of the rows in both parts of the data."""
+        """Return the sample of the rows in both data parts."""
         table = pa.concat_tables([self.table, other.table], promote_options="permissive")
         return _smallest(table, np.concatenate([self.hashes, other.hashes]), limit)
 
@@ -62,7 +62,7 @@ def _smallest(table: pa.Table, hashes: UInt64s, limit: int) -> RowSample:
 
 
 class Distinct(NamedTuple):
-    """Estimate of the number of distinct values, from the smallest hashes of values.
+    """Estimate of the distinct value count, from the smallest hashes of values.
 
     Exact for fewer values than the limit. See Bar-Yossef et al.: "Counting distinct elements in a data
     stream" (2002).
@@ -82,7 +82,7 @@ class Distinct(NamedTuple):
         return Distinct(np.unique(np.concatenate([self.hashes, other.hashes]))[:limit])
 
     def count(self, limit: int = DISTINCT) -> int:
-        """Return the estimated number of distinct values."""
+        """Return the estimated distinct value count."""
         num = len(self.hashes)
         if num < limit:
             return num
@@ -92,16 +92,16 @@ class Distinct(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Exact number of occurrences of every distinct value."""
+    """Exact occurrence count for every distinct value."""
 
     values: Any
     """Distinct values, an Arrow array."""
     counts: Any
-    """Number of occurrences per value, an Arrow array with int64."""
+    """Occurrence count per value, an Arrow array with int64."""
 
     @staticmethod
     def of(array: Any) -> "Counts":
-        """Count the values in an array of numbers or strings, without null, NaN and the empty string."""
+        """Count the values in an array with numbers or strings, without null, NaN and the empty string."""
         array = array.drop_null()
         if pa.types.is_decimal(array.type) and array.type.scale <= 0:
             array = as_integers(array)

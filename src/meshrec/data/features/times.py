@@ -1,4 +1,4 @@
-"""Feature with the timestamps of history items, which are read by models but not by an embedding table."""
+"""Feature with history timestamps, which are read by models but not by an embedding table."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -43,7 +43,7 @@ class Times(IdFeature):
         return (self.source, self.history)
 
     def values(self, table: pa.Table) -> Values:
-        """Return the timestamps of all rows, after checking them.
+        """Return the timestamps in all rows, after checking them.
 
         Raises:
             DataError: a row has different numbers of timestamps and items, or the timestamps decrease or are
@@ -65,7 +65,7 @@ class Times(IdFeature):
         """Raise DataError for a timestamp that is implausibly late, or earlier than the previous one.
 
         Args:
-            seconds_N: timestamps of all rows.
+            seconds_N: timestamps in all rows.
             offsets: start of every row in ``seconds_N``, and the end of the last row.
         """
         falls = np.diff(seconds_N) < 0

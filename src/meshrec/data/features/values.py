@@ -1,4 +1,4 @@
-"""Conversion of Arrow columns for features: to flattened lists, numbers, hashes, times and parts of times."""
+"""Conversion of Arrow columns for features: to flattened lists, numbers, hashes, times and time parts."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -48,10 +48,10 @@ _ENDS: dict[TimeUnit, float] = {"s": 9e12, "ms": 9e15, "us": 9e18, "ns": 9e18}
 
 
 class Values(NamedTuple):
-    """Values of n samples, concatenated. Sample i has ``array[offsets[i] : offsets[i + 1]]``."""
+    """Values for n samples, concatenated. Sample i has ``array[offsets[i] : offsets[i + 1]]``."""
 
     array: Any
-    """Arrow array with the N values of all samples."""
+    """Arrow array with the N values for all samples."""
     offsets: Ints
     """Start per sample, and the end of the last sample, int64 [n + 1]."""
 
@@ -62,7 +62,7 @@ class Values(NamedTuple):
         return Values(self.array.filter(pa.array(mask)), before[self.offsets])
 
     def samples_without(self, mask: Bools) -> Bools:
-        """Return the mask [n] of the samples that have none of the values that a mask [N] selects."""
+        """Return a mask [n] for the samples without any value selected by a mask [N]."""
         before = np.concatenate([[0], np.cumsum(mask)])
         good: Bools = before[self.offsets[1:]] == before[self.offsets[:-1]]
         return good
@@ -73,7 +73,7 @@ class Values(NamedTuple):
 
 
 def kind_of(kind: pa.DataType) -> Kind:
-    """Return the kind of the values in columns with an Arrow type."""
+    """Return the kind for values with this Arrow type."""
     kind = plain_type(kind)
     if pa.types.is_dictionary(kind):
         return kind_of(kind.value_type)
@@ -127,7 +127,7 @@ def whole(chunks: Any) -> Any:
 
 
 def values_of(chunks: Any) -> Values:
-    """Return the values of a column, with lists flattened. A null list is an empty list.
+    """Return a column's values, with lists flattened. A null list is an empty list.
 
     Args:
         chunks: Arrow array or chunked array, with a row per sample.
@@ -142,13 +142,13 @@ def values_of(chunks: Any) -> Values:
 
 
 def converted(array: Any, kind: Kind) -> Any:
-    """Convert numbers to integers, or integers to floats, if the fitted kind of the column requires it.
+    """Convert numbers to integers, or integers to floats, if the fitted column kind requires it.
 
     For example, files may have floats in an integer column with nulls. Other arrays are returned unchanged.
 
     Args:
         array: values of a column, an Arrow array. For lists, the flattened values.
-        kind: kind of the column when the feature was fitted.
+        kind: column kind when the feature was fitted.
 
     Raises:
         ValueError: numbers are not integral, or too large for exact floats.
@@ -206,7 +206,7 @@ def hashes_of(array: Any) -> UInt64s:
     - Integers, and decimals without a scale: `mix` of the number.
     - Dates and times: `mix` of the microseconds since 1970 in UTC, or since midnight.
     - Strings and binaries: `hash_bytes` of the bytes, in UTF-8.
-    - Other numbers: `mix` of the bits of the float64.
+    - Other numbers: `mix` of the float64 bits.
 
     Null and NaN have the hash of 0 or of the empty string.
 
@@ -220,7 +220,7 @@ def hashes_of(array: Any) -> UInt64s:
 
 
 def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
-    """Return the hash per value, uint64 [n], and the mask of missing values, bool [n].
+    """Return the hash per value, uint64 [n], and the mask for missing values, bool [n].
 
     Missing values are null, NaN and the empty string. The mask is None if there are none.
     """
@@ -258,8 +258,8 @@ def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
 def integers_of(array: Any) -> Ints:
     """Return an int64 per value of an Arrow array that identifies the value, [n].
 
-    This is the integer; the time in microseconds; or the bits of the float64, the same for -0.0 and 0.0. A
-    decimal without a scale that exceeds 64 bits is represented by a hash. Null and NaN give 0.
+    This is the integer; the time in microseconds; or the float64 bits, the same for -0.0 and 0.0. A decimal
+    without a scale that exceeds 64 bits is represented by a hash. Null and NaN give 0.
     """
     array = plain(array)
     kind = array.type
@@ -300,7 +300,7 @@ def floats_of(
     Args:
         array: numbers, times, or times as text: an Arrow array or chunked array.
         part: part of the times to return, in UTC. None: numbers as they are, and times in seconds since 1970.
-        unit: unit of times that are numbers; used only with ``part``.
+        unit: unit for numeric times; used only with ``part``.
         time_format: strptime format for times as text; None: ISO 8601.
     """
     array = decoded(whole(array))
@@ -317,7 +317,7 @@ def microseconds_of(array: Any, unit: TimeUnit, time_format: str | None = None) 
 
     Args:
         array: numbers, times, or times as text, without null: an Arrow array or chunked array.
-        unit: unit of times that are numbers. Fractions of the unit count, down to microseconds.
+        unit: unit for numeric times. Fractions of the unit count, down to microseconds.
         time_format: strptime format for times as text; None: ISO 8601.
 
     Raises:
@@ -337,7 +337,7 @@ def parsed_times(strings: Any, time_format: str | None = None) -> Any:
     Digits beyond microseconds are truncated.
 
     Args:
-        strings: an Arrow array of strings or binaries.
+        strings: an Arrow array with strings or binaries.
         time_format: strptime format; None: ISO 8601.
 
     Raises:
@@ -388,14 +388,14 @@ def are_times(strings: Any) -> bool:
 
 
 def parts_of(array: Any, part: DatePartName, unit: TimeUnit, time_format: str | None = None) -> Any:
-    """Return a part of the times in a column, in UTC, as an Arrow array of int64; null for null or NaN.
+    """Return a part of the times in a column, in UTC, as an int64 Arrow array; null for null or NaN.
 
     Months, days and weekdays are counted from 0: January, the first day of a month, and Monday are 0.
 
     Args:
         array: numbers, times, or times as text: an Arrow array or chunked array.
         part: part to return.
-        unit: unit of times that are numbers.
+        unit: unit for numeric times.
         time_format: strptime format for times as text; None: ISO 8601.
     """
     return _part(_times(decoded(whole(array)), unit, time_format), part)
@@ -408,7 +408,7 @@ def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:
 
     Args:
         array: Arrow array without dictionary encoding.
-        unit: unit of times that are numbers.
+        unit: unit for numeric times.
         time_format: strptime format for times as text; None: ISO 8601.
     """
     if is_text(array.type):
@@ -427,7 +427,7 @@ def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:
 
 
 def _microseconds(array: Any, unit: TimeUnit) -> Any:
-    """Convert numbers in a time unit to microseconds, rounded down, as an Arrow array of int64."""
+    """Convert numbers in a time unit to microseconds, rounded down, as an int64 Arrow array."""
     kind = array.type
     missing = array.is_null().to_numpy(zero_copy_only=False)
     power = {"s": 6, "ms": 3, "us": 0, "ns": -3}[unit]

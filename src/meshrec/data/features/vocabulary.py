@@ -33,11 +33,10 @@ class Vocabulary(IdFeature):
     vocabulary, by hash. The following rows are for the vocabulary, with the most frequent value first.
 
     Args:
-        min_count: minimum number of occurrences in training. Features that share a table are counted
-            together.
-        max_size: maximum number of values in the vocabulary, of which the most frequent are retained.
-        num_unseen: number of rows for values outside the vocabulary.
-        num_embeddings: number of rows in the table; None: as many as needed.
+        min_count: minimum occurrences in training. Features that share a table are counted together.
+        max_size: maximum vocabulary size; the most frequent values are retained.
+        num_unseen: row count for values outside the vocabulary.
+        num_embeddings: table rows; None: as many as needed.
         vocabulary: values in the vocabulary; set by fitting.
         known_only: whether to drop values outside the vocabulary, and treat null as damage. For models of
             interaction logs (`meshrec.data.logs.interactions`), which have no such values in training.
@@ -70,7 +69,7 @@ class Vocabulary(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Number of rows in the table."""
+        """Table rows."""
         need_fitted(self)
         return self.num_embeddings or self._first + len(self.vocabulary)
 
@@ -119,8 +118,8 @@ class Vocabulary(IdFeature):
         """Return the feature fitted to training data.
 
         Args:
-            kind: kind of the column.
-            counts: number of occurrences by value, in all features that share the table.
+            kind: column kind.
+            counts: occurrence count by value, in all features that share the table.
 
         Raises:
             DataError: the vocabulary exceeds the table, or has bytes that are not text.
@@ -178,7 +177,7 @@ class Vocabulary(IdFeature):
         return rows
 
     def _index(self) -> tuple[UInt64s, Ints]:
-        """Return the hashes of the vocabulary, ascending, and the position in the vocabulary per hash."""
+        """Return the vocabulary's hashes, ascending, and the position in the vocabulary per hash."""
         index: tuple[UInt64s, Ints] | None = self.__dict__.get("_sorted")
         if index is None:
             hashes = hashes_of(self.vocabulary)
@@ -208,7 +207,7 @@ def _of_one_kind(kind: Kind, values: Any) -> tuple[Kind, Any]:
     integers, also from decimals with a scale and from lists of floats.
 
     Args:
-        kind: kind of the column.
+        kind: column kind.
         values: distinct values, an Arrow array of numbers.
 
     Returns:
