@@ -1,4 +1,4 @@
-"""Routes other than scoring, and the token check for all routes."""
+"""HTTP handlers for everything except scoring, and the token check for all requests."""
 
 import hmac
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,14 +22,14 @@ from meshrec.serve.requests import RequestError
 from meshrec.serve.samples import read_json
 from meshrec.serve.scoring import ScoringEndpoint, error_answer, receive_body, score_request_of, send_answer
 
+# Protocol extensions which ``GET /v2`` reports.
 _EXTENSIONS = ["binary_tensor_data", "model_repository"]
-"""Protocol extensions which ``GET /v2`` reports."""
+# Maximum body size of model repository requests.
 _MAX_BYTES = 1 << 20
-"""Maximum body size of model repository requests."""
 
 
 class ChangeAllWorkers(Protocol):
-    """Function which changes a model in every worker."""
+    """Type of a function that loads or unloads a model in every worker process."""
 
     async def __call__(self, action: str, model: str, delta: int | None = None) -> None:
         """Load or unload a model.
@@ -37,10 +37,10 @@ class ChangeAllWorkers(Protocol):
         Args:
             action: ``load`` or ``unload``.
             model: model name.
-            delta: last delta to apply; None: all.
+            delta: number of the last delta (published weight update) to apply when loading; None: all.
 
         Raises:
-            RequestError: a worker failed; the error is the first one received.
+            RequestError: a worker failed. The error is the first one received.
         """
 
 
@@ -48,13 +48,14 @@ class Routes:
     """HTTP handlers for all requests except scoring: health, models, metrics and API pages.
 
     Args:
-        repository: models.
-        metrics: server metrics.
-        change_all: function which loads or unloads a model in every worker process.
-        refusal: function which returns the reason why the server refuses scoring requests now, or None if it
-            accepts them.
+        repository: models of this process.
+        metrics: metrics of the server.
+        change_all: function that loads or unloads a model in every worker process.
+        refusal: function that returns why the server refuses scoring requests now, or None if it accepts
+            them.
         admin: whether requests may load and unload models.
-        hosts: allowed ``Host`` names for such requests; None if clients must send a token instead.
+        hosts: allowed ``Host`` names for requests that load or unload models. None: such requests are not
+            checked for their origin, because clients must send a token.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Routes:
         self._admin, self._hosts = admin, hosts
 
     def app(self) -> Starlette:
-        """Return an application with these routes."""
+        """Return a Starlette application with these routes."""
         get, post = ["GET"], ["POST"]
         model = "/v2/models/{model}"
         routes = [
@@ -184,14 +185,14 @@ class Routes:
 
 
 class Guard:
-    """Entry point for requests: checks the token, then dispatches.
+    """ASGI application for all requests: checks the token, then calls the handler for the path.
 
     While the server stops, answers tell clients to close their connections.
 
     Args:
-        scoring: answers scoring requests.
-        app: answers all other requests.
-        token: required bearer token, except for health checks; None: no token needed.
+        scoring: handler for scoring requests.
+        app: handler for all other requests.
+        token: bearer token that clients must send, except for health checks; None: no token is needed.
 
     Attributes:
         is_stopping: set by the server when shutdown starts; never reset.
@@ -237,10 +238,14 @@ class Guard:
 
 
 async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any]:
-    """Return the non-null fields of a JSON body; an empty body has no fields.
+    """Receive a JSON body, and return its fields without those that are null. An empty body has no fields.
+
+    Args:
+        http: request.
+        allowed: field names that the body may have.
 
     Raises:
-        RequestError: not a JSON object, or a field outside ``allowed``.
+        RequestError: the body is not a JSON object, or has a field outside ``allowed``.
     """
     body = await receive_body(dict(http.scope["headers"]), http.receive, _MAX_BYTES)
     given = read_json(body) if body.strip() else {}
@@ -250,9 +255,9 @@ async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any
 
 
 async def _check_parameters(http: HttpRequest, *allowed: str) -> None:
-    """Raise RequestError if the JSON body has repository parameters outside ``allowed``.
+    """Raise RequestError if the JSON body has a parameter outside ``allowed``.
 
-    The server would ignore them, and the client would not notice.
+    Otherwise the server would ignore the parameter, and the client would not notice.
     """
     parameters = (await _fields_of(http, ("parameters",))).get("parameters", {})
     if not isinstance(parameters, dict):
@@ -272,18 +277,18 @@ def _checked_names(given: Mapping[str, Any], allowed: Sequence[str], kind: str) 
 
 
 async def _answer_refusal(_: HttpRequest, error: Exception) -> Response:
-    """Answer with the status and headers of a `RequestError`."""
+    """Return the response to a request that raised a `RequestError`, with the status and headers in it."""
     assert isinstance(error, RequestError)
     return JSONResponse({"error": str(error)}, error.status, error.headers)
 
 
 async def _answer_unknown_path(_: HttpRequest, error: Exception) -> Response:
-    """Answer a path or method without a route."""
+    """Return the response to a path or method without a route."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: see / for the available paths."
     return JSONResponse({"error": message}, error.status_code, error.headers)
 
 
 async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
-    """Answer 500 after an unexpected exception, without details which may be confidential."""
+    """Return status 500 after an unexpected exception, without details, which may be confidential."""
     return JSONResponse({"error": "internal error; see the server log."}, 500)

@@ -1,4 +1,4 @@
-"""Dynamic batching: requests which arrive during a batch form the next batch."""
+"""Dynamic batching: while the model computes a batch, arriving requests queue up and form the next batch."""
 
 import asyncio
 import math
@@ -13,35 +13,35 @@ import numpy as np
 
 from meshrec.serve.requests import Floats, Request, RequestError, RequestSplitter, concat_requests
 
+# Maximum duration of a batch with several requests, in seconds. A compiled program holds the GIL, so the
+# server neither reads, answers nor refuses requests meanwhile.
 _MAX_BATCH_SECONDS = 5e-3
-"""Maximum duration of a batch with several requests, in seconds. A compiled program holds the GIL, so the
-server neither reads, answers nor refuses requests meanwhile.
-"""
+# Target duration, in seconds, of a piece of a request too large for a batch.
 _PIECE_SECONDS = 1e-3
-"""Target duration, in seconds, of a piece of a request too large for a batch."""
+# Safety factor on estimated waits before comparison with deadlines.
 _WAIT_MARGIN = 1.5
-"""Safety factor on estimated waits before comparison with deadlines."""
 
 
 class VersionedScores(NamedTuple):
-    """Scores [B], and the model version which computed them."""
+    """Scores [B] or vectors [B, V], and the model version that computed them."""
 
     scores: Floats
     version: str
 
 
 Score = Callable[[Request], VersionedScores]
+"""Function that computes the scores of a request, or of several concatenated requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Batch and queue limits."""
+    """Limits on the batches and the request queue of a model."""
 
     max_batch: int = 512
     """Maximum samples per batch. Larger requests are computed in pieces, interleaved with other requests."""
     max_wait_ms: float = 0.0
-    """Milliseconds a request may wait for others while the model is idle. With 0, a batch has the requests
-    which arrived during the previous batch.
+    """Milliseconds that a request may wait for other requests while the model is idle. With 0, a batch has
+    the requests that arrived during the previous batch.
     """
     max_queue: int = 1024
     """Maximum number of waiting requests; further requests get status 503."""
@@ -58,8 +58,8 @@ class BatchMetrics(NamedTuple):
     """Measurements of a scored batch.
 
     Attributes:
-        num_samples: number of samples, all requests together.
-        waits: seconds which each request waited in the queue.
+        num_samples: number of samples in the batch, over all requests.
+        waits: for every request in the batch, the seconds it waited in the queue.
     """
 
     num_samples: int
@@ -67,13 +67,13 @@ class BatchMetrics(NamedTuple):
 
 
 class _QueuedRequest(NamedTuple):
-    """Request in the queue.
+    """Request, or piece of a large request, in the queue.
 
     Attributes:
         request: samples to score.
         deadline: ``time.monotonic`` time after which the request is dropped.
         since: ``time.monotonic`` time when the request entered the queue.
-        answer: receives the scores or an exception; cancelled if the client disconnects.
+        answer: future that gets the scores or an exception. It is cancelled if the client disconnects.
     """
 
     request: Request
@@ -83,15 +83,15 @@ class _QueuedRequest(NamedTuple):
 
 
 class Batcher:
-    """Request queue of a model, with a thread which scores one batch at a time. Used by a single event loop.
+    """Request queue of a model, with a thread that scores one batch at a time. Used by a single event loop.
 
-    Requests enter with ``with batcher: scores = await batcher(request)``. If scoring a batch fails, the
-    requests are scored individually.
+    A handler takes a queue position before it parses the body: ``with batcher: scores = await
+    batcher(request)``. If scoring a batch fails, the requests are scored individually.
 
     Args:
-        score: scores a request; called in the thread.
+        score: function that scores a request; called in the thread.
         limits: batch and queue limits.
-        observe: called after every batch.
+        observe: function to call with measurements after every batch.
     """
 
     def __init__(self, score: Score, limits: Limits, observe: Callable[[BatchMetrics], None]) -> None:
@@ -139,14 +139,15 @@ class Batcher:
             self._idle.set()
 
     async def __call__(self, request: Request, deadline: float = math.inf) -> VersionedScores:
-        """Score an admitted request.
+        """Put an admitted request into the queue, and wait for the scores.
 
         Args:
-            request: checked request.
+            request: request from `check_request`.
             deadline: ``time.monotonic`` time after which the request is dropped.
 
         Returns:
-            Scores [B] and model version.
+            Scores and model version. If deltas are applied between the pieces of a large request, the version
+            is that of the first piece.
 
         Raises:
             RequestError: the queue is too long for the deadline (status 503), the deadline has passed (504),
@@ -167,7 +168,7 @@ class Batcher:
         return VersionedScores(np.concatenate([part.scores for part in scored]), scored[0].version)
 
     async def _enqueue(self, request: Request, deadline: float) -> VersionedScores:
-        """Put a request of at most ``max_batch`` samples into the queue and wait for the scores."""
+        """Put a request of at most ``max_batch`` samples into the queue, and wait for the scores."""
         work = _QueuedRequest(request, deadline, time.monotonic(), asyncio.get_running_loop().create_future())
         self._waiting.append(work)
         self._num_waiting += request.num_samples
@@ -183,12 +184,13 @@ class Batcher:
         return max(1, min(int(_PIECE_SECONDS / self._computing_per_sample), self._limits.max_batch))
 
     def check(self, deadline: float, num_samples: int | None = None) -> None:
-        """Check that a request arriving now would be scored before the deadline.
+        """Check that a request arriving now would be scored before the deadline, at the current pace.
 
         Args:
             deadline: ``time.monotonic`` time.
-            num_samples: sample count; None before the body is read: assume the usual count, and also check
-                that the queue has room, so that a refusal is cheap.
+            num_samples: samples in the request. None if the body was not read yet: the usual number is
+                assumed, and the queue must have room. So the server can refuse a request without reading the
+                body.
 
         Raises:
             RequestError: the queue is full or too long for the deadline (status 503), or the deadline has
@@ -208,7 +210,7 @@ class Batcher:
             )
 
     async def drain(self) -> None:
-        """Wait until all admitted requests are answered, then end the thread."""
+        """Wait until all admitted requests are answered, then end the scoring thread."""
         await self._idle.wait()
         self._pool.shutdown(wait=False)
 
@@ -240,12 +242,15 @@ class Batcher:
         running.add_done_callback(lambda future: self._finish(batch, now, future))
 
     def _on_timer(self) -> None:
-        """Start a batch after requests had time to join it."""
+        """Try to start a batch, after requests had time to join it."""
         self._timer = None
         self._start()
 
     def _take(self, now: float) -> list[_QueuedRequest]:
-        """Take the next batch from the queue, dropping expired requests."""
+        """Remove the requests of the next batch from the queue, and return them.
+
+        Expired requests get an error instead; requests with disconnected clients are dropped.
+        """
         batch: list[_QueuedRequest] = []
         num_samples = 0
         while self._waiting:
@@ -267,7 +272,7 @@ class Batcher:
         return batch
 
     def _scores(self, batch: Sequence[_QueuedRequest]) -> list[VersionedScores | Exception]:
-        """Return scores or an error per request. Runs in the thread."""
+        """Score a batch, and return scores or an error for every request. Runs in the scoring thread."""
         requests = [work.request for work in batch]
         results: list[VersionedScores | Exception] = []
         try:
@@ -292,9 +297,9 @@ class Batcher:
         """Update the averages, start the next batch, and answer the requests. Runs in the event loop.
 
         Args:
-            batch: scored requests.
+            batch: requests that were scored.
             began: ``time.monotonic`` time when scoring started.
-            future: result of `_scores`.
+            future: finished future with the result of `_scores`.
         """
         now = time.monotonic()
         # Wall time since the last batch: under load, reading and answering requests also takes time.
@@ -320,5 +325,5 @@ class Batcher:
 
 
 def deadline_error() -> RequestError:
-    """Return the error for a request past the deadline."""
+    """Return the error (status 504) for a request past the deadline."""
     return RequestError("the deadline passed before the request was computed. Allow more time.", 504)

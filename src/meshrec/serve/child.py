@@ -1,11 +1,10 @@
-"""Child processes for tasks which must not run in the server process.
+"""Child processes for tasks that must not run in the server process.
 
-Parsing a large body would block the event loop (`reading`). Loading a damaged package could end the process
-(`trial`).
+Parsing a large body would block the event loop (``reading.py``). Loading a damaged package could end the
+process (``trial.py``).
 
-A fork copies only the calling thread, together with locks held by other threads, which are never released in
-the copy. So only a single-threaded process forks. Otherwise a new interpreter is started, which takes
-seconds.
+A fork copies only the calling thread. Locks held by other threads are never released in the copy. So only a
+single-threaded process forks its child. Otherwise a new interpreter is started, which takes seconds.
 """
 
 import contextlib
@@ -25,12 +24,13 @@ import numpy as np
 
 from meshrec.interpreter import interpreter_arguments
 
+# Format of a buffer size in the message header.
 _SIZE = struct.Struct("<Q")
-"""Format of a buffer size in the message header."""
+# File descriptor of the connection in a new interpreter.
 _SOCKET = 3
-"""File descriptor of the connection in a new interpreter."""
 _PROGRAM = "from meshrec.serve.child import run_child; run_child()"
 Work = Callable[[socket.socket], None]
+"""Function that a child runs: it answers requests from the socket until the socket is closed."""
 
 
 class Child:
@@ -40,9 +40,9 @@ class Child:
     `start` before the first `ask`.
 
     Args:
-        work: module-level function, called in the child with the child's end of the socket. It loops:
-            `receive` a request, compute, `send` the answer. `receive` raises EOFError once the parent's
-            end is closed, which ends the loop.
+        work: module-level function, called in the child with the child's end of a socket. It must loop:
+            `receive` a request, compute, `send` the answer. `receive` raises EOFError once the parent's end
+            is closed, which ends the loop.
     """
 
     def __init__(self, work: Work) -> None:
@@ -61,7 +61,7 @@ class Child:
         return self._socket is not None
 
     def start(self) -> None:
-        """Start the child: fork if this process is single-threaded, else start an interpreter."""
+        """Start the child: fork if this process is single-threaded, otherwise start a new interpreter."""
         here, there = socket.socketpair()
         with there:
             if _has_other_threads():
@@ -74,7 +74,7 @@ class Child:
         self._socket = here
 
     def ask(self, *question: Any) -> Any:
-        """Send objects to the child, wait, and return the object which it sends back.
+        """Send objects to the child, and wait for the object that it sends back.
 
         Raises:
             EOFError: the child ended. Call `start` to replace it.
@@ -106,7 +106,7 @@ def run_child() -> None:
 
 
 def _has_other_threads() -> bool:
-    """Return whether this process has threads which a fork would lose."""
+    """Return whether this process has threads that would be missing in a fork."""
     tasks = Path("/proc/self/task")
     if threading.active_count() > 1 or not tasks.is_dir():
         return True
@@ -121,9 +121,9 @@ def _has_other_threads() -> bool:
 
 
 def _start_interpreter(parent: socket.socket) -> int:
-    """Start an interpreter which runs `run_child`, and return the process ID.
+    """Start a Python interpreter that runs `run_child`, and return the process ID.
 
-    It inherits the standard streams and the socket, but no other file descriptors.
+    The interpreter inherits the standard streams and the socket, but no other file descriptors.
     """
     return os.posix_spawn(
         sys.executable,
@@ -148,7 +148,10 @@ def _run_and_exit(parent: socket.socket, work: Work) -> NoReturn:
 
 
 def send(to: socket.socket, *objects: Any) -> None:
-    """Send objects. Arrays and bytes are sent without a copy, and the GIL is released meanwhile."""
+    """Send pickled objects to the other process.
+
+    Arrays and bytes are sent without copying them, and the GIL is released meanwhile.
+    """
     buffers: list[pickle.PickleBuffer] = []
     plain = [pickle.PickleBuffer(item) if isinstance(item, bytes) else item for item in objects]
     head = pickle.dumps(plain if len(objects) > 1 else objects[0], 5, buffer_callback=buffers.append)
@@ -161,7 +164,9 @@ def send(to: socket.socket, *objects: Any) -> None:
 
 
 def receive(source: socket.socket) -> Any:
-    """Return the object sent by `send`, or a list if several were sent.
+    """Wait for a `send` in the other process, and return the object, or a list if several were sent.
+
+    Only for a socket to a process of this server, because unpickling executes code.
 
     Raises:
         EOFError: the other process ended.

@@ -1,7 +1,8 @@
-"""Connection limits of a server process: number, memory and deadlines.
+"""Limits on the connections to a server process: how many, how much memory, and for how long.
 
-uvicorn only acts on complete requests. Until then, this module limits clients: headers, bodies and idle
-connections have deadlines and maximum sizes. A client which opens too many connections loses the slowest.
+uvicorn only sees complete requests. Until then, this module limits clients: headers, bodies and idle
+connections have deadlines and maximum sizes. If a client opens too many connections, the server closes the
+slowest one.
 """
 
 import asyncio
@@ -22,15 +23,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from meshrec.serve.options import ConnectionLimits
 
+# Seconds between checks of all connections for expired deadlines.
 _SECONDS_BETWEEN_SWEEPS = 0.25
+# Seconds for which a refused connection continues reading. Closing it with unread data would make the kernel
+# reset the connection, and the client would lose the answer.
 _SECONDS_TO_LINGER = 2.0
-"""Seconds for which a refused connection continues reading. Closing it with unread data would make the kernel
-reset the connection, and the client would lose the answer.
-"""
+# Maximum requests which a client may send on a connection ahead of the answers.
 _MAX_PIPELINED = 64
+# Maximum header fields per request.
 _MAX_HEADERS = 256
+# Grammar of the Host header: name or address, and port (RFC 9110, 7.2).
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::\d*)?", re.ASCII)
-"""Grammar of the Host header: name or address, and port (RFC 9110, 7.2)."""
+# Headers allowed once: servers and proxies differ in which of two values they use.
 _SINGLE_HEADERS = (
     b"host",
     b"authorization",
@@ -42,7 +46,6 @@ _SINGLE_HEADERS = (
     b"transfer-encoding",
     b"x-timeout-ms",
 )
-"""Headers allowed once: servers and proxies differ in which of two values they use."""
 _MEMORY_REFUSAL = "unanswered requests take too much memory on the server. Try again later."
 IDLE, HEADER, BODY, UNREAD, REFUSED = "idle", "header", "body", "unread", "refused"
 """States in which a connection waits for the client: to send a request, headers or a body, to read an answer,
@@ -53,18 +56,18 @@ ANSWER, ANSWERS = "answer", "answers"
 
 
 class _WaitState(NamedTuple):
-    """State in which a connection waits, and the ``time.monotonic`` time when the wait started."""
+    """What a connection waits for (one of the states above), and since when in ``time.monotonic`` seconds."""
 
     state: str
     since: float
 
 
 class Connections:
-    """All connections of a server process.
+    """Registry of all open connections to a server process, which enforces the limits.
 
     Args:
-        limits: per-client and total limits.
-        count: called with the status of every refusal.
+        limits: limits per client, and in total.
+        count: function to call with the HTTP status of every refusal.
     """
 
     def __init__(self, limits: ConnectionLimits, count: Callable[[int], None] = lambda _: None) -> None:
@@ -74,7 +77,7 @@ class Connections:
         self._by_client: dict[str, dict[Connection, None]] = {}  # by `Connection.owner`
         # Bytes of unanswered requests, over all connections and `reserve` calls.
         self._num_reserved = 0
-        # Next call of `_on_sweep`; None while there are no connections.
+        # Next call of `_on_sweep`; None without connections.
         self._sweep: asyncio.TimerHandle | None = None
 
     @property
@@ -121,7 +124,7 @@ class Connections:
             self._sweep = None
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes of an incomplete body. Above the limit, refuse the largest bodies."""
+        """Count bytes received for a body. Above the memory limit, refuse the largest incomplete bodies."""
         self._num_reserved += num_bytes
         while (
             self._num_reserved > self.limits.max_unanswered
@@ -134,14 +137,18 @@ class Connections:
         self._num_reserved -= num_bytes
 
     def reserve(self, num_bytes: int) -> str | None:
-        """Count bytes of a complete request; return the reason if the limit is exceeded."""
+        """Count additional bytes of a complete request, unless the memory limit would be exceeded.
+
+        Returns:
+            None if the bytes were counted, otherwise the reason for refusing the request.
+        """
         if self._num_reserved + num_bytes > self.limits.max_unanswered:
             return _MEMORY_REFUSAL
         self._num_reserved += num_bytes
         return None
 
     def _largest_upload(self) -> "Connection | None":
-        """Return the connection which has sent most bytes of a still incomplete body."""
+        """Return the connection with the most received bytes of an incomplete body, or None."""
         unfinished = (
             connection
             for connection in self._all
@@ -152,7 +159,7 @@ class Connections:
         return max(unfinished, key=lambda connection: connection.held, default=None)
 
     def _close_slowest(self, some: "Iterable[Connection]") -> bool:
-        """Close the `_slowest` connection; return False if all of them only wait for the server."""
+        """Close the slowest of some connections. Return False if all of them only wait for the server."""
         slowest = self._slowest(some)
         if slowest is None:
             return False
@@ -163,11 +170,11 @@ class Connections:
 
     @staticmethod
     def _slowest(some: "Iterable[Connection]") -> "Connection | None":
-        """Return the connection to close first, or None if all wait for a single answer.
+        """Return the connection to close first, or None if all of them wait for a single answer.
 
-        First choice: the connection whose request or unread answer has been incomplete longest. Second: the
-        one idle longest. Last: one which waits for several pipelined answers, because the client must resend
-        those requests.
+        First choice: a connection with an incomplete request or an unread answer, for the longest time.
+        Second: the connection that has been idle longest. Last: a connection that waits for several pipelined
+        answers, because the client must resend these requests.
         """
         slowest: Connection | None = None
         last = {IDLE: 1, ANSWERS: 2}
@@ -203,15 +210,15 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """Protocol of a client connection: uvicorn's HTTP/1.1 protocol with limits.
+    """asyncio protocol for a client connection: uvicorn's HTTP/1.1 protocol with limits.
 
     Args:
-        registry: connections of the process.
+        registry: all connections to the process.
         given: keyword arguments of uvicorn's ``HttpToolsProtocol``.
 
     Attributes:
-        owner: `client_key` of the peer's address; set when the connection is made.
-        held: body bytes received and not yet answered.
+        owner: the client: `client_key` of the peer's address. Set when the connection is made.
+        held: bytes of bodies that were received and are not answered yet.
         opened: ``time.monotonic`` time of construction.
     """
 
@@ -225,22 +232,23 @@ class Connection(HttpToolsProtocol):
         self._reading: str | None = HEADER
         # Request being answered, from the request start until the response is complete.
         self._active: RequestResponseCycle | None = None
-        # No byte of a request received yet.
+        # Whether no byte of any request has been received yet.
         self._is_silent = True
         # Whether a request started in the chunk which `data_received` is parsing.
         self._started_in_chunk = False
         # Header bytes and header fields of the current request; bytes received since the last body data, such
         # as chunk sizes and extensions, which would otherwise be unlimited.
         self._num_header = self._num_fields = self._num_unstructured = 0
-        # Since when the client has not read the answer.
+        # ``time.monotonic`` time since which the client has not read the answer; None: it has read
+        # everything.
         self._unread_since: float | None = None
-        # When an error was sent; nothing more is read from then on.
+        # ``time.monotonic`` time when an error was sent; no data is read from then on.
         self._refused_at: float | None = None
         # Status and reason to refuse with, set inside parser callbacks.
         self._reason: tuple[int, str] | None = None
 
     def wait_state(self) -> _WaitState:
-        """Return the state in which the connection waits, and the start time."""
+        """Return what the connection waits for, and since when."""
         if self._refused_at is not None:
             return _WaitState(REFUSED, self._refused_at)
         if self._unread_since is not None:
@@ -250,7 +258,7 @@ class Connection(HttpToolsProtocol):
         return _WaitState(self._reading or IDLE, self._began)
 
     def expire(self, state: str) -> None:
-        """Close this connection after the deadline; answer an incomplete request with status 408."""
+        """Close this connection after the deadline. An incomplete request is answered with status 408."""
         if state in (HEADER, BODY) and not self._is_silent:
             self.refuse(408, f"the {state} of the request did not arrive in time. Send it without pauses.")
         else:
@@ -320,7 +328,11 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep a connection open if the client only closed the sending side and waits for answers."""
+        """Handle a client that closed the sending side, but may still wait for answers.
+
+        Returns:
+            True if the connection stays open until the answers are sent.
+        """
         if self._refused_at is not None or self._active is None or self.scheme == "https":
             return False
         if self._reading is not None:  # the last request will never be complete
@@ -432,9 +444,13 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _check_request(self) -> tuple[int, str] | None:
-        """Check RFC 9112 rules which the parser does not; return status and reason, or None.
+        """Check the rules of RFC 9112 that the parser does not check.
 
-        An absolute-form target is replaced by the path, and the authority replaces the Host header.
+        An absolute-form target (a whole URL) is replaced by the path, and the URL's host replaces the Host
+        header.
+
+        Returns:
+            HTTP status and reason to refuse the request with, or None if it is valid.
         """
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
@@ -461,7 +477,11 @@ class Connection(HttpToolsProtocol):
         return None
 
     def _resolve_target(self) -> bool:
-        """Replace an absolute-form target by the path, and the Host header by the authority."""
+        """Replace a target that is a whole URL by the path, and the Host header by the URL's host and port.
+
+        Returns:
+            Whether the target was a valid http or https URL.
+        """
         with contextlib.suppress(httptools.HttpParserInvalidURLError):
             url = httptools.parse_url(self.url)
             if (url.schema or b"").lower() in (b"http", b"https") and url.host and url.userinfo is None:
@@ -479,7 +499,7 @@ class Connection(HttpToolsProtocol):
             self._reason = 431, f"the headers of the request are larger than {limit} bytes. Send fewer."
 
     def _release(self) -> None:
-        """Stop counting this connection's body bytes."""
+        """Stop counting the body bytes of this connection, because they are answered or refused."""
         self._registry.release(self.held)
         self.held = 0
 
@@ -491,7 +511,11 @@ def _format_header(value: bytes) -> str:
 
 @functools.lru_cache(1024)
 def client_key(address: str) -> str:
-    """Return the client of an address: the address itself, or the 64-bit network for IPv6."""
+    """Return the client to which an address counts: the IPv4 address, or the 64-bit network of an IPv6
+    address.
+
+    A client usually has a whole 64-bit network, so limits per IPv6 address would be useless.
+    """
     try:
         parsed = ipaddress.ip_address(address.split("%")[0])
     except ValueError:

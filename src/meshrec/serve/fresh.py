@@ -1,4 +1,8 @@
-"""Apply deltas (changed rows which training publishes) to a model's weights while it serves."""
+"""Keep the weights of a served model fresh, by applying deltas.
+
+A delta is a set of changed table rows and weights that a training run publishes in a folder. Deltas have
+ascending numbers.
+"""
 
 import logging
 import time
@@ -24,18 +28,18 @@ from meshrec.modules.served_table import INDEX
 from meshrec.serve.hashed_weights import HashedWeights
 
 _log = logging.getLogger(__name__)
-# Rows per portion: bounds the pause between batches.
+# Rows per portion (see `Deltas.portions`), which bounds the pause between batches.
 ROWS_AT_A_TIME = 1024
 _Value = TypeVar("_Value")
 
 
 class Freshness(NamedTuple):
-    """State of a model's deltas.
+    """How fresh the weights of a model are.
 
     Attributes:
-        delta: last applied delta; None: none.
-        step: training step of that delta.
-        reason: why the next delta failed; empty if it did not.
+        delta: number of the last applied delta; None: no delta was applied.
+        step: training step at which that delta was published.
+        reason: why the next delta cannot be applied; empty if it can, or if there is no further delta.
     """
 
     delta: int | None
@@ -44,10 +48,10 @@ class Freshness(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """Quantization of a package's weights.
+    """How the weights of a package are quantized, so that rows of deltas can be quantized alike.
 
     Attributes:
-        types: `DataType` names, such as ``INT8``, by weight name; floating-point weights are absent.
+        types: `DataType` names, such as ``INT8``, by weight name. Floating-point weights are absent.
         rounding: rounding mode; None: the package does not record it.
     """
 
@@ -56,18 +60,19 @@ class Quantization(NamedTuple):
 
 
 class Deltas:
-    """Reads the deltas of a folder in order, and applies them to a package's weights.
+    """Reads the deltas in a folder in order, and applies them to a package's weights.
 
-    Rows of quantized tables are quantized like the package, so that they equal those of a new export.
+    Rows of quantized tables are quantized like the package, so that they equal the rows in a new export.
 
     Args:
-        folder: folder of a `DeltaPublisher`.
-        about: package manifest. ``run``, ``step`` and ``published`` tell which delta is next;
-            ``trained_names`` and ``left_out`` map weight names if the package has a part of the model.
+        folder: folder in which a `DeltaPublisher` writes deltas.
+        about: field ``about`` of the package manifest. ``run``, ``step`` and ``published`` tell which delta
+            is next; ``trained_names`` and ``left_out`` map weight names if the package has a part of the
+            model.
         weights: package weights by name; changed in place.
-        until: last delta to apply; None: all.
-        codes: quantized weights of the package.
-        hashed: hashed table fields of the manifest, by weight name.
+        until: number of the last delta to apply; None: all, including future ones.
+        codes: how the package is quantized.
+        hashed: for hashed tables, by weight name, the parameters in the manifest; see `HashedWeights`.
     """
 
     def __init__(
@@ -99,17 +104,17 @@ class Deltas:
 
     @property
     def freshness(self) -> Freshness:
-        """Last applied delta, and the reason if the next one failed."""
+        """Last applied delta, and the reason if the next delta cannot be applied."""
         if self._last is None:
             return Freshness(None, None, self._reason)
         return Freshness(self._last.number, self._last.step, self._reason)
 
     def next(self) -> tuple[DeltaRecord, Delta] | None:
-        """Read and check the next delta.
+        """Read and check the next delta, without applying it.
 
         Returns:
-            Record and delta; None if the next delta is missing or unusable. `freshness` then has the reason,
-            and the next call tries again.
+            The delta and its description, both with the package's weight names. None if there is no further
+            delta yet, or if it is unusable: then `freshness` has the reason, and the next call tries again.
         """
         try:
             record = self._next_record()
@@ -125,7 +130,7 @@ class Deltas:
         return None if record is None or delta is None else (record, delta)
 
     def record_failure(self, error: Exception) -> None:
-        """Store why the next delta cannot be applied, and log each reason once."""
+        """Store why the next delta cannot be applied, for `freshness`. A new reason is also logged."""
         is_expected = isinstance(error, DeltaError | ValueError | OSError)
         reason = (
             str(error) if is_expected else f"the next delta cannot be used ({type(error).__name__}: {error})"
@@ -135,10 +140,14 @@ class Deltas:
             _log.error("%s: %s", self._folder, reason, exc_info=None if is_expected else error)
 
     def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
-        """Yield functions which together apply a delta; call each while no batch is computed.
+        """Yield functions that together apply a delta. Call each of them while no batch is computed.
 
-        A function writes up to `ROWS_AT_A_TIME` rows. Batches between two calls see a partly applied delta;
-        `freshness` names the delta after the last call.
+        A function writes up to `ROWS_AT_A_TIME` rows. Batches computed between two calls see a partly applied
+        delta. `freshness` has the delta's number after the last call.
+
+        Args:
+            record: description of the delta, from `next`.
+            delta: changed weights, from `next`.
         """
         nothing = torch.empty(0, dtype=torch.int64)
         for name, hashed in self._hashed.items():
@@ -150,7 +159,8 @@ class Deltas:
             table = self._weights[name]
             for start in range(0, len(ids), ROWS_AT_A_TIME):
                 part = slice(start, start + ROWS_AT_A_TIME)
-                yield lambda table=table, ids=ids[part], rows=rows[part]: table.index_copy_(0, ids, rows)  # type: ignore[misc]
+                yield lambda table=table, ids=ids[part], rows=rows[part]: table.index_copy_(0, ids, rows)  #
+                type: ignore[misc]
 
         def finish() -> None:
             # In one call: no batch sees some of these tensors before and others after the delta.
@@ -161,7 +171,7 @@ class Deltas:
         yield finish
 
     def _next_record(self) -> DeltaRecord | None:
-        """Return the record of the delta to apply next; None if there is none yet."""
+        """Return the description of the delta to apply next; None if it is not published yet."""
         stamp = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
         if stamp == self._checked_mtime:
             return None  # listing a folder of many deltas is slow, and followers poll
@@ -183,7 +193,14 @@ class Deltas:
         return record
 
     def _first_record_after(self, last: Published | None, step: int) -> DeltaRecord | None:
-        """Return the first record after the given delta or step. There may be a gap: the caller checks."""
+        """Return the description of the first delta after another delta, or after a training step.
+
+        There may be a gap in the numbers, for which the caller must check.
+
+        Args:
+            last: last delta in the weights; None: not known, use `step`.
+            step: training step of the weights.
+        """
         if last is None:  # the run had not published, or an earlier release exported the package
             return next(
                 (candidate for candidate in delta_records(self._folder) if candidate.step > step), None
@@ -195,7 +212,12 @@ class Deltas:
         return None if number is None else read_record(self._folder, number)
 
     def _check_history(self, available: Sequence[int], last: Published) -> None:
-        """Check that the package's last delta is in the folder, unless it was deleted since."""
+        """Raise DeltaError if the folder has deltas from another training than the package's last delta.
+
+        Args:
+            available: numbers of the deltas in the folder, ascending.
+            last: last delta in the exported weights. The folder may have deleted it since.
+        """
         is_present = last.number in available
         if available[-1] < last.number or (
             is_present and read_record(self._folder, last.number).published != last
@@ -210,7 +232,18 @@ class Deltas:
         return {name.removesuffix("weight") + part for name in self._hashed for part in INDEX}
 
     def _package_named(self, record: DeltaRecord, delta: Delta) -> tuple[DeltaRecord, Delta]:
-        """Return a delta with the package's weight names, without weights which the package lacks."""
+        """Translate a delta's weight names from the names in training to the names in the package.
+
+        Weights that the package lacks are left out.
+
+        Args:
+            record: description of the delta.
+            delta: changed weights.
+
+        Raises:
+            DeltaError: the package has weights that were computed from trained weights. A delta cannot change
+                them.
+        """
         if self._names is None:
             return record, delta
         package_names = self._names
@@ -234,7 +267,11 @@ class Deltas:
         return record, Delta(named(delta.rows), named(delta.whole), named(delta.evicted))
 
     def _quantize_delta(self, record: DeltaRecord, delta: Delta) -> Delta:
-        """Quantize a delta's rows like the package's."""
+        """Return a delta with rows and weights quantized like the package.
+
+        Raises:
+            DeltaError: the package does not record the rounding.
+        """
         if not self._codes.types:
             return delta
         from meshrec.modules import DataType
@@ -257,7 +294,11 @@ class Deltas:
         )
 
     def _check(self, record: DeltaRecord, delta: Delta) -> None:
-        """Check that a whole delta fits the package, so that it is applied completely or not at all."""
+        """Check that a delta fits the package, so that it is applied completely or not at all.
+
+        Raises:
+            DeltaError: names, shapes, dtypes or row indices do not match the package's weights.
+        """
         for name, tensor in [*((n, r) for n, (_, r) in delta.rows.items()), *delta.whole.items()]:
             weight = self._weights.get(name)
             whole = name in delta.whole
@@ -310,7 +351,15 @@ def _code_bits(data_type: str | None) -> int:
 
 
 def _trained_names(about: Mapping[str, Any]) -> tuple[dict[str, str] | None, frozenset[str]]:
-    """Return the package name by trained name, and the trained names which the package lacks."""
+    """Return how weight names in training map to weight names in the package.
+
+    Args:
+        about: field ``about`` of the package manifest.
+
+    Returns:
+        Package name by name in training, and the names in training that the package lacks. None and an empty
+        set if the names are the same.
+    """
     if "trained_names" not in about:
         return None, frozenset()
     names, left_out = about["trained_names"], about.get("left_out", [])
@@ -324,7 +373,7 @@ def _trained_names(about: Mapping[str, Any]) -> tuple[dict[str, str] | None, fro
 
 
 def _last_published(about: Mapping[str, Any]) -> Published | None:
-    """Return the last delta in the package's weights."""
+    """Return number and digest of the last delta published before the export; None if there was no delta."""
     published = about.get("published")
     if published is None:
         return None
@@ -337,7 +386,7 @@ def _last_published(about: Mapping[str, Any]) -> Published | None:
 
 
 def apply_deltas(deltas: Deltas) -> None:
-    """Apply all deltas of a folder. No batch may be running."""
+    """Apply all deltas that are available now. No batch may be running."""
     while (next_delta := deltas.next()) is not None:
         with torch.no_grad():
             for portion in deltas.portions(*next_delta):

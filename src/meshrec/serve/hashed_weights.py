@@ -1,9 +1,13 @@
-"""Hashed tables of a package while deltas change them.
+"""Hashed tables in a served package, while deltas change their rows.
 
-[Note: serving a hashed table] Rows of packaged IDs are overwritten in private pages of this worker. An
-evicted ID gets the initial row there, which lookups then return. Rows of IDs not in the package are in
-``added_rows``; ``added`` has their keys, ascending, with the row index of each. An eviction removes the key
-from ``added`` and frees the row.
+[Note: serving a hashed table] A hashed table maps any int64 ID to a 64-bit key, and has rows only for
+admitted IDs. In a served package, an ID is in one of two places:
+
+- IDs that were in the table at export keep their row in ``weight``. A delta overwrites the row, in memory
+  private to this worker. If training evicts the ID, its row becomes the initial row, which is also what a
+  lookup returns for an ID that the table does not have.
+- IDs that training admits later get a row in ``added_rows``. ``added`` [2, m] has their keys, ascending, and
+  the row index per key. An eviction removes the key from ``added``, and the row is used again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -22,14 +26,14 @@ from meshrec.tables.hashed.memory import GrowingRows
 
 
 class HashedWeights:
-    """Rows of a hashed table in a package's weights.
+    """Changes the rows of a hashed table in a package's weights; see [Note: serving a hashed table].
 
     Args:
         weights: package weights by name; tensors of this table are changed in place or replaced.
-        name: name of the row tensor.
-        formula: hashed table fields of the manifest: ``seed`` of the keys, ``first_seed``, ``low``, ``high``
-            and ``dim`` of initial rows, and ``max_rows``.
-        bits: bits per code of quantized rows; 0: floating-point rows.
+        name: name of the tensor with the packaged rows, which ends in ``weight``.
+        formula: parameters of this table in the manifest: ``seed`` for the keys, ``first_seed``, ``low``,
+            ``high`` and ``dim`` for initial rows, and ``max_rows``.
+        bits: bits per value in quantized rows; 0: rows are floating point.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class HashedWeights:
     ) -> None:
         self._weights, self._name, self._formula, self._bits = weights, name, formula, bits
         self._prefix = name.removesuffix("weight")
-        # Memory of added rows, from the first added row on.
+        # Memory for added rows; None until a delta adds the first row.
         self._grown: GrowingRows | None = None
         # Indices of added rows freed by evictions.
         self._free: list[int] = []
@@ -48,15 +52,16 @@ class HashedWeights:
         return int(self._formula["max_rows"])
 
     def portions(self, ids: Tensor, rows: Tensor, evicted: Tensor, step: int) -> Iterator[Callable[[], None]]:
-        """Yield functions which together write changed rows and remove evicted IDs.
+        """Yield functions that together write changed rows and remove evicted IDs. Call them in order.
 
         Args:
             ids: changed IDs, int64 [U], ascending.
-            rows: rows of these IDs, in table format.
+            rows: new rows of these IDs, quantized if the table is.
             evicted: evicted IDs, int64, disjoint from ``ids``.
-            step: maximum rows per in-place write.
+            step: maximum rows that a function writes in place.
         """
         seed = self._formula["seed"]
+        # Evictions come first, so that added IDs can use the freed rows.
         evicted_keys, keys = mix(evicted, seed), mix(ids, seed)
         rows_in_package, is_here = self._packaged(evicted_keys)
         initial = self._initial_rows(evicted[is_here])
@@ -72,19 +77,24 @@ class HashedWeights:
     def _write_portions(
         self, target: Tensor, indices: Tensor, rows: Tensor, step: int
     ) -> Iterator[Callable[[], None]]:
-        """Yield functions which write ``rows`` to ``target[indices]``, ``step`` rows each."""
+        """Yield functions that write ``rows`` to ``target[indices]``, up to ``step`` rows each."""
         for part, values in zip(indices.split(step), rows.split(step), strict=True):
             yield lambda part=part, values=values: target.index_copy_(0, part, values)  # type: ignore[misc]
 
     def _remove(self, keys: Tensor) -> None:
-        """Remove keys from ``added`` and free the rows; absent keys are ignored."""
+        """Remove keys from ``added``, and free their rows. Absent keys are ignored."""
         added = self._weights[f"{self._prefix}added"]
         stays = ~torch.isin(added[0], keys)
         self._free += added[1][~stays].tolist()
         self._weights[f"{self._prefix}added"] = added[:, stays].contiguous()
 
     def _add_rows(self, keys: Tensor, rows: Tensor) -> None:
-        """Write rows of IDs not in the package. A new ID gets a freed row, else a row at the end."""
+        """Write rows of IDs that are not in the package. A new ID gets a freed row, or a row at the end.
+
+        Args:
+            keys: keys of the IDs, int64, ascending.
+            rows: row per key.
+        """
         if len(keys) == 0:
             return
         added = self._weights[f"{self._prefix}added"]
@@ -107,19 +117,19 @@ class HashedWeights:
         self._weights[f"{self._prefix}added_rows"] = self._grown.tensors[0]
 
     def _initial_rows(self, ids: Tensor) -> Tensor:
-        """Compute the rows with which training initializes the IDs, in table format."""
+        """Return the rows with which training initializes these IDs, quantized if the table is."""
         f = self._formula
         values = uniform_rows(ids, seed=f["first_seed"], low=f["low"], high=f["high"], columns=(0, f["dim"]))
         return nbit.quantize(values, self._bits) if self._bits else values.to(self._weights[self._name].dtype)
 
     def _packaged(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row index of each key in the package (-1: absent), and whether it is present."""
+        """Return, for every key, the row index in ``weight`` (-1: absent), and whether it is present."""
         rows = find_rows(self._weights[f"{self._prefix}buckets"], len(self._weights[self._name]), keys)
         return rows, rows >= 0
 
     @staticmethod
     def _positions(ascending: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the position of each key in ``ascending``, and whether it is present."""
+        """Return, for every key, the position in the ascending keys, and whether it is present."""
         if len(ascending) == 0:
             return torch.zeros_like(keys), torch.zeros(len(keys), dtype=torch.bool)
         positions = torch.searchsorted(ascending, keys).clamp_(max=len(ascending) - 1)

@@ -1,7 +1,8 @@
-"""LRU cache of attention keys and values for user histories, limited in bytes.
+"""LRU cache for the attention keys and values of user histories (a KV cache), limited in bytes.
 
-Cached tensors depend only on the history's items, their times and the weights. So entries are looked up by
-history, and requests do not name users.
+When a user returns with a longer history, only the new items are encoded. Cached tensors depend only on the
+history's items, their times and the weights. So entries are looked up by history, and requests do not name
+users.
 """
 
 from collections import Counter, OrderedDict
@@ -18,17 +19,17 @@ from meshrec.serve.requests import Floats, Request
 
 # N items per history, F values per item
 
+# Estimated bytes of Python objects per entry, counted in addition to rows and history.
 _OVERHEAD = 512
-"""Estimated bytes of Python objects per entry, counted in addition to rows and history."""
 
 
 class CacheCounts(NamedTuple):
-    """Cache hits and misses of a batch, and the cache size.
+    """Cache hits and misses in a batch, and the cache size afterwards.
 
     Attributes:
-        hits: histories with a cached prefix.
-        misses: nonempty histories without a cached prefix.
-        num_bytes: cache size after the batch.
+        hits: number of histories with a cached prefix.
+        misses: number of nonempty histories without a cached prefix.
+        num_bytes: bytes in the cache after the batch.
     """
 
     hits: int
@@ -37,11 +38,12 @@ class CacheCounts(NamedTuple):
 
 
 class CachedPrefix(NamedTuple):
-    """Cached prefix of a history.
+    """Cache entry for the first items of a history.
 
     Attributes:
-        num_items: length of the prefix.
-        rows: token keys and values, possibly with spare room at the end; see `TokenCache`.
+        num_items: number of items in this prefix.
+        rows: attention keys and values of these items. The tensor may have unused room for further items at
+            the end; see `TokenCache`.
     """
 
     num_items: int
@@ -49,16 +51,16 @@ class CachedPrefix(NamedTuple):
 
 
 class HistoryCache:
-    """LRU KV cache: attention keys and values for the tokens in user histories.
+    """KV cache for user histories with least-recently-used eviction.
 
-    Lookup finds the longest cached prefix. A history is an array [N, F] of item values: IDs, and times if the
-    model uses times.
+    A lookup finds the longest cached prefix of a history. A history is an array [N, F] with F values per
+    item: the ID, and the time if the model uses times.
 
     Args:
-        max_bytes: total size limit; larger histories are not cached.
+        max_bytes: limit on the total size; a single larger history is not cached.
 
     Raises:
-        ValueError: negative limit.
+        ValueError: the limit is negative.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -78,7 +80,7 @@ class HistoryCache:
         return len(self._entries)
 
     def find(self, values_NF: Ints) -> CachedPrefix | None:
-        """Return the longest cached prefix of a history, or None."""
+        """Return the longest cached prefix of a history, and mark it as used; None if no prefix is cached."""
         values, width = values_NF.tobytes(), values_NF[:1].nbytes
         for num_items in range(len(values_NF), 0, -1):
             # Building a key copies up to the whole history: test the cheap count first.
@@ -90,12 +92,12 @@ class HistoryCache:
         return None
 
     def put(self, values_NF: Ints, rows: Tensor, prefix: CachedPrefix | None = None) -> None:
-        """Cache a history's rows; the caller must not change them afterwards.
+        """Add an entry for a history, and evict the least recently used entries above the size limit.
 
         Args:
             values_NF: nonempty history.
-            rows: token keys and values.
-            prefix: `find` result for this history; that entry is replaced.
+            rows: attention keys and values of all items. The caller must not change them afterwards.
+            prefix: result of `find` for this history; this entry is replaced.
         """
         values, width = values_NF.tobytes(), values_NF[:1].nbytes
         if prefix is not None:
@@ -129,11 +131,11 @@ class HistoryCache:
 
 
 class IncrementalScores:
-    """Computes queries, reusing cached history prefixes of earlier requests. Single-threaded.
+    """Computes query vectors, with a KV cache for the histories of earlier requests. Not thread-safe.
 
     Args:
-        predictor: predictor with `Predictor.incremental`.
-        max_bytes: cache size limit.
+        predictor: predictor of a model that supports a KV cache (`Predictor.incremental` is not None).
+        max_bytes: limit on the cache size.
     """
 
     def __init__(self, predictor: Predictor, max_bytes: int) -> None:
@@ -149,7 +151,10 @@ class IncrementalScores:
         self._cache.clear()
 
     def __call__(self, request: Request) -> tuple[Floats, CacheCounts]:
-        """Compute queries [B, V] of a request, and count cache hits.
+        """Compute the query vectors for all histories in a request, and cache the histories.
+
+        Returns:
+            Query vectors, float32 [B, V], and the numbers of cache hits and misses.
 
         Raises:
             ValueError: a history is too long, times do not match items, or an ID is outside the table.
@@ -176,9 +181,12 @@ class IncrementalScores:
         return advanced.query_BV.numpy(), CacheCounts(hits, misses, self._cache.num_bytes)
 
     def _rows_of(self, prefixes: list[CachedPrefix | None]) -> TokenCache:
-        """Concatenate the cached rows of a batch's histories.
+        """Return the cache entries for all histories in a batch as one `TokenCache`.
 
-        A single history is passed on uncopied, because its tensor may have spare room for new items.
+        The entry of a single history is not copied, because its tensor may have unused room for new items.
+
+        Args:
+            prefixes: cache entry per history, or None.
         """
         num_cached = torch.tensor(
             [0 if cached is None else cached.num_items for cached in prefixes], dtype=torch.int64
@@ -196,7 +204,15 @@ class IncrementalScores:
 
     @staticmethod
     def _stack_histories(values: list[Ints], lengths: list[Ints]) -> list[Ints]:
-        """Return the item values [N, F] per history."""
+        """Return an array [N, F] per history.
+
+        Args:
+            values: for every feature, the values of all histories.
+            lengths: for every feature, the number of values per history.
+
+        Raises:
+            ValueError: a history does not have as many times as items.
+        """
         if any(not np.array_equal(feature_lengths, lengths[0]) for feature_lengths in lengths):
             at = int((lengths[1] != lengths[0]).argmax())
             raise ValueError(
@@ -207,5 +223,5 @@ class IncrementalScores:
 
 
 def _entry_bytes(values: bytes, rows: Tensor) -> int:
-    """Return the bytes of a cache entry; spare room in the storage of ``rows`` counts too."""
+    """Return the bytes of a cache entry, with the unused room in the storage of ``rows``."""
     return _OVERHEAD + len(values) + rows.untyped_storage().nbytes()

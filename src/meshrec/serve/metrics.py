@@ -23,20 +23,20 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _SAMPLES = tuple(2.0**power for power in range(13))
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable for the folder in which workers share metrics."""
+# File name prefixes which prometheus_client uses for these metric types.
 _KINDS = ("counter", "gauge_livesum", "histogram")
-"""File name prefixes which prometheus_client uses for these metric types."""
+# Space for a model's metrics: about 60 values with names of up to 600 bytes.
 _BYTES_PER_MODEL = 1 << 16
-"""Space for a model's metrics: about 60 values with names of up to 600 bytes."""
 
 
 class Metrics:
-    """Metrics of a server, by model.
+    """Prometheus metrics of a server, by model. With several workers, every worker has its own object.
 
     Args:
-        num_models: number of models.
+        num_models: number of models, which determines the disk space for metrics shared by workers.
 
     Raises:
-        OSError: no disk space for shared metrics.
+        OSError: there is no disk space for shared metrics.
     """
 
     def __init__(self, num_models: int = 1) -> None:
@@ -93,23 +93,23 @@ class Metrics:
         self._batches_of = functools.cache(self._batches.labels)
 
     def record_request(self, model: str, outcome: str, seconds: float) -> None:
-        """Count a finished request; if it was scored, record the duration.
+        """Count a finished request. If it was scored, also record the duration.
 
         Args:
-            model: model name; empty if unknown.
+            model: model name; empty if the request names no known model.
             outcome: "ok", or the kind of refusal.
-            seconds: duration.
+            seconds: duration of the request.
         """
         self._count(model, outcome).inc()
         if outcome == "ok":
             self._latency_of(model).observe(seconds)
 
     def count_refusal(self, status: int) -> None:
-        """Count a refused connection."""
+        """Count a connection that was refused with an HTTP status."""
         self._refused.labels(status).inc()
 
     def record_batch(self, model: str, batch: BatchMetrics) -> None:
-        """Record a computed batch."""
+        """Record the size and the waits of a computed batch."""
         self._batches_of(model).observe(batch.num_samples)
         queue = self._queue_of(model)
         for wait in batch.waits:

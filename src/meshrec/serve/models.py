@@ -1,4 +1,4 @@
-"""Models of a server: load, warm up, and replace without losing requests."""
+"""Models of a server: load and warm them up, replace them without losing requests, and apply deltas."""
 
 import asyncio
 import contextlib
@@ -21,21 +21,22 @@ from meshrec.serve.requests import Floats, Request, RequestError
 from meshrec.serve.trial import PackageTrial, WarmUp, compute_scores, signature_of
 
 _log = logging.getLogger(__name__)
+# Reason shown for a model which a client unloaded; such a model is not a problem of the server.
 _UNLOADED = "unloaded"
-"""Reason shown for a model which a client unloaded; such a model is not a problem of the server."""
-# Backoff of failed loads, about a minute in total.
+# Seconds before each retry of a failed load, about a minute in total.
 _RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+# Seconds between looks for a new delta, and between checks of the weights file.
 _DELTA_POLL_SECONDS = 0.2
 _WEIGHTS_POLL_SECONDS = 0.5
 _MAX_DELTA_POLL_SECONDS = 5.0  # while a delta is unusable: a retry may read all of it
 
 
 class ModelChange(NamedTuple):
-    """Last requested change of a model.
+    """Last change of a model that a client requested, which a restarted worker must repeat.
 
     Attributes:
         action: ``load`` or ``unload``.
-        delta: last delta to apply when loading; None: all.
+        delta: number of the last delta to apply when loading; None: all.
     """
 
     action: str
@@ -43,12 +44,13 @@ class ModelChange(NamedTuple):
 
 
 class FailedLoad(NamedTuple):
-    """Failed load of a model, to be retried.
+    """Load of a model that failed, and is to be retried.
 
     Attributes:
         name: model name.
-        until: last delta to apply; None: all.
-        reason: reason shown in the index.
+        until: number of the last delta to apply; None: all.
+        reason: why the load failed, as shown in the index. If the index shows another reason later, the model
+            has been changed meanwhile.
     """
 
     name: str
@@ -63,7 +65,7 @@ class OpenOptions(NamedTuple):
         verify: see `check_package`.
         public_key: see `check_package`.
         copy_weights: see `Predictor`.
-        warm_up: samples scored before a model answers.
+        warm_up: samples to score before a model answers requests.
         keep_histories: see `ServerOptions`.
     """
 
@@ -75,15 +77,21 @@ class OpenOptions(NamedTuple):
 
 
 class ServedModel:
-    """A model version, ready to score.
+    """A loaded version of a model: predictor, request queue, and the deltas that change the weights.
 
     Args:
         name: model name.
         predictor: predictor of the package.
         limits: batch and queue limits.
-        metrics: server metrics.
-        deltas: deltas to apply; None: the package as exported.
+        metrics: metrics of the server.
+        deltas: reader of the delta folder; None: the weights stay as exported.
         keep_histories: see `ServerOptions`.
+
+    Attributes:
+        signature: inputs and outputs of the model.
+        about: information about the weights from the export, such as run and step.
+        is_compiled: whether the predictor uses the compiled program.
+        batcher: request queue.
     """
 
     def __init__(
@@ -109,18 +117,18 @@ class ServedModel:
 
     @property
     def version(self) -> str:
-        """Package digest, and number of the last applied delta."""
+        """Version shown to clients: the package digest, then ``+`` and the last applied delta's number."""
         delta = self.freshness.delta
         return self._package if delta is None else f"{self._package}+{delta}"
 
     @property
     def freshness(self) -> Freshness:
-        """Last applied delta, and why the next one failed."""
+        """Last applied delta, and why the next delta cannot be applied."""
         return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
 
     @torch.no_grad()
     def _apply(self, portion: Callable[[], None]) -> None:
-        """Change some weights, and clear the history cache, which depends on them."""
+        """Apply a portion of a delta, and clear the history cache, which depends on the weights."""
         portion()
         self.clear_history_cache()
 
@@ -134,7 +142,7 @@ class ServedModel:
         self._reports_cache = True
 
     def apply_available_deltas(self) -> None:
-        """Apply all available deltas, before the model answers."""
+        """Apply all deltas that are available now. Call before the model answers requests."""
         if self._deltas is not None:
             apply_deltas(self._deltas)
 
@@ -160,7 +168,7 @@ class ServedModel:
             pause = min(2 * pause, _MAX_DELTA_POLL_SECONDS) if has_failed else _DELTA_POLL_SECONDS
 
     async def wait_for_damage(self) -> PackageError:
-        """Wait until the package's weights file is damaged; return the error."""
+        """Check the weights file regularly. Return the error once the file is damaged."""
         while True:
             await asyncio.sleep(_WEIGHTS_POLL_SECONDS)
             try:
@@ -174,21 +182,21 @@ class ServedModel:
         return self._items.is_available
 
     def recommend(self, queries: Floats, request: Request, options: ItemOptions) -> Recommended:
-        """Return the best items for computed query vectors.
+        """Return the best items for query vectors that `score` has computed.
 
         Args:
-            queries: float32 [B, V].
-            request: request which produced the queries.
-            options: number of items, and whether seen items are allowed.
+            queries: query vectors, float32 [B, V].
+            request: request for which the query vectors were computed.
+            options: number of items, and whether seen items may be recommended.
         """
         return self._items.best(queries, request, options, self.version)
 
     def score(self, request: Request) -> VersionedScores:
-        """Compute scores [B] or vectors [B, V] in this thread.
+        """Compute the scores [B] or vectors [B, V] of a request in this thread. Called by the batcher.
 
         Raises:
-            RequestError: status 503: the weights file was truncated; 400: a history is too long, or the times
-                do not match.
+            RequestError: status 503 if the weights file was truncated; 400 if a history is too long, or the
+                times do not match the items.
         """
         try:
             if self._incremental is None:
@@ -205,16 +213,16 @@ class ServedModel:
 
 
 class Repository:
-    """Models by name, with a single served version each.
+    """All models of a server process by name, each served in a single version.
 
     Args:
-        folders: packages by model name.
-        limits: limits per model.
-        metrics: server metrics.
+        folders: package folders by model name.
+        limits: batch and queue limits of every model.
+        metrics: metrics of the server.
         opening: options for opening packages.
-        trial: loads every package in a child process first.
-        deltas: delta folders by model name.
-        changes: initial change per model; default: load with all deltas.
+        trial: child process in which every package is loaded first.
+        deltas: folders with deltas to follow, by model name.
+        changes: last requested change per model, for a restarted worker; default: load with all deltas.
     """
 
     def __init__(
@@ -230,12 +238,14 @@ class Repository:
     ) -> None:
         self.folders, self._opening, self._trial = dict(folders), opening, trial
         self._limits, self._metrics = limits, metrics
+        # Models that answer requests now.
         self._served: dict[str, ServedModel] = {}
         self._deltas, self._changes = dict(deltas or {}), dict(changes or {})
         unloaded = {name for name, change in self._changes.items() if change.action == "unload"}
         # Why a model is not ready, or the last load failed; empty after success.
         self._reasons = {n: _UNLOADED if n in unloaded else "it is being loaded" for n in folders}
-        # Watching the weights file first, then following deltas; until the version is replaced.
+        # Background tasks per model: first the watch on the weights file, then the following of deltas, if
+        # any. They run until the version is replaced.
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         # Held by loads and unloads, so that they take effect in order.
         self._changing = asyncio.Lock()
@@ -244,12 +254,14 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all models which were not unloaded can answer, in the newest version or an older one."""
+        """Whether all models, except unloaded ones, can answer requests, perhaps in an older version."""
         return all(name in self._served or why == _UNLOADED for name, why in self._reasons.items())
 
     @property
     def problems(self) -> dict[str, str]:
-        """Reasons for unavailable models, old versions and missing deltas, by model name."""
+        """Why models are unavailable, have an old version or lack deltas, by model name. Empty if all is
+        well.
+        """
         reasons = {entry["name"]: entry["reason"] for entry in self.index()}
         return {name: reason for name, reason in reasons.items() if reason not in ("", _UNLOADED)}
 
@@ -265,10 +277,14 @@ class Repository:
         return None
 
     def get(self, name: str, version: str | None = None) -> ServedModel:
-        """Return a ready model.
+        """Return a model that can answer requests.
+
+        Args:
+            name: model name.
+            version: version that a client requires; None: any.
 
         Raises:
-            RequestError: unknown model or version (status 404), or not ready (503).
+            RequestError: the model or version is unknown (status 404), or the model is not ready (503).
         """
         self._check_known(name)
         served = self._served.get(name)
@@ -285,10 +301,10 @@ class Repository:
         return served
 
     def get_only(self) -> ServedModel:
-        """Return the only model.
+        """Return the model of a server with a single model.
 
         Raises:
-            RequestError: several models (status 404), or not ready (503).
+            RequestError: there are several models (status 404), or the model is not ready (503).
         """
         if len(self.folders) != 1:
             raise RequestError(f"there are several models: {sorted(self.folders)}. Use /predict/NAME.", 404)
@@ -312,15 +328,16 @@ class Repository:
         return entries
 
     async def load(self, name: str, until: int | None = None) -> None:
-        """Load a model from the folder. The old version serves until the new one is ready, and also if that
-        fails.
+        """Load a model from its package folder, and replace the served version.
+
+        The old version answers requests until the new version is ready. If the load fails, it stays.
 
         Args:
             name: model name.
-            until: last delta to apply; None: all, including future ones.
+            until: number of the last delta to apply; None: all, including future ones.
 
         Raises:
-            RequestError: unknown model, or the package cannot be served.
+            RequestError: the model is unknown, or the package cannot be served.
         """
         self._check_known(name)
         async with self._changing:
@@ -364,24 +381,25 @@ class Repository:
             self._replace(name, None)
 
     async def load_all(self) -> list[FailedLoad]:
-        """Load all models which were not unloaded. Failures are logged and shown in the index.
+        """Load all models, except those that a client unloaded. Failures are logged and shown in the index.
 
         Returns:
-            Failures, for `retry_loads`.
+            The failures, for `retry_loads`.
         """
         names = [name for name, reason in self._reasons.items() if reason != _UNLOADED]
         changes = {name: self._changes.pop(name, None) for name in names}
         return await self._load_models({name: change and change.delta for name, change in changes.items()})
 
     async def retry_loads(self, failed: Sequence[FailedLoad], stop: asyncio.Event) -> None:
-        """Retry failed loads, up to seven times within a minute.
+        """Retry failed loads, up to seven times within about a minute.
 
         No client waits for these loads, so nobody else would retry after a transient failure: a killed trial,
-        a full disk, a folder still being copied. Models loaded or unloaded meanwhile are skipped.
+        a full disk, a folder that is still being copied. Models that were loaded or unloaded meanwhile are
+        skipped.
 
         Args:
-            failed: `load_all` result.
-            stop: ends the retries.
+            failed: result of `load_all`.
+            stop: event that ends the retries.
         """
         for pause in _RETRY_PAUSES:
             if not failed:
@@ -402,7 +420,7 @@ class Repository:
             self._cancel(name)
 
     async def _load_models(self, models: Mapping[str, int | None]) -> list[FailedLoad]:
-        """Load models up to the given deltas; return the failures, which `load` has logged."""
+        """Load models, with the last delta to apply by model name. Return the failures, which are logged."""
         failed = []
         for name, until in models.items():
             try:
@@ -412,7 +430,7 @@ class Repository:
         return failed
 
     async def _open(self, name: str) -> Predictor:
-        """Open a package after verifying the files and loading it in a child process."""
+        """Open a model's package, after verifying the files and loading it in a child process."""
         verify, public_key, copy_weights, warm_up, _ = self._opening
         package = await asyncio.to_thread(
             check_package, self.folders[name], verify=verify, public_key=public_key
@@ -421,7 +439,7 @@ class Repository:
         return await asyncio.to_thread(Predictor, package, copy_weights=copy_weights)
 
     async def _unload_on_damage(self, name: str, served: ServedModel) -> None:
-        """Unload a model when the weights file is damaged, because scores would be wrong."""
+        """Wait for damage to a model's weights file, then unload the model: scores would be wrong."""
         error = await served.wait_for_damage()
         async with self._changing:
             if self._served.get(name) is served:
@@ -431,6 +449,7 @@ class Repository:
                 self._replace(name, None, str(error))
 
     def _check_known(self, name: str) -> None:
+        """Raise RequestError (status 404) if the server has no model with this name."""
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; models: {sorted(self.folders)}.", 404)
 
@@ -440,7 +459,11 @@ class Repository:
             task.cancel()
 
     def _open_deltas(self, name: str, predictor: Predictor, until: int | None) -> Deltas | None:
-        """Return the reader of a model's delta folder; None if the model has no such folder."""
+        """Return the reader of a model's delta folder; None if the model has no such folder.
+
+        Raises:
+            ValueError: a last delta is given without a delta folder, or the manifest does not name a run.
+        """
         if name not in self._deltas:
             if until is not None:
                 raise ValueError(f"model {name!r} does not follow deltas. Start the server with --deltas.")
@@ -474,7 +497,13 @@ class Repository:
 
 
 def _make_incremental_scores(name: str, predictor: Predictor, max_bytes: int) -> IncrementalScores | None:
-    """Return an incremental scorer; None if caching is off or the package does not support it."""
+    """Return a scorer with a history cache; None if the cache is off or the package does not support it.
+
+    Args:
+        name: model name, for the log.
+        predictor: predictor of the package.
+        max_bytes: limit on the cache size; 0: no cache.
+    """
     if not max_bytes or predictor.items is None:
         return None
     if predictor.incremental is None:
@@ -488,7 +517,12 @@ def _make_incremental_scores(name: str, predictor: Predictor, max_bytes: int) ->
 
 
 def _unreached_error(until: int, served: ServedModel) -> ValueError:
-    """Return the error for a rollback to a delta which the folder cannot provide."""
+    """Return the error for a rollback to a delta that cannot be reached.
+
+    Args:
+        until: number of the requested delta.
+        served: model after all available deltas up to `until` were applied.
+    """
     delta, _, reason = served.freshness
     if delta is not None:
         can = f"the last reachable delta is {delta}"

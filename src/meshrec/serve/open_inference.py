@@ -40,6 +40,7 @@ TEXTS = "BYTES"
 """Protocol datatype of strings."""
 _MAX_DIMS = 8
 HEADER_LENGTH = "Inference-Header-Content-Length"
+# Binary format of numeric datatypes.
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     **{f"INT{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
@@ -47,10 +48,10 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     **{f"FP{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
     "BF16": np.dtype("<u2"),  # the upper halves of FP32
 }
-"""Binary format of numeric datatypes."""
 _MAX_INT64 = (1 << 63) - 1
+# MLServer's content type for a column with values other than strings: each value is JSON in a string.
 _JSON_COLUMN = "pd_json"
-"""MLServer's content type for a column with values other than strings: each value is JSON in a string."""
+# Datatypes allowed per content type of MLServer's codecs.
 _CONTENT_TYPES = {
     "np": {*_DTYPES, TEXTS},
     "pd": {*_DTYPES, TEXTS},
@@ -59,7 +60,6 @@ _CONTENT_TYPES = {
     "base64": {TEXTS},
     _JSON_COLUMN: {TEXTS},
 }
-"""Datatypes allowed per content type of MLServer's codecs."""
 _REQUEST_FIELDS = frozenset(("id", "parameters", "inputs", "outputs", "model_name", "model_version"))
 _INPUT_FIELDS = frozenset(("name", "shape", "datatype", "parameters", "data"))
 # MLServer adds the HTTP headers as a parameter.

@@ -16,10 +16,10 @@ from meshrec.serve.open_inference import read_infer
 from meshrec.serve.requests import InferRequest, Request, RequestError, Signature
 from meshrec.serve.samples import read_samples
 
+# Maximum bytes of JSON or strings parsed in the event loop, in about 2 ms.
 _AT_ONCE = 32 << 10
-"""Maximum bytes of JSON or strings parsed in the event loop, in about 2 ms."""
+# Signatures which the child remembers; the oldest is dropped first, in both processes.
 _MAX_SIGNATURES = 16
-"""Signatures which the child remembers; the oldest is dropped first, in both processes."""
 # The event loop and the scoring threads have priority over the child.
 _NICE = 5
 

@@ -13,10 +13,10 @@ from meshrec.data.raw_values import DENSE, RawValues, table_of
 
 # B samples, D dense columns, F features, N IDs
 
+# Maximum number of IDs and dense values in a request after shared values are repeated.
 _MAX_REPEATED = 1 << 24
-"""Maximum number of IDs and dense values in a request after shared values are repeated."""
+# Maximum nesting depth of JSON lists.
 _MAX_DEPTH = 16
-"""Maximum nesting depth of JSON lists."""
 SCORES = "scores"
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -25,8 +25,8 @@ _INFER = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+)
 _SAMPLES = re.compile(r"/(?P<kind>predict|embed|recommend)(?:/(?P<model>[^/]+))?")
 _OUTPUTS_OF = {"predict": SCORES, "embed": "vectors", "recommend": "vectors"}
 _JSON_TYPE = {"Content-Type": "application/json"}
+# Values serialized at a time, in about 2 ms.
 _VALUES_AT_ONCE = 4096
-"""Values serialized at a time, in about 2 ms."""
 Headers = Mapping[bytes, bytes]
 
 

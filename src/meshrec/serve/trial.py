@@ -28,12 +28,12 @@ from meshrec.serve.child import Child, receive, send
 from meshrec.serve.requests import Floats, Request, Signature
 from meshrec.serve.samples import read_samples
 
+# Maximum duration of a trial: load the package and score a few batches.
 _SECONDS = 300.0
-"""Maximum duration of a trial: load the package and score a few batches."""
 _MAX_BYTES = 1 << 16
 _PASSED = b"passed"
+# Signals sent by other processes, or by the kernel when memory is short.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-"""Signals sent by other processes, or by the kernel when memory is short."""
 Open = Callable[[CheckedPackage], Predictor]
 
 

@@ -26,12 +26,12 @@ from meshrec.serve.options import ServerOptions, listen
 from meshrec.serve.peers import Peers
 
 _log = logging.getLogger(__name__)
+# Environment variable for the folder in which workers share metrics.
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable for the folder in which workers share metrics."""
 # A worker which ends sooner is restarted after a pause, so that a failing start does not spin.
 _SECONDS_OF_A_BAD_START = 5.0
+# `_Task.asker` once the worker which requested the change has ended.
 _NO_WORKER = -1
-"""`_Task.asker` once the worker which requested the change has ended."""
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
