@@ -159,8 +159,7 @@ class Deltas:
             table = self._weights[name]
             for start in range(0, len(ids), ROWS_AT_A_TIME):
                 part = slice(start, start + ROWS_AT_A_TIME)
-                yield lambda table=table, ids=ids[part], rows=rows[part]: table.index_copy_(0, ids, rows)  #
-                type: ignore[misc]
+                yield lambda table=table, ids=ids[part], rows=rows[part]: table.index_copy_(0, ids, rows)  # type: ignore[misc]
 
         def finish() -> None:
             # In one call: no batch sees some of these tensors before and others after the delta.

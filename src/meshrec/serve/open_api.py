@@ -1,4 +1,4 @@
-"""Server description as an OpenAPI 3.1 document and an HTML page."""
+"""Description of the server's HTTP API, as an OpenAPI 3.1 document and as an HTML page."""
 
 import html
 import json
@@ -18,7 +18,7 @@ _ERRORS = {
 
 
 def schema(repository: Repository) -> dict[str, Any]:
-    """Return the OpenAPI document, with the sample format of every ready model."""
+    """Return the OpenAPI document, which has the JSON schema of samples for every ready model."""
     paths: dict[str, Any] = {
         "/v2": {"get": _operation("Name, version and extensions of the server.")},
         "/v2/health/live": {"get": _operation("Whether the server answers.")},
@@ -72,7 +72,7 @@ def schema(repository: Repository) -> dict[str, Any]:
 
 
 def page(document: dict[str, Any]) -> str:
-    """Render the document as HTML."""
+    """Render an OpenAPI document from `schema` as an HTML page."""
     rows = []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -96,7 +96,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _operation(summary: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return an OpenAPI operation; ``body`` is the JSON schema of the request body, if it has one."""
+    """Return an OpenAPI operation. ``body`` is the JSON schema of the request body; None: it has no body."""
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "The answer."}}}
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
@@ -137,7 +137,12 @@ def _sample(signature: Signature) -> dict[str, Any]:
 
 
 def _value(kind: str, is_boolean: bool) -> dict[str, Any]:
-    """Return the JSON schema of a column's values."""
+    """Return the JSON schema of the values in a raw data column.
+
+    Args:
+        kind: kind of values, such as ``integer`` or ``list of string``; see `RawValues.kinds`.
+        is_boolean: whether integers in this column are booleans.
+    """
     if kind.startswith("list of "):
         return {"type": ["array", "null"], "items": _value(kind.removeprefix("list of "), is_boolean)}
     names = {"integer": "boolean" if is_boolean else "integer", "number": "number"}

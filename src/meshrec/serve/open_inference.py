@@ -38,8 +38,10 @@ RAW = "raw."
 """Name prefix of raw inputs."""
 TEXTS = "BYTES"
 """Protocol datatype of strings."""
+# Maximum number of dimensions in the shape of an input.
 _MAX_DIMS = 8
 HEADER_LENGTH = "Inference-Header-Content-Length"
+"""HTTP header with the number of JSON bytes before binary tensors."""
 # Binary format of numeric datatypes.
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
@@ -69,7 +71,10 @@ _OUTPUT_PARAMETERS = frozenset(("binary_data", "content_type"))
 
 
 def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
-    """Return datatype and shape of ID and dense inputs; -1 means any size."""
+    """Return protocol datatype and shape of the ID and dense inputs, by input name.
+
+    -1 in a shape means any size. A feature ``item`` has the inputs ``item.values`` and ``item.lengths``.
+    """
     inputs: dict[str, tuple[str, list[int]]] = {}
     if signature.num_dense:
         inputs[DENSE] = "FP32", [-1, signature.num_dense]
@@ -80,7 +85,10 @@ def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
 
 
 def raw_inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
-    """Return datatype and shape of raw value inputs, which a request may use instead of IDs."""
+    """Return protocol datatype and shape of the raw value inputs, by input name.
+
+    A request may use them instead of IDs. Empty if the model does not accept raw values.
+    """
     inputs: dict[str, tuple[str, list[int]]] = {}
     for name, kind in (signature.raw.kinds if signature.raw is not None else {}).items():
         if kind.startswith("list"):
@@ -92,7 +100,7 @@ def raw_inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
 
 
 def _datatype(kind: str) -> str:
-    """Return the datatype of a column's values; times are strings."""
+    """Return the protocol datatype for a kind of column values. Times are sent as strings."""
     return {"integer": "INT64", "number": "FP64"}.get(kind.removeprefix("list of "), TEXTS)
 
 
@@ -116,12 +124,12 @@ def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
 
 
 def read_infer(body: bytes, header_length: str | None, signature: Signature) -> InferRequest:
-    """Parse a ``POST .../infer`` body.
+    """Parse and check the body of a ``POST .../infer`` request.
 
     Args:
         body: JSON, optionally followed by binary tensors.
-        header_length: JSON length in bytes, from the header of that name; None: the whole body.
-        signature: model signature.
+        header_length: value of the header `HEADER_LENGTH`; None: the whole body is JSON.
+        signature: inputs and outputs of the model.
 
     Raises:
         RequestError: the body violates the protocol, or does not match the model.
@@ -160,7 +168,13 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
 
 
 def _request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
-    """Build a request from ID and dense inputs; ``shares``: inputs with one row are shared by all samples."""
+    """Build a request from ID and dense inputs.
+
+    Args:
+        arrays: input arrays by input name.
+        shares: whether all samples share the inputs that have a single row.
+        signature: inputs and outputs of the model.
+    """
     values = {f: arrays[f + VALUES] for f in signature.features if f + VALUES in arrays}
     lengths = {f: arrays[f + LENGTHS] for f in signature.features if f + LENGTHS in arrays}
     sizes = {name: feature_lengths.size for name, feature_lengths in lengths.items()}
@@ -189,7 +203,13 @@ def _split_shared(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]
 
 
 def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
-    """Build a request from raw column values; ``shares`` as in `_request`."""
+    """Build a request from raw column values.
+
+    Args:
+        arrays: values by input name.
+        shares: whether all samples share the columns that have a single value.
+        signature: inputs and outputs of the model.
+    """
     assert signature.raw is not None
     columns, missing = {}, []
     for name, kind in signature.raw.kinds.items():
@@ -223,7 +243,13 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
 
 
 def _split_lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
-    """Split the flat values of a list column into a list per sample."""
+    """Split the flat values of a list column into a list per sample.
+
+    Args:
+        name: column name, for errors.
+        values: values of all samples.
+        lengths: number of values per sample, int64 [B].
+    """
     if (lengths < 0).any() or lengths.sum() != len(values):
         raise RequestError(
             f"column {name!r}: lengths of 0 or more must sum to the number of values, {len(values)}."
@@ -299,7 +325,16 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
 def _next_binary(
     binary: memoryview | None, start: int, size: Any, given: Mapping[str, Any], name: str
 ) -> memoryview | bytes:
-    """Return the next ``size`` bytes after the JSON. Without the length header, only size 0 is allowed."""
+    """Return the bytes of the next binary tensor.
+
+    Args:
+        binary: bytes after the JSON; None if the request lacks the header `HEADER_LENGTH`, so that only size
+            0 is allowed.
+        start: end of the previous tensor in `binary`.
+        size: ``binary_data_size`` from the request.
+        given: the input's JSON object.
+        name: input name, for errors.
+    """
     if (binary is None and size != 0) or given.get("data") is not None:
         raise RequestError(
             f"input {name!r} has a binary_data_size; it needs the header {HEADER_LENGTH} and no data."
@@ -314,13 +349,13 @@ def _next_binary(
 
 
 class _InputSpec(NamedTuple):
-    """Input tensor which a model accepts.
+    """Input tensor that a model accepts.
 
     Attributes:
-        datatype: datatype in the metadata.
-        dtype: dtype in the model; None for raw values.
-        is_raw: whether it belongs to a raw request.
-        takes: other accepted datatypes; values are checked if ``datatype`` is narrower.
+        datatype: protocol datatype which the model's metadata reports.
+        dtype: numpy dtype in which the model reads the input; None for raw values.
+        is_raw: whether the input belongs to requests with raw values instead of IDs.
+        takes: other accepted datatypes. Values must fit ``datatype``.
     """
 
     datatype: str
@@ -331,7 +366,7 @@ class _InputSpec(NamedTuple):
 
 @functools.lru_cache(16)
 def _allowed_inputs(signature: Signature) -> dict[str, _InputSpec]:
-    """Return a model's allowed inputs by name."""
+    """Return all inputs that a request to this model may have, by input name."""
     whole = {datatype for datatype in _DTYPES if "INT" in datatype}
     takes = {"INT32": whole, "INT64": whole, "FP32": {*_DTYPES} - {"BOOL"}, "FP64": {*_DTYPES} - {"BOOL"}}
     allowed = {}
@@ -374,7 +409,14 @@ def _check_datatype(datatype: Any, content_type: Any, expected: _InputSpec, name
 
 
 def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[Any]:
-    """Return JSON numbers or strings as a flat array, with dtype object if some are null."""
+    """Convert the JSON data of an input to a flat array, with dtype object if values are strings or null.
+
+    Args:
+        data: numbers, strings or booleans, flat or in nested lists.
+        datatype: protocol datatype.
+        shape: shape from the request, which nested lists must match.
+        name: input name, for errors.
+    """
     if not isinstance(data, list):
         raise RequestError(f"the data of input {name!r} must be a list, got {shown(data)}.")
     is_nested = bool(data) and type(data[0]) is list
@@ -401,7 +443,11 @@ def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[
 
 
 def _numeric_array(data: list[Any], datatype: str, name: str) -> NDArray[Any]:
-    """Convert JSON numbers to an array of a protocol datatype, such as ``FP32``; they must fit."""
+    """Convert JSON numbers to an array of a protocol datatype, such as ``FP32``.
+
+    Raises:
+        RequestError: a value is not a number, or does not fit the datatype.
+    """
     if datatype == "BF16":
         raise RequestError(f"input {name!r} is BF16, which JSON cannot represent. Send it as binary.")
     sent = _DTYPES[datatype]
@@ -415,7 +461,9 @@ def _numeric_array(data: list[Any], datatype: str, name: str) -> NDArray[Any]:
 
 
 def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[Any]:
-    """Parse binary numbers, or strings with 4-byte lengths."""
+    """Convert the bytes of a binary tensor to a flat array: numbers, or strings with 4-byte lengths before
+    them.
+    """
     if (sent := _DTYPES.get(datatype)) is not None:
         if len(data) % sent.itemsize:
             raise RequestError(
@@ -445,7 +493,14 @@ def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[A
 
 
 def _values_of(array: NDArray[Any], content_type: str | None, expected: _InputSpec, name: str) -> Any:
-    """Convert an input to the model's format: an array of the model dtype, or a list of raw values."""
+    """Convert an input to the form that the model takes: an array with the model's dtype, or raw values.
+
+    Args:
+        array: values as sent.
+        content_type: content type of MLServer's codecs, or None.
+        expected: what the model accepts.
+        name: input name, for errors.
+    """
     if (dtype := expected.dtype) is not None:
         if array.dtype == object:
             raise RequestError(f"input {name!r} has null; only raw values may be null.")
@@ -474,7 +529,13 @@ def _decode(value: str, content_type: str, name: str) -> Any:
 
 
 def _read_outputs(given: dict[str, Any], output_name: str, binary_by_default: bool) -> bool:
-    """Return whether scores are requested as binary. No output list, or an empty one, means all outputs."""
+    """Return whether the client wants the scores as a binary tensor.
+
+    Args:
+        given: JSON object of the request. Without a list of outputs, or with an empty list, all are returned.
+        output_name: name of the model's only output.
+        binary_by_default: whether the request asks for binary outputs in general.
+    """
     outputs = given.get("outputs")
     if outputs is None:
         return binary_by_default
@@ -501,7 +562,13 @@ def _read_outputs(given: dict[str, Any], output_name: str, binary_by_default: bo
 
 
 def _parameters(given: dict[str, Any], allowed: Set[str], owner: str) -> dict[str, Any]:
-    """Return the non-null parameters."""
+    """Return the parameters of a JSON object, without those that are null.
+
+    Args:
+        given: JSON object of the request, an input or an output.
+        allowed: allowed parameter names.
+        owner: description of the object, for errors.
+    """
     parameters = given.get("parameters")
     if parameters is None:
         return {}
@@ -547,7 +614,7 @@ def _parse_timeout(parameters: dict[str, Any]) -> float:
 
 
 def _check_shape(shape: Any, name: str) -> list[int]:
-    """Return the shape of an input; raise RequestError if it is not a short list of sizes."""
+    """Return the shape of an input. Raises RequestError if it is not a list of at most `_MAX_DIMS` sizes."""
     if isinstance(shape, list) and len(shape) <= _MAX_DIMS:  # the product of a million sizes takes minutes
         for dim in shape:
             if not _is_whole(dim) or dim >= 1 << 40:

@@ -1,4 +1,4 @@
-"""Server options."""
+"""Options of a server, and the socket on which it listens."""
 
 import ipaddress
 import socket
@@ -12,10 +12,11 @@ from meshrec.serve.batching import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Limits per server process on connections, unfinished requests and their duration.
+    """Limits on connections and unfinished requests, for every server process.
 
-    A client is an IPv4 address or a 64-bit IPv6 network. Above a limit, the server closes the connection
-    whose request has been incomplete longest, or else refuses the new connection.
+    A client is an IPv4 address or a 64-bit IPv6 network. Above a limit on connections, the server closes the
+    connection with the request that has been incomplete longest. Without such a request, it refuses the new
+    connection.
     """
 
     max_connections: int = 4096
@@ -59,11 +60,13 @@ class ServerOptions:
     max_body: int = 16 << 20
     """Maximum body size in bytes."""
     warm_up: Path | None = None
-    """File of samples, a JSON object per line, scored by models before they are ready."""
+    """File with samples, a JSON object per line, which models score before they are ready; None: random
+    samples.
+    """
     deltas: Mapping[str, Path] = field(default_factory=dict)
     """Delta folders to follow, by model name."""
     token: str | None = None
-    """Bearer token required from clients."""
+    """Bearer token that clients must send; None: no token is needed."""
     admin: bool = True
     """Whether load, unload and rollback are allowed over HTTP (status 403 otherwise)."""
     hosts: tuple[str, ...] = ()
@@ -77,8 +80,8 @@ class ServerOptions:
     copy_weights: bool = False
     """Copy weights to every worker's memory, instead of mapping files shared by all workers."""
     keep_histories: int = 0
-    """History cache size in bytes, per worker and model, for recommendation requests; 0: no cache. Only
-    models which can continue from cached keys and values use it.
+    """Size of the KV cache for user histories in bytes, per worker and model; 0: no cache. Only next-item
+    models that support such a cache use it.
     """
     tls_cert: Path | None = None
     """PEM file of a certificate; enables HTTPS."""
@@ -109,7 +112,7 @@ class ServerOptions:
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """Return a bound socket, shared by all workers.
+    """Return a listening socket, which all workers share.
 
     Raises:
         ValueError: the address or port is unavailable, or other machines can reach it and no token is set.

@@ -1,7 +1,8 @@
-"""Check that administrative requests do not come from web pages.
+"""Check that requests which change models do not come from web pages.
 
-A loopback server trusts local programs, including browsers. A page can post to it (``Origin`` then names the
-page), or resolve the page's name to 127.0.0.1 (``Host`` then has that name).
+A server without a token trusts all programs on its machine, including browsers. So any web page could post to
+it (cross-site request forgery; the header ``Origin`` then names the page), or resolve the page's name to
+127.0.0.1 (DNS rebinding; the header ``Host`` then has that name).
 """
 
 import ipaddress
@@ -12,11 +13,11 @@ from meshrec.serve.requests import RequestError
 
 
 def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) -> None:
-    """Check that a request does not come from another server's web page.
+    """Check that a request does not come from a web page of another server.
 
     Args:
         headers: request headers with lower-case names.
-        server_names: names of this server in addition to addresses and ``localhost``.
+        server_names: names of this server, in addition to addresses and ``localhost``.
 
     Raises:
         RequestError: the headers name another server, or a browser reports another site (status 403).
@@ -40,7 +41,7 @@ def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) 
 
 
 def _host_name(url: str) -> str:
-    """Return the host of a URL without the port; empty if it is malformed."""
+    """Return the host of a URL without the port; empty if the URL is malformed."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

@@ -1,4 +1,8 @@
-"""Pipe between a worker and the parent process, which forwards model changes to all workers."""
+"""Messages between a worker and the parent process, which forwards model changes to all workers.
+
+A worker that gets a request to load or unload a model sends it to the parent with a ticket. The parent sends
+the change to all workers as a task, waits for their outcomes, and answers the ticket. See ``workers.py``.
+"""
 
 import asyncio
 import itertools
@@ -12,37 +16,39 @@ from typing import Any
 from meshrec.serve.requests import RequestError
 
 Change = Callable[[str, str, int | None], Awaitable[None]]
+"""Function that applies a change in this process, given the action, the model name and the last delta."""
 
 
 class Peers:
-    """A worker's view of the other workers, reached through the parent process.
+    """Connection of a worker to the other workers, through the parent process.
 
     Args:
         pipe: pipe to the parent.
-        loaded: shared memory [workers], bytes: 1 once the worker has loaded all models.
+        loaded: memory shared by all workers, with a byte per worker: 1 once it has loaded all models.
         index: index of this worker.
 
     Attributes:
-        is_replacement: whether this worker replaces one which ended. It then accepts connections only after
-            loading all models, because the other workers already answer.
+        is_replacement: whether this worker replaces a worker that ended. It then accepts connections only
+            after it has loaded all models, because the other workers already answer requests.
     """
 
     def __init__(self, pipe: Connection, loaded: mmap.mmap, index: int) -> None:
         self._pipe, self._loaded, self._index = pipe, loaded, index
         self.is_replacement = bool(loaded[index])
         self._tickets = itertools.count()
-        # Unanswered requests by ticket, from `change_all` until the parent's answer.
+        # Changes that this worker has requested, by ticket, from `change_all` until the parent's answer. The
+        # result is None, or the arguments of a `RequestError`.
         self._pending: dict[int, asyncio.Future[list[Any] | None]] = {}
         # Changes in progress; the set keeps the tasks alive.
         self._tasks: set[asyncio.Task[None]] = set()
 
     def report_loaded(self) -> None:
-        """Tell other workers that this worker has loaded all models."""
+        """Tell the other workers that this worker has loaded all models."""
         self._loaded[self._index] = 1
 
     @property
     def all_loaded(self) -> bool:
-        """Whether all workers have loaded their models: a request may reach any of them."""
+        """Whether all workers have loaded their models. The kernel may give a connection to any of them."""
         return all(self._loaded[:])
 
     async def change_all(self, action: str, model: str, delta: int | None = None) -> None:
@@ -51,10 +57,10 @@ class Peers:
         Args:
             action: ``load`` or ``unload``.
             model: model name.
-            delta: last delta to apply; None: all.
+            delta: number of the last delta to apply when loading; None: all.
 
         Raises:
-            RequestError: a worker failed; the error is the first one received.
+            RequestError: a worker failed. The error is the first one received.
         """
         ticket = next(self._tickets)
         answer = self._pending[ticket] = asyncio.get_running_loop().create_future()
@@ -64,7 +70,12 @@ class Peers:
             raise RequestError(*error)
 
     def listen(self, loop: asyncio.AbstractEventLoop, change: Change) -> None:
-        """Start applying changes forwarded by the parent, with ``change``."""
+        """Start to handle messages from the parent: changes to apply, and answers to `change_all`.
+
+        Args:
+            loop: event loop of the worker.
+            change: function that applies a change in this worker.
+        """
 
         def on_message() -> None:
             try:
@@ -83,7 +94,7 @@ class Peers:
         loop.add_reader(self._pipe.fileno(), on_message)
 
     async def _apply_change(self, change: Change, message: dict[str, Any]) -> None:
-        """Apply a change in this worker and report the outcome to the parent."""
+        """Apply a change in this worker, and report success or the error to the parent."""
         error: Sequence[Any] | None = None
         try:
             await change(message["action"], message["model"], message["delta"])

@@ -1,4 +1,4 @@
-"""Body parsing: small bodies in the event loop, large ones in a child process.
+"""Parsing of request bodies: small bodies in the event loop, large bodies in a child process.
 
 Python parses JSON without releasing the GIL, so a body of several megabytes would block all other clients.
 """
@@ -41,12 +41,12 @@ class Body(NamedTuple):
 
 
 class BodyReader:
-    """Body parser. A child process parses large bodies, one at a time."""
+    """Parses request bodies. Large bodies go to a child process, one at a time."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read")
-        # Numbers by which parent and child refer to signatures, so that each is sent once. Weak: a signature
-        # is dropped with its model version.
+        # Numbers by which parent and child refer to signatures, so that a signature is sent only once. Keys
+        # are weak: a signature is dropped together with the model version.
         self._indices: weakref.WeakKeyDictionary[Signature, int] = weakref.WeakKeyDictionary()
         self._num_signatures = 0
         # Signatures which the child has; mirrors its eviction order. Reset when the child restarts.
@@ -73,7 +73,7 @@ class BodyReader:
         self._child.stop()
 
     def _ask(self, reading: Body, signature: Signature) -> InferRequest | RequestError:
-        """Parse a body in the child process, which is started if it does not run. Blocks."""
+        """Parse a body in the child process, and wait for the result. Starts the child if it does not run."""
         try:
             if not self._child.is_running:
                 self._sent = []
@@ -105,7 +105,11 @@ class BodyReader:
 
 
 def read(reading: Body, signature: Signature) -> InferRequest:
-    """Parse the request in a body in this thread.
+    """Parse the request in a body, in this thread.
+
+    Args:
+        reading: body, and the protocol that it follows.
+        signature: inputs and outputs of the model.
 
     Raises:
         RequestError: the body violates the protocol, or does not match the model.
@@ -130,7 +134,7 @@ def size_of(request: Request) -> int:
 
 
 def _parse_cost(reading: Body, signature: Signature) -> int:
-    """Return the number of bytes Python must parse; binary numbers are only copied."""
+    """Return the number of bytes that Python must parse. Binary numbers are only copied, and do not count."""
     length = reading.header_length
     if signature.raw is None and length is not None and length.isdecimal() and len(length) < 10:
         return min(int(length), len(reading.body))
@@ -138,7 +142,7 @@ def _parse_cost(reading: Body, signature: Signature) -> int:
 
 
 def _read_bodies(parent: socket.socket) -> None:
-    """Parse bodies sent by the parent, until it exits."""
+    """Main loop of the child process: parse the bodies that the parent sends, until it exits."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     signatures: dict[int, Signature] = {}

@@ -1,4 +1,4 @@
-"""Recommendations for requests with histories: exact top items for a model's query vectors."""
+"""Recommendations for user histories: the exact top items for a model's query vectors."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ from meshrec.export.next_items import Recommended
 from meshrec.serve.requests import Floats, Request, RequestError
 
 MAX_ITEMS = 10_000
+"""Maximum number of items that a request may ask for."""
 
 
 class ItemOptions(NamedTuple):
     """Options of a recommendation request.
 
     Attributes:
-        k: item count.
-        keep_seen: whether items in the history, or given as seen, may be recommended; None: as the recipe
-            ranks items.
+        k: number of items to recommend per history.
+        keep_seen: whether items in the history, or given as seen, may be recommended. None: as in training,
+            see `RankedItems.keep_seen`.
     """
 
     k: int = 10
@@ -30,10 +31,10 @@ class ItemOptions(NamedTuple):
 
 
 def parse_item_options(query: bytes) -> ItemOptions:
-    """Parse a URL query such as ``k=20&keep_seen=1``.
+    """Parse the options in the query part of a URL, such as ``k=20&keep_seen=1``.
 
     Raises:
-        RequestError: unknown option or invalid value.
+        RequestError: an option is unknown, or has an invalid value.
     """
     given = parse_query(query, ("k", "keep_seen"))
     k, keep = given.get("k", "10"), given.get("keep_seen")
@@ -45,10 +46,10 @@ def parse_item_options(query: bytes) -> ItemOptions:
 
 
 def parse_query(query: bytes, allowed: Sequence[str]) -> dict[str, str]:
-    """Parse a URL query in which every option of ``allowed`` may occur once.
+    """Parse the query part of a URL, in which every allowed option may occur once.
 
     Raises:
-        RequestError: unknown or repeated option.
+        RequestError: an option is unknown or repeated.
     """
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     given = dict(pairs)
@@ -62,7 +63,7 @@ def parse_query(query: bytes, allowed: Sequence[str]) -> dict[str, str]:
 
 
 class ItemVectors:
-    """Item vectors of a package, computed once per weights version.
+    """Ranks the items of a package. Item vectors are computed once per version of the weights.
 
     Args:
         predictor: predictor of the package.
@@ -75,16 +76,16 @@ class ItemVectors:
 
     @property
     def is_available(self) -> bool:
-        """Whether the package lists items."""
+        """Whether the package lists items to recommend."""
         return self._predictor.items is not None
 
     def best(self, queries: Floats, request: Request, options: ItemOptions, version: str) -> Recommended:
-        """Return the best items for a request's queries.
+        """Return the best items for the query vectors of a request.
 
         Args:
-            queries: float32 [B, V].
-            request: request which produced the queries.
-            options: number of items, and whether seen items are allowed.
+            queries: query vectors, float32 [B, V].
+            request: request for which the query vectors were computed.
+            options: number of items, and whether seen items may be recommended.
             version: version of the weights.
         """
         items, features = self._predictor.items, self._predictor.features

@@ -1,4 +1,4 @@
-"""Requests as arrays, checked before they join a batch."""
+"""Requests as arrays: types, and the checks before a request joins a batch."""
 
 import itertools
 from collections.abc import Mapping, Sequence, Set
@@ -23,11 +23,11 @@ Ints = NDArray[np.int64]
 
 
 class RequestError(ValueError):
-    """Refused request.
+    """Error for a request that the server refuses. The message goes to the client.
 
     Attributes:
-        status: HTTP status.
-        headers: additional response headers.
+        status: HTTP status of the response.
+        headers: additional headers for the response.
     """
 
     def __init__(self, message: str, status: int = 400, headers: Mapping[str, str] | None = None) -> None:
@@ -46,11 +46,11 @@ class Signature:
     Attributes:
         features: sparse feature names, in the order of the model's inputs.
         num_dense: number of dense columns.
-        rows: number of table rows by feature: IDs must be below.
+        rows: exclusive upper limit for IDs by feature: the number of table rows.
         outputs: ``scores`` or ``vectors``.
-        shared: features (or "dense") which the model takes once for many samples.
-        raw: conversion of raw values; None: requests must have IDs.
-        any_ids: features which accept any int64 ID.
+        shared: features (or "dense") that the model can take once for many samples.
+        raw: conversion of raw values to IDs; None: requests must have IDs.
+        any_ids: features for which every int64 is a valid ID.
     """
 
     features: list[str]
@@ -63,14 +63,15 @@ class Signature:
 
 
 class Request(NamedTuple):
-    """Samples as arrays.
+    """Samples to score, as arrays in the order of the model's inputs.
 
     Attributes:
-        dense: float32 [B, D].
-        values: IDs [N] per feature.
-        lengths: IDs per sample, [B] per feature.
-        group: int64 [B], the row of each sample in the shared inputs, which have R rows instead of B. For
-            example [0, 0, 1]: samples 0 and 1 share row 0. None: nothing is shared.
+        dense: dense values, float32 [B, D].
+        values: for every feature, the IDs, int64 [N], sample by sample.
+        lengths: for every feature, the number of IDs per sample, int64 [B].
+        group: if samples share inputs: the row of every sample in the shared inputs, int64 [B]. Shared inputs
+            have R rows instead of B. For example [0, 0, 1]: samples 0 and 1 share row 0. None: samples share
+            nothing.
     """
 
     dense: Floats
@@ -85,13 +86,13 @@ class Request(NamedTuple):
 
 
 class InferRequest(NamedTuple):
-    """Parsed inference request.
+    """Parsed body of a scoring request, in either protocol.
 
     Attributes:
-        request: checked samples.
-        id: request ID to echo; None: not given.
-        timeout: maximum duration in seconds.
-        wants_binary: whether scores are returned as a binary tensor.
+        request: samples to score, already checked.
+        id: request ID to repeat in the answer; None: the client gave none.
+        timeout: maximum duration in seconds; infinite if the client gave none.
+        wants_binary: whether to return the scores as a binary tensor.
     """
 
     request: Request
@@ -101,14 +102,16 @@ class InferRequest(NamedTuple):
 
 
 class RequestSplitter:
-    """Splits a request with too many samples for a batch.
+    """Cuts pieces from a request that has too many samples for a batch.
 
     Args:
-        request: whole request.
+        request: the whole request.
     """
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        # Per feature: position of every sample's first ID, and the end. None for a shared feature, which
+        # every piece gets as a whole.
         num = request.num_samples
         self._ends = [
             np.concatenate([np.zeros(1, np.int64), lengths_B.cumsum()])
@@ -118,7 +121,7 @@ class RequestSplitter:
         ]
 
     def __call__(self, start: int, stop: int) -> Request:
-        """Return samples ``[start, stop)``, with all shared values."""
+        """Return a request with the samples ``[start, stop)`` and all shared values."""
         whole = self._request
         num = whole.num_samples
         rows = slice(start, stop)
@@ -146,16 +149,18 @@ def check_request(
 ) -> Request:
     """Check the arrays of a request, and build a `Request` with the features in model order.
 
+    Shared inputs that the model cannot take once are repeated for every sample.
+
     Args:
-        signature: model signature.
-        dense: [B, D]; None is allowed for a model without dense columns.
-        values: IDs [N] by feature.
-        lengths: lengths [B] by feature.
-        shared: features (or "dense") given once for all samples: a single length, a single row.
+        signature: inputs and outputs of the model.
+        dense: dense values, float32 [B, D]; None is allowed for a model without dense columns.
+        values: IDs by feature, int64 [N], sample by sample.
+        lengths: number of IDs per sample by feature, int64 [B].
+        shared: features (or "dense") that are given once for all samples, with a single length or row.
         num_samples: B, if it cannot be derived from the arrays.
 
     Raises:
-        RequestError: invalid input; the message has the feature, sample and ID.
+        RequestError: an input is invalid. The message has the feature, the sample and the ID.
     """
     for part, given in (("values", values), ("lengths", lengths)):
         for feature in signature.features:
@@ -204,15 +209,15 @@ def check_request(
 def encoded_request(
     per_sample: Mapping[str, Sequence[Any]], shared: Mapping[str, Sequence[Any]], signature: Signature
 ) -> Request:
-    """Convert raw values to a request.
+    """Convert raw values, as named in the training data, to a request with IDs.
 
     Args:
-        per_sample: a value per sample, by column.
-        shared: a value for all samples, by column.
-        signature: signature of a model which accepts raw values.
+        per_sample: values by column, one per sample.
+        shared: values by column, a single value for all samples.
+        signature: inputs and outputs of a model that accepts raw values.
 
     Raises:
-        RequestError: wrong value type, or a value which would count as damage in training.
+        RequestError: a value has the wrong type, or training would reject it as damaged.
     """
     assert signature.raw is not None
     try:
@@ -233,7 +238,7 @@ def encoded_request(
 
 
 def _check_dense(dense: Floats, num_rows: int, num_dense: int) -> None:
-    """Raise RequestError unless values are finite with shape [num_rows, num_dense]."""
+    """Raise RequestError unless dense values are finite and have the shape [num_rows, num_dense]."""
     if dense.shape != (num_rows, num_dense):
         raise RequestError(
             f"dense must have shape [{num_rows}, {num_dense}] (a row per sample, or 1 if samples "
@@ -261,7 +266,10 @@ def concat_requests(requests: Sequence[Request]) -> Request:
 
 
 def _concat_groups(requests: Sequence[Request]) -> Ints | None:
-    """Concatenate groups. A request without a group gets a row per sample."""
+    """Concatenate the groups of several requests; None if no request shares inputs.
+
+    If only some requests share inputs, every sample of the others gets a row in the shared inputs.
+    """
     if all(request.group is None for request in requests):
         return None
     groups, num_rows = [], 0
@@ -275,7 +283,7 @@ def _concat_groups(requests: Sequence[Request]) -> Ints | None:
 def _check_lengths(
     features: Sequence[str], num_samples: int, values: Mapping[str, Ints], lengths: Mapping[str, Ints]
 ) -> None:
-    """Raise RequestError unless each feature has ``num_samples`` lengths which sum to the number of IDs."""
+    """Raise RequestError unless every feature has ``num_samples`` lengths that sum to its number of IDs."""
     for feature in features:
         feature_lengths = lengths[feature]
         if feature_lengths.ndim != 1 or len(feature_lengths) != num_samples:
@@ -330,11 +338,11 @@ def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequen
 
 
 def as_array(data: Any, dtype: "np.dtype[Any]", label: str) -> NDArray[Any]:
-    """Convert JSON numbers, nested or not, to an array.
+    """Convert JSON numbers, or nested lists of them, to an array.
 
     Args:
-        data: number or nested list.
-        dtype: target dtype.
+        data: number, or nested list with numbers.
+        dtype: dtype of the array.
         label: name of the data in errors.
 
     Raises:
@@ -365,14 +373,20 @@ def as_array(data: Any, dtype: "np.dtype[Any]", label: str) -> NDArray[Any]:
 
 
 def as_integers(data: Any) -> Any:
-    """Convert integral JSON floats such as 1e3 to int, in nested lists or not."""
+    """Convert JSON floats without a fraction, such as 1e3, to int, also in nested lists."""
     if type(data) is list:
         return [as_integers(item) for item in data]
     return int(data) if type(data) is float and data.is_integer() else data
 
 
 def _types_in(data: Any, label: str) -> set[type]:
-    """Return the types of all values in nested lists. Iterative: deep nesting must not exhaust the stack."""
+    """Return the types of all values in nested lists.
+
+    Iterative, because deep nesting must not exhaust the stack.
+
+    Raises:
+        RequestError: lists are nested too deep.
+    """
     seen: set[type] = set()
     level = [data]
     for _ in range(_MAX_DEPTH):

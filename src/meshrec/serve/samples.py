@@ -1,4 +1,4 @@
-"""Samples in JSON: objects with values by feature or column."""
+"""Parsing of samples in JSON: objects with values by feature or by data column."""
 
 import contextlib
 import itertools
@@ -24,14 +24,16 @@ from meshrec.serve.requests import (
 
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 SAMPLES, SHARED = "samples", "shared"
+"""Keys of a body in which samples share values."""
 Sample = Mapping[str, Any]
+"""JSON object of a sample."""
 
 
 def read_json(body: bytes) -> Any:
-    """Parse a body as JSON.
+    """Parse a request body as JSON.
 
     Raises:
-        RequestError: not JSON.
+        RequestError: the body is not JSON, is nested too deep, or has a huge integer.
     """
     try:
         return json.loads(body)
@@ -48,14 +50,19 @@ def read_json(body: bytes) -> Any:
 
 
 def read_samples(body: bytes, signature: Signature) -> Request:
-    """Read samples in JSON: ``{"dense": [0.5, 1], "user": 17, "seen": [3, 9]}``, or a list of such objects.
+    """Parse samples in JSON, and check them.
 
-    An object has every feature: an ID, or a list of IDs, possibly empty. For a model with raw values it has
-    the data columns instead; null is a missing value, and columns in `RawValues.optional` may be omitted.
-    ``{"shared": {...}, "samples": [...]}`` gives values shared by all samples once.
+    The body is an object such as ``{"dense": [0.5, 1], "user": 17, "seen": [3, 9]}``, or a list of such
+    objects. An object has every feature: an ID, or a list of IDs, possibly empty. For a model with raw values
+    it has the data columns instead; null is a missing value, and columns in `RawValues.optional` may be
+    omitted. In ``{"shared": {...}, "samples": [...]}``, all samples share the values in the first object.
+
+    Args:
+        body: request body.
+        signature: inputs and outputs of the model.
 
     Raises:
-        RequestError: any other body; the message has the sample and feature.
+        RequestError: the body has another form. The message has the sample and the feature.
     """
     given = read_json(body)
     if signature.raw is not None:
@@ -103,7 +110,16 @@ def read_samples(body: bytes, signature: Signature) -> Request:
 def _check_names(
     samples: Sequence[Any], required: Sequence[str], common: Sample, signature: Signature
 ) -> None:
-    """Check that samples have all required names. Unknown names are ignored, as in files."""
+    """Raise RequestError if a sample lacks a required name, or repeats a shared one.
+
+    Unknown names are ignored, as in data files.
+
+    Args:
+        samples: JSON values of the samples.
+        required: names that every sample must have.
+        common: shared values by name.
+        signature: inputs and outputs of the model.
+    """
     names = set(required)
     for number, sample in enumerate(samples):
         if not isinstance(sample, dict):
@@ -159,7 +175,7 @@ def _parse_ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[In
 
 
 def _parse_vector(data: Any, dtype: "np.dtype[Any]", label: str) -> Any:
-    """Convert a flat JSON list to an array; ``label`` names the data in errors."""
+    """Convert a flat JSON list to an array. ``label`` is the name of the data in errors."""
     array = as_array(data, dtype, label)
     if array.ndim != 1:
         raise RequestError(f"{label} must be a flat list of numbers.")

@@ -31,7 +31,7 @@ Headers = Mapping[bytes, bytes]
 
 
 class Answer(NamedTuple):
-    """HTTP response: status, body, and headers other than the content length."""
+    """HTTP response: status, body, and all headers except the content length."""
 
     status: int
     body: bytes
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 
 def score_request_of(path: str) -> ScoreRequest | None:
-    """Parse a request path; return None if it is not a scoring path."""
+    """Parse the path of a URL, such as ``/predict/NAME``. Return None if it does not ask for scores."""
     if match := _INFER.fullmatch(path):
         return ScoreRequest(match["model"], match["version"], None)
     if match := _SAMPLES.fullmatch(path):
@@ -49,22 +49,22 @@ def score_request_of(path: str) -> ScoreRequest | None:
 
 
 class ScoringEndpoint:
-    """Answers scoring requests over HTTP.
+    """ASGI handler for scoring requests.
 
     Args:
-        service: scores requests.
+        service: service that scores parsed requests.
         max_body: maximum body size in bytes.
-        reader: parses bodies.
+        reader: parser for bodies.
     """
 
     def __init__(self, service: ScoringService, max_body: int, reader: BodyReader) -> None:
         self._service, self._max_body, self._reader = service, max_body, reader
 
     async def __call__(self, requested: ScoreRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        """Score a request and send the answer.
+        """Handle a scoring request, from the headers to the answer.
 
         Args:
-            requested: parsed path.
+            requested: result of `score_request_of` for the path.
             scope: ASGI scope.
             receive: ASGI receive function.
             send: ASGI send function.
@@ -95,7 +95,7 @@ class ScoringEndpoint:
         """Receive the body, score it, and return the answer.
 
         Args:
-            requested: parsed path.
+            requested: model, outputs and options that the URL names.
             began: ``time.monotonic`` time when the request arrived.
             headers: request headers with lower-case names.
             receive: ASGI receive function.
@@ -120,7 +120,7 @@ class ScoringEndpoint:
 
 
 async def _infer_answer(scored: ScoreResult) -> Answer:
-    """Serialize an answer of the Open Inference Protocol."""
+    """Return the HTTP response of the Open Inference Protocol, with scores as JSON or a binary tensor."""
     infer, scores = scored.infer, scored.scores
     fields: dict[str, Any] = {"model_name": scored.model, "model_version": scored.version}
     if infer.id is not None:
@@ -137,12 +137,12 @@ async def _infer_answer(scored: ScoreResult) -> Answer:
 
 
 async def _json_with_array(fields: Mapping[str, Any], name: str, array: Floats) -> bytes:
-    """Return a JSON object with an array as the last value.
+    """Serialize a JSON object with an array as the last value.
 
-    The array is serialized in parts, so that other clients do not wait.
+    The array is serialized in parts, with other clients served in between.
 
     Args:
-        fields: other values of the object.
+        fields: other values in the object.
         name: key of the array.
         array: scores [B] or vectors [B, V].
     """
@@ -157,13 +157,13 @@ async def _json_with_array(fields: Mapping[str, Any], name: str, array: Floats) 
 
 
 def error_answer(error: RequestError) -> Answer:
-    """Convert an error to an HTTP answer."""
+    """Return the HTTP response for an error, with the message as JSON."""
     body = json.dumps({"error": str(error)}).encode()
     return Answer(error.status, body, {**_JSON_TYPE, **error.headers})
 
 
 async def send_answer(answer: Answer, send: Send) -> None:
-    """Send an answer over ASGI."""
+    """Send an HTTP response with an ASGI send function."""
     fields = [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
     fields.append((b"content-length", b"%d" % len(answer.body)))
     await send({"type": "http.response.start", "status": answer.status, "headers": fields})
@@ -171,7 +171,7 @@ async def send_answer(answer: Answer, send: Send) -> None:
 
 
 async def receive_body(headers: Headers, receive: Receive, limit: int) -> bytes:
-    """Receive a request body.
+    """Receive a request body from an ASGI receive function.
 
     Args:
         headers: request headers with lower-case names.
@@ -219,7 +219,15 @@ def _header_text(headers: Headers, name: str) -> str | None:
 
 
 def _parse_deadline(headers: Headers, began: float) -> float:
-    """Return the deadline from the headers as a ``time.monotonic`` time."""
+    """Return the client's deadline from the header `TIMEOUT`, as a ``time.monotonic`` time.
+
+    Args:
+        headers: request headers with lower-case names.
+        began: ``time.monotonic`` time when the request arrived.
+
+    Returns:
+        The deadline; infinite without the header.
+    """
     text = _header_text(headers, TIMEOUT)
     if text is None:
         return math.inf

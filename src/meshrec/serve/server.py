@@ -1,4 +1,4 @@
-"""Server process: socket, event loop, signals, and a shutdown which loses no request."""
+"""Server process: event loop, signals, and a shutdown in which no request is lost."""
 
 import asyncio
 import contextlib
@@ -28,14 +28,17 @@ from meshrec.serve.trial import PackageTrial, WarmUp
 
 
 class Server:
-    """HTTP server which answers in this process.
+    """HTTP server that answers requests in this process.
 
     Args:
-        models: package folders by name.
-        options: server options.
-        bound: `listen` result; closed at the end.
-        peers: other workers; None if this is the only process.
-        changes: last requested model changes before this worker started.
+        models: package folders by model name.
+        options: options of the server.
+        bound: result of `listen`; closed at the end.
+        peers: connection to the other workers; None if this is the only process.
+        changes: last change per model that clients requested before this worker started.
+
+    Attributes:
+        repository: models of this process.
     """
 
     def __init__(
@@ -95,12 +98,15 @@ class Server:
             timeout_graceful_shutdown=60,
         )
         self._uvicorn = _HttpServer(config, self._guard, options.linger, options.connections.header_seconds)
+        # Reloads in progress; cancelled when the server stops.
         self._tasks: set[asyncio.Task[None]] = set()
+        # The lock is held during a reload and its retries. The event is set from a request for a reload until
+        # the reload starts, and ends the retries of the reload before.
         self._reload_lock, self._reload_requested = asyncio.Lock(), asyncio.Event()
 
     @property
     def url(self) -> str:
-        """Server address."""
+        """URL of the server, with the actual port."""
         scheme = "http" if self._options.tls_cert is None else "https"
         host, port = self._bound.getsockname()[:2]
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -118,7 +124,7 @@ class Server:
             loop.close()
 
     def stop(self) -> None:
-        """Make `run` answer received requests and return. Callable from any thread."""
+        """Make `run` return after it has answered all received requests. May be called from any thread."""
         self._uvicorn.should_exit = True
 
     def reload(self) -> None:
@@ -136,7 +142,10 @@ class Server:
         Args:
             action: ``load`` or ``unload``.
             model: model name.
-            delta: last delta to apply; None: all.
+            delta: number of the last delta to apply when loading; None: all.
+
+        Raises:
+            RequestError: the model is unknown, or cannot be served.
         """
         if action == "load":
             await self.repository.load(model, delta)
@@ -144,7 +153,7 @@ class Server:
             await self.repository.unload(model)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine as a task; asyncio itself keeps only weak references to tasks."""
+        """Run a coroutine as a task, with a reference to it, because asyncio keeps only weak references."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -160,7 +169,7 @@ class Server:
         return None
 
     async def _load(self) -> None:
-        """Load all models, and retry failures until they succeed, time runs out or another reload starts."""
+        """Load all models, and retry failed loads for a minute or until another reload is requested."""
         async with self._reload_lock:
             self._reload_requested.clear()
             failed = await self.repository.load_all()
@@ -185,7 +194,7 @@ class Server:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a uvloop event loop if installed (half the overhead), else an asyncio one."""
+    """Return an event loop: uvloop's if it is installed, because it has half the overhead, or asyncio's."""
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -194,7 +203,14 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn server which answers received requests before it ends; uvicorn itself would not."""
+    """uvicorn server that answers all received requests before it ends, which uvicorn itself does not.
+
+    Args:
+        config: uvicorn configuration.
+        guard: application, which is told when the shutdown starts.
+        linger: seconds for which the shutdown waits for clients to close idle connections.
+        header_seconds: timeout for TLS handshakes.
+    """
 
     def __init__(self, config: uvicorn.Config, guard: Guard, linger: float, header_seconds: float) -> None:
         super().__init__(config)
@@ -211,7 +227,7 @@ class _HttpServer(uvicorn.Server):
             yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening like uvicorn, but with the header timeout applied to TLS handshakes."""
+        """Start to listen like uvicorn, but with the header timeout also for TLS handshakes."""
         await self.lifespan.startup()
         loop, config = asyncio.get_running_loop(), self.config
         seconds = self._header_seconds if config.ssl is not None else None
@@ -228,14 +244,14 @@ class _HttpServer(uvicorn.Server):
         self.started = True
 
     def _new_connection(self) -> asyncio.Protocol:
-        """Return the protocol object of a new connection."""
+        """Return the protocol object for a new connection."""
         config = self.config
         return config.http_protocol_class(  # type: ignore[call-arg]
             config=config, server_state=self.server_state, app_state={}
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ask clients to close their connections, then close idle ones."""
+        """Answer received requests, with a request to close the connection, then close idle connections."""
         self._guard.is_stopping = True
         await self._accept_queued(sockets or [])
         quiet_since = time.monotonic()
@@ -246,7 +262,10 @@ class _HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _accept_queued(self, sockets: list[socket.socket]) -> None:
-        """Accept connections from the kernel's queue, which closing the socket would reset."""
+        """Accept the connections in the kernel's queue, and stop listening.
+
+        If the socket were closed first, the kernel would reset these connections.
+        """
         loop, config = asyncio.get_running_loop(), self.config
         accepted = []
         for server, listener in zip(self.servers, sockets, strict=True):
@@ -263,7 +282,7 @@ class _HttpServer(uvicorn.Server):
 def _signal_handlers(
     loop: asyncio.AbstractEventLoop, handlers: Mapping[signal.Signals, Callable[[], None]]
 ) -> Iterator[None]:
-    """Install signal handlers within the context; outside the main thread, where Python allows none, skip."""
+    """Install signal handlers within the context. Outside the main thread, Python allows none: do nothing."""
     set_here = []
     with contextlib.suppress(ValueError, RuntimeError):
         for number, handler in handlers.items():

@@ -1,4 +1,4 @@
-"""Transport-independent scoring: model selection, limits, batches, recommendations.
+"""Scoring of requests, independent of the transport: model selection, limits, batches, recommendations.
 
 An endpoint (HTTP here, gRPC elsewhere) converts a request to a `ScoreRequest` and an `InferRequest`, calls
 `ScoringService`, and serializes the resulting `ScoreResult`.
@@ -26,18 +26,19 @@ _OUTCOMES = {  # metric label by HTTP status of the refusal
     503: "overloaded",
     504: "expired",
 }
+# First part of the URL path by kind of outputs.
 _ASK_FOR = {SCORES: "predict", "vectors": "embed"}
 
 
 class ScoreRequest(NamedTuple):
-    """Model, version and outputs named by a request.
+    """What a client asks for, without the samples: model, version and outputs.
 
     Attributes:
         model: model name; None: the server's only model.
-        version: required version; None: any.
-        outputs: ``scores`` or ``vectors``; None (Open Inference Protocol): the model's output.
-        recommends: whether to return items instead of vectors.
-        items: options for these items.
+        version: version that the client requires; None: any.
+        outputs: ``scores`` or ``vectors``; None: the outputs of the model, in the Open Inference Protocol.
+        recommends: whether to return recommended items instead of vectors.
+        items: options for recommended items.
     """
 
     model: str | None
@@ -48,15 +49,15 @@ class ScoreRequest(NamedTuple):
 
 
 class ScoreResult(NamedTuple):
-    """Scores of a request, and the model which computed them.
+    """Scores of a request, and the model that computed them.
 
     Attributes:
         infer: parsed request.
         model: model name.
-        version: model version.
+        version: version of the model.
         outputs: ``scores`` or ``vectors``.
-        scores: float32 [B] or [B, V].
-        best: recommended items, if requested.
+        scores: scores [B] or vectors [B, V], float32.
+        best: recommended items; None if the client did not ask for items.
     """
 
     infer: InferRequest
@@ -68,10 +69,10 @@ class ScoreResult(NamedTuple):
 
 
 class WaitingBytes(Protocol):
-    """Memory limit for waiting requests, such as `Connections`."""
+    """Memory limit for requests that wait for an answer. `Connections` implements it."""
 
     def reserve(self, num_bytes: int, /) -> str | None:
-        """Reserve memory; return None, or why there is not enough."""
+        """Reserve memory for a request. Return None, or the reason for refusing the request."""
 
     def release(self, num_bytes: int, /) -> None:
         """Release reserved memory."""
@@ -80,12 +81,12 @@ class WaitingBytes(Protocol):
 class ScoringService:
     """Scores requests from any transport.
 
-    A request which cannot be answered in time is refused before the body is read.
+    A request that cannot be answered in time is refused before the body is read.
 
     Args:
-        repository: models.
-        metrics: counts requests by outcome.
-        waiting: counts bytes of waiting requests.
+        repository: models of this process.
+        metrics: metrics in which requests are counted by outcome.
+        waiting: memory limit for waiting requests.
     """
 
     def __init__(self, repository: Repository, metrics: Metrics, waiting: WaitingBytes) -> None:
@@ -93,10 +94,16 @@ class ScoringService:
 
     @contextmanager
     def count_outcome(self, requested: ScoreRequest) -> Iterator[float]:
-        """Count a request by model and outcome; yield the ``time.monotonic`` start time.
+        """Count a request in the metrics, by model and outcome, when the context ends.
+
+        Args:
+            requested: model that the client asks for.
+
+        Yields:
+            ``time.monotonic`` time when the request arrived.
 
         Raises:
-            RequestError: unknown model.
+            RequestError: the model is unknown or not ready.
         """
         began, name, outcome = time.monotonic(), "", "error"
         try:
@@ -110,10 +117,10 @@ class ScoringService:
             self._metrics.record_request(name, outcome, time.monotonic() - began)
 
     def check(self, requested: ScoreRequest, deadline: float) -> ServedModel:
-        """Check that a request can be answered, before the body is read; return the model.
+        """Check, before the body is read, that a request can be answered, and return the model.
 
         Args:
-            requested: model and outputs of the request.
+            requested: model and outputs that the client asks for.
             deadline: ``time.monotonic`` time after which the answer is useless.
 
         Raises:
@@ -144,14 +151,14 @@ class ScoringService:
         """Score a request whose body has arrived.
 
         Args:
-            requested: model and outputs of the request.
-            read: parses the body for a model signature.
-            num_bytes: body size, already counted as waiting by the transport.
-            began: ``time.monotonic`` start time of the request.
+            requested: model and outputs that the client asks for.
+            read: function that parses the body, given the model's inputs and outputs.
+            num_bytes: bytes of the body, for which the transport has already reserved memory.
+            began: ``time.monotonic`` time when the request arrived.
             deadline: ``time.monotonic`` time after which the answer is useless.
 
         Raises:
-            RequestError: invalid request, or no answer in time.
+            RequestError: the request is invalid, or cannot be answered in time.
         """
         # Look up again: versions are not pinned while a client sends its body.
         served = self.check(requested, deadline)
@@ -173,14 +180,14 @@ class ScoringService:
         return ScoreResult(infer, served.name, scored.version, served.signature.outputs, scores, best)
 
     def _served(self, requested: ScoreRequest) -> ServedModel:
-        """Return the model which a request names, or the only model."""
+        """Return the model that a request names, or the only model if it names none."""
         if requested.model is None:
             return self._repository.get_only()
         return self._repository.get(requested.model, requested.version)
 
 
 def _check_finite(scores: Floats) -> Floats:
-    """Return the scores, or raise RequestError (422) if some are infinite or NaN, which JSON lacks."""
+    """Return the scores. Raises RequestError (422) for an infinite or NaN score, which JSON lacks."""
     finite = np.isfinite(scores)
     if not finite.all():
         sample = int(finite.reshape(len(scores), -1).all(1).argmin())

@@ -1,7 +1,7 @@
-"""Trial load: a child process loads a package and scores with it before the server does.
+"""Trial load: a child process loads a package and scores samples with it, before the server does.
 
-Damage not covered by a checksum (as with ``--no-verify``), or a program compiled for another machine, may
-crash the process which loads it. So a child loads it first, and the server refuses a package which crashes
+Damage without a failing checksum (as with ``--no-verify``), or a program compiled for another machine, may
+crash the process that loads the package. So a child loads it first. The server refuses a package that crashes
 the child.
 """
 
@@ -30,26 +30,29 @@ from meshrec.serve.samples import read_samples
 
 # Maximum duration of a trial: load the package and score a few batches.
 _SECONDS = 300.0
+# Maximum bytes of a trial's report.
 _MAX_BYTES = 1 << 16
+# Report of a trial that passed.
 _PASSED = b"passed"
 # Signals sent by other processes, or by the kernel when memory is short.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 Open = Callable[[CheckedPackage], Predictor]
+"""Function that loads a package."""
 
 
 class WarmUp(NamedTuple):
-    """Samples which a model scores before it answers.
+    """Samples that a model scores before it answers requests.
 
     Attributes:
-        samples: file of samples, a line per request as in ``POST /predict``; None: random samples.
-        max_batch: maximum samples per batch.
+        samples: file with a line per request, in the JSON format of ``POST /predict``; None: random samples.
+        max_batch: maximum samples per batch, which random requests use.
     """
 
     samples: Path | None
     max_batch: int
 
     def requests(self, signature: Signature) -> Sequence[Request]:
-        """Return the requests to score.
+        """Return the requests to score. If samples can share inputs, requests in this form are added.
 
         Raises:
             RequestError: a sample does not match the model.
@@ -70,7 +73,7 @@ class WarmUp(NamedTuple):
 
 
 def signature_of(predictor: Predictor) -> Signature:
-    """Return the inputs and outputs of a package."""
+    """Return the inputs and outputs of a loaded package."""
     return Signature(
         predictor.features,
         predictor.num_dense,
@@ -83,7 +86,7 @@ def signature_of(predictor: Predictor) -> Signature:
 
 
 def compute_scores(predictor: Predictor, request: Request) -> Floats:
-    """Compute scores [B] or vectors [B, V] of a request."""
+    """Compute the scores [B] or vectors [B, V] of a request, which must be checked already."""
     scores: Floats = predictor.run(
         torch.from_numpy(request.dense),
         [torch.from_numpy(values) for values in request.values],
@@ -94,10 +97,10 @@ def compute_scores(predictor: Predictor, request: Request) -> Floats:
 
 
 class PackageTrial:
-    """Child process which loads and warms up packages, one at a time.
+    """Child process that tries to load packages, one at a time.
 
     Args:
-        open_package: module-level class or function which opens a package as the server will.
+        open_package: module-level class or function that opens a package like the server will.
     """
 
     def __init__(self, open_package: Open) -> None:
@@ -106,10 +109,10 @@ class PackageTrial:
         self._child = Child(_try_packages)
 
     async def __call__(self, package: CheckedPackage, warm_up: WarmUp) -> None:
-        """Load and warm up a package in a child process.
+        """Load a package and score the warm-up samples in the child process.
 
         Raises:
-            PackageError: it failed; the message has the reason.
+            PackageError: the trial failed. The message has the reason.
         """
         reason = await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, package, warm_up)
         if reason is not None:
@@ -121,7 +124,7 @@ class PackageTrial:
         self._child.stop()
 
     def _ask(self, package: CheckedPackage, warm_up: WarmUp) -> str | None:
-        """Return why a package cannot be loaded; None if the trial passed. Blocks."""
+        """Wait for the trial of a package. Return why the package cannot be loaded, or None if it passed."""
         try:
             if not self._child.is_running:
                 self._child.start()
@@ -132,7 +135,7 @@ class PackageTrial:
 
 
 def _try_packages(parent: socket.socket) -> None:
-    """Try packages sent by the parent, in a process per package, until the parent exits."""
+    """Main loop of the child: try packages from the parent, each in a fork, until the parent exits."""
     while True:
         send(parent, _trial_failure(*receive(parent)))
 
@@ -140,16 +143,16 @@ def _try_packages(parent: socket.socket) -> None:
 def _trial_failure(
     open_package: Open, package: CheckedPackage, warm_up: WarmUp, seconds: float
 ) -> str | None:
-    """Load and warm up a package in a forked process.
+    """Load a package and score the warm-up samples in a forked process.
 
     Args:
-        open_package: opens the package.
+        open_package: function that opens the package.
         package: package to try.
         warm_up: samples to score.
         seconds: maximum duration.
 
     Returns:
-        Why the package must not be loaded; None if the trial passed.
+        Why the package must not be loaded, or None if the trial passed.
     """
     here, there = os.pipe()
     with scratch_folder("meshrec-trial") as folder:
@@ -180,7 +183,12 @@ def _trial_failure(
 
 
 def _interruption_message(package: CheckedPackage, how: str) -> str:
-    """Return the reason for a failure which is not the package's fault."""
+    """Return the message for a trial that failed for reasons outside the package.
+
+    Args:
+        package: the package.
+        how: verb phrase, such as "was ended by SIGKILL".
+    """
     return (
         f"the trial process for {package.folder} {how}. It was killed, or memory or the disk was "
         "full. Load the package again."
@@ -188,7 +196,14 @@ def _interruption_message(package: CheckedPackage, how: str) -> str:
 
 
 def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: str) -> None:
-    """Run ``load``, report the result to a pipe and exit the process."""
+    """Run a function, write its result to a pipe, and exit the process. Called in a fork.
+
+    Args:
+        load: function to run; returns the report.
+        seconds: maximum duration.
+        to: file descriptor of the pipe.
+        folder: folder for temporary files.
+    """
     report = b""
     code = 1
     try:
@@ -209,7 +224,7 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
 
 
 def _try_package(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -> bytes:
-    """Load and warm up a package in this process; return `_PASSED` or the error message."""
+    """Load a package and score the warm-up samples in this process. Return `_PASSED` or the error message."""
     try:
         predictor = open_package(package)
         for request in warm_up.requests(signature_of(predictor)):
@@ -221,7 +236,7 @@ def _try_package(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -
 
 
 def _read_to_the_end(descriptor: int, deadline: float) -> bytes | None:
-    """Read a pipe until it is closed; return None if the deadline passes first."""
+    """Return all bytes from a pipe until it is closed; None if the deadline passes before."""
     content = b""
     while True:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
@@ -234,7 +249,7 @@ def _read_to_the_end(descriptor: int, deadline: float) -> bytes | None:
 
 
 def _random_request(signature: Signature, num_samples: int) -> Request:
-    """Return random samples with one ID per feature, drawn from the whole table."""
+    """Return a request with random samples, which have an ID per feature, drawn from the whole table."""
     draw = np.random.default_rng(0)
     return Request(
         draw.standard_normal((num_samples, signature.num_dense), np.float32),

@@ -1,4 +1,8 @@
-"""Worker processes which accept connections from one socket: start, model changes, restart and stop."""
+"""Worker processes that accept connections from the same socket, and the parent process that supervises them.
+
+The parent starts the workers, forwards signals and model changes to all of them, and replaces workers that
+end. For the messages between worker and parent, see ``peers.py``.
+"""
 
 import contextlib
 import json
@@ -39,12 +43,12 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
     """Run a server until SIGTERM or SIGINT; SIGHUP reloads the models. Call from the main thread.
 
     Args:
-        models: package folders by name.
-        options: server options.
-        workers: number of processes, which share the pages of the weights.
+        models: package folders by model name.
+        options: options of the server.
+        workers: number of processes. They share the memory for the weights.
 
     Raises:
-        ValueError: unavailable address, or ``workers`` below 1.
+        ValueError: the address is not available, or ``workers`` is below 1.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
@@ -64,7 +68,11 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
 
 @contextlib.contextmanager
 def _server_environment(scratch: Path, workers: int) -> Iterator[None]:
-    """Put the server's temporary files into one folder, which the next server removes after a SIGKILL."""
+    """Set environment variables so that all temporary files of the server are in one folder, within the
+    context.
+
+    If the server is killed, the next server removes the folder.
+    """
     changes = {"TMPDIR": str(scratch)}  # torch extracts programs there
     if workers > 1:
         metrics = scratch / "metrics"
@@ -85,7 +93,7 @@ def _server_environment(scratch: Path, workers: int) -> Iterator[None]:
 
 
 class _Worker(NamedTuple):
-    """Running worker: process, pipe to it, and ``time.monotonic`` start time."""
+    """Running worker: the process, the parent's end of the pipe, and the ``time.monotonic`` start time."""
 
     process: BaseProcess
     pipe: Connection
@@ -97,14 +105,14 @@ ErrorArguments = list[Any]
 
 
 class _Task(NamedTuple):
-    """Model change being applied by all workers.
+    """Model change that the workers are applying.
 
     Attributes:
-        change: action, model and delta.
-        pending: workers which have not answered.
-        errors: errors so far.
-        asker: worker which requested the change.
-        ticket: the requesting worker's number for it.
+        change: message with action, model and delta.
+        pending: indices of the workers that have not reported an outcome.
+        errors: errors that workers have reported.
+        asker: index of the worker that requested the change.
+        ticket: number by which this worker knows the change.
     """
 
     change: dict[str, Any]
@@ -115,9 +123,16 @@ class _Task(NamedTuple):
 
 
 class _Supervisor:
-    """Parent process of the workers: forwards signals and model changes, and replaces workers which end.
+    """Parent of the workers: forwards signals and model changes, and replaces workers that end.
 
-    It never runs a torch operator, which would start threads, so it can fork at any time.
+    The parent never runs a torch operator. Such an operator would start threads, but only a process without
+    threads can fork safely.
+
+    Args:
+        models: package folders by model name.
+        options: options of the server.
+        bound: listening socket, which all workers inherit; closed at the end.
+        num: number of workers.
     """
 
     def __init__(
@@ -129,13 +144,16 @@ class _Supervisor:
         # Last successful change per model, for workers which start later.
         self._changes: dict[str, tuple[str, int | None]] = {}
         self._num_tasks = 0
+        # Shared with the workers: a byte per worker, 1 once it has loaded all models. Never reset, so that a
+        # replacement worker knows that it is one.
         self._loaded = mmap.mmap(-1, num)
+        # Set by SIGTERM or SIGINT: workers that end are not replaced any more.
         self._is_stopping = False
         # Self-pipe: signal handlers write, `_handle_events` reads.
         self._wake, self._woken = multiprocessing.Pipe()
 
     def run(self) -> None:
-        """Run the workers until a signal has ended all of them."""
+        """Start the workers, and handle events until a signal has ended all workers."""
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             for index in range(self._num):
@@ -148,7 +166,7 @@ class _Supervisor:
             self._bound.close()
 
     def _start_worker(self, index: int) -> None:
-        """Fork the worker with an index."""
+        """Fork a worker process. `index` is in [0, number of workers)."""
         here, there = multiprocessing.Pipe()
         peers = Peers(there, self._loaded, index)
         ends = [here, self._wake, self._woken, *(worker.pipe for worker in self._workers.values())]
@@ -209,12 +227,13 @@ class _Supervisor:
             self._finish_change(message["task"], index, message["error"])
 
     def _finish_change(self, number: int, index: int, error: ErrorArguments | None) -> None:
-        """Record a worker's outcome of a change. After the last one, answer the worker which requested it.
+        """Record that a worker has finished a change. After the last worker, answer the one that requested
+        it.
 
         Args:
-            number: change number.
-            index: worker which has finished.
-            error: arguments of the `RequestError`; None: success.
+            number: number of the change in `_tasks`.
+            index: worker that has finished.
+            error: arguments of the `RequestError` that it raised; None: success.
         """
         task = self._tasks[number]
         task.pending.discard(index)
@@ -272,10 +291,17 @@ def _run_worker(
     changes: dict[str, tuple[str, int | None]],
     ends: Sequence[Connection],
 ) -> None:
-    """Run a worker process.
+    """Main function of a worker process.
 
-    ``ends`` are the parent's ends of all pipes, which the worker closes. A worker detects that the parent was
-    killed when the pipe has no other end, so no worker may keep one open.
+    Args:
+        models: package folders by model name.
+        options: options of the server.
+        bound: listening socket.
+        peers: connection to the other workers.
+        num_workers: number of workers.
+        changes: last successful change per model: action, and last delta to apply.
+        ends: the parent's ends of all pipes, which the worker inherits and closes. A worker detects a killed
+            parent when its pipe has no other end, so no worker may keep such an end open.
     """
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
