@@ -1,4 +1,5 @@
-// Registers all op schemas; no other file does. Each implementation is registered next to its code.
+// Registers the schemas for all operators; no other file does. Implementations are registered next to their
+// code.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(meshrec, m) {

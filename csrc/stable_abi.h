@@ -1,4 +1,5 @@
-// The one header that includes libtorch: its stable ABI only, so that one binary serves every torch >= 2.10.
+// The only header that includes libtorch: just the stable ABI, so that a binary works with every torch >=
+// 2.10.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,7 +22,7 @@ namespace meshrec {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Throws an error about invalid input. Its type in Python depends on the version of torch, so the message
+// Throws an error about invalid input. The Python exception type depends on the torch version, so the message
 // starts with the kind of error: see [Note: errors of operators] in src/meshrec/ops/operators.py.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
@@ -32,7 +33,7 @@ template <typename... Parts>
 }
 
 // Runs work(begin, end) on torch's threads, for pieces of [0, count) with at least `grain` elements. If work
-// throws, the caller gets that same exception once all pieces have ended; passed through libtorch it would
+// throws, the caller gets the same exception after all pieces have ended; passed through libtorch, it would
 // lose its message.
 template <typename Work>
 void parallel_for(int64_t count, int64_t grain, const Work& work) {
@@ -47,7 +48,7 @@ void parallel_for(int64_t count, int64_t grain, const Work& work) {
     }
   };
 #if defined(__SANITIZE_THREAD__)
-  // The thread sanitizer does not see how OpenMP synchronises threads, and would report all shared data as a
+  // The thread sanitizer does not understand OpenMP synchronization, and would report all shared data as a
   // race.
   const int64_t most =
       std::clamp<int64_t>(count / std::max<int64_t>(grain, 1), 1, torch::stable::get_num_threads());
@@ -65,15 +66,15 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Counts the tasks left down to 0.
+// Counts the remaining tasks down to 0.
 class Countdown {
  public:
   explicit Countdown(int64_t count) : left_(count) {}
   Countdown(Countdown&& other) : left_(other.left_.load()) {}
   void done() { left_.fetch_sub(1, std::memory_order_release); }
-  // Ends every wait, now and later.
+  // Ends every wait, present and future.
   void fail() { left_.store(kFailed); }
-  // Waits until no task is left; returns false if one failed.
+  // Waits until no task is left; returns false if a task failed.
   bool wait() const {
     for (int64_t turn = 0;; ++turn) {
       const int64_t left = left_.load(std::memory_order_acquire);
@@ -87,16 +88,16 @@ class Countdown {
   alignas(64) std::atomic<int64_t> left_;
 };
 
-// Hands out tasks in sections. A thread begins with its own section, so that neighbouring tasks, and the same
-// tasks of two loops, tend to find the same caches; then it helps with the other sections.
+// Hands out tasks in sections. A thread starts with a separate section, so that adjacent tasks, and the same
+// tasks in two loops, tend to find the same caches. Then it helps with other sections.
 class Dealer {
  public:
-  // begins: the first task of each section, then the end of the last section.
+  // begins: first task in each section, then the end of the last section.
   explicit Dealer(const std::vector<int64_t>& begins) : next_(begins.size() - 1) {
     for (size_t s = 0; s < next_.size(); ++s) next_[s].task = begins[s], next_[s].end = begins[s + 1];
   }
 
-  // Takes the next task for a thread; -1 when none is left.
+  // Takes the next task for a thread; -1 if none is left.
   int64_t take(size_t thread) {
     for (size_t k = 0; k < next_.size(); ++k) {
       Next& next = next_[(thread + k) % next_.size()];
@@ -107,7 +108,7 @@ class Dealer {
     return -1;
   }
 
-  // Works on the tasks left, together with other threads.
+  // Works on the remaining tasks, together with other threads.
   template <typename Work>
   void serve(size_t thread, Countdown& left, const Work& work) try {
     for (int64_t task = take(thread); task >= 0; task = take(thread)) work(task), left.done();
@@ -124,14 +125,14 @@ class Dealer {
   std::vector<Next> next_;
 };
 
-// Cuts the tasks [first, end) into sections of equal length.
+// Divides the tasks [first, end) into sections of equal length.
 inline std::vector<int64_t> even_sections(int64_t first, int64_t end, int64_t num_sections) {
   std::vector<int64_t> begins;
   for (int64_t s = 0; s <= num_sections; ++s) begins.push_back(first + (end - first) * s / num_sections);
   return begins;
 }
 
-// Runs work(task) for every task, one thread per section; begins as for Dealer. Results must not depend on
+// Runs work(task) for every task, with a thread per section; begins as for Dealer. Results must not depend on
 // which thread runs which task.
 template <typename Work>
 void parallel_sections(const std::vector<int64_t>& begins, const Work& work) {

@@ -1,5 +1,5 @@
-// Vector functions and small matrix products of the attention (attention.inl). Included by isa/kernels.inl
-// only, inside its unnamed namespace.
+// Vector functions and small matrix products for attention (attention.inl). Included only by isa/kernels.inl,
+// inside an unnamed namespace.
 
 #if defined(__AVX512F__)
 constexpr int kMostVectors = 4;
@@ -12,7 +12,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 inline Vec splat(float value) { return value - Vec{}; }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// e^x with an error of about one unit in the last place; 0 below -87.3. NaN stays NaN.
+// Returns e^x with an error of about 1 ulp; 0 below -87.3. NaN stays NaN.
 inline Vec exponential(Vec x) {
   const Vec low = splat(-87.33654f), high = splat(88.37626f);
   const Ints is_zero = x < low;
@@ -43,8 +43,8 @@ inline float dot_product(const float* a, const float* b, int64_t width) {
   return total;
 }
 
-// c [M, N vectors] = a [M, depth] b [depth, N vectors], or that added to c. The elements of a lie a_row apart
-// by row and a_depth by column.
+// Computes c [M, N vectors] = a [M, depth] b [depth, N vectors], or adds the product to c. Neighboring
+// elements in a are a_row apart by row and a_depth by column.
 template <int M, int N>
 inline void product_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_stride,
                           float* c, int64_t c_stride, int64_t depth, bool add) {
@@ -88,7 +88,8 @@ void product_rows(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int
   }
 }
 
-// c [rows, columns] = a b, or that added to c; columns in whole vectors.
+// Computes c [rows, columns] = a b, or adds the product to c. `columns` must be a multiple of the vector
+// length.
 inline void product(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int64_t columns, int64_t depth,
                     bool add) {
   constexpr int kAtTwo = kMostVectors == 4 ? 8 : 4;

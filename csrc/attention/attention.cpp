@@ -1,5 +1,5 @@
-// Attention over jagged sequences. ops/attention/naive.py documents arguments and results; attention.inl says
-// how a sample is computed.
+// Attention over jagged sequences. ops/attention/naive.py documents arguments and results; attention.inl
+// explains how a sample is computed.
 #include "attention/attention.h"
 
 #include <cmath>
@@ -15,14 +15,14 @@ namespace meshrec {
 namespace {
 
 constexpr double kBucketWidth = 0.301;  // BUCKET_WIDTH in naive.py
-constexpr int64_t kTasks = 64;          // at most; the gradients of biases are summed by task
+constexpr int64_t kTasks = 64;          // maximum; each task sums bias gradients separately
 
 TimeBuckets time_buckets(int64_t num_buckets) {
-  thread_local int64_t num_known = -1;  // the layers of a model have as many
+  thread_local int64_t num_known = -1;  // cached: all layers in a model have the same count
   thread_local TimeBuckets found;
   if (num_buckets == num_known) return found;
   num_known = num_buckets;
-  // The same fp32 numbers as those that naive.py compares with.
+  // The same fp32 bounds as in naive.py.
   std::vector<float> begins(num_buckets);
   for (int64_t k = 0; k < num_buckets; ++k) begins[k] = float(std::exp(kBucketWidth * double(k)));
   int64_t bucket = 0;
@@ -35,7 +35,7 @@ TimeBuckets time_buckets(int64_t num_buckets) {
   return found;
 }
 
-// Returns the tensor itself if its tokens lie in rows, as in the parts of one projection; else a copy.
+// Returns the tensor itself if its tokens are rows (slices of a fused projection are); otherwise a copy.
 Tensor as_tokens(const Tensor& tensor) {
   const bool in_rows = tensor.stride(2) == 1 && tensor.stride(1) == tensor.size(2);
   return in_rows ? tensor : torch::stable::contiguous(tensor);
@@ -104,7 +104,7 @@ struct Attention {
     }
   }
 
-  // Cuts the work into samples, or, if they are few, into some of their heads.
+  // Divides the work into units: a sample each, or some heads of a sample if there are few samples.
   void cut() {
     const int64_t *bounds = offsets.const_data_ptr<int64_t>(),
                   *queries = query_offsets.const_data_ptr<int64_t>();
@@ -138,7 +138,8 @@ struct Attention {
 
   int64_t num_tasks() const { return std::min<int64_t>(kTasks, units.size()); }
 
-  // Runs every unit. Which units a task has does not depend on the threads. prepare(task, args) comes first.
+  // Runs every unit, after prepare(task, args) for its task. The assignment of units to tasks does not depend
+  // on the thread count.
   template <typename Prepare>
   void run(void (*work)(const AttentionArgs&, const AttentionUnit&), const Prepare& prepare) const {
     parallel_tasks(num_tasks(), [&](int64_t task) {
@@ -185,7 +186,7 @@ std::tuple<Tensor, Tensor> jagged_attention(MESHREC_ATTENTION_OPTIONS) {
   return {out, log_sums};
 }
 
-// The sum of the tasks' parts, in the order of the tasks: the same for any number of threads.
+// Adds the partial sums in task order, so the result is the same for any thread count.
 Tensor sum_of_parts(const std::vector<float>& parts, int64_t num_tasks, int64_t size, int64_t lanes) {
   Tensor found = empty_buffer({size}, ScalarType::Float);
   float* sums = found.mutable_data_ptr<float>();

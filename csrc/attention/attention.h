@@ -1,4 +1,4 @@
-// The arguments of the attention over jagged sequences (attention.inl).
+// Arguments for attention over jagged sequences (attention.inl).
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,18 @@ namespace meshrec {
 
 constexpr int64_t kAttentionRows = 32;     // queries in a tile
 constexpr int64_t kAttentionColumns = 64;  // keys in a tile
-constexpr int64_t kFewQueries = 8;         // of a sample whose keys and values are not packed
+constexpr int64_t kFewQueries = 8;         // samples with fewer queries do not pack keys and values
 constexpr int kBucketSlots = 64 * 8;       // octaves of a 64-bit time difference, 8 slots in each
 
-// Finds the bucket of a time difference by the exponent and the upper three bits of the mantissa of its fp32
-// value. A slot spans a factor of at most 1.125 and a bucket one of 1.35, so a slot has at most one border.
+// Finds the bucket for a time difference from the exponent and the upper three mantissa bits of its fp32
+// value (a slot). A slot spans a factor of at most 1.125 and a bucket 1.35, so a slot contains at most one
+// bucket border.
 struct TimeBuckets {
-  int32_t first[kBucketSlots];  // the bucket in which a slot begins
-  float border[kBucketSlots];   // where the next bucket begins, maybe beyond the slot
+  int32_t first[kBucketSlots];  // bucket in which a slot starts
+  float border[kBucketSlots];   // where the next bucket starts, possibly beyond the slot
 };
 
-// Tokens of all samples: [N, heads, width], with a stride between tokens.
+// Tokens from all samples: [N, heads, width], with a stride between tokens.
 struct AttentionTokens {
   const float* data;
   int64_t stride, width;
@@ -25,7 +26,7 @@ struct AttentionTokens {
   const float* at(int64_t token, int64_t head) const { return data + token * stride + head * width; }
 };
 
-// One sample, with some of its heads. The queries are those of its last tokens.
+// A sample, or some heads of it. The queries belong to the last tokens.
 struct AttentionUnit {
   int64_t first_token, length, first_query, num_queries, num_targets;
   int64_t first_head, last_head;
@@ -44,20 +45,21 @@ struct AttentionArgs {
   float* out;       // [queries, heads, value width]
   float* log_sums;  // [queries, heads] where softmax
   float* scratch;   // attention_scratch floats
-  // Of the gradient only. Those of tokens are shaped like these, without gaps.
+  // For the gradient only. Token gradients have the shape of the tokens, without gaps.
   const float* grad;
   float* grad_query;
   float* grad_key;
   float* grad_value;
-  float* grad_position;  // of this task, or null
-  float* grad_time;      // kHistogramLanes numbers for each bucket of this task, or null
+  float* grad_position;  // for this task, or null
+  float* grad_time;      // kHistogramLanes values per bucket for this task, or null
 };
 
-constexpr int64_t kHistogramLanes = 16;  // neighbouring keys, often of one bucket, add to different numbers
+// neighboring keys, often in the same bucket, add to different values
+constexpr int64_t kHistogramLanes = 16;
 
 inline int64_t attention_padded(int64_t size) { return (size + 15) / 16 * 16; }
 
-// The floats that a unit needs, forward and backward.
+// Returns how many scratch floats a unit needs, forward and backward.
 inline int64_t attention_scratch(int64_t length, int64_t heads, int64_t query_width, int64_t value_width) {
   const int64_t keys = (length + kAttentionColumns - 1) / kAttentionColumns * kAttentionColumns;
   const int64_t query = attention_padded(query_width), value = attention_padded(value_width);

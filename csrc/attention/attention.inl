@@ -1,14 +1,14 @@
-// Attention over jagged sequences in tiles of queries and keys, and its gradient. Included by isa/kernels.inl
-// only, inside its unnamed namespace.
+// Attention over jagged sequences in tiles of queries and keys, and its gradient. Included only by
+// isa/kernels.inl, inside an unnamed namespace.
 //
-// [Note: tiles of attention] A unit is one sample with some heads. Its keys and values are packed once:
-// transposed where they are the right side of a product with a width as its inner dimension, and padded with
-// zeros to whole vectors. Then every tile of queries meets the tiles of keys that its mask allows. What does
-// not depend on the head (bias, mask) is computed once per tile. The gradient computes the scores again.
+// [Note: tiles of attention] A unit is a sample, or some heads of it. Keys and values are packed once per
+// unit: padded with zeros to whole vectors, and transposed where a product needs them as the right operand.
+// Then every query tile is combined with the key tiles that its mask allows. Bias and mask do not depend on
+// the head, so they are computed once per tile. The gradient computes the scores again.
 
-// The keys that a query attends to: [0, prefix), [begin, end) and itself, without overlap.
+// The keys that a query attends to: [0, prefix), [begin, end) and itself. These do not overlap.
 struct AllowedKeys {
-  int64_t prefix, begin, end, itself;  // itself: -1 if it is in one of the others
+  int64_t prefix, begin, end, itself;  // itself: -1 if contained in a range
 
   int64_t within(int64_t first, int64_t last) const {
     const auto overlap = [&](int64_t a, int64_t b) {
@@ -33,7 +33,7 @@ inline AllowedKeys allowed_keys(const AttentionArgs& a, const AttentionUnit& uni
   return keys;
 }
 
-// The memory of a unit's tiles, in attention_scratch floats.
+// Memory for the tiles of a unit, within attention_scratch floats.
 struct AttentionWork {
   int64_t query_width, value_width, keys;  // padded
   float *bias, *mask, *scores, *weights, *of_scores, *of_bias;
@@ -60,7 +60,7 @@ struct AttentionWork {
   }
 };
 
-// Rows [0, count) of a head, padded with zeros to `width` numbers.
+// Packs rows [0, count) for a head, padded with zeros to `width` values.
 inline void pack_rows(const AttentionTokens& tokens, int64_t first, int64_t count, int64_t head,
                       int64_t width, float factor, float* target) {
   for (int64_t j = 0; j < count; ++j, target += width) {
@@ -70,7 +70,7 @@ inline void pack_rows(const AttentionTokens& tokens, int64_t first, int64_t coun
   }
 }
 
-// The same rows as tiles [width, kAttentionColumns]; tiles follow each other.
+// Packs the same rows as tiles [width, kAttentionColumns], end to end.
 inline void pack_across(const AttentionTokens& tokens, int64_t first, int64_t count, int64_t head,
                         float* target) {
   for (int64_t begin = 0; begin < count; begin += kAttentionColumns) {
@@ -83,13 +83,13 @@ inline void pack_across(const AttentionTokens& tokens, int64_t first, int64_t co
   }
 }
 
-// One tile of queries and keys of a unit: positions within the sample.
+// A tile of queries and keys in a unit, as positions within the sample.
 struct AttentionTile {
   int64_t row, rows, column, columns, padded_columns;
   bool is_full;  // every query attends to every key
 };
 
-// Computes what all heads share: the sum of the biases, the buckets, and the mask where it is not all ones.
+// Computes what all heads share: the sum of the biases, the time buckets, and the mask unless it is all ones.
 inline void prepare_tile(const AttentionArgs& a, const AttentionUnit& unit, const AllowedKeys* allowed,
                          const AttentionTile& tile, AttentionWork& work) {
   const int64_t* times = a.time == nullptr ? nullptr : a.timestamps + unit.first_token;
@@ -102,8 +102,8 @@ inline void prepare_tile(const AttentionArgs& a, const AttentionUnit& unit, cons
       std::memset(bias, 0, tile.columns * sizeof(float));
     }
     if (times != nullptr) {
-      // The time of the next history token, which this row predicts. The last history token and the targets
-      // use their own times.
+      // The time of a history query is that of the next token, which it predicts. The last history token and
+      // the targets use their own times.
       const int64_t from = times[row + 1 < unit.length - unit.num_targets ? row + 1 : row];
       int32_t* buckets = work.buckets + at;
       for (int64_t j = 0; j < tile.columns; ++j) {
@@ -128,9 +128,9 @@ inline void prepare_tile(const AttentionArgs& a, const AttentionUnit& unit, cons
   }
 }
 
-constexpr float kNever = -1e30f;  // the score of a key that a softmax must not see
+constexpr float kNever = -1e30f;  // score for a key that a softmax must not see
 
-// Calls work(tile) for every tile of a tile of queries that has an allowed pair, after prepare_tile.
+// For each key tile with an allowed pair, calls prepare_tile and then work(tile).
 template <typename Function>
 inline void for_tiles(const AttentionArgs& a, const AttentionUnit& unit, int64_t row, int64_t rows,
                       AttentionWork& work, const Function& function) {
@@ -148,7 +148,7 @@ inline void for_tiles(const AttentionArgs& a, const AttentionUnit& unit, int64_t
   }
 }
 
-// Adds the biases to the scaled products. Where a softmax follows, hides the scores that the mask forbids.
+// Adds the biases to the scaled products. Before a softmax, hides the scores that the mask forbids.
 inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, AttentionWork& work) {
   const bool biased = a.position != nullptr || a.time != nullptr, hides = a.softmax && !tile.is_full;
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -161,8 +161,8 @@ inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, Att
   }
 }
 
-// A sample with few queries reads its keys and values in place: packing them would cost more than it saves.
-// So it is where a server continues a history that is kept.
+// Whether a sample reads keys and values in place: with few queries, packing would cost more than it saves.
+// This is the case when a server continues a cached history.
 inline bool reads_in_place(const AttentionArgs& a, const AttentionUnit& unit) {
   return unit.num_queries <= kFewQueries && a.value.width == attention_padded(a.value.width);
 }
@@ -202,8 +202,8 @@ inline float total_of(Vec part) {
   return total;
 }
 
-// Turns the scores of a tile into softmax weights that are not divided yet, and rescales the sums of earlier
-// tiles to the new maximum of each row.
+// Turns the scores in a tile into softmax weights before normalization, and rescales the sums from earlier
+// tiles to the new row maxima.
 inline void softmax_tile(const AttentionTile& tile, AttentionWork& work, float* out, float* sums,
                          float* most) {
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -289,8 +289,8 @@ void attend(const AttentionArgs& a, const AttentionUnit& unit) {
   }
 }
 
-// From scores and the gradients of the weights (in of_scores): the weights, and the gradients of the scores.
-// shifts: the logarithm of each row's sum and the row's product of result and gradient, where softmax.
+// Given scores, and weight gradients (in of_scores), computes the weights and the score gradients. Softmax
+// only: log_sums has the log-sum-exp per row, and shifts the dot product of output and output gradient.
 inline void tile_gradient(const AttentionArgs& a, const AttentionTile& tile, const float* log_sums,
                           const float* shifts, bool sums_bias, AttentionWork& work) {
   for (int64_t r = 0; r < tile.rows; ++r) {

@@ -1,4 +1,4 @@
-// Averages the terms of all ranks, element by element and in the order of ranks. ops/dist/average_naive.py
+// Averages the terms from all ranks, element by element and in rank order. ops/dist/average_naive.py
 // documents arguments and results.
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -14,10 +14,10 @@ namespace {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
-constexpr int64_t kBlock = 1 << 14;  // elements: their sum and a term stay in the second-level cache
+constexpr int64_t kBlock = 1 << 14;  // elements: their sum and a term stay in the L2 cache
 
-// Sums are float, for double they are double. Terms are only added, and the sum is scaled once: the compiler
-// cannot contract that to fused operations, whose bits would depend on the instruction set.
+// Sums are float (double for double values). Terms are only added, and the sum is scaled once. The compiler
+// cannot contract this to fused operations, whose bits would depend on the instruction set.
 template <typename Value, typename Sum>
 class Averager {
  public:

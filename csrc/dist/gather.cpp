@@ -1,4 +1,4 @@
-// Puts the partial results that the ranks sent back in table order; distributes gradients the same way back.
+// Gathers the rows that the ranks sent back into table order, and scatters gradients the opposite way.
 // ops/dist/naive.py documents arguments and results.
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -17,7 +17,7 @@ namespace {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
-// Calls work with a null pointer of the element type.
+// Calls work with a null pointer of the element type, as a type tag.
 template <typename Work>
 void with_floats(ScalarType type, const Work& work) {
   if (type == ScalarType::Float) return work(static_cast<float*>(nullptr));
@@ -42,7 +42,7 @@ void add_scaled(float* to, const From* from, int64_t width, float scale) {
   for (int64_t i = 0; i < width; ++i) to[i] += static_cast<float>(from[i]) * scale;
 }
 
-// Columns of one source, and the columns of the result that they become.
+// Columns from a source, and the output columns that they become.
 struct PooledPiece {
   int64_t source, source_column, width, column, add, mean_use;
 };
@@ -52,7 +52,7 @@ struct Pooled {
   const PooledPiece* pieces;
   int64_t num_pieces, batch;
   const std::vector<int64_t>& dims;
-  std::vector<int64_t> first_element;  // of each source's block
+  std::vector<int64_t> first_element;  // for each source's block
   std::optional<Bags> bags;
   const std::vector<int64_t>& keys;
 
@@ -80,7 +80,7 @@ struct Pooled {
 
   bool is_local(const PooledPiece& piece) const { return piece.source == static_cast<int64_t>(dims.size()); }
 
-  // Runs work(first, end) on pieces of the samples, in parallel.
+  // Runs work(first, end) for chunks of samples, in parallel.
   template <typename Work>
   void for_chunks(int64_t size, const Work& work) const {
     parallel_tasks((batch + size - 1) / size,
@@ -95,18 +95,18 @@ struct Pooled {
   }
 };
 
-// Memory of one thread for the rows of a chunk.
+// Per-thread memory for the rows in a chunk.
 struct RowMemory {
   std::vector<char> copy;
   std::vector<float> decoded;
   std::vector<uint8_t> scratch;
 };
 
-// The rows of each source: in the received buffer, or in the memory of the linked ranks.
+// Where the rows from each source are: in the received buffer, or in the memory of linked ranks.
 struct Sources {
   const char* received;
   int64_t link, exchange;
-  const WireColumns* coded;  // null if kernels read rows as they travel
+  const WireColumns* coded;  // null if kernels read rows in the wire format
   std::vector<int64_t> row_bytes, first_byte{0};
   std::atomic<bool> failed = false;
 
@@ -128,7 +128,7 @@ struct Sources {
       fail("received ", message.numel(), " elements in place of ", first_byte.back() / size);
   }
 
-  // Reads rows [first, end) of the source of some pieces. Returns the address that its row 0 would have.
+  // Reads rows [first, end) for some pieces of a source. Returns the address that row 0 would have.
   const char* rows(const Pooled& pooled, const PooledPiece* from, const PooledPiece* to, int64_t first,
                    int64_t end, RowMemory& memory) {
     const int64_t source = from->source;
@@ -142,7 +142,7 @@ struct Sources {
     }
     if (coded == nullptr || found == nullptr) return found - first * bytes;
     if (int64_t(memory.decoded.size()) < num_rows * dim) memory.decoded.resize(num_rows * dim);
-    int64_t first_column = dim, end_column = 0;  // other pieces of the source may come later
+    int64_t first_column = dim, end_column = 0;  // other pieces of this source may follow later
     for (const PooledPiece* piece = from; piece < to; ++piece) {
       first_column = std::min(first_column, piece->source_column);
       end_column = std::max(end_column, piece->source_column + piece->width);
@@ -153,7 +153,7 @@ struct Sources {
   }
 };
 
-// Puts rows of type T in their places. Rows of all sources of a chunk are in the cache together.
+// Copies rows of type T to the output. A chunk's rows from all sources fit into the cache together.
 template <typename T>
 void gather_chunk(const Pooled& pooled, Sources& sources, const float* own_rows, int64_t own_dim, float* rows,
                   int64_t out_dim, int64_t first, int64_t end) {
@@ -199,7 +199,7 @@ Tensor gathered(const Pooled& pooled, const Tensor& received, const std::optiona
   float* rows = out.mutable_data_ptr<float>();
   with_floats(coded == nullptr ? source.scalar_type() : ScalarType::Float, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    // Decoded rows are read again while they are in the first cache.
+    // Small chunks: decoded rows are read again while they are in the L1 cache.
     pooled.for_chunks(coded == nullptr ? 64 : 16, [&](int64_t first, int64_t end) {
       gather_chunk<T>(pooled, sources, own_rows, own_dim, rows, out_dim, first, end);
     });
@@ -261,13 +261,13 @@ std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vecto
   return {sent, own};
 }
 
-// The rows that a rank's lookup returns for one route: some columns of every id that the route sent.
+// Rows that a rank's lookup returns for a route: some columns for every ID on the route.
 struct SequenceLookup {
   int64_t route, use, column, width;
 };
 
-// Walks the ids of one use in order, together with the rows of all lookups that hold a part of them. Routing
-// keeps the order of ids, so the rows of every lookup are read one after the other.
+// Walks the IDs of a use in order, along with the rows from all lookups that hold a part of them. Routing
+// keeps the order of IDs, so the rows from every lookup are read sequentially.
 struct Sequence {
   const Router router;
   const Bags bags;
@@ -276,8 +276,8 @@ struct Sequence {
   Tensor lookups_tensor;
   const SequenceLookup* lookups;
   int64_t num_lookups;
-  std::vector<int64_t> first_element, route_begin;  // of every lookup; the lookups of every route
-  std::vector<int64_t> out_begin;                   // of every use
+  std::vector<int64_t> first_element, route_begin;  // per lookup; lookups per route
+  std::vector<int64_t> out_begin;                   // per use
 
   Sequence(const Tensor& offsets, const std::optional<Tensor>& segments, int64_t num_keys,
            const std::vector<int64_t>& use_keys, const std::vector<Tensor>& router_tensors,
@@ -298,7 +298,7 @@ struct Sequence {
     for (int64_t i = 0; i < num_lookups; ++i) {
       first_element.push_back(element);
       element += count[lookups[i].route] * lookups[i].width;
-      route_begin[lookups[i].route + 1] = i + 1;  // lookups are in the order of their routes
+      route_begin[lookups[i].route + 1] = i + 1;  // lookups are ordered by route
     }
     for (int64_t route = 0; route < router.num_routes; ++route) {
       route_begin[route + 1] = std::max(route_begin[route + 1], route_begin[route]);
@@ -310,7 +310,7 @@ struct Sequence {
     }
   }
 
-  // Calls visit(first element in the payload, first element in the result, width) for each part of each row.
+  // Calls visit(first payload element, first result element, width) for every part of every row.
   template <typename Id, typename Visit>
   void walk(int64_t use, const Id* values, std::vector<int64_t>& cursor, const Visit& visit) const {
     const IntervalFinder interval_of(router, use);
@@ -335,7 +335,7 @@ struct Sequence {
   void for_rows(const Tensor& values, const Visit& visit) const {
     const Tensor ids = contiguous(values);
     std::vector<int64_t> cursor(first_element.begin(),
-                                first_element.end() - 1);  // each use has its own lookups
+                                first_element.end() - 1);  // no two uses share lookups
     parallel_tasks(static_cast<int64_t>(keys.size()), [&](int64_t use) {
       if (ids.scalar_type() == ScalarType::Int) {
         walk(use, ids.const_data_ptr<int32_t>(), cursor, visit);
@@ -405,7 +405,7 @@ void add_weight_grads(const Router& router, const Bags& bags, const std::vector<
   }
 }
 
-// Routing keeps the order of ids, so the numbers of every route are read one after the other.
+// Routing keeps the order of IDs, so the values for every route are read sequentially.
 Tensor gather_weight_grads(Tensor received, Tensor values, Tensor offsets, std::optional<Tensor> segments,
                            int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router_tensors,
                            Tensor counts) {

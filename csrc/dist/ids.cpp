@@ -1,5 +1,5 @@
-// The distinct ids of a node, and how they are packed for their way to others. ops/dist/ids_naive.py
-// documents arguments, results and the layout.
+// Distinct IDs within a node, and their compressed encoding. ops/dist/ids_naive.py documents arguments,
+// results and the format.
 #include <bit>
 #include <cstring>
 
@@ -40,7 +40,7 @@ int64_t packed_run(const Id* ids, int64_t count, uint8_t* out) {
   return out - begin;
 }
 
-// Returns the end of the run in the message, or null if the message ends first.
+// Decodes a run and returns its end in the message, or null if the message ends first.
 template <typename Id>
 const uint8_t* unpacked_run(const uint8_t* in, const uint8_t* end, int64_t count, Id* ids) {
   int64_t before = -1;
@@ -112,7 +112,7 @@ Tensor unpack_sorted_ids(Tensor message, std::vector<int64_t> counts, bool wide)
   return ids;
 }
 
-// A bit for each row: the bits before an id's own are its place among the distinct ids.
+// A bitmap over rows: the number of bits before an ID's bit is the index among the distinct IDs.
 std::tuple<Tensor, Tensor> distinct_ids(Tensor ids, int64_t num_rows) {
   const Tensor values = contiguous(ids);
   if (values.scalar_type() != ScalarType::Long) fail("ids must be int64");

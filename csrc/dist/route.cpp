@@ -1,6 +1,6 @@
-// Sends every id to the ranks that own its row, as one packed message per rank, and reads such messages.
+// Sends every ID to the ranks that own the row, as a packed message per rank, and unpacks such messages.
 //
-// A message is int32 words: [bags of each route, if they differ][lengths, route by route][ids][weights].
+// A message consists of int32 words: [bags per route, if they differ][lengths, route by route][ids][weights].
 // ops/dist/naive.py documents arguments and results.
 #include <cmath>
 #include <cstring>
@@ -15,12 +15,12 @@ constexpr int64_t kHeaderFields = 4;  // status, words, ids, bags per route (-1:
 
 Tensor empty_cpu(int64_t size, ScalarType type) { return empty_buffer({size}, type); }
 
-// Hashed keys have a distance of up to 2^64 - 1, which wraps around.
+// Unsigned: the distance between hashed keys reaches 2^64 - 1, and wraps around.
 int64_t minus(int64_t key, int64_t first) {
   return static_cast<int64_t>(static_cast<uint64_t>(key) - static_cast<uint64_t>(first));
 }
 
-// Where the parts of one route begin in the payload.
+// Where the parts of a route start in the payload.
 struct Slot {
   int32_t* lengths;
   int32_t* ids;
@@ -65,7 +65,7 @@ struct Routing {
          ") is outside [0, ", router.num_rows(use), "). Raise num_embeddings, or hash the ids.");
   }
 
-  // Counts the ids of every route of one use, and checks them.
+  // Counts and checks the IDs of a use, for each of its routes.
   template <typename Id>
   void count(int64_t use, const Id* values) {
     const int64_t key = keys[use], begin = bags.first_id(key), end = begin + bags.num_ids(key);
@@ -107,7 +107,7 @@ struct Routing {
     slot.ids += words_per_id;
   }
 
-  // For a table with all rows in one place: copies lengths and ids unchanged.
+  // For a table that is whole on a rank: copies lengths and IDs unchanged.
   template <typename Id>
   void write_whole(int64_t use, const std::vector<int64_t>& own, const Id* values) const {
     const int64_t key = keys[use], first = bags.first_id(key), num_ids = bags.num_ids(key);
@@ -135,7 +135,7 @@ struct Routing {
     const int64_t key = keys[use], first = router.first_interval(use);
     const IntervalFinder interval_of(router, use);
     const int64_t* routes_begin = router.interval_begin + first;
-    std::vector<int64_t> own;  // the routes of this use
+    std::vector<int64_t> own;  // routes of this use
     for (int64_t at = routes_begin[0]; at < routes_begin[router.num_intervals(use)]; ++at) {
       own.push_back(router.interval_routes[at]);
     }
@@ -165,7 +165,7 @@ struct Routing {
   }
 };
 
-// Fills the header and assigns every route its place; returns the payload.
+// Fills the header, and assigns every route a position in the payload. Returns the payload.
 Tensor lay_out(Routing& routing, int64_t num_ranks, Tensor& header_tensor) {
   const Router& router = routing.router;
   int64_t* header = header_tensor.mutable_data_ptr<int64_t>();
@@ -224,7 +224,7 @@ Tensor to_tensor(const std::vector<int64_t>& numbers) {
 
 template <typename Id>
 Tensor route_all(Routing& routing, const Id* values, int64_t num_ranks, Tensor& header) {
-  // Serial, since it may throw: the error must be that of the first wrong id.
+  // Sequential, because it may throw: the error must name the first invalid ID.
   for (int64_t use = 0; use < routing.router.num_uses; ++use) routing.count(use, values);
   Tensor payload = lay_out(routing, num_ranks, header);
   parallel_tasks(routing.router.num_uses, [&](int64_t use) { routing.write(use, values); });

@@ -1,4 +1,5 @@
-// Which ids go to which rank: the compiled plan as the dist ops read it. ops/dist/naive.py is the reference.
+// Which IDs go to which rank: the compiled plan as the dist operators read it. ops/dist/naive.py is the
+// reference.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +9,11 @@
 
 namespace meshrec {
 
-// U uses (a feature read in a table), Q routes (the part of one use that one rank gets), K keys, N ids.
+// U uses (a feature read from a table), Q routes (the part of a use that a rank gets), K keys, N ids.
 //
-// cuts: the row cuts c_0 < ... < c_P of every use, beginning at cut_begin[u]: from 0 to the number of rows,
-// or for hashed keys from -2^63 to 2^63 - 1, which stands for no end. Two neighbouring cuts bound an
-// interval. Intervals are numbered through all uses; interval_begin[i] says where the routes of interval i
-// begin.
+// cuts: the row cuts c_0 < ... < c_P for every use, starting at cut_begin[u]: from 0 to the row count, or for
+// hashed keys from -2^63 to 2^63 - 1, which stands for no end. Two adjacent cuts bound an interval. Intervals
+// are numbered across all uses; interval_begin[i] is the index at which the routes for interval i start.
 struct Router {
   std::vector<Tensor> tensors;
   const int64_t* cut_begin;
@@ -52,7 +52,7 @@ struct Router {
   int64_t first_row(int64_t route) const { return routes[3 * route + 2]; }
 };
 
-// Finds the interval of a row: at the first guess for even cuts, by bisection for others.
+// Finds the interval that contains a row: by a guess if the cuts are evenly spaced, otherwise by bisection.
 struct IntervalFinder {
   const int64_t* cuts;
   int64_t num_intervals;
@@ -68,12 +68,12 @@ struct IntervalFinder {
     const int64_t guess = std::min<int64_t>(
         static_cast<int64_t>((static_cast<double>(row) - first) * per_row), num_intervals - 1);
     if (cuts[guess] <= row && row < cuts[guess + 1]) return guess;
-    // The last cut is left out: 2^63 - 1 is a key of the last interval.
+    // Without the last cut: 2^63 - 1 is a key in the last interval.
     return std::upper_bound(cuts, cuts + num_intervals, row) - cuts - 1;
   }
 };
 
-// The bags of every key of one block, and their ids.
+// Bags and IDs for every key in a block.
 struct Bags {
   Tensor offsets_tensor;
   std::vector<int64_t> first_bag;  // K + 1

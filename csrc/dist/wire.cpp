@@ -1,5 +1,5 @@
-// Encodes rows of embeddings and gradients for their way between ranks. ops/dist/wire_naive.py documents
-// arguments and results; wire.inl has the layout of a row.
+// Encodes rows of embeddings and gradients for transfer between ranks. ops/dist/wire_naive.py documents
+// arguments and results; wire.inl describes the row format.
 #include <numeric>
 
 #include "dist/router.h"
@@ -11,14 +11,14 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-// The least numbers per thread: with fewer, another thread does not pay.
+// Minimum number of values per thread: with fewer, another thread costs more than it saves.
 constexpr int64_t kLeastNumbers = 1 << 15;
-// Some rows of a block.
+// Some rows in a block.
 struct Piece {
   int64_t block, first_row, num_rows;
 };
 
-// Where the blocks of rows lie, in numbers and in bytes of the message.
+// Positions of blocks, in values and in message bytes.
 struct Layout : WireColumns {
   Ints elements{0}, bytes{0}, first_row{0};
   std::vector<Piece> pieces;
@@ -30,14 +30,14 @@ struct Layout : WireColumns {
       elements.push_back(elements.back() + rows[b] * row_elements[b]);
       bytes.push_back(bytes.back() + rows[b] * row_bytes[b]);
       first_row.push_back(first_row.back() + rows[b]);
-      // All columns of a row range together, so that a row is still in the cache.
+      // All columns for a row range together, while the rows are in the cache.
       const int64_t step = std::max<int64_t>(1, kLeastNumbers / std::max<int64_t>(row_elements[b], 1));
       for (int64_t row = 0; row < rows[b]; row += step)
         pieces.push_back({int64_t(b), row, std::min(step, rows[b] - row)});
     }
   }
 
-  // Runs work(piece, its first element, its first byte, scratch) for every piece of rows, in parallel.
+  // Runs work(piece, first element, first byte, scratch) for every piece, in parallel.
   template <typename Work>
   void for_pieces(const Work& work) const {
     parallel_tasks(int64_t(pieces.size()), [&](int64_t number) {

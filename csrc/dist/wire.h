@@ -1,4 +1,4 @@
-// The arguments of the codes of rows between ranks (wire.inl describes the layout of a row).
+// Arguments for encoding and decoding rows (wire.inl describes the row format).
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,20 @@ constexpr int64_t kWireParamBytes = 8;
 constexpr float kWireLeastScale = 0x1p-110f;
 
 struct WireRowsArgs {
-  const float* rows;  // to encode: row i begins at i * row_stride
+  const float* rows;  // to encode: row i starts at i * row_stride
   float* decoded;     // to decode, instead of rows
   int64_t row_stride, num_rows, dim;
-  uint8_t* message;  // row i begins at i * message_stride
+  uint8_t* message;  // row i starts at i * message_stride
   int64_t message_stride;
   int format;
   bool stochastic;
-  bool to_l1;  // whether rows are prefetched to L1 (see prefetch_to_l1), only to encode
+  bool to_l1;  // when encoding, prefetch rows to L1 (see prefetch_to_l1)
   uint64_t seed, step;
-  int64_t first_column;  // of the rows in their whole table
-  const int64_t* keys;   // by row, or null: first_key + row
+  int64_t first_column;  // whole-table column where the rows start
+  const int64_t* keys;   // by row; null: first_key + row
   uint64_t first_key;
   uint8_t* scratch;    // dim + 1 bytes
-  int64_t* first_bad;  // the first row with a number that is not finite, if there is one
+  int64_t* first_bad;  // first row with a non-finite value, if any
 };
 
 }  // namespace meshrec

@@ -1,10 +1,10 @@
-// Rows as they travel between ranks. Included by kernels.inl only, inside its unnamed namespace.
+// Encoded rows for transfer between ranks. Included only by kernels.inl, inside an unnamed namespace.
 //
-// A coded row is its fp32 scale, its fp32 middle, and a signed code for each number, in two's complement of 8
-// bits or, with the first in the lower half of a byte, as code + 8 in 4 bits. The number is scale * code +
-// middle. The scale has 16 significant bits, so the product is exact and the sum is rounded once: all
-// instruction sets give the same result. No finite number has the code -128, or -8 in 4 bits. The two lowest
-// bits of the scale give the meaning of this code: nothing, infinity, minus infinity, NaN.
+// An encoded row has an fp32 scale, an fp32 midpoint, and a signed code per value: 8 bits in two's
+// complement, or 4 bits as code + 8, with the first in the lower half of a byte. The value is scale * code +
+// midpoint. The scale has 16 significant bits, so the product is exact, and only the sum is rounded: all
+// instruction sets give the same result. No finite value has the code -128 (4 bits: -8). The two lowest scale
+// bits say what this code means in the row: nothing, infinity, minus infinity, NaN.
 
 typedef int32_t WireInts __attribute__((vector_size(4 * kLanes)));
 typedef int8_t WireBytes __attribute__((vector_size(kLanes)));
@@ -23,8 +23,8 @@ inline WireInts rounded_to_ints(Vec v) {
 #endif
 }
 
-// Reads kLanes signed bytes, and writes lanes that fit in one. By instructions of their own: left to
-// the compiler, they take as long as all the rest.
+// Loads kLanes signed bytes, and stores lanes that fit into a byte. With intrinsics: the compiler's code for
+// these takes as long as everything else together.
 inline WireInts load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
   return (WireInts)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -71,7 +71,8 @@ inline bool any_lane(WireInts mask) {
 #endif
 }
 
-// The parameters of kLanes rows. Row by row, the divisions would take as long as all the rest.
+// Parameters for kLanes rows at once: row by row, the divisions would take as long as everything else
+// together.
 struct WireParamsOfRows {
   float scale[kLanes], middle[kLanes], inverse[kLanes];
 
@@ -85,7 +86,7 @@ struct WireParamsOfRows {
     scales = scales > at_least ? scales : at_least;
     scales = (Vec)(((Bits)scales + 0xff) & ~0xffu);
     const Vec middles = fits ? least + range * 0.5f : least * 0.5f + most * 0.5f;
-    // Half of a subnormal number is not exact, with and without a fused instruction alike.
+    // Halving a subnormal number is inexact, with or without fused instructions.
     const Bits far = (Bits)middles & 0x7fffffff;
     store(scale, scales);
     store(middle, far < (Bits)at_least ? Vec{} : middles);
@@ -93,12 +94,12 @@ struct WireParamsOfRows {
   }
 };
 
-// The codes of kLanes numbers.
+// Computes the codes for kLanes values.
 template <bool kStochastic>
 struct WireRounding {
   Vec middle, inverse;
   WireInts top;
-  uint32_t low = 0, high = 0;  // the row's noise
+  uint32_t low = 0, high = 0;  // random bits for the row
 
   WireRounding(float row_middle, float row_inverse, int top_code)
       : middle(to_vector(row_middle)),
@@ -110,7 +111,7 @@ struct WireRounding {
     return below < -top ? -top : below;
   }
 
-  // Rounding may lead one step beyond the range. Infinities and NaN give arbitrary codes.
+  // Rounding may exceed the range by 1. Infinities and NaN give arbitrary codes.
   WireInts unclamped(Vec numbers, int64_t column) const {
     WireInts codes = rounded_to_ints((numbers - middle) * inverse);
     if constexpr (kStochastic) {
@@ -130,8 +131,8 @@ struct WireRounding {
   }
 };
 
-// The extremes of the finite numbers of a row, and the kind of the others: 0 none, 1 infinity, 2 minus
-// infinity, 3 NaN or several kinds.
+// Minimum and maximum over the finite values in a row, and the kind of non-finite values: 0 none, 1 infinity,
+// 2 minus infinity, 3 NaN or several kinds.
 struct WireRange {
   float least, most;
   int others;
@@ -177,8 +178,8 @@ inline Vec greater(Vec a, Vec b) {
 #endif
 }
 
-// Lane kLane of the result is part kFrom / (kWidth / 2), a half, of kWidth lanes of a or, in the other half
-// of the lanes, of b.
+// In each group of kWidth lanes, the lower half of the result comes from a, and the upper half from b. kFrom
+// selects which half is taken from both: 0 or kWidth / 2.
 template <int kWidth, int kFrom, size_t... kLane>
 inline Vec halves_of(Vec a, Vec b, std::index_sequence<kLane...>) {
   constexpr int kHalf = kWidth / 2;
@@ -187,7 +188,7 @@ inline Vec halves_of(Vec a, Vec b, std::index_sequence<kLane...>) {
                                   (int(kLane) % kWidth < kHalf ? 0 : kLanes))...);
 }
 
-// Reduces the lanes of each of kLanes rows to one number: lane i of the result is that of rows[i].
+// Reduces the lanes for kLanes rows to a value per row: lane i in the result is for rows[i].
 template <int kWidth = kLanes, typename Pick>
 inline Vec reduced(Vec* rows, const Pick& pick) {
   constexpr int kHalf = kWidth / 2;
@@ -200,9 +201,10 @@ inline Vec reduced(Vec* rows, const Pick& pick) {
   return rows[0];
 }
 
-// The extremes of up to kLanes rows. Returns false if some number is not finite. dim >= kLanes.
+// Computes minimum and maximum for up to kLanes rows. Returns false if a value is not finite. Requires dim >=
+// kLanes.
 inline bool wire_ranges(const WireRowsArgs& a, int64_t first, int64_t ahead, float* least, float* most) {
-  // Several checks: a single one would be a chain of additions, each waiting for the last.
+  // Several accumulators: a single one would be a dependency chain of additions.
   Vec below[kLanes], above[kLanes], checks[4] = {};
   for (int64_t i = 0; i < kLanes; ++i) {
     const float* row = a.rows + std::min(first + i, a.num_rows - 1) * a.row_stride;
@@ -215,7 +217,7 @@ inline bool wire_ranges(const WireRowsArgs& a, int64_t first, int64_t ahead, flo
     const auto add = [&](const float* p, Vec& check) {
       const Vec v = load(p);
       below[i] = lesser(v, below[i]), above[i] = greater(v, above[i]);
-      check += v * Vec{};  // NaN from a number that is not finite on
+      check += v * Vec{};  // becomes NaN at the first non-finite value
     };
     int64_t d = 0;
     for (; d + 4 * kLanes <= a.dim; d += 4 * kLanes) {
@@ -230,7 +232,7 @@ inline bool wire_ranges(const WireRowsArgs& a, int64_t first, int64_t ahead, flo
   return !any_lane(check != check);
 }
 
-// Writes the codes of kLanes numbers, of 4 bits as code + 8.
+// Stores the codes for kLanes values; 4-bit codes as code + 8.
 template <int kBits>
 inline void store_codes(WireInts codes, uint8_t* out) {
   if constexpr (kBits == 8) {
@@ -246,7 +248,7 @@ inline void store_codes(WireInts codes, uint8_t* out) {
   }
 }
 
-// Writes the codes of 4 * kLanes numbers in 8 bits each. The packs clamp them from above.
+// Stores 8-bit codes for 4 * kLanes values. The pack instructions clamp them from above.
 inline void store_four(WireInts a, WireInts b, WireInts c, WireInts d, uint8_t* out) {
   constexpr int kLeast = -WireCodes<8>::kTop;
 #if defined(__AVX512F__)
@@ -294,7 +296,7 @@ void encode_row(const WireRowsArgs& a, const float* row, const WireRounding<kSto
     std::memcpy(rest, row + d, (a.dim - d) * sizeof(float));
     uint8_t bytes[kLanes];
     WireInts last = round(load(rest), a.first_column + d);
-    for (int64_t j = a.dim - d; j < kLanes; ++j) last[j] = kBits == 4 ? -8 : 0;  // no number: no bits
+    for (int64_t j = a.dim - d; j < kLanes; ++j) last[j] = kBits == 4 ? -8 : 0;  // past the end: zero bits
     store_codes<kBits>(last, bytes);
     std::memcpy(codes + d * kBits / 8, bytes, ((a.dim - d) * kBits + 7) / 8);
   }
@@ -309,13 +311,14 @@ void encode_row(const WireRowsArgs& a, const float* row, const WireRounding<kSto
   }
 }
 
-// Some rows at a time: their extremes while they come to the cache, their parameters, their codes. Each of
-// these waits for all of the one before, so there are more rows than lanes, as long as they stay in the L1
-// cache.
+// Encodes some rows at a time, in three passes: minimum and maximum (while the rows are loaded into the
+// cache), parameters, codes. A pass waits for the results of the previous one, so process more rows than
+// lanes, as many as stay in the L1 cache.
 template <int kBits, bool kStochastic>
 int64_t encode_rows(const WireRowsArgs& args) {
   constexpr int64_t kBytes = 8192, kMost = 32;
-  const WireRowsArgs a = args;  // a copy, which no byte of the message can be part of
+  // a copy, so that the compiler knows that stores to the message do not change it
+  const WireRowsArgs a = args;
   const int64_t in_cache = kBytes / (a.dim * int64_t(sizeof(float)));
   const int64_t at_once = in_cache < kMost ? kLanes : kMost;
   const int64_t ahead = std::max(at_once, in_cache) * a.row_stride;

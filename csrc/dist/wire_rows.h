@@ -1,4 +1,4 @@
-// Encoded rows in a message: their sizes, and their columns one by one.
+// Encoded rows in a message: sizes, and iteration over columns.
 #pragma once
 
 #include <vector>
@@ -28,12 +28,12 @@ inline int64_t wire_bytes(int64_t format, int64_t dim) {
   }
 }
 
-// The columns of the rows of each block: block b has the columns begins[b] to begins[b + 1].
+// The columns in each block: block b has the columns begins[b] to begins[b + 1].
 struct WireColumns {
   const std::vector<int64_t>&begins, &widths, &formats;
   std::vector<int64_t> row_elements, row_bytes;  // by block
-  // Whether all columns of a block have one width and one format that draws nothing. Each column of a row may
-  // then be treated as a separate row, so that memory is read and written in one pass.
+  // Whether all columns in a block have the same width and the same non-stochastic format. Columns can then
+  // be treated as separate rows, so that memory is read and written in a single pass.
   std::vector<char> is_uniform;
 
   WireColumns(size_t num_blocks, const std::vector<int64_t>& block_begins,
@@ -55,8 +55,8 @@ struct WireColumns {
     }
   }
 
-  // Calls work(column, args, first element of the column in its row, first byte) for each column of a block
-  // of rows that is not empty; once for all if they are uniform and all are wanted.
+  // Calls work(column, args, first column element in the row, first byte) for every column in a non-empty
+  // block; or once for all columns, if they are uniform and all are requested.
   template <typename Work>
   void for_each(int64_t block, int64_t num_rows, std::vector<uint8_t>& scratch, bool all,
                 const Work& work) const {
@@ -74,7 +74,7 @@ struct WireColumns {
     }
   }
 
-  // Decodes the columns that have numbers in [first, end) of a row; the others are left as they are.
+  // Decodes the columns that overlap [first, end) in a row; other columns are left unchanged.
   void decode(int64_t block, int64_t num_rows, const uint8_t* message, float* rows,
               std::vector<uint8_t>& scratch, int64_t first, int64_t end) const {
     const bool all = first <= 0 && end >= row_elements[block];

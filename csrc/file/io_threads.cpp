@@ -17,9 +17,9 @@ namespace {
 struct Job {
   const std::function<void(int64_t)>* work;
   int64_t count;
-  int64_t helpers;  // threads that may still join
+  int64_t helpers;  // number of threads that may still join
   std::atomic<int64_t> next{0};
-  int64_t active = 0;  // threads at work; guarded by the pool's mutex
+  int64_t active = 0;  // number of threads at work; guarded by the pool's mutex
   std::condition_variable ended;
 };
 
@@ -70,7 +70,7 @@ class IoThreads {
 }  // namespace
 
 void run_on_io_threads(int64_t count, int64_t threads, const std::function<void(int64_t)>& work) {
-  // Never destroyed: its threads end with the process.
+  // Never destroyed: the threads run until the process ends.
   static IoThreads& all = *new IoThreads;
   static const pid_t owner = getpid();
   if (threads <= 0 || count <= 1 || getpid() != owner) {

@@ -1,5 +1,5 @@
-// Threads that wait for a disk. They are apart from torch's threads: there are more of them than processors,
-// and they sleep nearly always.
+// Threads that wait for a disk. Separate from torch's threads, because they outnumber the processors and
+// nearly always sleep.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace meshrec {
 
-// Runs work(task) for each task of [0, count) on up to `threads` threads, and waits for the end. With no
-// thread, or in a forked child, which has none of its parent's threads, the caller does the work. `work` must
+// Runs work(task) for tasks [0, count) on up to `threads` threads, and waits until all are done. The calling
+// thread does the work if `threads` is 0, or in a forked child, which does not inherit threads. `work` must
 // not throw.
 void run_on_io_threads(int64_t count, int64_t threads, const std::function<void(int64_t)>& work);
 

@@ -1,5 +1,5 @@
-// Rows in records of a file: reads to and writes from the memory of a cache. ops/records/naive.py
-// defines the operations.
+// Rows in file records: transfers between the file and the memory of a cache. ops/records/naive.py documents
+// the operations.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -14,9 +14,10 @@ namespace meshrec {
 
 namespace {
 
-constexpr int64_t kLargestTransfer = 1 << 17;  // bytes that one call reads or writes
-constexpr int64_t kLargestGap = 1 << 11;       // bytes between two records that are read along
-constexpr int64_t kMostThreads = 32;           // more gave no more on the disks that were measured
+constexpr int64_t kLargestTransfer = 1 << 17;  // maximum bytes per system call
+// records closer than this many bytes are read together with the gap
+constexpr int64_t kLargestGap = 1 << 11;
+constexpr int64_t kMostThreads = 32;  // tuned: more threads gave no more throughput on the disks measured
 constexpr int64_t kDamaged = -1;
 
 struct Layout {
@@ -31,13 +32,13 @@ struct Layout {
       fail("blocks of ", block_bytes, " bytes do not hold ", per_block, " records of ", record_bytes, ".");
   }
   int64_t block(int64_t key) const { return (key - first_key) / per_block; }
-  // Where in its block a record begins.
+  // Offset of a record within the block.
   int64_t offset(int64_t key) const { return (key - first_key) % per_block * record_bytes; }
 };
 
 struct Part {
   char* data;
-  int64_t bytes;  // of a row
+  int64_t bytes;  // bytes per row
 };
 
 struct Records {
@@ -99,7 +100,7 @@ struct Records {
 
 struct Failures {
   std::mutex mutex;
-  std::vector<std::array<int64_t, 2>> all;  // number of the record; kDamaged, kEndOfFile or errno
+  std::vector<std::array<int64_t, 2>> all;  // index of the record; kDamaged, kEndOfFile or errno
 
   void add(int64_t record, int64_t cause) {
     const std::lock_guard lock(mutex);
@@ -114,7 +115,7 @@ struct Failures {
   }
 };
 
-// Records [begin, end) that one call transfers.
+// Records [begin, end), transferred by a single call.
 struct Run {
   int64_t begin, end;
 };
@@ -130,7 +131,7 @@ std::vector<Run> runs_of(const Records& records, int64_t gap) {
       const int64_t last = layout.block(records.keys[i - 1]);
       const bool near = (block - last - 1) * layout.block_bytes <= gap;
       const bool fits = (block - first + 1) * layout.block_bytes <= kLargestTransfer;
-      // Records of one block always stay together: it is written as a whole.
+      // Records in the same block always stay together, because a block is written as a whole.
       if (block == last || (near && fits)) {
         runs.back().end = i + 1;
         continue;
@@ -141,7 +142,7 @@ std::vector<Run> runs_of(const Records& records, int64_t gap) {
   return runs;
 }
 
-// The blocks of runs.
+// The file blocks of runs.
 struct Blocks {
   const Records& records;
   const std::vector<Run>& runs;
@@ -152,7 +153,7 @@ struct Blocks {
     const int64_t bytes = records.layout.block_bytes;
     return {first(task) * bytes, (last - first(task) + 1) * bytes};
   }
-  // Where in the buffer of its run a record begins.
+  // Offset of a record within the buffer of a run.
   int64_t offset(int64_t task, int64_t i) const {
     const Layout& layout = records.layout;
     return (layout.block(records.keys[i]) - first(task)) * layout.block_bytes +
@@ -165,7 +166,7 @@ struct Blocks {
   }
 };
 
-// Makes the transfers of runs: on a ring, or by threads that wait for the disk.
+// Transfers runs: on an io_uring, or with threads that wait for the disk.
 void transfer(int64_t file, const Blocks& blocks, Failures& failures, int64_t in_flight, bool ring,
               std::function<Transfer(int64_t, int, char*)> advance) {
   const Transfers transfers{
@@ -195,7 +196,7 @@ Tensor records_read(int64_t file, std::vector<int64_t> numbers, Tensor keys, std
   return failures.tensor(keys);
 }
 
-// Whether all records of all blocks of a run are written, so that nothing need be read before.
+// Whether a run writes all records in all of its blocks, so that the blocks need not be read first.
 bool covers_blocks(const Records& records, Run run) {
   const Layout& layout = records.layout;
   if (layout.per_block == 1) return true;
@@ -251,7 +252,7 @@ std::tuple<Tensor, int64_t> cache_victims(Tensor counts, Tensor pins, int64_t ha
   const auto* pin = static_cast<const int32_t*>(pins.const_data_ptr());
   std::vector<int64_t> victims;
   std::vector<bool> taken(size_t(size), false);
-  // After 256 turns every count is 0; one turn more finds all that are not pinned.
+  // Counts are at most 255, so after 256 turns all are 0, and another turn finds every unpinned slot.
   for (int64_t steps = 0; int64_t(victims.size()) < number && steps < 257 * size; ++steps) {
     const int64_t slot = hand;
     hand = hand + 1 == size ? 0 : hand + 1;

@@ -31,7 +31,7 @@ struct FreeAligned {
   void operator()(char* memory) const { std::free(memory); }
 };
 
-// Memory of this thread that the disk may read from and write to directly; null where there is none.
+// Returns per-thread memory that the disk can access directly; null if there is none.
 char* transfer_buffer(int64_t num_bytes) {
   thread_local std::unique_ptr<char, FreeAligned> memory;
   thread_local int64_t size = 0;
@@ -43,7 +43,7 @@ char* transfer_buffer(int64_t num_bytes) {
   return memory.get();
 }
 
-// Returns 0, kEndOfFile or errno.
+// Transfers all bytes. Returns 0, kEndOfFile or errno.
 template <typename Call>
 int64_t transfer_all(const Call& call, int file, char* memory, int64_t num_bytes, int64_t position) {
   while (num_bytes > 0) {
@@ -76,14 +76,15 @@ void transfer_task(int file, const Transfers& transfers, int64_t task) {
 namespace {
 
 constexpr unsigned kEntries = 256;
-constexpr int64_t kMostBytes = 1 << 22;  // of the buffers of a thread
+constexpr int64_t kMostBytes = 1 << 22;  // maximum buffer bytes per thread
 
-// An io_uring of one thread: its pages, shared with the kernel.
+// An io_uring for a single thread; its pages are shared with the kernel.
 class Ring {
  public:
   Ring() : owner_(getpid()) {
     io_uring_params given{};
-    given.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;  // least work for this thread
+    // the least overhead for a single thread
+    given.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
     file_ = setup(given);
     if (file_ < 0 && errno == EINVAL) {
       given = io_uring_params{};
@@ -112,7 +113,7 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // A forked child has the pages of its parent's ring, and must not touch them.
+  // A forked child inherits the pages of the parent's ring, and must not touch them.
   bool is_usable() const { return file_ >= 0 && getpid() == owner_; }
 
   void push(bool write, int file, char* memory, int64_t size, int64_t position, uint64_t tag) {
@@ -204,7 +205,7 @@ bool transfer_on_ring(int file, const Transfers& transfers, int64_t in_flight) {
     ring.push(lane.kind == Transfer::kWrite, file, buffer(number) + lane.done, lane.size - lane.done,
               lane.position + lane.done, number);
   };
-  // Continues the lane's task, or starts new ones, until a task has a request.
+  // Continues the task in a lane, or starts new tasks, until a task has a request.
   const auto fill = [&](size_t number) {
     Lane& lane = lanes[number];
     for (;;) {
@@ -223,9 +224,10 @@ bool transfer_on_ring(int file, const Transfers& transfers, int64_t in_flight) {
   };
   for (size_t number = 0; number < lanes.size(); ++number) num_busy += fill(number);
   while (num_busy > 0) {
-    // Waiting for some of them at once saves calls, and the others keep the disk busy meanwhile.
+    // Waiting for several completions at once saves system calls; meanwhile, the other requests keep the disk
+    // busy.
     const int failure = ring.submit(unsigned(std::max<int64_t>(1, std::min(num_busy, num_lanes / 4))));
-    if (failure != 0) std::abort();  // the kernel still writes to the buffers
+    if (failure != 0) std::abort();  // the kernel may still write to the buffers
     ring.completed([&](uint64_t number, int result) {
       Lane& lane = lanes[number];
       if (result == -EINTR || result == -EAGAIN) return push(number);

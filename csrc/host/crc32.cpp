@@ -15,9 +15,9 @@ namespace meshrec {
 namespace {
 
 constexpr uint32_t kPolynomial = 0xEDB88320;  // zlib's, bits reversed
-constexpr size_t kBuffer = 1 << 18;           // bytes read at a time: they fit the L2 cache
+constexpr size_t kBuffer = 1 << 18;           // bytes per read: they fit into the L2 cache
 
-// tables[k][b]: the CRC of byte b followed by k zero bytes.
+// tables[k][b]: CRC of byte b followed by k zero bytes.
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
 constexpr Tables make_tables() {
@@ -38,7 +38,7 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
-// Eight bytes at a time, by table lookup. `crc` comes without the inversions at both ends.
+// Processes eight bytes at a time with table lookups. `crc` is without the inversions at both ends.
 uint32_t by_tables(uint32_t crc, const unsigned char* bytes, size_t length) {
   for (; length >= 8; bytes += 8, length -= 8) {
     uint32_t next = crc;
@@ -57,7 +57,7 @@ constexpr size_t kLeastFolded = 64;
 
 // Folds 64 bytes into the next 64 with carry-less products: V. Gopal et al., "Fast CRC Computation for
 // Generic Polynomials Using PCLMULQDQ Instruction" (Intel, 2009), with the constants for this polynomial.
-// `length` is a multiple of 16 and at least `kLeastFolded`.
+// `length` must be a multiple of 16 and at least `kLeastFolded`.
 __attribute__((target("pclmul,sse4.1"))) uint32_t folded(uint32_t crc, const unsigned char* bytes,
                                                          size_t length) {
   const auto load = [](const unsigned char* at) __attribute__((target("pclmul,sse4.1"))) {
@@ -85,7 +85,7 @@ __attribute__((target("pclmul,sse4.1"))) uint32_t folded(uint32_t crc, const uns
   };
   for (int lane = 1; lane < 4; ++lane) fold(sum[lane]);
   for (; length > 0; bytes += 16, length -= 16) fold(load(bytes));
-  // Reduces 128 bits to 96, to 64, and these to the remainder's 32.
+  // Reduces 128 bits to 96, then to 64, then to the 32 bits of the remainder.
   const __m128i low_words = _mm_setr_epi32(~0, 0, ~0, 0);
   all = _mm_xor_si128(_mm_srli_si128(all, 8), _mm_clmulepi64_si128(all, by_16, 0x10));
   all = _mm_xor_si128(_mm_srli_si128(all, 4), _mm_clmulepi64_si128(_mm_and_si128(all, low_words), by_8, 0));
@@ -118,8 +118,7 @@ uint32_t crc32(uint32_t crc, const void* bytes, size_t length) {
 }
 
 int64_t crc32_of_file(int file, int64_t offset, int64_t length, uint32_t crc) {
-  // Reads into a buffer that stays in the cache; mapping the file would cost a page fault for every few
-  // pages.
+  // Reads into a buffer that stays in the cache: mapping the file would cause a page fault every few pages.
   const auto buffer = std::make_unique_for_overwrite<unsigned char[]>(kBuffer);
   while (length > 0) {
     const auto wanted = static_cast<size_t>(std::min<int64_t>(length, kBuffer));

@@ -1,10 +1,10 @@
-// Moves messages between processes of one host. A rank says where in its memory the pieces for the others
-// lie, and they read them from there (process_vm_readv): one copy, no buffer between.
+// Moves messages between processes on a host. A rank publishes where in its memory the pieces for other ranks
+// are, and these read them from there (process_vm_readv): a single copy, without a buffer in between.
 //
-// Every rank owns a small board in shared memory, which the others map. It says how many exchanges the rank
-// has started, how many it has read completely, and where the pieces of those under way lie. Exchanges are
-// numbered; all ranks start them in the same order. The entry points are plain C, since a handle is not a
-// tensor; comms/host_link.py documents them.
+// Every rank owns a small board in shared memory, which the other ranks map. It holds how many exchanges the
+// rank has started, how many it has read completely, and where the pieces for exchanges in progress are.
+// Exchanges are numbered, and all ranks start them in the same order. The entry points are plain C, because a
+// handle is not a tensor; comms/host_link.py documents them.
 #include "host/host_link.h"
 
 #if defined(__linux__)
@@ -36,27 +36,28 @@
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr uint32_t kSlots = 256;  // exchanges under way at a time
+constexpr uint32_t kSlots = 256;  // maximum number of exchanges in progress
 constexpr size_t kErrorBytes = 256;
 constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr int64_t kSleepNanoseconds = 50'000'000;  // then checks whether the peer is still alive
+// how long a rank sleeps before it checks whether the peer is alive
+constexpr int64_t kSleepNanoseconds = 50'000'000;
 
-// Where a message, or the part of it for one rank, lies in its sender's memory.
+// Where a message, or a rank's part of it, is in the sender's memory.
 struct Piece {
   uint64_t address;
   int64_t bytes;
 };
 
-// In shared memory, followed by the slots. Only its owner writes it, except ``sleepers``.
+// In shared memory, followed by the slots. Only the owner writes to it, except to ``sleepers``.
 struct Board {
   uint64_t token;
   alignas(64) std::atomic<uint32_t> started;  // a futex
-  std::atomic<uint32_t> sleepers;             // how many wait on ``started``
+  std::atomic<uint32_t> sleepers;             // number of ranks that wait for ``started``
   std::atomic<uint32_t> closed;
-  alignas(64) std::atomic<uint32_t> read;  // exchanges that the owner has read completely
+  alignas(64) std::atomic<uint32_t> read;  // number of exchanges that the owner has read completely
 
   static size_t bytes(int64_t size) { return sizeof(Board) + kSlots * size * sizeof(Piece); }
-  // The pieces of an exchange, one for each rank.
+  // The pieces for an exchange, one per rank.
   Piece* pieces(uint32_t number, int64_t size) {
     return reinterpret_cast<Piece*>(this + 1) + number % kSlots * size;
   }
@@ -97,7 +98,7 @@ class Link {
   Link(int64_t rank, int64_t size) : rank_(rank), size_(size), peers_(size) {
     cpu_set_t cpus;
     const bool known = sched_getaffinity(0, sizeof cpus, &cpus) == 0;
-    // With fewer cores than ranks, spinning may take the core from the rank that is waited for.
+    // With fewer cores than ranks, spinning may take the core from the rank that this one waits for.
     spin_ = known && CPU_COUNT(&cpus) >= size ? kSpin : kSpin.zero();
   }
   Link(const Link&) = delete;
@@ -119,7 +120,7 @@ class Link {
     Peer& own = peers_[rank_];
     if ((own.board = map_board(fd_, size_)) == nullptr) return fail(error, "mmap: %s", std::strerror(errno));
     own.board->token = token;
-    // Yama may allow only ancestors to read this process: let those that the same launcher started read too.
+    // Yama may allow only ancestors to read this process. Let processes from the same launcher read it, too.
     if (FILE* scope = std::fopen("/proc/sys/kernel/yama/ptrace_scope", "r")) {
       if (std::fgetc(scope) == '1') prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
       std::fclose(scope);
@@ -135,7 +136,7 @@ class Link {
     peer.pid = pid;
     peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     if (peer.pidfd < 0) return fail(error, "pidfd_open: %s", std::strerror(errno));
-    // Checked first: in another PID namespace or on another host, the number belongs to another process.
+    // Checked first: in another PID namespace or on another host, the PID belongs to another process.
     uint64_t seen = 0;
     if (read_from(peer, &seen, address, sizeof seen, error) != kDone) return kFailed;
     if (seen != token) return fail(error, "process %lld is another one here", static_cast<long long>(pid));
@@ -147,7 +148,7 @@ class Link {
     return peer.board != nullptr ? kDone : fail(error, "mmap: %s", std::strerror(errno));
   }
 
-  // How many of this rank's exchanges have not been read by all ranks; they are its latest ones.
+  // How many exchanges started by this rank have not been read by all ranks; these are always the latest.
   uint32_t num_unread() const {
     const uint32_t started = peers_[rank_].board->started.load();
     int32_t most = 0;
@@ -158,8 +159,8 @@ class Link {
     return most;
   }
 
-  // ``sizes``: bytes for each rank: all from the message's beginning (``same``), or one piece after the
-  // other.
+  // ``sizes``: bytes per rank. All ranks read from the start of the message (``same``), or consecutive
+  // pieces.
   Outcome start(const char* message, const int64_t* sizes, int64_t width, bool same, int64_t* number) {
     const std::lock_guard lock(mutex_);
     Board& own = *peers_[rank_].board;
@@ -176,12 +177,13 @@ class Link {
     return kDone;
   }
 
-  // ``sizes``: elements from each rank; ``result`` gets them one after the other.
+  // ``sizes``: elements per rank; ``result`` receives them in rank order.
   Outcome wait(uint32_t number, char* result, const int64_t* sizes, int64_t width, char* error) {
     std::vector<char*> at(size_, result);
     for (int64_t rank = 1; rank < size_; ++rank) at[rank] = at[rank - 1] + width * sizes[rank - 1];
     for (int64_t k = 0; k < size_; ++k) {
-      const int64_t rank = (rank_ + k) % size_;  // begins with this rank's own piece, while others get ready
+      // starts with this rank's own piece, while the other ranks get ready
+      const int64_t rank = (rank_ + k) % size_;
       if (sizes[rank] == 0) continue;
       const Outcome outcome = read_piece(rank, number, at[rank], width * sizes[rank], error);
       if (outcome != kDone) return outcome;
@@ -270,7 +272,7 @@ class Link {
     if (!is_among(number, seen)) syscall(SYS_futex, &board.started, FUTEX_WAIT, seen, &time, nullptr, 0);
     board.sleepers.fetch_sub(1);
     if (is_ready()) return kDone;
-    // All of them, not only this peer: it may be waiting for another one that ended.
+    // Check all peers: this one may be waiting for another rank that has ended.
     for (const Peer& each : peers_) {
       if (is_among(number, each.board->started.load())) continue;
       const auto pid = static_cast<long long>(each.pid);
@@ -298,9 +300,9 @@ class Link {
   const int64_t rank_, size_;
   std::chrono::microseconds spin_;
   int fd_ = -1;
-  std::vector<Peer> peers_;  // of all ranks, this one included
+  std::vector<Peer> peers_;  // all ranks, including this one
   std::mutex mutex_;
-  std::set<uint32_t> read_;  // exchanges read while an earlier one was not
+  std::set<uint32_t> read_;  // exchanges read before an earlier exchange was read
 };
 
 }  // namespace
@@ -327,8 +329,7 @@ MESHREC_C int64_t meshrec_link_join(Link* link, int64_t rank, int64_t pid, int64
   return link->join(rank, pid, static_cast<int>(fd), address, token, error);
 }
 
-// start, wait and skip return how many of this rank's exchanges have not been read by all ranks, or an
-// Outcome.
+// start, wait and skip return how many exchanges by this rank have not been read by all ranks, or an Outcome.
 MESHREC_C int64_t meshrec_link_start(Link* link, const void* message, const int64_t* sizes, int64_t width,
                                      int64_t same, int64_t* number) {
   const Outcome outcome = link->start(static_cast<const char*>(message), sizes, width, same != 0, number);

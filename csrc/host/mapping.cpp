@@ -42,8 +42,8 @@ Slot* slot_of(uintptr_t address) {
   return nullptr;
 }
 
-// Call the handler that was there before. The default one is put back: the instruction then faults again,
-// and ends the process as it would have without us.
+// Calls the previous handler. If that is the default, it is restored: the instruction then faults again, and
+// ends the process as it would have without this handler.
 void pass_on(int number, siginfo_t* info, void* context) {
   if (before.sa_flags & SA_SIGINFO) {
     before.sa_sigaction(number, info, context);
@@ -51,7 +51,7 @@ void pass_on(int number, siginfo_t* info, void* context) {
     before.sa_handler(number);
   } else {
     ::signal(number, SIG_DFL);
-    if (info->si_code <= 0) ::raise(number);  // a process sent it: no instruction will fault again
+    if (info->si_code <= 0) ::raise(number);  // sent by a process: no instruction will fault again
   }
 }
 
@@ -72,8 +72,8 @@ void on_sigbus(int number, siginfo_t* info, void* context) {
   errno = saved;
 }
 
-// Set once: if another handler was put in front of ours since, it calls ours or means not to.
-// `changing` is held.
+// Set only once: a handler set later in front of this one calls it, or ignores it on purpose. The caller
+// holds `changing`.
 bool set_handler() {
   static bool is_set = false;
   if (is_set) return true;
@@ -105,7 +105,7 @@ int guarded(uintptr_t address, size_t bytes) {
 }  // namespace
 
 void* map_guarded(int file, size_t bytes, int* guard) {
-  // No swap is reserved: few pages are written to, and a package may be larger than the memory.
+  // No swap is reserved: few pages are written to, and a package may exceed memory.
   const int flags = MAP_PRIVATE | MAP_NORESERVE;
   void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
   if (address == MAP_FAILED) return nullptr;
@@ -116,7 +116,7 @@ void* map_guarded(int file, size_t bytes, int* guard) {
 uint64_t lost_pages(int guard) { return guard < 0 ? 0 : slots[guard].lost.load(); }
 
 void unmap_guarded(void* address, size_t bytes, int guard) {
-  // First the slot: another mapping may get this address as soon as it is free.
+  // Free the slot first: another mapping may get this address as soon as it is unmapped.
   if (guard >= 0) {
     if (slots[guard].misses.exchange(false)) --num_with_misses;
     slots[guard].end = 0;
@@ -139,7 +139,7 @@ bool is_partly_in_memory(const void* address) {
 
 namespace {
 
-// Tells the system about ranges that will be needed, in as few calls as it allows.
+// Tells the system which ranges will be needed, in as few calls as it allows.
 void advise(std::vector<iovec>& ranges) {
   size_t done = 0;
 #if defined(__linux__) && defined(SYS_process_madvise) && defined(SYS_pidfd_open)

@@ -1,9 +1,9 @@
-// Files that are mapped into memory and may be cut short meanwhile.
+// Memory-mapped files that may be truncated by another process.
 //
-// Whoever reads a mapped page behind the end of its file gets SIGBUS, which ends the process. A guarded
-// mapping survives that: the handler of SIGBUS puts a page of zeros where the file had one, and counts. The
-// reader looks at the count after it has computed, and discards results that were computed from zeros. Every
-// other SIGBUS goes to the handler that was there before.
+// A read from a mapped page past the end of the file raises SIGBUS, which ends the process. A guarded mapping
+// survives this: the SIGBUS handler replaces the page by zeros, and counts it. The reader checks the count
+// after the computation, and discards results computed from zeros. Any other SIGBUS is passed to the previous
+// handler.
 #pragma once
 
 #include <cstddef>
@@ -12,25 +12,26 @@
 
 namespace meshrec {
 
-// Map the first `bytes` of an open file, privately: a page that is written to becomes this process's own.
-// Returns nullptr and sets errno on failure. `guard` is the number that the functions below need; -1 if there
-// are too many mappings already, or if the handler cannot be set: the mapping then has no guard.
+// Maps the first `bytes` of an open file privately: a page that is written to is copied. Returns nullptr and
+// sets errno on failure. `guard` receives a number for the functions below; -1 if there are too many
+// mappings, or if the handler cannot be set: then the mapping is unguarded.
 void* map_guarded(int file, size_t bytes, int* guard);
 
-// The number of pages of a mapping that were lost so far; 0 without a guard.
+// Returns how many pages in a mapping have been lost so far; 0 without a guard.
 uint64_t lost_pages(int guard);
 
 void unmap_guarded(void* address, size_t bytes, int guard);
 
-// Says that a mapping holds more than memory does: the system reads single pages of it from then on, and
-// lookups request all pages of a batch before they read the first (`request_rows`). Otherwise a lookup would
-// wait for one page after the other.
+// Declares that a mapping exceeds memory. The system then reads single pages, and lookups request all pages
+// for a batch before they read the first (`request_rows`). Otherwise a lookup would wait for one page after
+// another.
 void expect_misses(int guard);
 
-// Whether an address lies in a mapping of which pages are expected to be missing.
+// Whether an address is in a mapping for which expect_misses was called.
 bool is_partly_in_memory(const void* address);
 
-// Requests the pages of some rows of `row_bytes` bytes each. The disk reads them at the same time.
+// Requests the pages that hold some rows with `row_bytes` bytes each. The disk reads these pages
+// concurrently.
 void request_rows(const std::vector<const char*>& rows, int64_t row_bytes);
 
 }  // namespace meshrec

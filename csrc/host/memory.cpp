@@ -12,7 +12,7 @@
 #include <mutex>
 
 #if defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
-// Exists in torch 2.11; with older torch no buffers are kept.
+// Exists from torch 2.11 on. With older torch, no buffers are retained.
 extern "C" __attribute__((weak)) AOTITorchError torch_from_blob(void*, int64_t, const int64_t*,
                                                                 const int64_t*, int64_t, int32_t, int32_t,
                                                                 int32_t, AtenTensorHandle*, int32_t,
@@ -34,7 +34,7 @@ void advise_huge_pages(void* memory, int64_t num_bytes) {
 }
 
 bool outgrows_caches(int64_t num_bytes) {
-  // Not sysconf: for a processor with several last-level caches it gives their sum.
+  // Not sysconf, which returns the sum for a processor with several last-level caches.
   static const int64_t last_level = [] {
     int64_t kibibytes = 0;
     std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kibibytes;
@@ -55,15 +55,16 @@ int32_t shim_type(ScalarType type) {
 
 namespace {
 
-constexpr size_t kSmallest = size_t(1) << 17, kLargest = size_t(1) << 25;  // bytes of a kept buffer
+// sizes of retained buffers, in bytes
+constexpr size_t kSmallest = size_t(1) << 17, kLargest = size_t(1) << 25;
 
-// Keeps the large buffers of a training step, allocated first fit in one piece of address space: what one
-// phase of the step frees, the next one reuses. In malloc's heap, smaller blocks would settle between them;
-// and since glibc cuts aligned blocks out of larger ones, a freed block does not fit the next request of its
-// size.
+// Retains the large buffers of a training step, allocated first-fit in a single range of address space:
+// buffers freed by a phase of the step are reused by the next phase. In malloc's heap, smaller blocks would
+// settle between them. And glibc cuts aligned blocks out of larger ones, so a freed block does not fit the
+// next request with the same size.
 class Buffers {
  public:
-  // Reserves the addresses; returns false if the system has not enough.
+  // Reserves the address range; returns false if the system does not have enough.
   bool open() {
     const std::lock_guard lock(mutex_);
     if (memory_ != nullptr) return true;
@@ -76,7 +77,7 @@ class Buffers {
     return true;
   }
 
-  // Returns null if nothing is kept or everything is taken.
+  // Returns null if buffers are not retained, or if the range is full.
   void* take(size_t num_bytes) {
     num_bytes = (num_bytes + kPage - 1) / kPage * kPage;
     const std::lock_guard lock(mutex_);
@@ -91,7 +92,7 @@ class Buffers {
     return memory_ + begin;
   }
 
-  // Returns whether the memory was taken from here.
+  // Returns whether the memory belongs to this range.
   bool give_back(void* memory) {
     const std::lock_guard lock(mutex_);
     const size_t offset = static_cast<char*>(memory) - memory_;
@@ -110,7 +111,7 @@ class Buffers {
         piece = previous;
       }
     }
-    // Free memory at the end goes back to the system, except kKept bytes that the next step may need.
+    // Returns free memory at the end to the system, except kKept bytes that the next step may need.
     if (piece->first + kKept < touched_ && piece->first + piece->second >= touched_) {
       const size_t end = piece->first + kKept;
       (void)madvise(memory_ + end, touched_ - end, MADV_DONTNEED);
@@ -126,11 +127,11 @@ class Buffers {
 
   std::mutex mutex_;
   char* memory_ = nullptr;
-  size_t touched_ = 0;                     // beyond it no page was ever touched
-  std::map<size_t, size_t> free_, taken_;  // bytes by offset
+  size_t touched_ = 0;                     // no page beyond has been touched
+  std::map<size_t, size_t> free_, taken_;  // sizes in bytes, by offset
 };
 
-// Never destroyed: tensors may be freed later than everything else.
+// Never destroyed: tensors may be freed after all other objects.
 Buffers& buffers() {
   static Buffers& all = *new Buffers;
   return all;
@@ -198,7 +199,7 @@ Tensor empty_buffer(std::vector<int64_t> sizes, ScalarType type) {
   std::optional<Tensor> buffer;
   try {
     buffer = torch::stable::empty({sizes.data(), sizes.size()}, type);
-  } catch (const std::runtime_error&) {  // it does not say why, but such sizes fail only for lack of memory
+  } catch (const std::runtime_error&) {  // without a cause, but such sizes fail only for lack of memory
     fail_for_memory(num_bytes);
   }
   advise_huge_pages(buffer->mutable_data_ptr(), num_bytes);

@@ -1,4 +1,4 @@
-// The arguments of the kernel that draws first rows (draw.inl). See isa/kernels.h for the rules.
+// Arguments for the kernel that computes initial rows (draw.inl). See isa/kernels.h for the rules.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace meshrec {
 
 struct DrawArgs {
   const int64_t* ids = nullptr;
-  const int64_t* slots = nullptr;  // where the row of each ID lies; null: one after the other
+  const int64_t* slots = nullptr;  // row index for each ID; null: consecutive
   uint64_t seed = 0;
   double low = 0, step = 0;
   int64_t first_column = 0, width = 0;

@@ -1,6 +1,6 @@
-// First rows; see draw.h. Included by isa/kernels.inl only, inside its unnamed namespace.
+// Initial rows; see draw.h. Included only by isa/kernels.inl, inside an unnamed namespace.
 
-// Draws the rows [begin, end).
+// Computes rows [begin, end).
 void draw(const DrawArgs& args, int64_t begin, int64_t end) {
   const DrawArgs a = args;
   for (int64_t i = begin; i < end; ++i) {
@@ -13,7 +13,7 @@ void draw(const DrawArgs& args, int64_t begin, int64_t end) {
       x = (x ^ (x >> 16)) * 0x7FEB352Du;  // the finalizer "lowbias32" of C. Wellons
       x = (x ^ (x >> 15)) * 0x846CA68Bu;
       x ^= x >> 16;
-      // The product is exact in double: 24 bits times 24 bits. So there is one rounding, fused or not.
+      // The product is exact in double: 24 bits times 24 bits. So there is a single rounding, fused or not.
       target[d] = float(a.low + double(int32_t(x >> 8)) * a.step);
     }
   }

@@ -1,9 +1,9 @@
-// Searches of a hash index; see find.h. Included by isa/kernels.inl only, inside its unnamed namespace.
+// Searches in a hash index; see find.h. Included only by isa/kernels.inl, inside an unnamed namespace.
 //
-// Keys go through in groups of eight. A group's keys and homes are computed together and their cache lines
-// requested; some groups later, when the lines have come, the keys are compared with their buckets. Keys
-// whose home is full and does not have them are collected, and compared with the next bucket in a further
-// turn.
+// Keys are processed in groups of eight. For a group, keys and homes are computed together, and the cache
+// lines are prefetched. Some groups later, when the lines have arrived, the keys are compared with the
+// buckets. Keys that are not in a full home bucket are collected, and compared with the next bucket in
+// another pass.
 
 constexpr int kKeys = 8, kGroupsAhead = 24;
 static_assert(kMostFound % kKeys == 0);
@@ -16,7 +16,7 @@ inline const uint8_t* bucket_of(uint64_t address) {
   return reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(address));
 }
 
-// Writes keys and the addresses of their homes.
+// Writes the keys, and the addresses of their home buckets.
 inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to, uint64_t* homes_to) {
   const IndexView& index = *a.index;
   const uint64_t first_bucket = uint64_t(reinterpret_cast<uintptr_t>(index.buckets));
@@ -32,12 +32,12 @@ inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to
   };
   const Words sizes =
       fractions < of_shards(index.boundary) ? of_shards(index.before) : of_shards(index.behind);
-  // floor(fraction * size / 2^64), as sizes are below 2^32.
+  // floor(fraction * size / 2^64); sizes are below 2^32.
   const Words homes = ((fractions >> 32) * sizes + ((fractions & 0xffffffff) * sizes >> 32)) >> 32;
   *reinterpret_cast<Words*>(keys_to) = keys;
   *reinterpret_cast<Words*>(homes_to) = first_bucket + ((shards * uint64_t(index.room) + homes) << 6);
 #else
-  // Without a vector's product of 64-bit numbers, one by one is faster.
+  // Without a 64-bit vector product, scalar code is faster.
   for (int i = 0; i < kKeys; ++i) {
     const uint64_t id = uint64_t(ids[i]);
     const uint64_t key = mix((a.mixes ? mix(id, a.mix_seed) : id) + a.first, index.seed);
@@ -50,13 +50,13 @@ inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to
 }
 
 struct GroupFound {
-  Words slots;                 // -1 where a key is not in its bucket
-  unsigned absent, displaced;  // as bits, the keys that are in no bucket, or in one further on if in any
+  Words slots;                 // -1 for a key that is not in the bucket
+  unsigned absent, displaced;  // bit masks: keys in no bucket, and keys that may be in a later bucket
 };
 
 #if defined(__AVX512F__)
 
-// Word i of eight buckets.
+// Word i from each of eight buckets.
 struct Columns {
   Words words[kKeys];
 };
@@ -74,7 +74,7 @@ inline Columns transposed(const uint64_t* buckets) {
   constexpr Words kEven = {0, 1, 4, 5, 8, 9, 12, 13}, kOdd = {2, 3, 6, 7, 10, 11, 14, 15};
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
-    const Words a = __builtin_shuffle(pairs[i], pairs[2 + i], kEven);  // words i and i + 4 of four buckets
+    const Words a = __builtin_shuffle(pairs[i], pairs[2 + i], kEven);  // words i and i + 4 from four buckets
     const Words b = __builtin_shuffle(pairs[4 + i], pairs[6 + i], kEven);
     const Words c = __builtin_shuffle(pairs[i], pairs[2 + i], kOdd);  // words i + 2 and i + 6
     const Words d = __builtin_shuffle(pairs[4 + i], pairs[6 + i], kOdd);
@@ -90,7 +90,7 @@ inline GroupFound compare(const uint64_t* keys, const uint64_t* buckets) {
   const Words key = *reinterpret_cast<const WordsMemory*>(keys), last = columns.words[7];
   const Words header = last >> 56, extra = header >> 3, count = header & 7, key_bits = ~Words{} >> extra;
   Words entry = Words{} + 7, low = {};
-  // From the last to the first, as words behind the entries may be anything.
+  // From last to first, because words past the last entry are undefined.
 #pragma GCC unroll 7
   for (uint64_t e = 7; e-- > 0;) {
     const auto equal = ((columns.words[e] ^ key) & key_bits) == 0;
@@ -105,7 +105,7 @@ inline GroupFound compare(const uint64_t* keys, const uint64_t* buckets) {
 
 #else
 
-// The bits of an entry's word that belong to its key, by the bits of its slot beyond the least.
+// Mask for the bits in an entry's word that belong to the key, by the number of slot bits above the minimum.
 struct KeyBits {
   uint64_t of[32];
   constexpr KeyBits() : of() {
@@ -114,7 +114,7 @@ struct KeyBits {
 };
 constexpr KeyBits kKeyBits;
 
-// The words of a bucket whose key bits are those of the key, as bits.
+// Returns a bit mask of the words in a bucket whose key bits equal those of the key.
 inline unsigned equal_words(const uint8_t* bucket, uint64_t key, uint64_t key_bits) {
 #if defined(__AVX2__)
   const auto half = [&](const uint8_t* entries) {
@@ -156,7 +156,7 @@ inline GroupFound compare(const uint64_t* keys, const uint64_t* buckets) {
 
 #endif
 
-// Adds the positions of displaced keys to a list with room for a whole group. Returns the list's new end.
+// Appends the positions of displaced keys to a list with room for a whole group. Returns the new end.
 inline uint32_t* collect(uint32_t* list, int64_t first, unsigned displaced) {
 #if defined(__AVX512F__)
   const __m256i places =
@@ -171,7 +171,7 @@ inline uint32_t* collect(uint32_t* list, int64_t first, unsigned displaced) {
 #endif
 }
 
-// Looks for displaced keys in the buckets behind their homes, up to `end`. Returns how many are absent.
+// Searches displaced keys in the buckets after their homes, up to `end`. Returns how many are absent.
 template <typename Compare>
 int64_t find_behind(const Compare& compare, const uint64_t* keys, uint64_t* buckets, uint64_t end,
                     int64_t most_turns, uint32_t* displaced, int64_t count, int64_t* slots) {
@@ -204,7 +204,7 @@ int64_t find_behind(const Compare& compare, const uint64_t* keys, uint64_t* buck
   return num_absent + left;
 }
 
-// Requests as many rows as a lookup requests ahead of the one that it reads (rows_ahead in tbe/pool.inl).
+// Prefetches as many rows as a lookup prefetches ahead of the row that it reads (rows_ahead in tbe/pool.inl).
 inline void request_rows(const RowsAhead& rows, const int64_t* slots, int64_t count) {
   if (rows.data == nullptr) return;
   const int64_t most = std::min(count, rows_ahead(rows.row_bytes, true));
@@ -212,8 +212,8 @@ inline void request_rows(const RowsAhead& rows, const int64_t* slots, int64_t co
     if (slots[i] >= 0) prefetch_row(to_prefetch(rows.data, slots[i], rows.row_bytes), rows.row_bytes);
 }
 
-// Finds the slots of keys, -1 where there is none. begin(i, keys, buckets) writes the group of keys i and the
-// addresses of their homes; `buckets` has room for all. Returns how many have none.
+// Finds the slots for keys, -1 for a key without one. begin(i, keys, buckets) writes the key group i, and the
+// addresses of home buckets; `buckets` has room for all. Returns how many keys have no slot.
 template <typename Begin, typename Compare>
 inline int64_t find_all(const Begin& begin, const Compare& compare, int64_t count, uint64_t end,
                         int64_t most_turns, int64_t* slots, RowsAhead rows) {
@@ -224,7 +224,8 @@ inline int64_t find_all(const Begin& begin, const Compare& compare, int64_t coun
   const auto begin_at = [&](int64_t i) __attribute__((always_inline)) {
     begin(i, keys + i, buckets + i);
 #if defined(__GNUC__)
-    asm volatile("" ::: "memory");  // the addresses are loaded: to take a vector apart is slower
+    // loads the addresses from memory: extracting them from a vector is slower
+    asm volatile("" ::: "memory");
 #endif
 #pragma GCC unroll 8
     for (int k = 0; k < kKeys; ++k) __builtin_prefetch(bucket_of(buckets[i + k]), 0, 3);

@@ -1,4 +1,4 @@
-// The first values of rows: a function of (seed, ID, column). ops/first_rows.py is the reference.
+// Initial rows: a function of (seed, ID, column). ops/initial_rows.py is the reference.
 #include "index/first_rows.h"
 
 #include "host/memory.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kRowsPerThread = 1 << 8;
 
-// Writes the first values of rows to where they lie.
+// Writes initial rows to their slots.
 void begin_rows(Tensor rows, Tensor slots_tensor, Tensor ids_tensor, int64_t seed, double low, double step,
                 int64_t c0) {
   if (rows.scalar_type() != ScalarType::Float || rows.dim() != 2 || !rows.is_contiguous())

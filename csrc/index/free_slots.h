@@ -1,4 +1,4 @@
-// The header of a hash index, and its free slots; see [Note: the hash index] in shard.h.
+// The header of a hash index, and the free slots; see [Note: the hash index] in shard.h.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ struct Header {
   ShardState shards[];
 };
 
-// The slots below `num_slots` that no ID has: a bit for each, and one for each word that is not 0.
+// The free slots below `num_slots`: a bitmap, with a summary bit for every non-zero word.
 class FreeSlots {
  public:
   FreeSlots(Header& header, uint64_t* words) : header_(header), words_(words) {
@@ -33,7 +33,7 @@ class FreeSlots {
     if ((words_[word] &= ~(uint64_t(1) << (slot % 64))) == 0)
       summary_[word / 64] &= ~(uint64_t(1) << (word % 64));
   }
-  // Takes the `count` lowest free slots; at least `count` slots must be free.
+  // Takes the `count` lowest free slots. At least `count` slots must be free.
   void take_lowest(int64_t count, int64_t* slots) {
     int64_t& at = header_.lowest_free;
     for (int64_t i = 0; i < count;) {

@@ -1,5 +1,5 @@
-// The hash index as ops, and as plain C what changes it. src/meshrec/ops/index/ documents arguments and
-// results, and has the reference in naive.py.
+// The hash index: operators that read it, and plain C functions that modify it. src/meshrec/ops/index/
+// documents arguments and results; naive.py there is the reference.
 #include "index/hash_index.h"
 
 #include <utility>
@@ -8,7 +8,7 @@ namespace meshrec {
 
 namespace {
 
-constexpr int64_t kFewIds = 1 << 9;  // with fewer changes, other threads cost more than they save
+constexpr int64_t kFewIds = 1 << 9;  // with fewer changes, more threads cost more than they save
 
 using index::FreeArgs;
 using index::GiveArgs;
@@ -70,7 +70,7 @@ Index index_at(void* const* memory, uint64_t seed) {
                static_cast<uint64_t*>(memory[3]), seed);
 }
 
-// Runs work on the index of which C has the addresses.
+// Runs work on the index whose memory addresses C code passed.
 template <typename Work>
 int64_t with_index(void* const* memory, uint64_t seed, const Work& work) try {
   Index index = index_at(memory, seed);
@@ -79,8 +79,8 @@ int64_t with_index(void* const* memory, uint64_t seed, const Work& work) try {
   return kNoMemory;
 }
 
-// Runs work(k) for several indexes, a thread for each if there are many IDs; otherwise an index may use all
-// threads.
+// Runs work(k) for several indexes, with a thread for each if there are many IDs. Otherwise, an index may use
+// all threads.
 template <typename Work>
 void for_indexes(int64_t count, int64_t num_ids, const Work& work) {
   if (count >= torch::stable::get_num_threads() && num_ids >= kFewIds) return parallel_tasks(count, work);

@@ -1,5 +1,5 @@
-// The slots of 64-bit IDs; see [Note: the hash index] in shard.h. What changes an index tells by a code why
-// it changed nothing.
+// Slots for 64-bit IDs; see [Note: the hash index] in shard.h. A call that cannot do its work changes
+// nothing, and returns a status code.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace meshrec::index {
 constexpr int64_t kAhead = 32, kScanBuckets = 1 << 13;
 constexpr int64_t kTagBytes = 3, kTagPadding = 1;
 
-// As in hash_index.py.
+// As in ops/index/naive.py.
 enum Status : int64_t {
   kNoMemory = -1,
   kDone,
@@ -34,8 +34,8 @@ enum Status : int64_t {
   kFree
 };
 
-// The IDs of a batch in one index, some of which have no slot: `id + first`, or `mix(id, mix_seed) + first`.
-// As in compiled.py.
+// The IDs of a batch in an index, some of which have no slot, inserted as `id + first` or `mix(id, mix_seed)
+// + first`. As in compiled.py.
 struct GiveArgs {
   void* memory[4];
   uint64_t seed;
@@ -44,23 +44,24 @@ struct GiveArgs {
   uint64_t mix_seed, first;
   int64_t* slots;
   int64_t num_absent;
-  int64_t* found;  // room for the distinct ones, their slots, and how often each occurs
+  int64_t* found;  // output: distinct IDs, slots, occurrences
   int64_t num_found;
 };
 
-// The slots of one index that are to be free, and room for their IDs. As in compiled.py.
+// The slots to free in an index, and room for their IDs. As in compiled.py.
 struct FreeArgs {
   void* memory[4];
   uint64_t seed;
   const int64_t* slots;
   int64_t count;
   int64_t* ids;
-  int64_t status;  // kNoMemory before the call
+  int64_t status;  // the caller sets kNoMemory
 };
 
 class Index {
  public:
-  // IDs or slots by shard, in their order: keys, of slots their highest bits, and where each was.
+  // IDs or slots grouped by shard, in order: keys (for slots, the highest key bits), and the original
+  // positions.
   struct Partition {
     std::vector<int64_t> begins;
     std::unique_ptr<uint64_t[]> keys;
@@ -86,7 +87,7 @@ class Index {
     });
   }
 
-  // Finds the slots of IDs, -1 where there is none. Returns how many have none.
+  // Finds the slots for IDs, -1 for an ID without one. Returns how many IDs have none.
   int64_t find_some(FindArgs args) const {
     int64_t absent = 0;
     args.index = &view_;
@@ -99,7 +100,7 @@ class Index {
     return absent;
   }
 
-  // given: the slots that the IDs get; null: the lowest free ones.
+  // given: slots to assign to the IDs; null: the lowest free slots.
   Status insert(const int64_t* ids, int64_t count, const int64_t* given, int64_t* slots) {
     for (int64_t i = 1; i < count; ++i)
       if (ids[i] <= ids[i - 1]) return kNotAscending;
@@ -135,8 +136,8 @@ class Index {
     return std::count(ends.begin(), ends.end(), Inserted::kPresent) > 0 ? kPresent : kCrowded;
   }
 
-  // Inserts the IDs whose slot is negative, and writes their slots. Returns false, with nothing changed, if
-  // the index needs other memory first.
+  // Inserts the IDs whose slot is negative, and writes their slots. Returns false, without a change, if the
+  // index needs larger memory first.
   bool give(GiveArgs& args) {
     Tensor absent = new_int64(args.num_absent);
     auto* const ids = absent.mutable_data_ptr<int64_t>();
@@ -174,14 +175,14 @@ class Index {
     return kDone;
   }
 
-  // Marks slots as free, and finds their keys. Then comes `end_free`, or `take_back`.
+  // Marks slots as free, and finds their keys. Must be followed by `end_free` or `take_back`.
   Status begin_free(const FreeArgs& args, Partition& parts) {
     if (!all_live(args.slots, args.count)) return kFree;
     parts = partition(args.count, [&](int64_t i) { return tag_of(args.slots[i]) << 40; });
     return mark_free(args.slots, args.count) ? kDone : kRepeats;
   }
 
-  // Removes the IDs of these slots, and writes them.
+  // Removes the IDs that have these slots, and writes them.
   void end_free(const FreeArgs& args, const Partition& parts) {
     for_parts(parts, [&](Shard& shard, int64_t i, int64_t home) {
       const int64_t at = parts.places[i];
@@ -217,7 +218,7 @@ class Index {
     return kDone;
   }
 
-  // In the order of keys.
+  // In key order.
   void items(int64_t* ids, int64_t* slots) const {
     std::vector<int64_t> begins(1, 0);
     for (const Shard& shard : shards_) begins.push_back(begins.back() + shard.num_keys());
@@ -230,8 +231,8 @@ class Index {
     });
   }
 
-  // The IDs up to `most` whose slots are marked, and these slots, in the order of keys; each has room for all
-  // IDs. Returns how many there are.
+  // Writes the IDs up to `most` whose slots are marked, and these slots, in key order; both outputs have room
+  // for all IDs. Returns the count.
   int64_t marked(const bool* marks, int64_t most, int64_t* ids, int64_t* slots) const {
     std::vector<ScanArgs> scans;
     for (const Shard& shard : shards_)
@@ -273,7 +274,7 @@ class Index {
     });
   }
 
-  // Marks slots with an ID as free. Returns false, with nothing changed, if one repeats.
+  // Marks slots in use as free. Returns false, without a change, if a slot repeats.
   bool mark_free(const int64_t* slots, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
       if (free_.has(slots[i])) return take_back(slots, i), false;
@@ -282,7 +283,7 @@ class Index {
     return true;
   }
 
-  // Whether the index has one of the IDs; writes their slots.
+  // Returns whether the index has any of the IDs; writes their slots.
   bool has_any(const int64_t* ids, int64_t count, int64_t* slots) const {
     find(ids, count, slots);
     return std::any_of(slots, slots + count, [](int64_t slot) { return slot >= 0; });
@@ -318,7 +319,7 @@ class Index {
     return parts;
   }
 
-  // Runs work for each shard, by several threads if there are many IDs; returns whether all of it returned
+  // Runs work for each shard, with several threads if there are many IDs. Returns whether all calls returned
   // true.
   template <typename Work>
   bool for_shards(int64_t num_ids, const Work& work) {
@@ -334,8 +335,8 @@ class Index {
     return all;
   }
 
-  // Runs work(i, home) for the keys [begin, end) of a shard, until it returns false. Before, the buckets from
-  // the home to the first one that is not full are requested, one after the other.
+  // Runs work(i, home) for the keys [begin, end) in a shard, until it returns false. Before this, prefetches
+  // the buckets from the home to the first one that is not full.
   template <typename Work>
   bool for_keys(const Shard& shard, const uint64_t* keys, int64_t begin, int64_t end,
                 const Work& work) const {
@@ -362,7 +363,7 @@ class Index {
     return true;
   }
 
-  // Runs work(shard, i, home) for all of a partition.
+  // Runs work(shard, i, home) for a whole partition.
   template <typename Work>
   void for_parts(const Partition& parts, const Work& work) {
     for_shards(parts.begins.back(), [&](size_t s) {
@@ -394,14 +395,14 @@ class Index {
     int64_t more = std::max<int64_t>(shard.num_keys(), 64);
     for (int turn = 0; !for_keys(shard, parts.keys.get(), begin + done, parts.begins[s + 1], insert_one);
          ++turn) {
-      // Homes may change.
+      // prepare() may change homes.
       if (last == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) break;
       more *= 2;
     }
     return last;
   }
 
-  // In the order of IDs, whose slots nearly always ascend.
+  // In ID order, in which slots are nearly always ascending.
   void write_tags(const int64_t* ids, int64_t count, const int64_t* slots) {
     parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -428,7 +429,7 @@ class Index {
   IndexView view_;
 };
 
-// An index in four tensors: header int64, buckets uint8, tags uint8, free int64.
+// Wraps four tensors as an index: header int64, buckets uint8, tags uint8, free int64.
 inline Index index_in(const Tensor* memory, int64_t seed) {
   const auto data = [&](size_t k) { return const_cast<void*>(memory[k].const_data_ptr()); };
   return Index(static_cast<int64_t*>(data(0)), data(1), static_cast<uint8_t*>(data(2)),

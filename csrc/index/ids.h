@@ -1,4 +1,4 @@
-// Helpers that the ops on IDs share: tensors, and pieces of a batch for parallel work.
+// Helpers shared by the operators on IDs: tensors, and pieces of a batch for parallel work.
 #pragma once
 
 #include "host/memory.h"
@@ -13,7 +13,7 @@ inline void check_ids(const Tensor& ids) {
   if (ids.dim() != 1 || ids.scalar_type() != ScalarType::Long) fail("ids must be int64 with 1 dimension");
 }
 
-// Some of the numbers [0, count), at most kGrainIds of them; part -1: those of no part.
+// A position range within [0, count), at most kGrainIds long. part -1: positions outside all parts.
 struct IdPiece {
   int64_t begin, end, part;
 };
@@ -36,7 +36,7 @@ inline std::vector<IdPiece> pieces_of(int64_t count, const std::vector<int64_t>&
   return pieces;
 }
 
-// Runs work on all pieces, by several threads if there are many numbers; copies those of no part.
+// Runs work on all pieces, with several threads if there are many values; copies values outside all parts.
 template <typename Work>
 void for_pieces(const std::vector<IdPiece>& pieces, const int64_t* from, int64_t* to, const Work& work) {
   const auto each = [&](int64_t k) {

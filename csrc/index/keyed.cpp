@@ -1,25 +1,26 @@
-// Lookups of raw 64-bit IDs in tables that only read: ops/keyed/naive.py is the reference.
+// Lookups by raw 64-bit ID in read-only tables; ops/keyed/naive.py is the reference.
 //
 // [Note: keys in buckets]
 //
-// A table has its keys (mixed IDs) in ascending order, and the row of each key at the same position. They lie
-// in buckets of a cache line: the number of a row, and the keys of this row and the next six. Keys are spread
-// evenly, and there is a bucket for each of `num_homes` equal intervals of keys, which begins at the first
-// key of the interval, or before it: no bucket begins later than where the one before ends. So a search reads
-// one line for most keys, and further ones while the last key of a line is below the key (keyed.inl). All of
-// it is a mapped file, and is read as it is. Rows that came later lie in a second, small table.
+// The keys (mixed IDs) of a table are in ascending order, and the row for each key is at the same position.
+// Keys are stored in buckets that fill a cache line: a row number, then the keys of this row and the next six
+// rows. Keys are spread evenly. The key range is divided into `num_homes` equal intervals, and each has a
+// bucket, which starts at or before the first key in the interval, and no later than where the previous
+// bucket ends. So a search reads a single line for most keys, and further lines while the last key in a line
+// is below the key (keyed.inl). All of this is in a mapped file, and is used as it is. Rows added later are
+// in a second, small table.
 //
 // [Note: rows outside the table]
 //
-// An ID without a row reads its first row, which is computed here, into separate memory. The kernels read
-// row i of a table at base + i * row_bytes. So that memory begins at a distance from the table that is a
-// whole number of rows, and the slot of such an ID is that number. The kernels need no second case, and no
-// known row is copied.
+// An ID without a row reads an initial row, which is computed here, in separate memory. The kernels read row
+// i in a table at base + i * row_bytes. So the separate memory starts a whole number of rows away from the
+// table, and the slot for such an ID is counted from the table. The kernels need no second case, and no
+// stored row is copied.
 //
 // [Note: found and read]
 //
-// The rows of some bags are found just before they are read, by the same thread, so that slots do not leave
-// its caches. The kernels request rows some IDs ahead, so the search requests the first ones.
+// The rows for some bags are found just before they are read, by the same thread, so the slots stay in this
+// thread's caches. The kernels prefetch rows some IDs ahead, so the search prefetches the first rows.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -36,15 +37,15 @@
 namespace meshrec {
 namespace {
 
-constexpr int64_t kUnknown = -1, kFirstAdded = -2;  // kFirstAdded - s: row s of the added ones
-constexpr int kPerTable = 3;                        // tensors in `found_by`
+constexpr int64_t kUnknown = -1, kFirstAdded = -2;  // kFirstAdded - s: added row s
+constexpr int kPerTable = 3;                        // tensors per table in `found_by`
 
 struct FirstRows {
   int64_t seed;
   double low, step;
 };
 
-// The rows of a table that is looked up.
+// The rows of a table in a lookup.
 struct TableRows {
   const char* data;
   int64_t num_rows, row_bytes, dim, bits;
@@ -75,7 +76,7 @@ class KeyedTable {
       fail("the rows that were added to table ", table, " are not as wide as the others.");
   }
 
-  // Writes the slot of each ID in [begin, end) of the batch. Returns how many slots are negative.
+  // Writes the slot for each ID in positions [begin, end) of the batch. Returns how many slots are negative.
   int64_t find(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
     int64_t num_absent = 0;
     for (int64_t i = begin; i < end; i += kMostFound)
@@ -130,7 +131,7 @@ class KeyedTable {
   int64_t table_;
 };
 
-// The first rows of IDs in the type of a table.
+// Returns the initial rows for some IDs, in the row type of a table.
 Tensor typed_first_rows(const std::vector<int64_t>& ids, const FirstRows& first, const TableRows& table) {
   Tensor given = empty_buffer({int64_t(ids.size())}, ScalarType::Long);
   std::copy(ids.begin(), ids.end(), given.mutable_data_ptr<int64_t>());
@@ -139,7 +140,7 @@ Tensor typed_first_rows(const std::vector<int64_t>& ids, const FirstRows& first,
   return table.type == ScalarType::Float ? numbers : torch::stable::to(numbers, table.type);
 }
 
-// Finds the rows of a table of a package, and makes those of other IDs.
+// Finds rows in an exported table, and computes initial rows for other IDs.
 class KeyedFinder : public RowFinder {
  public:
   KeyedFinder(const Batch& batch, const KeyedTable& table, const FirstRows& first)
@@ -151,11 +152,12 @@ class KeyedFinder : public RowFinder {
   }
 
  private:
-  // Gives the negative slots rows outside the table.
+  // Replaces negative slots by rows outside the table.
   void place_others(int64_t begin, int64_t end, int64_t* slots, std::unique_ptr<char[]>& beside) const {
     const TableRows& rows = table_.rows();
     const int64_t num_ids = end - begin;
-    std::vector<int64_t> others(num_ids + 1), unknown, places;  // others: their positions; places: among them
+    // others: positions of such IDs; places: indices among these
+    std::vector<int64_t> others(num_ids + 1), unknown, places;
     int64_t count = 0;
     for (int64_t i = 0; i < num_ids; ++i) others[count] = i, count += slots[i] < 0;
     for (int64_t k = 0; k < count; ++k)
@@ -174,7 +176,7 @@ class KeyedFinder : public RowFinder {
     }
   }
 
-  // Writes the first rows of IDs to their places.
+  // Writes initial rows to the given positions.
   void draw(const std::vector<int64_t>& ids, const std::vector<int64_t>& places, char* target) const {
     const TableRows& rows = table_.rows();
     const int64_t count = ids.size();
@@ -200,7 +202,7 @@ class KeyedFinder : public RowFinder {
   FirstRows first_;
 };
 
-// Finds the rows of a table with a hash index, as long as each ID has one.
+// Finds rows in a table with a hash index, as long as each ID has a slot.
 class IndexFinder : public RowFinder {
  public:
   IndexFinder(const Batch& batch, const index::Index& index, uint64_t mix_seed, RowsAhead rows,
@@ -227,7 +229,7 @@ class IndexFinder : public RowFinder {
   std::atomic<int64_t>& num_absent_;
 };
 
-// Lets the lookups of a table use a finder.
+// Makes the lookups in a table use a finder.
 void use(Batch& batch, int64_t table, const RowFinder& finder) {
   for (Lookup& lookup : batch.lookups)
     if (lookup.table == table) lookup.finder = &finder;
@@ -249,7 +251,7 @@ Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
   check_dims(batch, weights);
   std::deque<KeyedTable> own_tables;
   std::deque<KeyedFinder> finders;
-  alignas(64) static char nowhere;  // rows outside an empty table are counted from here
+  alignas(64) static char nowhere;  // rows outside an empty table are counted from this address
   for (size_t k = 0; k < keyed.size(); ++k) {
     const int64_t t = keyed[k];
     if (t < 0 || t >= int64_t(bits.size())) fail("table ", t, " of ", bits.size(), " has keys.");

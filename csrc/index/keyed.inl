@@ -1,10 +1,10 @@
-// Searches of keys in ascending order; see [Note: keys in buckets] in keyed.cpp. Included by isa/kernels.inl
-// only, inside its unnamed namespace, after index/find.inl, which has the search.
+// Searches among ascending keys; see [Note: keys in buckets] in keyed.cpp. Included only by isa/kernels.inl,
+// inside an unnamed namespace, after index/find.inl, which has the search loop.
 
-// Writes keys and the addresses of their homes.
+// Writes the keys, and the addresses of their home buckets.
 template <typename Id>
 inline void begin_rows(const FindRowsArgs& a, const Id* ids, uint64_t* keys_to, uint64_t* homes_to) {
-  constexpr uint64_t kSign = uint64_t(1) << 63;  // keys are in signed order
+  constexpr uint64_t kSign = uint64_t(1) << 63;  // keys are ordered as signed integers
   const uint64_t first_bucket = uint64_t(reinterpret_cast<uintptr_t>(a.buckets)),
                  size = uint64_t(a.num_homes);
 #if defined(__AVX512F__)
@@ -24,7 +24,7 @@ inline void begin_rows(const FindRowsArgs& a, const Id* ids, uint64_t* keys_to, 
 #endif
 }
 
-// `fits` becomes false if a row that is found is none of the table's.
+// `fits` becomes false if a row number exceeds the table.
 inline GroupFound compare_rows(const uint64_t* keys, const uint64_t* buckets, uint64_t num_rows, bool& fits) {
 #if defined(__AVX512F__)
   const Columns columns = transposed(buckets);

@@ -1,4 +1,4 @@
-// Passes over the scores of a table's rows, of which marks choose some. src/meshrec/ops/index/marked.py has
+// Passes over the scores of all rows in a table, or of marked rows only. src/meshrec/ops/index/marked.py is
 // the reference.
 #include <limits>
 #include <mutex>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kGrainValues = 1 << 15;
 
-// Runs work(values, marks) on a tensor of int32 or int64 and its marks; without marks, all values count.
+// Runs work(values, marks) on an int32 or int64 tensor and marks; without marks, all values count.
 template <typename Work>
 void with_marked(const Tensor& values, const std::optional<Tensor>& marks, const Work& work) {
   if (values.dim() != 1 || !values.is_contiguous()) fail("the values must be contiguous with 1 dimension");
@@ -33,7 +33,7 @@ void with_marked(const Tensor& values, const std::optional<Tensor>& marks, const
   each(static_cast<const int64_t*>(values.const_data_ptr()));
 }
 
-// Pieces of the values, the same for every number of threads.
+// The division into pieces does not depend on the thread count.
 int64_t num_pieces(int64_t count) { return (count + kGrainValues - 1) / kGrainValues; }
 
 template <typename Work>
@@ -92,7 +92,7 @@ Tensor marked_histogram(Tensor values, std::optional<Tensor> marks, int64_t base
     };
     if (count < kGrainValues) return add(0, count, sums, 1);
     parallel_for(count, kGrainValues, [&](int64_t begin, int64_t end) {
-      // Four counts of each digit: equal values that follow each other do not wait for each other's sum.
+      // Four counters per digit, so that equal adjacent values do not wait for each other's sum.
       std::vector<int64_t> counts(size_t(4 * size), 0);
       add(begin, end, counts.data(), 4);
       const std::lock_guard lock(adding);

@@ -1,4 +1,4 @@
-// The mix of IDs as ops; see src/meshrec/ops/index/.
+// The ID hash as operators; see src/meshrec/ops/index/.
 #include "index/mix.h"
 
 #include "index/ids.h"

@@ -1,4 +1,4 @@
-// A bijective mix of 64-bit IDs, the same as in src/meshrec/ops/index/naive.py.
+// A bijective hash for 64-bit IDs, the same as in src/meshrec/ops/index/naive.py.
 //
 // Static: translation units with different machine flags include it (see isa/kernels.h).
 #pragma once
@@ -16,7 +16,7 @@ static constexpr uint64_t inverse_of(uint64_t odd) {  // modulo 2^64, by Newton'
   return inverse;
 }
 
-// splitmix64's finalizer; each seed gives another permutation. Word: uint64_t, or a vector of them.
+// splitmix64's finalizer; different seeds give different permutations. Word: uint64_t, or a vector of them.
 template <typename Word>
 static inline Word mix(Word id, uint64_t seed) {
   Word x = id + kMixStep * (seed + 1);

@@ -1,4 +1,4 @@
-// The arguments of the kernel that reads all entries of a hash index (scan.inl). See isa/kernels.h for the
+// Arguments for the kernel that reads all entries in a hash index (scan.inl). See isa/kernels.h for the
 // rules, and [Note: the hash index] in shard.h for the buckets.
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace meshrec {
 
-// Lists the IDs of a shard's buckets [begin, end) up to `most` whose slots are marked, and these slots; each
-// has room for all entries.
+// Lists the IDs up to `most` in buckets [begin, end) of a shard whose slots are marked, and these slots; both
+// outputs have room for all entries.
 struct ScanArgs {
   const uint8_t* buckets = nullptr;
   int64_t begin = 0, end = 0;
-  // What tells the smallest key of a bucket, see Shard::base.
+  // Gives the smallest key for a bucket, see Shard::base.
   int64_t moved = 0;
   uint64_t before_step = 0, after_step = 0, first_key = 0;
   int shard_bits = 0;

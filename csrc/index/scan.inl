@@ -1,19 +1,19 @@
-// Reads of all entries of a hash index; see scan.h. Included by isa/kernels.inl only, inside its unnamed
-// namespace, behind find.inl.
+// Scans over all entries in a hash index; see scan.h. Included only by isa/kernels.inl, inside an unnamed
+// namespace, after find.inl.
 
-constexpr int64_t kScanned = 64;  // buckets
+constexpr int64_t kScanned = 64;  // buckets per pass
 
 #if defined(__AVX512DQ__)
 typedef uint8_t HighBytes __attribute__((vector_size(8)));
 #endif
 
-// IDs that are not too large, and their slots.
+// IDs up to the maximum, and their slots.
 struct Candidates {
   int64_t count;
   uint64_t ids[8 * kScanned], slots[8 * kScanned];
 };
 
-// Adds the IDs of a bucket up to `most`. Without branches: nobody could predict how many there are.
+// Adds the IDs in a bucket up to `most`. Without branches, because the count is unpredictable.
 inline void add_candidates(const uint8_t* bucket, uint64_t least, uint64_t seed, int64_t most,
                            Candidates& to) {
   const uint64_t extra = bucket[63] >> 3, count = bucket[63] & 7;
@@ -41,7 +41,7 @@ inline void add_candidates(const uint8_t* bucket, uint64_t least, uint64_t seed,
 #endif
 }
 
-// Returns how many IDs it has listed.
+// Returns how many IDs are listed.
 int64_t scan(const ScanArgs& args) {
   const ScanArgs a = args;
   Candidates found;

@@ -1,4 +1,4 @@
-// How the buckets of a hash index change; see [Note: the hash index] in shard.h.
+// How the buckets in a hash index change; see [Note: the hash index] in shard.h.
 #include "index/shard.h"
 
 #include <bit>
@@ -7,12 +7,12 @@
 namespace meshrec::index {
 
 bool Shard::prepare(int64_t more, int slot_extra) {
-  // So many that low bits tell the keys of kReach buckets apart, with a quarter to spare.
+  // Enough buckets for the low key bits to distinguish the keys in kReach buckets, and a quarter more.
   const int64_t told_apart =
       slot_extra == 0 ? 0 : (kReach + kReach / 4) << std::max(0, slot_extra - shard_bits_);
   const int64_t wanted = std::max(buckets_for(state_->num_keys + more), told_apart);
   if (num_buckets() >= wanted) return true;
-  // The growth under way ends with `after_`, and the next one may begin.
+  // The growth in progress ends at `after_` buckets, and another may start then.
   const int64_t most = after_ >= wanted ? after_ : std::max(after_ + after_ / 8, wanted);
   if (most + kReach > room_) return false;
   grow(wanted, slot_extra);
@@ -27,7 +27,7 @@ void Shard::grow(int64_t wanted, int slot_extra) {
       state_->moved = state_->before;
       remember();
     }
-    // On the way there may be too few buckets for the wider slots, which no key here has yet.
+    // During growth, there may be too few buckets for the wider slots, which no key here has yet.
     const uint64_t apart = (uint64_t(before_) << shard_bits_) / uint64_t(kReach + 1);
     const int extra = std::min(slot_extra, std::max<int>(0, std::bit_width(apart) - 1));
     const int64_t missing = wanted - num_buckets(), gained = after_ - before_;
@@ -37,7 +37,7 @@ void Shard::grow(int64_t wanted, int slot_extra) {
   }
 }
 
-// Gives the keys of the old buckets [target, p) their homes among the new ones.
+// Moves the keys in old buckets [target, p) to their homes among the new buckets.
 void Shard::move_down(int64_t target, int slot_extra) {
   std::vector<Entry> entries;
   for (int64_t b = target; b < after_ + kReach; ++b) {
@@ -55,8 +55,8 @@ void Shard::take_all(int64_t b, std::vector<Entry>& entries) {
   buckets_[b].set_header(0, 0);
 }
 
-// Lays ascending keys from bucket `first` on, each at its home or behind; the keys that are in the way are
-// larger, and are laid after them.
+// Stores ascending keys from bucket `first` on, each at the home or later. Keys already there are larger, and
+// are stored after them.
 void Shard::lay(std::vector<Entry>& entries, int64_t first, int slot_extra) {
   int64_t b = first - 1;
   int count = kEntries;
@@ -84,7 +84,7 @@ void Shard::widen(int64_t b, int slot_extra) {
 
 Inserted Shard::insert(int64_t b, Entry carried, int slot_extra) {
   int64_t last = b;
-  // Every full bucket from the key's home on will pass one on.
+  // Every full bucket from the key's home on will pass a key on.
   for (; buckets_[last].full(); ++last)
     if (last + 1 - home(std::max(carried.key, get(last, kEntries - 1).key)) >= kFarthest)
       return Inserted::kCrowded;
@@ -118,7 +118,7 @@ void Shard::remove_at(Place place) {
     Bucket& bucket = buckets_[b];
     const bool was_full = bucket.full();
     bucket.remove(entry);
-    // What this bucket had passed on comes back.
+    // The key that this bucket had passed on comes back.
     if (!was_full || buckets_[b + 1].count() == 0) return;
     const Entry back = get(b + 1, 0);
     if (home(back.key) > b) return;

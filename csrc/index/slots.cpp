@@ -1,5 +1,5 @@
-// The values that hashed tables keep of each slot, written and read for all tables in one call.
-// src/meshrec/ops/index/slots.py has the reference.
+// Per-slot values in hashed tables, read and written for all tables in a single call.
+// src/meshrec/ops/index/slots.py is the reference.
 #include "index/ids.h"
 
 namespace meshrec {
@@ -12,8 +12,8 @@ void check_slot(int64_t slot, int64_t bound) {
   if (uint64_t(slot) >= uint64_t(bound)) fail("slot ", slot, " is outside [0, ", bound, ")");
 }
 
-// Runs work(k, slots, begin, end) for pieces of all lists of slots, once every slot is known to lie in [0,
-// num_rows(k)).
+// Runs work(k, slots, begin, end) for pieces of all slot lists, after checking that the slots in a piece are
+// in [0, num_rows(k)).
 template <typename NumRows, typename Work>
 void for_slots(const std::vector<Tensor>& slots, const NumRows& num_rows, const Work& work) {
   std::vector<Tensor> lists;
@@ -41,7 +41,7 @@ void for_slots(const std::vector<Tensor>& slots, const NumRows& num_rows, const 
 template <typename Word>
 void fill(void* memory, int64_t width, const int64_t* slot, int64_t begin, int64_t end, Word value) {
   auto* const rows = static_cast<Word*>(memory);
-  // Atomic, since slots may repeat, and two threads then write the same value.
+  // Atomic, because slots may repeat: then two threads write the same value.
   const auto store = [&](Word* to)
                          __attribute__((always_inline)) { __atomic_store_n(to, value, __ATOMIC_RELAXED); };
   if (width == 1) {
@@ -80,7 +80,7 @@ void fill_slots(std::vector<Tensor> parts, std::vector<Tensor> slots, std::vecto
       });
 }
 
-// The memory of a tensor of one value for each slot.
+// Returns the memory of a tensor with a value per slot.
 template <typename T>
 T* by_slot(const Tensor& tensor, ScalarType type, const char* what) {
   if (tensor.dim() != 1 || tensor.scalar_type() != type || !tensor.is_contiguous())
@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor> release_slots(std::vector<Tensor> pins, std::vector<T
   return {copied(free), copied(counts)};
 }
 
-// Rows that a search has found, in their order, and the current state of their slots.
+// Eviction candidates in order, and the current state of their slots.
 struct Kept {
   const Tensor &scores, &slots, &scores_now, &alive, &used, &gone;
   int64_t wanted;

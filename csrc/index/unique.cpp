@@ -1,4 +1,4 @@
-// The order of IDs, and the distinct IDs of a batch with the position of each ID among them.
+// Sorting IDs, and the distinct IDs in a batch with the index of each ID among them.
 #include "index/unique.h"
 
 #include <bit>
@@ -12,12 +12,12 @@ namespace meshrec {
 namespace {
 
 struct Item {
-  uint64_t value;  // the ID less the smallest one
+  uint64_t value;  // the ID minus the smallest ID
   uint32_t place;
 };
 
 constexpr int64_t kPartItems = 1024, kMostPartBits = 12, kFewItems = 24;
-constexpr int64_t kFewForThreads = 1 << 13;  // with fewer IDs other threads cost more than they save
+constexpr int64_t kFewForThreads = 1 << 13;  // with fewer IDs, more threads cost more than they save
 
 bool less(const Item& a, const Item& b) { return a.value < b.value; }
 
@@ -30,7 +30,7 @@ void insertion_sort(Item* items, int64_t count) {
   }
 }
 
-// One pass of a radix sort, stable.
+// A stable pass of a radix sort.
 void pass(const Item* from, Item* to, int64_t count, int shift, int bits) {
   uint32_t next[1 << 8] = {};
   const uint64_t mask = (uint64_t(1) << bits) - 1;
@@ -40,8 +40,8 @@ void pass(const Item* from, Item* to, int64_t count, int shift, int bits) {
   for (int64_t i = 0; i < count; ++i) to[next[from[i].value >> shift & mask]++] = from[i];
 }
 
-// Sorts items that differ in their low `bits` only. A radix sort by the highest 16 of these bits puts nearly
-// all of evenly spread values in order. Then items that are equal in these 16 bits are sorted.
+// Sorts items that differ only in the low `bits`. A radix sort by the highest 16 of these bits puts nearly
+// all evenly spread values in order. Then items that are equal in these bits are sorted.
 void sort_part(Item* items, Item* spare, int64_t count, int bits) {
   if (count <= kFewItems) return insertion_sort(items, count);
   uint64_t any = 0;
@@ -62,7 +62,7 @@ void sort_part(Item* items, Item* spare, int64_t count, int bits) {
   }
 }
 
-// Distributes the IDs over parts by their highest bits. Each chunk of IDs has its own positions in a part.
+// Distributes the IDs over parts by their highest bits. A chunk of IDs has separate positions in each part.
 std::vector<int64_t> distribute(const int64_t* ids, int64_t count, uint64_t least, int shift,
                                 int64_t num_parts, Item* items) {
   const int64_t chunks = std::clamp<int64_t>(count >> 15, 1, torch::stable::get_num_threads());
@@ -94,13 +94,13 @@ struct Part {
   Item* items;
 };
 
-// The IDs in ascending order, in parts.
+// IDs in ascending order, in parts.
 struct Sorted {
   std::unique_ptr<Item[]> items;
   std::vector<int64_t> begins;
   uint64_t least;
 
-  // Runs work(part), by several threads if there are many IDs.
+  // Runs work(part), with several threads if there are many IDs.
   template <typename Work>
   void for_parts(const Work& work) const {
     const auto each = [&](int64_t part) {
@@ -112,7 +112,7 @@ struct Sorted {
   }
 };
 
-// Sorts IDs, at least one, and runs work(part) for each part that is in order.
+// Sorts IDs (at least one), and runs work(part) for each sorted part.
 template <typename Work>
 Sorted sort_ids(const Tensor& given, const Work& work) {
   const auto* ids = static_cast<const int64_t*>(given.const_data_ptr());
@@ -123,7 +123,7 @@ Sorted sort_ids(const Tensor& given, const Work& work) {
   const int part_bits = int(std::clamp<int64_t>(std::bit_width(uint64_t(count / kPartItems)), 0,
                                                 std::min<int64_t>(kMostPartBits, bits)));
   const int64_t num_parts = int64_t(1) << part_bits;
-  // bits - part_bits is 64 only for part_bits = 0, where the value fills the word: one bit is then split off.
+  // bits - part_bits is 64 only for part_bits = 0, where the value fills the word: then one bit is split off.
   const bool whole = bits - part_bits == 64;
   const int shift = whole ? 63 : bits - part_bits;
   Sorted sorted{std::unique_ptr<Item[]>(new Item[count]), {}, least};
@@ -159,7 +159,8 @@ std::tuple<Tensor, Tensor> index_unique(Tensor given) {
   const Tensor ids = checked(given);
   Tensor inverse = new_int64(ids.numel());
   if (ids.numel() == 0) return {new_int64(0), inverse};
-  std::vector<int64_t> firsts((1 << kMostPartBits) + 1, 0);  // counts, then where parts' distinct IDs begin
+  // counts, then the start of the distinct IDs in each part
+  std::vector<int64_t> firsts((1 << kMostPartBits) + 1, 0);
   const Sorted sorted = sort_ids(ids, [&](const Part& part) {
     int64_t distinct = part.size > 0;
     for (int64_t i = 1; i < part.size; ++i) distinct += part.items[i].value != part.items[i - 1].value;

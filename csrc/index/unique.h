@@ -1,4 +1,4 @@
-// The distinct IDs of a batch; see unique.cpp.
+// Distinct IDs in a batch; see unique.cpp.
 #pragma once
 
 #include <tuple>
@@ -7,7 +7,7 @@
 
 namespace meshrec {
 
-// The distinct IDs in ascending order, and the position of each ID among them.
+// Returns the distinct IDs in ascending order, and the index of each ID among them.
 std::tuple<Tensor, Tensor> index_unique(Tensor ids);
 
 }  // namespace meshrec

@@ -1,5 +1,5 @@
-// Dot products of a sample's vectors in one pass over them, forward and backward. ops/interaction/naive.py
-// documents arguments and results.
+// Dot products between a sample's vectors, in a single pass over them, forward and backward.
+// ops/interaction/naive.py documents arguments and results.
 #include "host/memory.h"
 #include "isa/kernels.h"
 #include "stable_abi.h"

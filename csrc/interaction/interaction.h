@@ -1,15 +1,15 @@
-// The arguments of the dot interaction (interaction.inl).
+// Arguments for the dot interaction (interaction.inl).
 #pragma once
 
 #include <cstdint>
 
 namespace meshrec {
 
-// Element types of dense and sparse vectors. Products are added in fp32; results have the type of the dense
-// vectors, and gradients the type of their vectors.
+// Element types of dense and sparse vectors. Products are added in fp32. Results have the type of the dense
+// vectors, and gradients the type of the vectors.
 enum InteractionType : int { kFloats, kBFloat16AndFloats, kBFloat16s, kNumInteractionTypes };
 
-// Samples [first, last) of dense vectors [B, dim] and sparse ones [B, num_sparse, dim].
+// Samples [first, last) with dense vectors [B, dim] and sparse vectors [B, num_sparse, dim].
 struct InteractionArgs {
   const void* dense;
   const void* sparse;
@@ -23,7 +23,7 @@ struct InteractionArgs {
 
 inline int64_t interaction_stride(int64_t num_vectors) { return (num_vectors + 4 + 31) / 32 * 32; }
 
-// Floats that the more demanding of the two passes needs, for any types.
+// Returns how many floats the larger of the two passes needs, for any types.
 inline int64_t interaction_scratch(int64_t num_vectors, int64_t dim) {
   const int64_t pairs = interaction_stride(num_vectors), width = (dim + 63) / 64 * 64;
   const int64_t num_pairs = num_vectors * (num_vectors - 1) / 2;

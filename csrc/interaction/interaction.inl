@@ -1,5 +1,5 @@
-// Dot products of all pairs of a sample's vectors, and their gradient. Included by isa/kernels.inl only,
-// inside its unnamed namespace.
+// Dot products between all pairs of a sample's vectors, and their gradient. Included only by isa/kernels.inl,
+// inside an unnamed namespace.
 
 constexpr int kPairRows = 4;  // vectors per tile
 
@@ -26,7 +26,7 @@ inline void copy_values(const From* from, int64_t n, To* to) {
   }
 }
 
-// Calls work with vector i of a sample: vector 0 is dense, of type D, and the others are sparse, of type S.
+// Calls work with vector i in a sample: vector 0 is dense, of type D, the others are sparse, of type S.
 template <typename D, typename S, typename Work>
 __attribute__((always_inline)) inline void with_vector(const InteractionArgs& a, int64_t sample, int64_t i,
                                                        const Work& work) {
@@ -37,8 +37,8 @@ __attribute__((always_inline)) inline void with_vector(const InteractionArgs& a,
   }
 }
 
-// Computes columns [column, column + 2 * kLanes) of the products of vectors [first, first + kPairRows) with
-// all.
+// Computes columns [column, column + 2 * kLanes) in the products of vectors [first, first + kPairRows) with
+// all vectors.
 inline void product_tile(const float* columns, int64_t stride, int64_t dim, int64_t first, int64_t column,
                          float* out) {
   Vec sum[kPairRows][2] = {};
@@ -55,7 +55,7 @@ inline void product_tile(const float* columns, int64_t stride, int64_t dim, int6
   }
 }
 
-// Works on the transposed vectors, so that no sum runs across lanes.
+// Works on transposed vectors, so that no sum runs across lanes.
 template <typename D, typename S>
 void interact(const InteractionArgs& a) {
   const int64_t num_vectors = a.num_sparse + 1, stride = interaction_stride(num_vectors), tile = 2 * kLanes;
@@ -84,7 +84,7 @@ void interact(const InteractionArgs& a) {
   }
 }
 
-// Computes columns [column, column + N * kLanes) of the gradients of vectors [first, first + kPairRows).
+// Computes columns [column, column + N * kLanes) in the gradients for vectors [first, first + kPairRows).
 template <int N>
 inline void gradient_tile(const float* vectors, int64_t stride, int64_t num_vectors, const float* pairs,
                           int64_t pairs_stride, int64_t column, float* out) {
@@ -146,8 +146,8 @@ void interact_grad(const InteractionArgs& a) {
 }
 
 #if defined(__AVX512F__)
-// The same for bf16 with the instruction of AVX512-BF16, which adds the products of two neighbouring numbers
-// to a float: a lane holds two numbers of a vector (forward), or the numbers of two vectors (backward). GCC
+// The same for bf16 with the AVX512-BF16 instruction, which adds the products of two adjacent values to a
+// float: a lane holds two values from the same vector (forward), or values from two vectors (backward). GCC
 // inlines the helpers only into functions with the same target.
 #define MESHREC_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c,bmi2")))
 
@@ -157,7 +157,7 @@ typedef uint32_t LanesMemory __attribute__((vector_size(64), aligned(4), may_ali
 
 inline __mmask16 first_lanes(int64_t n) { return n >= kLanes ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 
-// Up to 16 values as bf16; those after n are 0.
+// Loads up to 16 bf16 values; lanes from n on are 0.
 MESHREC_BF16 inline HalfBits load_bf16(const BFloat16* p, int64_t n) {
   return (HalfBits)_mm256_maskz_loadu_epi16(first_lanes(n), p);
 }
@@ -198,7 +198,7 @@ inline Bits interleave64(Bits a, Bits b) {
   return __builtin_shufflevector(a, b, k, k + 1, k + 16, k + 17, k + 4, k + 5, k + 20, k + 21, k + 8, k + 9,
                                  k + 24, k + 25, k + 12, k + 13, k + 28, k + 29);
 }
-// The even or the odd quarters of both.
+// Returns the even or the odd quarters of both vectors.
 template <int kOdd>
 inline Bits quarters(Bits a, Bits b) {
   constexpr int k = 4 * kOdd;
@@ -230,7 +230,7 @@ inline void transpose16(const uint32_t* from, int64_t from_stride, uint32_t* to,
   }
 }
 
-// As product_tile, for N * kLanes columns; `steps` is half of the width.
+// Like product_tile, for N * kLanes columns; `steps` is half the width.
 template <int N>
 MESHREC_BF16 inline void bf16_product_tile(const uint32_t* columns, int64_t stride, int64_t steps,
                                            int64_t first, int64_t column, float* out) {
@@ -253,11 +253,11 @@ MESHREC_BF16 void interact_bf16(const InteractionArgs& a) {
   const int64_t num_vectors = a.num_sparse + 1, stride = interaction_stride(num_vectors);
   const int64_t num_pairs = num_vectors * (num_vectors - 1) / 2, out_dim = a.dim + num_pairs;
   const int64_t width = (a.dim + 31) / 32 * 32, steps = (a.dim + 1) / 2;  // in bf16 numbers; in lanes
-  // Lanes [steps, width / 2) of the columns are 0 and not read.
+  // Lanes [steps, width / 2) in the columns are 0 and not read.
   auto* columns = reinterpret_cast<uint32_t*>(a.scratch);
   float* products = a.scratch + width / 2 * stride;
   auto* rows = reinterpret_cast<BFloat16*>(products + kBF16Rows * stride);
-  auto* sample_out = rows + stride * width;  // a row may be written beyond its end
+  auto* sample_out = rows + stride * width;  // a row may be written past the end
   std::memset(rows, 0, stride * width * sizeof(BFloat16));
   for (int64_t sample = a.first; sample < a.last; ++sample) {
     for (int64_t i = 0; i < num_vectors; ++i) {
@@ -281,7 +281,7 @@ MESHREC_BF16 void interact_bf16(const InteractionArgs& a) {
       }
       for (int64_t i = first; i < num_vectors && i < first + kBF16Rows; ++i) {
         const float* row = products + (i - first) * stride;
-        // Whole vectors: the next row overwrites what lies beyond the end of this one.
+        // Whole vectors: the next row overwrites values past the end of this row.
         for (int64_t j = i + 1; j < num_vectors; j += kLanes) {
           store_values(out + j - i - 1, load(row + j), kLanes);
         }
@@ -294,7 +294,7 @@ MESHREC_BF16 void interact_bf16(const InteractionArgs& a) {
   }
 }
 
-// As gradient_tile; `steps` is half of the number of vectors.
+// Like gradient_tile; `steps` is half the number of vectors.
 template <int N>
 MESHREC_BF16 inline void bf16_gradient_tile(const uint32_t* vectors, int64_t stride, int64_t steps,
                                             const uint32_t* pairs, int64_t pairs_stride, int64_t column,

@@ -1,4 +1,4 @@
-// The choice of the instruction set, once per process.
+// Selects the instruction set, once per process.
 #include <cstdlib>
 #include <cstring>
 #if defined(__x86_64__)

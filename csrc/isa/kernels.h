@@ -1,7 +1,7 @@
-// Which instruction set runs: the inner loops are compiled once for each (kernels_*.cpp include kernels.inl),
-// and choose.cpp takes the best one that the machine has.
+// Selection of the instruction set: the inner loops are compiled once for each (kernels_*.cpp include
+// kernels.inl), and choose.cpp selects the best that the machine supports.
 //
-// This header and those it includes hold plain pointers only. Translation units with different machine flags
+// This header and its includes contain only plain pointers. Translation units with different machine flags
 // share them, so they must not pull in inline functions that a linker could take from the wrong unit.
 #pragma once
 
@@ -33,26 +33,27 @@ struct Kernels {
   void (*interact_grad)(const InteractionArgs&, InteractionType);
   void (*attend)(const AttentionArgs&, const AttentionUnit&);
   void (*attend_grad)(const AttentionArgs&, const AttentionUnit&);
-  // To 8, 4 or 2 bits. Returns the first row that cannot be quantised, or num_rows.
+  // Quantizes to 8, 4 or 2 bits. Returns the first row that cannot be quantized, or num_rows.
   int64_t (*quantize[3])(QuantizeArgs);
-  int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite
+  int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows with non-finite values
   void (*decode_wire)(const WireRowsArgs&);
   int64_t (*find)(const FindArgs&);  // returns how many IDs have no slot
   int64_t (*find_rows)(const FindRowsArgs&);
-  int64_t (*scan)(const ScanArgs&);  // returns how many IDs it has listed
+  int64_t (*scan)(const ScanArgs&);  // returns how many IDs are listed
   void (*draw)(const DrawArgs&, int64_t begin, int64_t end);
 };
 
 const Kernels* kernels_baseline();
-const Kernels* kernels_avx2();    // null if not built for it
-const Kernels* kernels_avx512();  // null if not built for it
+const Kernels* kernels_avx2();    // null if not compiled in
+const Kernels* kernels_avx512();  // null if not compiled in
 
-// Whether rows are prefetched to L1 or to L2, whichever was faster in measurements on one machine of each
-// kind. AMD's Zen 5: L1. Zen 4 and Intel's, which can have fewer lines under way to L1: L2 (on Zen 4, 2.6
-// times as fast for quantised rows, 1.6 times for fp32). MESHREC_PREFETCH=l1|l2 overrides this.
+// Whether rows are prefetched to L1 or to L2: the faster option, measured on a machine of each kind. AMD Zen
+// 5: L1. Zen 4 and Intel, which can have fewer L1 misses in flight: L2 (on Zen 4, 2.6 times as fast for
+// quantized rows, 1.6 times for fp32). MESHREC_PREFETCH=l1|l2 overrides this.
 bool prefetch_to_l1();
 
-// The best instruction set that this machine runs; MESHREC_ISA=baseline|avx2|avx512 asks for another.
+// Returns the kernels for the best instruction set that this machine supports;
+// MESHREC_ISA=baseline|avx2|avx512 requests another.
 const Kernels& kernels();
 
 }  // namespace meshrec

@@ -1,5 +1,5 @@
-// All inner loops, for one instruction set. Every kernels_<isa>.cpp defines MESHREC_NAME and MESHREC_KERNELS
-// (the name of its table) and includes this file.
+// All inner loops, for a single instruction set. Every kernels_<isa>.cpp defines MESHREC_NAME and
+// MESHREC_KERNELS (the name for its table) and includes this file.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -24,10 +24,10 @@ namespace {
 #include "interaction/interaction.inl"
 #include "tbe/kernels.inl"
 
-// Quantised rows, with the interface of pool.inl's rows.
+// Quantized rows, with the same interface as the rows in pool.inl.
 #include "nbit/rows.inl"
 
-// Rows between ranks, with the vectors of simd.h.
+// Rows between ranks; uses the vectors from simd.h.
 #include "dist/wire.inl"
 #include "index/draw.inl"
 #include "index/find.inl"

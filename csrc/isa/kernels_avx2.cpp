@@ -1,4 +1,4 @@
-// Built with the flags of this instruction set (setup.py); empty on other architectures.
+// Built with the flags for this instruction set (setup.py); empty on other architectures.
 #if defined(__AVX2__)
 #define MESHREC_NAME "avx2"
 #define MESHREC_KERNELS kernels_avx2

@@ -1,4 +1,4 @@
-// The kernels that every machine of the architecture runs (SSE2, NEON).
+// Kernels that every machine with this architecture supports (SSE2, NEON).
 #define MESHREC_NAME "baseline"
 #define MESHREC_KERNELS kernels_baseline
 #include "isa/kernels.inl"

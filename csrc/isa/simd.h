@@ -1,5 +1,5 @@
-// Vectors of the greatest width that the translation unit is compiled for. Included by isa/kernels.inl only,
-// inside its unnamed namespace.
+// Vectors with the largest width that the translation unit is compiled for. Included only by isa/kernels.inl,
+// inside an unnamed namespace.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -31,8 +31,8 @@ inline float to_float(Half value) {
 #if defined(__F16C__)
   return _cvtsh_ss(value.bits);
 #else
-  // Shifts the exponent into place; multiplying by 2^112 corrects its bias and normalises subnormals.
-  // Infinity and NaN keep an exponent of all ones, and NaN becomes quiet, as F16C's instruction makes it.
+  // Shifts the exponent into place. Multiplying by 2^112 corrects the bias and normalizes subnormals.
+  // Infinity and NaN keep an exponent with all bits set, and NaN becomes quiet, as with the F16C instruction.
   const uint32_t magnitude = uint32_t(value.bits & 0x7fff) << 13;
   float result = as_float(magnitude) * as_float(0x77800000);
   if (magnitude >= 0x0f800000)
@@ -43,8 +43,8 @@ inline float to_float(Half value) {
 
 inline Vec load(const float* p) { return *reinterpret_cast<const VecMemory*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<VecMemory*>(p) = v; }
-// Stores without filling the caches, which keep data that is read again. Whole cache lines only; call
-// finish_stores() before another thread reads.
+// Stores without filling the caches, which keeps data there that is read again. For whole cache lines only;
+// call finish_stores() before another thread reads.
 inline void store_past_caches(float* p, Vec v) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)v);
@@ -81,9 +81,9 @@ constexpr std::integral_constant<int, 3> kToL1;
 constexpr std::integral_constant<int, 2> kToL2;
 constexpr std::integral_constant<int, 0> kToL1Once;  // evicted first, to keep data that is used more often
 
-// Prefetches to the L2 cache, which can have far more lines under way than L1. Always inlined, as are the
-// lambdas that end in it: GCC considers a call of a function that only prefetches as without effect, and
-// removes it. Unrolled: as a loop of a few iterations per row, a lookup takes half as long again.
+// Prefetches to the L2 cache, which can have far more misses in flight than L1. Always inlined, as are the
+// lambdas that end in it: GCC treats a call to a function that only prefetches as having no effect, and
+// removes it. Unrolled: with a loop of a few iterations per row, a lookup takes 50 % longer.
 template <int kBytes, int kLocality = kToL2()>
 __attribute__((always_inline)) inline void prefetch(const void* p) {
 #pragma GCC unroll 16
@@ -100,7 +100,7 @@ __attribute__((always_inline)) inline void prefetch_row(const T* row, int64_t di
   for (; byte < bytes; byte += 64) prefetch<64, kLocality>(p + byte);
 }
 
-// The sum of 16 lanes, held in 16 / kLanes vectors: adds halves to each other until one number is left.
+// Returns the sum over 16 lanes, held in 16 / kLanes vectors: adds halves until a single value is left.
 inline float lanes_total(const Vec* part) {
   typedef float Vec8 __attribute__((vector_size(32), unused));
   typedef float Vec4 __attribute__((vector_size(16)));
@@ -122,7 +122,7 @@ inline float lanes_total(const Vec* part) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// splitmix64's finalizer over a counter: the bits depend on (seed, step, row, column) only, not on the
+// splitmix64's finalizer over a counter: the bits depend only on (seed, step, row, column), not on the
 // thread.
 inline uint32_t random_bits(uint64_t seed, uint64_t step, uint64_t row, uint64_t column) {
   uint64_t x = row * 0x9E3779B97F4A7C15u + column * 0xC2B2AE3D27D4EB4Fu + seed * 0x165667B19E3779F9u +
@@ -160,7 +160,7 @@ inline uint16_t nearest_half(float value) {
 
 inline Half round_to(Half*, float value, uint32_t noise, bool stochastic) {
   const uint32_t magnitude = as_bits(value) & 0x7fffffff;
-  // Stochastic for fp16's normal numbers; to nearest for subnormals, the largest, infinity and NaN.
+  // Stochastic for normal fp16 numbers; to nearest for subnormals, the largest values, infinity and NaN.
   if (!stochastic || magnitude < 0x38800000 || magnitude >= 0x477fe000) return {nearest_half(value)};
   return {nearest_half(as_float((as_bits(value) + (noise & 0x1fff)) & ~0x1fffu))};
 }

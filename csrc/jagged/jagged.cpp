@@ -1,4 +1,4 @@
-// Kernels on jagged data: ids in `values`, divided into bags by `lengths`; bags are grouped by key (K keys).
+// Kernels on jagged data: IDs in `values`, divided into bags by `lengths`; bags are grouped by key (K keys).
 // src/meshrec/ops/jagged/naive.py is the reference, and documents arguments and results.
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -14,10 +14,11 @@ namespace meshrec {
 
 namespace {
 
-constexpr int64_t kGrainBags = 1 << 16;   // with fewer bags per thread, a thread costs more than it saves
-constexpr int64_t kGrainBytes = 1 << 17;  // as kGrainBags, for bytes that are copied
+constexpr int64_t kGrainBags = 1 << 16;   // with fewer bags, another thread costs more than it saves
+constexpr int64_t kGrainBytes = 1 << 17;  // like kGrainBags, for bytes to copy
 
-// Calls f with a null pointer of the tensor's type; check_integers must have passed the tensor.
+// Calls f with a null pointer of the element type, as a type tag; check_integers must have accepted the
+// tensor.
 template <class F>
 auto with_integers(const Tensor& tensor, F&& f) {
   if (tensor.scalar_type() == ScalarType::Int) return f(static_cast<int32_t*>(nullptr));
@@ -34,15 +35,15 @@ Tensor new_like(const Tensor& like, std::vector<int64_t> sizes) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
 }
 
-// Stands for the weights in a result when none were given.
+// Placeholder for absent weights in a result.
 Tensor no_weights(const Tensor& like) {
   const int64_t size = 0;
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(&size, 1),
                                   ScalarType::Float);
 }
 
-// Computes offsets[i] = sum of lengths[0..i) for i in 0..count: sums chunks in parallel, then writes them in
-// parallel.
+// Computes offsets[i] = sum of lengths[0..i) for i in 0..count: sums chunks in parallel, then writes the
+// offsets in parallel.
 template <class In, class Out>
 void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
   const int64_t threads = torch::stable::get_num_threads();
@@ -83,7 +84,7 @@ Tensor lengths_to_offsets(const Tensor& lengths) {
   return offsets;
 }
 
-// The first bag of each key, then the total number of bags.
+// Returns the first bag per key, followed by the bag count.
 std::vector<int64_t> first_bags(const std::optional<Tensor>& segments, int64_t num_keys, int64_t num_bags,
                                 const std::string& op) {
   if (num_keys < 0) fail(op, ": num_keys must be 0 or more, got ", num_keys);
@@ -112,12 +113,12 @@ int64_t num_rows(const Tensor& values, const std::string& what) {
   return values.size(0);
 }
 
-// Rows [from, from + count) of the input become rows [to, to + count) of the output.
+// Input rows [from, from + count), which become output rows [to, to + count).
 struct Run {
   int64_t from, to, count;
 };
 
-// Merges neighbours in `order` into runs. `firsts`: the first row of each part of the input.
+// Merges adjacent entries in `order` into runs. `firsts`: first row of each input part.
 std::vector<Run> runs_of(const std::vector<int64_t>& order, const std::vector<int64_t>& firsts) {
   std::vector<Run> runs;
   int64_t to = 0;
@@ -159,7 +160,7 @@ Tensor copy_runs(const Tensor& tensor, const std::vector<Run>& runs) {
   return output;
 }
 
-// The first id of each key, then the total number of ids.
+// Returns the first ID per key, followed by the ID count.
 std::vector<int64_t> first_ids(const Tensor& lengths, const std::vector<int64_t>& bags, int64_t num_ids) {
   const std::string op = "permute_jagged";
   const int64_t num_keys = static_cast<int64_t>(bags.size()) - 1;
@@ -178,7 +179,7 @@ std::vector<int64_t> first_ids(const Tensor& lengths, const std::vector<int64_t>
   return ids;
 }
 
-// Throws unless the sizes of the chosen parts add up to the size that the caller gave.
+// Throws unless the selected parts have the total size given by the caller.
 void check_total(const std::vector<int64_t>& order, const std::vector<int64_t>& firsts, int64_t given,
                  const std::string& name) {
   int64_t total = 0;

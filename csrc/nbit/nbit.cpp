@@ -1,4 +1,4 @@
-// Quantised rows: quantise, dequantise, and look up together with tables of plain numbers.
+// Quantized rows: quantization, dequantization, and lookups together with floating-point tables.
 #include <numeric>
 
 #include "host/memory.h"
@@ -8,7 +8,7 @@ namespace meshrec {
 
 namespace {
 
-// The least numbers per thread: with fewer, another thread does not pay.
+// Minimum number of values per thread: with fewer, another thread costs more than it saves.
 constexpr int64_t kLeastNumbers = 1 << 15;
 
 int64_t rows_per_thread(int64_t dim) { return std::max<int64_t>(1, kLeastNumbers / dim); }

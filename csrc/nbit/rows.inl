@@ -1,22 +1,21 @@
-// Quantised rows. Included by isa/kernels.inl only, inside its unnamed namespace.
+// Quantized rows. Included only by isa/kernels.inl, inside an unnamed namespace.
 //
-// A row is its fp16 scale, its fp16 bias and a code for each number, the first one in the lowest bits of a
-// byte. The number is scale * code + bias. The product has at most 19 bits, so the sum is rounded only once,
-// with or without a fused instruction: all instruction sets give the same result, in vectors as at the end of
-// a row.
+// A row has an fp16 scale, an fp16 bias, and a code per value, the first in the lowest bits of a byte. The
+// value is scale * code + bias. The product has at most 19 bits, so only the sum is rounded, with or without
+// fused instructions: all instruction sets give the same result, in vectors as well as at the end of a row.
 
 constexpr int64_t kParamBytes = 4;
 
 inline Vec to_vector(float value) { return Vec{} + value; }
 
-// The numbers of the kLanes codes that begin at p.
+// Decodes the kLanes codes that start at p.
 template <int kBits>
 struct Decoder;
 
 #if defined(__AVX512F__)
 inline Vec of_ints(__m512i codes) { return (Vec)_mm512_maskz_cvtepi32_ps(0xffff, codes); }
 
-// Decodes by table: the row has only 16 (or 4) different numbers, found by the lowest four bits of a code.
+// Decodes with a table: a row has only 16 (or 4) different values, indexed by the lowest four bits of a code.
 inline Vec numbers_by_code(float scale, float bias, int mask) {
   const __m512i code = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return of_ints(_mm512_and_si512(code, _mm512_set1_epi32(mask))) * scale + bias;
@@ -105,7 +104,7 @@ struct QuantisedRows {
     const float scale = to_float(params[0]), bias = to_float(params[1]);
     return {p + begin, scale, bias, {scale, bias}};
   }
-  // A row can begin anywhere in a cache line, at a multiple of 4 bytes.
+  // A row can start at any multiple of 4 bytes in a cache line.
   template <int kColumns, int kLocality>
   __attribute__((always_inline)) void announce(int64_t id) const {
     constexpr int kLast = kParamBytes + kColumns * kBits / 8 - 1;
@@ -123,13 +122,13 @@ inline Vec exchanged(Vec v, std::index_sequence<kLane...>) {
   return __builtin_shufflevector(v, v, (int(kLane) ^ kDistance)...);
 }
 
-// Half of the lanes of each vector, from lane kFrom on.
+// Returns half of the lanes in each vector, starting at lane kFrom.
 template <int kFrom, size_t... kLane>
 inline Vec halves(Vec a, Vec b, std::index_sequence<kLane...>) {
   return __builtin_shufflevector(a, b, (int(kLane) + kFrom + (kLane < kLanes / 2 ? 0 : kLanes / 2))...);
 }
 
-// Reduces the lanes of two vectors to one number each; pick(a, b) chooses or adds.
+// Reduces the lanes in each of two vectors to a value; pick(a, b) selects or adds.
 template <typename Pick>
 inline std::pair<float, float> folded(Vec a, Vec b, const Pick& pick) {
   constexpr std::make_index_sequence<kLanes> kAll;
@@ -142,7 +141,7 @@ inline std::pair<float, float> folded(Vec a, Vec b, const Pick& pick) {
 
 struct Extremes {
   float least, most;
-  bool finite;  // whether all numbers are finite
+  bool finite;  // whether all values are finite
 };
 
 inline Extremes extremes(const float* row, int64_t dim) {
@@ -163,7 +162,7 @@ inline Extremes extremes(const float* row, int64_t dim) {
     rest += row[d] * 0.0f;
   }
   found.finite = rest == 0.0f;
-  if (found.finite && found.least == 0.0f) {  // as in FBGEMM, the first zero gives the sign
+  if (found.finite && found.least == 0.0f) {  // as in FBGEMM, the first zero determines the sign
     const float* zero = row;
     while (*zero != 0.0f) ++zero;
     found.least = *zero;
@@ -174,9 +173,9 @@ inline Extremes extremes(const float* row, int64_t dim) {
 inline bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 inline bool is_zero(uint16_t half) { return (half & 0x7fff) == 0; }
 
-// Rounds as FBGEMM does: the bias is the least number in fp16; the scale is 1 / (2^b - 1) of the largest
-// number's distance from the bias, in fp16, or 1 if that is 0. Each number then goes to the nearest code,
-// halves to even.
+// Rounds as FBGEMM does. The bias is the row minimum in fp16. The scale is the distance from the bias to the
+// maximum, divided by 2^b - 1, in fp16, or 1 if that is 0. Every value then gets the nearest code, ties to
+// even.
 inline void choose_params(const Extremes& row, int top, uint16_t* params) {
   params[1] = nearest_half(row.least);
   const float range = row.most - to_float(Half{params[1]});
@@ -184,9 +183,9 @@ inline void choose_params(const Extremes& row, int top, uint16_t* params) {
   if (is_zero(params[0])) params[0] = 0x3c00;
 }
 
-constexpr int kGroup = 16;  // numbers packed at once
+constexpr int kGroup = 16;  // values packed at once
 
-// Writes the codes of kGroup numbers as 2 * kBits bytes.
+// Writes the codes for kGroup values as 2 * kBits bytes.
 template <int kBits>
 inline void pack(const float* numbers, Vec bias, Vec inverse, uint8_t* out) {
   typedef uint8_t LaneBytes __attribute__((vector_size(kLanes)));
@@ -196,12 +195,12 @@ inline void pack(const float* numbers, Vec bias, Vec inverse, uint8_t* out) {
   for (int k = 0; k < kGroup; k += kLanes) {
     const Vec code = (load(numbers + k) - bias) * inverse;
     const Vec above = code < zero ? zero : code, clamped = above > top ? top : above;
-    // Adding 2^23 rounds numbers this small to integers, halves to even.
+    // Adding 2^23 rounds values this small to integers, ties to even.
     const Bits whole = (Bits)(clamped + 8388608.0f) & 255;
     const LaneBytes bytes = __builtin_convertvector(whole, LaneBytes);
     std::memcpy(codes + k, &bytes, kLanes);
   }
-  // Codes of one byte lie in neighbouring bytes of a wider integer; shifts bring them together.
+  // Codes that share a byte are in adjacent bytes of a wider integer; shifts bring them together.
   if constexpr (kBits == 8) {
     std::memcpy(out, codes, kGroup);
   } else if constexpr (kBits == 4) {
@@ -222,8 +221,8 @@ inline void pack(const float* numbers, Vec bias, Vec inverse, uint8_t* out) {
   }
 }
 
-// All rows' parameters first, then their codes. From a row's extremes to its scale is a long chain of
-// dependent instructions; several rows' chains overlap.
+// First the parameters for all rows, then their codes. Computing the scale from minimum and maximum is a long
+// dependency chain; the chains for several rows overlap.
 template <int kBits>
 int64_t quantize(const QuantizeArgs a) {
   Vec bias[kQuantizeRows], inverse[kQuantizeRows];

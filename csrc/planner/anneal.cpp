@@ -1,4 +1,4 @@
-// Simulated annealing of sharding plans. src/meshrec/ops/planning.py documents arguments and results.
+// Simulated annealing for sharding plans. src/meshrec/ops/planning.py documents arguments and results.
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
@@ -18,12 +18,12 @@ namespace {
 
 using namespace planning;
 
-constexpr int kLevels = 64;        // temperatures
-constexpr int kMostDoublings = 4;  // of the norm's exponent while it cools
-constexpr int kMostFirst = 64;     // largest exponent at the start
+constexpr int kLevels = 64;        // number of temperatures
+constexpr int kMostDoublings = 4;  // how often the exponent of the norm doubles
+constexpr int kMostFirst = 64;     // maximum initial exponent
 constexpr int kMostExponent = 256;
-constexpr int kMostRemoved = 5;      // tables that are removed and placed again together
-constexpr double kSwapShare = 0.05;  // share of moves in which two tables exchange places
+constexpr int kMostRemoved = 5;      // maximum number of tables removed and placed again together
+constexpr double kSwapShare = 0.05;  // share of moves that exchange two tables
 constexpr double kLargestLog = 37.0;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -46,7 +46,8 @@ class Annealer : public PlanState {
     }
   }
 
-  // Anneals until max_work or the time is spent. Returns the work done: the number of rank loads computed.
+  // Anneals until max_work or the time limit is reached. Returns the work done: the number of rank loads
+  // computed.
   int64_t run(int64_t max_work, double seconds, double hot, double cold, int exponent) {
     const auto start = std::chrono::steady_clock::now();
     best_ = exact();
@@ -101,7 +102,7 @@ class Annealer : public PlanState {
     return change < kLargestLog * temperature_ && change < -temperature_ * std::log(left);
   }
 
-  // Picks a random rank, or the slowest one of some phase (as of a while ago).
+  // Picks a random rank, or the slowest rank in some phase (as of a while ago).
   int64_t some_rank() {
     if (random_.below(2) == 0) return random_.below(num_ranks_);
     const int64_t phase = random_.below(p_.num_phases);
@@ -122,7 +123,7 @@ class Annealer : public PlanState {
     return &tables_[entry.first].units[entry.second];
   }
 
-  // Moves a piece to another place, or exchanges it with one there.
+  // Moves a piece to another rank or node, or exchanges it with a piece there.
   void exchange(bool alone) {
     Unit* const one = some_unit(some_rank());
     work_ += 1;
@@ -169,7 +170,7 @@ class Annealer : public PlanState {
     update_weights();
   }
 
-  // Moves rows from one part of a table to another.
+  // Moves rows from a part of a table to another part.
   void transfer() {
     Unit* const one = some_unit(some_rank());
     work_ += 1;
@@ -216,7 +217,7 @@ class Annealer : public PlanState {
     restore();
   }
 
-  // Removes a few tables, then places one after the other with the split and places that cost least.
+  // Removes a few tables, then places them again in turn, with the split and the ranks that cost least.
   void place_few_anew() {
     removed_.clear();
     few_work_ -= work_;
@@ -247,12 +248,12 @@ class Annealer : public PlanState {
     return true;
   }
 
-  // Exchanges the shapes and ranks of two tables with equal numbers of columns. When ranks are nearly full
-  // in one phase, single pieces hardly move any more; this move leaves the largest loads unchanged.
+  // Exchanges the shapes and ranks of two tables with the same number of columns. When ranks are nearly full
+  // in a phase, single pieces hardly move any more; this move leaves the largest loads unchanged.
   void swap_roles() {
     int64_t rank = some_rank();
     if (random_.below(2))
-      rank -= rank % node_size_;  // the lists have pieces of whole nodes at the first rank only
+      rank -= rank % node_size_;  // pieces on whole nodes are listed only at the first rank
     const Unit* const unit = some_unit(rank);
     work_ += 1;
     if (unit == nullptr) return;
@@ -272,12 +273,12 @@ class Annealer : public PlanState {
       restore();
   }
 
-  // Finds the table's candidate that has the shape of the other's; -1 if there is none.
+  // Finds the candidate for a table that has the shape of another table; -1 if there is none.
   int64_t shaped(int64_t table, int64_t other) const {
     return shaped_[p_.type[table] * num_shapes_ + p_.shape[tables_[other].candidate]];
   }
 
-  // Puts a table into another's places; returns false if that is impossible.
+  // Puts a table where another table is; returns false if that is impossible.
   bool cast(int64_t table, int64_t candidate, Placed role) {
     const int64_t shift = p_.piece_start[candidate] - p_.piece_start[role.candidate];
     const double room = cap_ - common_bytes_ - p_.common_bytes[candidate];
@@ -299,8 +300,8 @@ class Annealer : public PlanState {
     return true;
   }
 
-  // Divides a piece's rows among the ranks of its node so that the ranks are even in the phase where the
-  // piece weighs most.
+  // Divides the rows in a piece among the ranks of a node, so that the ranks are equally loaded in the phase
+  // to which the piece adds most.
   void level(const Unit& unit, double* sizes) const {
     Load slope = load_of(unit.group, 1.0);
     for (int k = 0; k < kPhases; ++k) slope[k] -= group_fixed_[unit.group][k];
@@ -368,8 +369,8 @@ class Annealer : public PlanState {
     Placed placed;
   };
 
-  // Places a table's even pieces where they cost least, on trial. Returns the places and the resulting
-  // `smooth`; infinite if the table fits nowhere.
+  // Places the even pieces of a table where they cost least, as a trial. Returns the positions and the
+  // resulting `smooth`; infinite if the table fits nowhere.
   Trial tried(int64_t table, int64_t candidate) {
     Trial trial;
     trial.placed.candidate = candidate;
@@ -432,7 +433,7 @@ class Annealer : public PlanState {
   const double place_share_;
   double temperature_ = 0;
   int64_t work_ = 0, num_shapes_ = 0;
-  std::vector<int64_t> shaped_;  // the candidate, by type and shape
+  std::vector<int64_t> shaped_;  // candidate by type and shape
   std::vector<std::vector<int64_t>> of_columns_;
   std::array<int64_t, kPhases> hot_{}, hot_age_{};
   std::vector<double> cost_ = std::vector<double>(num_ranks_, 0.0);

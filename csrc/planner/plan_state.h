@@ -1,6 +1,6 @@
-// A planning problem as the annealing loop sees it (src/meshrec/ops/planning.py documents its tensors), and a
-// plan that changes: where every piece is, the load of every rank, and the smooth objective, updated with
-// every move.
+// A planning problem as the annealing loop reads it (src/meshrec/ops/planning.py documents the tensors), and
+// a plan that changes: the position of every piece, the load on every rank, and the smooth objective. Every
+// move updates these.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -20,7 +20,7 @@ constexpr int kPhases = 8;  // phases, padded with zeros
 
 enum Scope { kRanks, kNodes, kOneNode, kEverywhere };
 
-// xoshiro256**: gives the same numbers on every machine.
+// xoshiro256**: gives the same sequence on every machine.
 class Random {
  public:
   explicit Random(uint64_t seed) {
@@ -74,11 +74,11 @@ struct Problem {
   int64_t num_phases = t[7].size(1);
 };
 
-// A piece: it lies on `span` ranks from place * span on, each with its own amount.
+// A piece. It occupies `span` ranks from place * span on, with an amount for each.
 struct Unit {
   int32_t table, group, place, span;
-  int32_t on_rank;  // position in its first rank's list
-  int32_t amounts;  // the first of its `span` entries of Annealer::amount_
+  int32_t on_rank;  // position in the list for the first rank
+  int32_t amounts;  // index of the first of `span` entries in Placed::amounts
 };
 
 struct Placed {
@@ -112,7 +112,7 @@ class PlanState {
     for (int64_t i = 0; i < count; i += span) {
       placed.units.push_back({static_cast<int32_t>(table), static_cast<int32_t>(groups[i]),
                               static_cast<int32_t>(ranks[i] / span), span, 0, static_cast<int32_t>(i)});
-      // A piece on a whole node takes the node's ranks in order.
+      // A piece on a whole node takes the ranks of the node in order.
       for (int32_t j = 0; j < span; ++j) placed.amounts.push_back(amounts[i + j]);
     }
     tables_[table] = std::move(placed);
@@ -149,7 +149,7 @@ class PlanState {
     refresh();
   }
 
-  // Computes all loads from the units again, which removes accumulated rounding.
+  // Computes all loads again, which removes accumulated rounding errors.
   void rebuild() {
     std::fill(load_.begin(), load_.end(), Load{});
     std::fill(bytes_.begin(), bytes_.end(), 0.0);
@@ -201,7 +201,7 @@ class PlanState {
     return p_.fixed_bytes[group] + amount * (p_.bytes[group] - p_.fixed_bytes[group]);
   }
 
-  // Adds (or subtracts) a table's loads; leaves the powers as they are.
+  // Adds (or subtracts) the loads of a table. The caller updates the powers.
   void change(int64_t table, double sign) {
     const Placed& placed = tables_[table];
     common_ += sign * p_.common[placed.candidate];
@@ -246,7 +246,7 @@ class PlanState {
     bytes_[rank] += bytes;
   }
 
-  // Adds a table's units to the lists by rank, or removes them.
+  // Adds the pieces of a table to the lists by rank, or removes them.
   void track(int64_t table, bool enter) {
     auto& units = tables_[table].units;
     for (size_t index = 0; index < units.size(); ++index) {

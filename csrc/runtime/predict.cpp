@@ -1,10 +1,9 @@
 // meshrec-predict [--require-signature KEY] [--no-verify] [--copy-weights] FOLDER [FILE]: scores the requests
 // in a file (or standard input) and prints a line for each.
 //
-// A line is one sample: its dense values, then for each feature of the package a bar and its ids, all
-// separated by spaces. "0.5 1.25 | 17 3 | | 9" has two dense values, and three features with 2, 0 and 1 ids.
-// All lines are scored in one batch. A score is printed with enough digits that reading it gives the same
-// float.
+// A line is a sample: dense values, then for each feature in the package a bar and IDs, all separated by
+// spaces. "0.5 1.25 | 17 3 | | 9" has two dense values, and three features with 2, 0 and 1 IDs. All lines are
+// scored in a single batch. A score is printed with enough digits to recover the same float.
 #include <cstdio>
 #include <exception>
 #include <fstream>

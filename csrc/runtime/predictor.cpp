@@ -24,7 +24,7 @@
 
 #include "verify.h"
 
-// Of libmeshrec.so: a mapping that survives its file being cut short (csrc/host/mapping.h).
+// From libmeshrec.so: a mapping that survives truncation of the file (csrc/host/mapping.h).
 extern "C" void* meshrec_map(int file, std::size_t bytes, int* guard);
 extern "C" std::uint64_t meshrec_lost_pages(int guard);
 extern "C" void meshrec_unmap(void* address, std::size_t bytes, int guard);
@@ -35,7 +35,7 @@ namespace {
 
 [[noreturn]] void fail(const std::string& text) { throw std::runtime_error(text); }
 
-// The bytes of memory that this process may use: the machine's, or those of its control group.
+// Returns the memory limit for this process in bytes: physical memory, or the limit of the control group.
 std::size_t memory_limit() {
   std::size_t found =
       static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
@@ -46,7 +46,7 @@ std::size_t memory_limit() {
   return found;
 }
 
-// The weights in memory: the file, mapped, or a copy of it. Released by the destructor.
+// Weights in memory: the mapped file, or a copy of it. Released by the destructor.
 class Memory {
  public:
   Memory(const std::string& path, bool copy)
@@ -83,7 +83,7 @@ class Memory {
     return static_cast<char*>(memory_) + offset;
   }
 
-  // Throws if the file was cut short since it was mapped: results computed from it are wrong.
+  // Throws if the file was truncated after it was mapped: results computed from it are wrong.
   void check() const {
     struct stat status{};
     if (!is_mapped_) return;
@@ -115,7 +115,7 @@ class Memory {
   }
 
   std::string path_;
-  int file_;  // kept open: another file may get the path
+  int file_;  // kept open, because another file may get the path
   void* memory_ = nullptr;
   std::size_t size_ = 0;
   bool is_mapped_ = false;
@@ -182,15 +182,15 @@ Layout read_layout(const std::string& folder) {
   return layout;
 }
 
-// The real path of a folder. A link that is turned to another package while this one loads must not mix the
-// two.
+// Returns the real path of a folder: if a symbolic link is switched to another package during loading, the
+// two must not mix.
 std::string resolved(const std::string& folder) {
   std::error_code error;
   const auto found = std::filesystem::canonical(folder, error);
   return error ? folder : found.string();
 }
 
-// The device and inode of the folder that has this name now.
+// Returns device and inode of the folder that has this name now.
 std::pair<dev_t, ino_t> identity(const std::string& folder) {
   struct stat found{};
   if (::stat(folder.c_str(), &found) != 0) return {0, 0};
@@ -215,7 +215,8 @@ void check_machine(const Layout& layout, const std::string& folder) {
 
 namespace {
 
-// Checks a package's files against their signature or checksums, as the options say, before any is used.
+// Checks the files in a package against the signature or checksums, according to the options, before any file
+// is used.
 Layout checked_layout(const std::string& folder, const Options& options) {
   if (!std::ifstream(folder + "/layout.txt")) {
     fail(folder + " is no package of this version. Export the model again.");
@@ -232,7 +233,7 @@ Layout checked_layout(const std::string& folder, const Options& options) {
   return read_layout(folder);
 }
 
-// The folders that this process has loaded programs of packages from; none where there is no /proc.
+// Returns the folders that this process has loaded package programs from; empty without /proc.
 std::set<std::string> extracted() {
   static const std::regex form(" (/.*/aotinductor_[A-Za-z0-9]+)/program/data/aotinductor/model/");
   std::set<std::string> found;
@@ -244,8 +245,8 @@ std::set<std::string> extracted() {
   return found;
 }
 
-// Load a compiled program. torch extracts the library into a folder for temporary files, which a process that
-// gets SIGKILL would leave there: it is removed as soon as the library is loaded.
+// Loads a compiled program. torch extracts the library into a temporary folder, which would remain if the
+// process got SIGKILL. So the folder is removed as soon as the library is loaded.
 std::unique_ptr<torch::inductor::AOTIModelPackageLoader> load(const std::string& path,
                                                               std::size_t num_runners) {
   static std::mutex loading;

@@ -23,7 +23,7 @@
 #include <openssl/pem.h>
 #endif
 
-// Of libmeshrec.so.
+// From libmeshrec.so.
 extern "C" uint32_t meshrec_crc32(uint32_t crc, const void* bytes, size_t length);
 extern "C" int64_t meshrec_crc32_of_file(int file, int64_t offset, int64_t length, uint32_t crc);
 
@@ -40,7 +40,7 @@ const std::string kCopyAgain =
 // An open regular file; closed by the destructor.
 class File {
  public:
-  // Without O_NONBLOCK, opening a pipe that nobody writes to would never end.
+  // Without O_NONBLOCK, opening a pipe without a writer would block forever.
   explicit File(const std::string& path)
       : descriptor_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
     struct stat status{};
@@ -64,7 +64,7 @@ class File {
   std::int64_t size_ = 0;
 };
 
-// Call `check` for every block of a file, from several threads; returns whether all calls returned true.
+// Calls `check` for every block in a file, with several threads. Returns whether all calls returned true.
 bool check_blocks(const File& file, const std::function<bool(std::int64_t block)>& check) {
   std::atomic<std::int64_t> next{0};
   std::atomic<bool> is_good{true};
@@ -97,13 +97,13 @@ std::string content_of(const std::string& path) {
   return content;
 }
 
-// The entry of one file in digests.txt or signature.txt.
+// Entry for a file in digests.txt or signature.txt.
 struct Line {
   std::int64_t num_bytes = -1;
   std::string hash, checksums, name;
 };
 
-// Parse "file <bytes> <hash> [<checksums>] <name>" lines between the first line and the last one.
+// Parses "file <bytes> <hash> [<checksums>] <name>" lines between the first line and the last line.
 std::map<std::string, Line> parse(const std::string& content, const std::string& path,
                                   const std::string& first, bool has_checksums) {
   std::istringstream lines(content);
@@ -117,7 +117,7 @@ std::map<std::string, Line> parse(const std::string& content, const std::string&
     Line line;
     words >> kind >> line.num_bytes >> line.hash;
     if (has_checksums) words >> line.checksums;
-    words.get();  // the space before the name, which may have spaces itself
+    words.get();  // the space before the name, which may contain spaces
     std::getline(words, line.name);
     if (words.fail() || kind != "file" || line.num_bytes < 0 || line.hash.size() != 64 || line.name.empty()) {
       fail(path + " has a damaged line: " + text.substr(0, 100) + "." + kCopyAgain);
@@ -183,7 +183,8 @@ Digest sha256(const void* bytes, std::size_t length) {
   return found;
 }
 
-// The SHA-256 of the SHA-256s of a file's blocks, as hexadecimal digits; empty if the file cannot be read.
+// Returns the SHA-256 over the SHA-256 digests of all blocks in a file, in hexadecimal; empty if the file
+// cannot be read.
 std::string tree_hash(const File& file) {
   std::vector<Digest> digests(static_cast<std::size_t>(file.num_blocks()));
   const auto hash = [&](std::int64_t block) {

@@ -8,7 +8,7 @@ namespace meshrec {
 
 namespace {
 
-// Throws unless the offsets are [0, ..., num_ids] and never fall.
+// Throws unless the offsets start at 0, never decrease, and end at num_ids.
 void check_offsets(const int64_t* offsets, int64_t num_bags, int64_t num_ids) {
   bool falls = false;
   for (int64_t bag = 0; bag < num_bags; ++bag) falls |= offsets[bag + 1] < offsets[bag];

@@ -1,22 +1,23 @@
-// One row's step for each optimizer, in fp32. kernels.inl includes this file, and does not compile if an
-// optimizer of formulas.inc has no step_row. meshrec/ops/tbe/formulas.py has the formulas in plain torch,
-// meshrec/optim/optimizers.py their sources.
+// The step of each optimizer on a row, in fp32. kernels.inl includes this file, and does not compile if an
+// optimizer in formulas.inc has no step_row. meshrec/ops/tbe/formulas.py has the formulas in plain torch,
+// meshrec/optim/optimizers.py the sources.
 
 template <int kOptimizer>
 struct Code {};
 
-// The inputs of a row's step, apart from the row.
+// Inputs for the step on a row, apart from the row.
 struct Step {
   const Hyper& hyper;
-  const float* stats;        // of this row, or null
-  const float* mean_square;  // of this row, or null
-  float* work;               // dim floats, for the normalised direction
+  const float* stats;        // for this row, or null
+  const float* mean_square;  // for this row, or null
+  float* work;               // dim floats, for the normalized direction
 
-  // The factor by which the row is added to its gradient (L2 decay).
+  // Factor for adding the row to the gradient (L2 decay).
   float l2() const { return hyper.decay_mode == kL2 ? hyper.weight_decay : 0.0f; }
-  // The factor by which the row shrinks (decoupled decay).
+  // Factor by which the row shrinks (decoupled decay).
   float keep() const { return hyper.decay_mode == kDecoupled ? 1.0f - hyper.lr * hyper.weight_decay : 1.0f; }
-  // The squared norm of x, or of the whole row where it is known: RowSum in formulas.py lists the statistics.
+  // Returns the squared norm of x, or of the whole row if it is known: RowSum in formulas.py lists the
+  // statistics.
   float square_of(int which, const float* x, int64_t dim) const {
     return stats != nullptr ? stats[which] : sum_over(dim, [&](auto at) { return at(x) * at(x); });
   }
@@ -30,7 +31,7 @@ inline float mean_square(const float* g, const float* w, int64_t dim, const Step
   if (step.stats != nullptr) return float(step.stats[kGradientSum] / step.hyper.row_dim);
   const float total =
       l2 == 0
-          ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // without decay the row need not be read
+          ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // without decay, the row need not be read
           : sum_over(dim, [&](auto at) { return (at(g) + at(w) * l2) * (at(g) + at(w) * l2); });
   return float(total / step.hyper.row_dim);
 }
@@ -73,7 +74,7 @@ inline void step_row(Code<kLARS>, float* __restrict w, const float* __restrict g
   }
 }
 
-// Adam's and LAMB's step; the direction r is kept in step.work.
+// Step for Adam and LAMB; the direction r is stored in step.work.
 template <bool kRowState, bool kLamb>
 inline void step_by_moments(float* __restrict w, const float* __restrict g, float* __restrict exp_avg,
                             float* __restrict exp_avg_sq, int64_t dim, const Step& step) {

@@ -1,4 +1,5 @@
-// The backward pass: sums the gradients of each touched row and applies the optimizer's step to it at once.
+// The backward pass: sums the gradients for each touched row, and immediately applies the optimizer step to
+// the row.
 #include <algorithm>
 #include <cmath>
 
@@ -188,8 +189,8 @@ std::tuple<Tensor, Tensor, Tensor> tbe_row_squares(Tensor grad, Tensor values, T
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   const Tensor g = checked_grad(grad, batch);
   Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr, Runs::kSaved);
-  // Where a range's runs begin is known only when all ranges are counted: until then its squares lie where
-  // its ids do.
+  // The position of a range's runs is known only after all ranges are counted. Until then, the squares are
+  // stored at the positions of the range's IDs.
   const std::unique_ptr<float[]> loose(new float[runs.num_pairs]);
   std::vector<int64_t> run_counts(runs.ranges.size());
   runs.for_ranges(runs.waves.front(), [&](int64_t task) {

@@ -1,16 +1,15 @@
-// The arguments of the inner loops of lookups and updates (kernels.inl). See isa/kernels.h for the rules.
+// Arguments for the inner loops of lookups and updates (kernels.inl). See isa/kernels.h for the rules.
 #pragma once
 
 #include <cstdint>
 
 namespace meshrec {
 
-// The types that can be trained; after them come the types that can only be looked up: codes of 8, 4 or 2
-// bits.
+// Trainable types, followed by types that can only be looked up: codes with 8, 4 or 2 bits.
 enum WeightType : int { kFloat = 0, kHalf = 1, kBFloat16 = 2, kNumWeightTypes = 3 };
 enum RowType : int { kCodes8 = kNumWeightTypes, kCodes4, kCodes2, kNumRowTypes };
 
-// The optimizers' codes; formulas.inc is generated from ops/tbe/formulas.py.
+// Optimizer codes; formulas.inc is generated from ops/tbe/formulas.py.
 enum Optimizer : int {
 #define FORMULA(name, ...) k##name,
 #include "formulas.inc"
@@ -30,7 +29,7 @@ constexpr StateShape kStateShapes[] = {
 
 enum WeightDecay : int { kNoDecay, kL2, kDecoupled };
 
-// Pools the bags [0, num_bags) of one table: bag b holds ids[offsets[b] .. offsets[b + 1]).
+// Pools bags [0, num_bags) from a table: bag b holds ids[offsets[b] .. offsets[b + 1]).
 struct PoolArgs {
   const void* weight;  // [num_rows, row_bytes]
   int64_t row_bytes;
@@ -39,15 +38,15 @@ struct PoolArgs {
   const int64_t* offsets;       // absolute positions in ids
   const float* sample_weights;  // by position in ids, or null
   int64_t num_bags;
-  int64_t end;  // of the table's ids: those after the bags' own are looked up soon
+  int64_t end;  // end of the IDs for the table: those after these bags are looked up soon
   bool mean;
   float* out;
   int64_t out_stride;
-  bool past_caches;  // the output is too large to be still in a cache when it is read
+  bool past_caches;  // the output is too large to stay in a cache until it is read
   bool to_l1;        // prefetch rows to L1; otherwise to L2
 };
 
-// Copies one row per id: row i of `out` is row ids[i] of the table.
+// Copies a row per ID: row i in `out` is row ids[i] in the table.
 struct GatherArgs {
   const void* weight;
   int64_t row_bytes;
@@ -57,7 +56,7 @@ struct GatherArgs {
   float* out;  // [num_ids, dim]
 };
 
-// d(out) / d(sample weight): for each id, the dot product of its row and its bag's gradient.
+// d(out) / d(sample weight): for each ID, the dot product of the row and the bag gradient.
 struct DotArgs {
   const void* weight;
   int64_t dim;
@@ -72,27 +71,27 @@ struct DotArgs {
 
 struct Pair {
   uint32_t row;
-  uint32_t slot;  // which gradient row
+  uint32_t slot;  // gradient row
 };
 
 struct Hyper {
 #define HYPER(type, name) type name;
 #include "formulas.inc"
 #undef HYPER
-  float fresh1, fresh2;            // 1 - beta, rounded once: 1 - 0.999f is off by 1e-5 of it
+  float fresh1, fresh2;            // 1 - beta, rounded once: 1 - 0.999f has a relative error of 1e-5
   float correction1, correction2;  // 1 - beta^step
 };
 
-// Pairs sorted by row; a run of equal rows is one update.
+// Pairs sorted by row. A run of pairs with equal rows is a single update.
 struct RunArgs {
   const Pair* pairs;
-  int64_t num_pairs;  // a whole number of runs
-  const Pair* next;   // the pairs that come after these, in any order
+  int64_t num_pairs;  // covers whole runs
+  const Pair* next;   // pairs that come after these, in any order
   int64_t num_next;
   const float* const* grads;  // by slot
-  const float* scales;        // by slot, or null for 1
+  const float* scales;        // by slot; null: 1
   int64_t dim;
-  bool from_memory;  // more rows than the caches hold
+  bool from_memory;  // the rows exceed the caches
   bool to_l1;        // see prefetch_to_l1
   float* scratch;    // kScratchRows * padded(dim) floats
 };
@@ -102,16 +101,16 @@ struct UpdateArgs {
   void* weight;
   float* state0;
   float* state1;
-  const float* const* row_stats;  // by slot, or null: [sum g^2, sum w^2, sum r^2] of the whole row
-  const float* mean_squares;      // by run, or null: the mean of g^2 over the whole row
+  const float* const* row_stats;  // by slot, or null: [sum g^2, sum w^2, sum r^2] over the whole row
+  const float* mean_squares;      // by run, or null: mean of g^2 over the whole row
   Hyper hyper;
-  // Of the weight in its whole table, for the noise of stochastic rounding: its rows, or null where they
-  // follow each other; its first row and column.
+  // For the random bits in stochastic rounding, positions in the whole table: row numbers, or null if rows
+  // are consecutive; first row and column.
   const int64_t* row_keys;
   int64_t first_row, first_column;
 };
 
-// Writes the row number and the summed gradient of each run.
+// Writes the row number and the gradient sum for each run.
 struct SumArgs {
   RunArgs runs;
   int64_t* rows;  // may be null
@@ -119,10 +118,10 @@ struct SumArgs {
   bool dense;
 };
 
-// Writes, for each run, the sum of squares of its summed gradient. Returns the number of runs.
+// Writes the sum of squares of the gradient sum for each run. Returns the number of runs.
 struct SquareArgs {
   RunArgs runs;
-  const float* by_slot;  // those of single gradient rows, or null
+  const float* by_slot;  // for single gradient rows, or null
   float* squares;
 };
 

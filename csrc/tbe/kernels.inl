@@ -1,11 +1,11 @@
-// The inner loops of lookups and updates. Included by isa/kernels.inl only, inside its unnamed namespace.
+// The inner loops of lookups and updates. Included only by isa/kernels.inl, inside an unnamed namespace.
 
 // ---- forward
 // ----------------------------------------------------------------------------------------------------
 
 #include "tbe/pool.inl"
 
-// Reads columns as vectors, or one by one at the end of a row, so that each formula is written only once.
+// Reads columns as vectors, or one by one at the end of a row, so that a formula is written only once.
 struct VectorAt {
   int64_t column;
   template <typename T>
@@ -21,8 +21,8 @@ struct ScalarAt {
   }
 };
 
-// The sum of term(at) over all columns, in 16 lanes and one fixed tree: every instruction set adds in the
-// same order.
+// Returns the sum of term(at) over all columns, in 16 lanes and a fixed tree: every instruction set adds in
+// the same order.
 template <typename Term>
 inline float sum_over(int64_t dim, const Term& term) {
   constexpr int kParts = 16 / kLanes;
@@ -59,8 +59,8 @@ void dot(const DotArgs& a) {
 // ---- runs of equal rows
 // ------------------------------------------------------------------------------------------
 
-constexpr int64_t kPairsAhead = 16;  // their rows and gradients are prefetched to the L1 cache
-constexpr int64_t kRowsAhead = 256;  // their rows, some of the next range, are prefetched out of memory
+constexpr int64_t kPairsAhead = 16;  // rows and gradients to prefetch to the L1 cache
+constexpr int64_t kRowsAhead = 256;  // rows, some in the next range, to prefetch from memory
 
 inline int64_t rows_announced(const RunArgs& a) {
   if (!a.from_memory) return INT32_MAX;
@@ -69,16 +69,16 @@ inline int64_t rows_announced(const RunArgs& a) {
 template <typename Touch>
 __attribute__((always_inline)) inline void touch_far(const RunArgs& a, uint32_t row, const Touch& touch) {
   if (a.to_l1) {
-    touch(row, kToL1Once);  // and must not evict from L2 the data that the rest of the step needs
+    touch(row, kToL1Once);  // and must not evict other data from L2 that the step needs
   } else {
     touch(row, kToL2);
   }
 }
-// Calls touch(row, locality) for the rows of the pairs after pair i: to L1, and long before that out of
-// memory if they come from there. So the rows of the next range arrive while this one is updated and that one
-// is sorted, and the memory is never idle. Another thread may be sorting the next range at this moment, so
-// the pairs read from it only decide which rows to prefetch. The current row is not touched again, since a
-// hot row has thousands of pairs.
+// Calls touch(row, locality) for the rows in the pairs after pair i: shortly before use to L1, and long
+// before that from memory, if they are there. So rows in the next range arrive while this range is updated
+// and that range is sorted, and memory is never idle. Another thread may be sorting the next range at this
+// moment, so pairs read from it only decide which rows to prefetch. The current row is not touched again,
+// because a hot row has thousands of pairs.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
   const uint32_t row = a.pairs[i].row;
@@ -90,7 +90,7 @@ __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i,
   }
   if (near < a.num_pairs && a.pairs[near].row != row) touch(a.pairs[near].row, kToL1);
 }
-// Touches the rows of the next range that announce() has not reached, if it is longer than this one.
+// Touches the rows in the next range that announce() has not reached, if it is longer than this range.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce_rest(const RunArgs& a, const Touch& touch) {
   for (int64_t i = rows_announced(a); i < a.num_next; ++i) touch_far(a, a.next[i].row, touch);
@@ -133,14 +133,14 @@ inline void sum_run(const RunArgs& a, int64_t first, int64_t last, float* out) {
   for (int64_t d = 0; d < rest; ++d) out[column + d] = sum[d];
 }
 
-// A run of equal rows: its pairs, and their summed gradient.
+// A run of pairs with equal rows, and the gradient sum.
 struct Run {
-  uint32_t row, slot;  // the slot of its first pair
+  uint32_t row, slot;  // slot: from the first pair
   int64_t num_pairs;
   const float* grad;
 };
 
-// Calls use(run) for each run, and touch(row, locality) before it.
+// Calls use(run) for each run, and before it touch(row, locality).
 template <typename Touch, typename Use>
 inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
   for (int64_t first = 0; first < a.num_pairs;) {
@@ -177,7 +177,7 @@ float square_row(const float* row, int64_t dim) {
 int64_t square(const SquareArgs& a) {
   const RunArgs& runs = a.runs;
   if (a.by_slot !=
-      nullptr)  // few runs have several gradients, and these lie far apart: prefetch them all first
+      nullptr)  // few runs have several gradients, and these are far apart: prefetch all of them first
     for (int64_t i = 1; i < runs.num_pairs; ++i)
       if (runs.pairs[i].row == runs.pairs[i - 1].row) {
         prefetch_row(runs.grads[runs.pairs[i - 1].slot], runs.dim);
@@ -240,8 +240,8 @@ void update_rows(const UpdateArgs& args) {
       });
 }
 
-// The usual widths of the usual optimizers. The gradient is summed in registers; this leaves so few
-// instructions per row that the processor gets to the next rows while this one waits for memory.
+// Specialized for the usual widths and optimizers. The gradient is summed in registers. This leaves so few
+// instructions per row that the processor reaches the next rows while this row waits for memory.
 template <int kOptimizer, int kDim, bool kScaled>
 void update_rows_of(const UpdateArgs args) {
   static_assert(kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad);

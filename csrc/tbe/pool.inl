@@ -1,19 +1,20 @@
-// Pooled lookups. Included by isa/kernels.inl only, inside its unnamed namespace.
+// Pooled lookups. Included only by isa/kernels.inl, inside an unnamed namespace.
 
-// How many rows ahead of the current one to prefetch.
+// Returns how many rows to prefetch ahead of the current row.
 inline int64_t rows_ahead(int64_t row_bytes, bool to_l1 = false) {
   const int64_t rows = (to_l1 ? 16384 : 12288) / row_bytes;
   return rows < 4 ? 4 : rows > 64 ? 64 : rows;
 }
 
-// The address of the id's row, or null if it has none: ids further ahead may be of bags not checked yet.
+// Returns the address of the row for an ID, or null if it is outside the table: IDs further ahead may be in
+// bags that are not checked yet.
 inline const char* to_prefetch(const void* rows, int64_t id, int64_t row_bytes) {
   return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(rows) +
                                        uint64_t(id) * uint64_t(row_bytes));
 }
 
-// Rows of numbers without gaps, from one column on. Row classes for lookups have this interface; the other
-// one is in nbit/rows.inl.
+// Rows of floating-point values without gaps, from a column on. Row classes for lookups have this interface;
+// the other class is in nbit/rows.inl.
 template <typename Weight>
 struct DenseRows {
   struct Row {
@@ -37,7 +38,7 @@ struct DenseRows {
   int64_t row_bytes;
 };
 
-// Columns [column, column + N * kLanes) of one bag; also prefetches these columns of later rows.
+// Pools columns [column, column + N * kLanes) for a bag; also prefetches these columns for later rows.
 template <int N, bool kWeighted, typename Rows, typename Id>
 inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
                        int64_t ahead, float count, float* out) {
@@ -90,11 +91,11 @@ inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t 
 }
 
 template <bool kWeighted, typename Rows, typename Id>
-void pool_bags(const PoolArgs a) {  // by value, so that the compiler knows that no store of floats changes it
+void pool_bags(const PoolArgs a) {  // by value, so that the compiler knows that float stores do not change it
   const int64_t ahead = rows_ahead(a.row_bytes, a.to_l1), end = a.end;
   for (int64_t bag = 0; bag < a.num_bags; ++bag) {
     const int64_t first = a.offsets[bag], last = a.offsets[bag + 1];
-    // Divided by, not multiplied with its inverse: then every element equals torch's.
+    // Division, not multiplication by the inverse: then every element equals torch's.
     const float count = last > first ? float(last - first) : 1.0f;
     float* out = a.out + bag * a.out_stride;
     int64_t column = 0;

@@ -1,4 +1,4 @@
-// Table-batched lookups: all features of all tables in one parallel loop.
+// Table-batched lookups: all features in all tables in a single parallel loop.
 #include <algorithm>
 #include <cmath>
 
@@ -25,7 +25,7 @@ void check_sample_weights(const Batch& batch, const Lookup& lookup, const Tensor
              bag - lookup.first_bag, ") is NaN. Weights must be numbers; find where this one comes from.");
 }
 
-// `slots`: the rows to read instead of the piece's ids; null: the ids are rows.
+// `slots`: rows to read instead of the piece's IDs; null: the IDs are rows.
 void look_up(const Batch& batch, const Weights& weights, const Piece& piece, const int64_t* slots,
              float* out) {
   const Lookup& lookup = batch.lookups[piece.lookup];
@@ -74,8 +74,8 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
   const float* grad_data = static_cast<const float*>(g.const_data_ptr());
   Tensor result = torch::stable::new_zeros(g, {batch.num_ids});
   float* out = static_cast<float*>(result.mutable_data_ptr());
-  // A key that several features read gets the sum of their gradients: the features one after the other, the
-  // bags of each in parallel.
+  // If several features read a key, the result is the sum of their gradients: process the features
+  // sequentially, and the bags of a feature in parallel.
   const std::vector<Piece> pieces = cut(batch);
   const int64_t none = batch.lookups.size();
   std::atomic<int64_t> bad_id{none};
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optiona
   return {clean, counts};
 }
 
-// Requests the rows that have to come from a disk, all of them before the first is read.
+// Requests all rows that must come from a disk, before the first is read.
 void request_missing(const Batch& batch, const Weights& weights) {
   for (const Lookup& lookup : batch.lookups) {
     if (lookup.table < 0 || lookup.finder != nullptr || !is_partly_in_memory(weights.data[lookup.table]))

@@ -21,8 +21,8 @@ void insertion_sort(Pair* pairs, int64_t count) {
   }
 }
 
-// Radix sort, least significant digit first; one pass over the pairs counts all digits. Returns where the
-// sorted pairs are: `pairs` or `spare`.
+// Radix sort, least significant digit first; a single pass over the pairs counts all digits. Returns where
+// the sorted pairs are: `pairs` or `spare`.
 template <int kPasses>
 const Pair* radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, int digit_bits) {
   const uint32_t mask = (1u << digit_bits) - 1;
@@ -47,7 +47,7 @@ const Pair* radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t firs
   return from;
 }
 
-// Counting sort in one pass, with a counter for each row. Four counters share a word, so that one
+// Counting sort in a single pass, with a counter per row. Four counters share a word, so that a single
 // multiplication adds them up.
 const Pair* counting_sort(const Pair* pairs, Pair* spare, int64_t count, uint32_t first_row,
                           uint32_t num_rows) {

@@ -17,19 +17,19 @@ constexpr size_t kSpareBytes = size_t(64) << 20;
 constexpr int64_t kLeastChunk = 1 << 12, kMostChunk = 1 << 14;  // ids
 constexpr int64_t kStreams = 4;
 constexpr int64_t kRowsAhead = 8;          // gradient rows to prefetch while packing
-constexpr int64_t kMaxParts = 256;         // each part is one place that is written to at a time
-constexpr size_t kRangeBytes = 128 << 10;  // gradient rows of a range: its pairs then sort in the L1 cache
-constexpr size_t kWaveBytes = 1 << 20;     // pairs and packed gradients of a thread: about an L2 cache
+constexpr int64_t kMaxParts = 256;         // a part is a position to which pairs are written
+constexpr size_t kRangeBytes = 128 << 10;  // gradient rows in a range: the pairs then sort in the L1 cache
+constexpr size_t kWaveBytes = 1 << 20;     // pairs and packed gradients for a thread: about an L2 cache
 constexpr size_t kKeptPairs = size_t(1) << 20;
-constexpr int64_t kSavedNumbers = 2;  // the number of ranges, the number of runs
+constexpr int64_t kSavedNumbers = 2;  // number of ranges, number of runs
 
-// The thread's own memory, for when a step's buffers are not kept.
+// Per-thread memory, used if a step's buffers are not retained.
 thread_local Memory spare_memory;
 thread_local size_t spare_capacity = 0;
 
-// Calls use(position, stream) for the positions [0, count), in order within each of the kStreams.
-// Incrementing a counter waits for its previous store. The ids of hot rows all fall in one part; with
-// counters for each stream they wait less.
+// Calls use(position, stream) for positions [0, count), in order within each of the kStreams. Incrementing a
+// counter waits for the previous store to it. IDs of hot rows all fall in the same part; with separate
+// counters per stream, they wait less.
 template <typename Use>
 void in_streams(int64_t count, const Use& use) {
   const int64_t length = count / kStreams;
@@ -38,7 +38,7 @@ void in_streams(int64_t count, const Use& use) {
   for (int64_t i = kStreams * length; i < count; ++i) use(i, kStreams - 1);
 }
 
-// Counts the ids of each part, by stream. Returns false if an id is outside the table.
+// Counts the IDs in each part, per stream. Returns false if an ID is outside the table.
 template <typename Id>
 bool count_parts(const void* values, int64_t count, const TableRuns& table, uint32_t* counts) {
   const Id* ids = static_cast<const Id*>(values);
@@ -53,7 +53,7 @@ bool count_parts(const void* values, int64_t count, const TableRuns& table, uint
   return fit;
 }
 
-// Writes each id's pair to the next free position in its part.
+// Writes the pair for each ID to the next free position in its part.
 template <typename Id, typename Slot>
 void deal(const void* values, int64_t count, const TableRuns& table, const Slot& slot, uint32_t* positions) {
   const Id* ids = static_cast<const Id*>(values);
@@ -62,8 +62,8 @@ void deal(const void* values, int64_t count, const TableRuns& table, const Slot&
   in_streams(count, [&](int64_t i, int64_t stream) {
     const uint32_t row = uint32_t(ids[i]);
     Pair* pair = pairs + positions[stream * num_parts + (row >> shift)]++;
-    *pair = std::bit_cast<Pair>(uint64_t(row) | uint64_t(slot(i)) << 32);  // one store
-    __builtin_prefetch(pair + 8, 1);                                       // the next cache line of the part
+    *pair = std::bit_cast<Pair>(uint64_t(row) | uint64_t(slot(i)) << 32);  // a single store
+    __builtin_prefetch(pair + 8, 1);                                       // next cache line in the part
   });
 }
 
@@ -199,14 +199,14 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
       table.num_grads += lookup.num_bags;
       strided |= lookup.pooling != kNone && lookup.out_stride > lookup.dim;
     }
-    // A gradient row that many ids share is read many times; rows at a wide stride compete for a few cache
-    // sets.
+    // A gradient row shared by many IDs is read many times, and rows with a wide stride compete for a few
+    // cache sets.
     table.pack = strided && table.num_pairs > 2 * table.num_grads;
     table.first_pair = std::exchange(num_pairs, num_pairs + table.num_pairs);
   }
 }
 
-// Each thread gets neighbouring tables, roughly those that it looked up: their rows are in its caches, and
+// Assigns adjacent tables to each thread, roughly those that it looked up: their rows are in its caches, and
 // may be far from other threads.
 void Runs::make_waves() {
   const int64_t num_lanes = std::min<int64_t>(torch::stable::get_num_threads(), tables.size());
@@ -262,7 +262,8 @@ bool Runs::count(const Batch& batch, const Chunk& chunk) {
   return count_ids(batch.ids(first), count, table, positions_.data() + chunk.first_count);
 }
 
-// Turns pair counts (of one table's chunks) into where each part's pairs begin; returns where the parts end.
+// Turns pair counts (for the chunks of a table) into the start position of each part; returns the end
+// positions.
 std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
   const int64_t num_parts = tables[chunks_[first_chunk].table].num_parts;
   const int64_t num_streams = (last_chunk - first_chunk) * kStreams;
@@ -279,7 +280,7 @@ std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
 
 namespace {
 
-// The least number of pairs of a range. A range with more than four times as many counts as large.
+// Minimum number of pairs in a range. A range with more than four times as many counts as large.
 int64_t least_pairs(const TableRuns& table) {
   return std::clamp<int64_t>(kRangeBytes / (table.dim * sizeof(float)), 256, 2048);
 }
@@ -290,8 +291,8 @@ bool is_large(const Range& range, const TableRuns& table) {
 
 }  // namespace
 
-// Cuts one table's chunks into ranges. Parts lie in order, and within a part the streams of the chunks in
-// order; a range is one or more neighbouring parts. A part with many pairs (hot rows) is a separate range.
+// Divides the chunks of a table into ranges. Parts are in order, and within a part the streams of the chunks
+// are in order. A range is one or more adjacent parts. A part with many pairs (hot rows) is a separate range.
 void Runs::cut(size_t first_chunk, size_t last_chunk) {
   const int64_t t = chunks_[first_chunk].table;
   const TableRuns& table = tables[t];
@@ -335,7 +336,7 @@ void Runs::make_ranges() {
   end_wave();
 }
 
-// Divides the ranges among threads by their pairs: where each share begins, then where the last one ends.
+// Divides the ranges among threads by pair count: the start of each share, then the end of the last.
 std::vector<int64_t> Runs::sections(int64_t first_range, int64_t end_range) const {
   const auto pairs_of = [](const Range& range) { return range.end - range.begin; };
   int64_t num_left = 0;
@@ -363,7 +364,7 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
     row_bytes += std::min(range.end - range.begin, range.end_row - range.first_row) *
                  tables[range.table].dim * int64_t(sizeof(float));
   rows_from_memory_ = !prefetch_to_l1() || outgrows_caches(row_bytes / 2);
-  // Where ids have slots of their own, or scales, a slot has no square to share.
+  // If slots are per ID, or have scales, a slot has no square to share.
   const auto squares_of = [&](const TableRuns& table) {
     return with_squares && table.pack && !table.slot_per_id && !table.scaled;
   };

@@ -1,6 +1,6 @@
-// Turns a batch into runs: for every table, the (row, gradient) pairs sorted by row, cut into ranges for
-// parallel work. A stable sort by row has only one result, so the numbers depend neither on the cuts nor on
-// the threads.
+// Turns a batch into runs: for every table, the (row, gradient) pairs sorted by row, divided into ranges for
+// parallel work. A stable sort by row has a unique result, so the numerical result depends neither on the
+// division nor on the threads.
 #pragma once
 
 #include <cstdlib>
@@ -13,7 +13,7 @@
 
 namespace meshrec {
 
-// Uninitialised memory that a thread keeps between calls, up to a limit: new pages cost more than the sort.
+// Uninitialized memory that a thread retains between calls, up to a limit: new pages cost more than the sort.
 class Arena {
  public:
   explicit Arena(size_t bytes);
@@ -28,7 +28,7 @@ class Arena {
   T* take(size_t count) {
     char *start = next_, *end = start + count * sizeof(T);
     next_ += bytes<T>(count);
-    if (next_ > end) std::memset(end, 0, next_ - end);  // saved memory must hold no undefined bytes
+    if (next_ > end) std::memset(end, 0, next_ - end);  // saved memory must not contain undefined bytes
     return reinterpret_cast<T*>(start);
   }
   template <typename T>
@@ -46,28 +46,28 @@ struct TableRuns {
   int64_t table, num_rows, dim;
   std::vector<int64_t> lookups = {};
   int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
-  int64_t first_pair = 0;            // among those of all tables
-  int64_t num_parts = 1, shift = 0;  // a row's part is row >> shift
+  int64_t first_pair = 0;            // among the pairs for all tables
+  int64_t num_parts = 1, shift = 0;  // the part for a row is row >> shift
   int64_t lane = 0, wave = 0;
   bool slot_per_id = false, scaled = false, pack = false;
-  Pair* pairs = nullptr;          // by range; a range's are sorted once it is done
+  Pair* pairs = nullptr;          // by range; sorted once the range is done
   const float** grads = nullptr;  // by slot
-  float* packed = nullptr;        // the gradient rows side by side, or null: used in place
+  float* packed = nullptr;        // gradient rows stored contiguously, or null: used in place
   float* scales = nullptr;        // null: all are 1
   const float** row_stats = nullptr;
-  float* squares = nullptr;  // of the gradient rows, by slot; null: not computed
+  float* squares = nullptr;  // squares of the gradient rows, by slot; null: not computed
 };
 
 struct Range {
   int64_t table;  // index into tables
   int64_t begin, end;
   int64_t first_row, end_row;  // rows of the range
-  int64_t first_run;           // among the runs of all tables, once counted
+  int64_t first_run;           // among the runs for all tables, once counted
 };
 
-// Some tables, worked on one after the other by one thread: a lane has one wave after the other, and every
-// thread has a lane. The pairs and packed gradients of a wave fit the thread's own cache: they are still
-// there when its ranges are updated, and the next wave of the lane reuses their memory.
+// Tables that a thread processes together: a lane is a sequence of waves, and every thread has a lane. The
+// pairs and packed gradients for a wave fit into the thread's cache: they are still there when the ranges are
+// updated, and the next wave in the lane reuses the memory.
 struct Wave {
   int64_t lane = 0;
   int64_t first_table = 0, end_table = 0;
@@ -78,25 +78,25 @@ struct Wave {
 class Runs {
  public:
   enum Use {
-    kAtOnce,  // all tables in one wave
-    kSaved,   // as kAtOnce, and can be saved
-    kInWaves  // filled by for_ranges_in_waves, wave by wave; each overwrites the last of its lane
+    kAtOnce,  // all tables in a single wave
+    kSaved,   // like kAtOnce, and can be saved
+    kInWaves  // filled by for_ranges_in_waves, wave by wave; a wave overwrites the previous wave in its lane
   };
-  // num_rows: by table index. Throws, before anything is written, if an id is outside its table.
+  // num_rows: by table index. Throws, before anything is written, if an ID is outside its table.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats,
        Use use = kAtOnce);
-  // Restores what save() returned for the same batch; nothing is sorted again.
+  // Restores what save() returned for the same batch, without sorting again.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved);
 
-  // Numbers the runs table by table, given how many each range has. Returns where the runs of each table
-  // begin, and their total.
+  // Numbers the runs table by table, given the count in each range. Returns the first run for each table, and
+  // the total.
   std::vector<int64_t> number_runs(const std::vector<int64_t>& counts, size_t num_tables);
-  // Saves the sorted ranges and pairs and the packed gradient as int64, for the same build to read.
+  // Saves the sorted ranges and pairs and the packed gradient as int64. Only the same build can read it.
   Tensor save();
 
-  // Fills the waves and runs work(index) for all ranges, in parallel. A thread works through its own lane,
-  // then helps with other lanes, so that none waits while there is work to share; and while one sorts, which
-  // uses the processor, another can use the memory.
+  // Fills the waves, and runs work(index) for all ranges, in parallel. A thread works through its lane, then
+  // helps with other lanes, so that no thread waits while there is work to share. And while a thread sorts,
+  // which uses the processor, another can use memory.
   template <typename Work>
   void for_ranges_in_waves(const Batch& batch, const float* grad, const float* row_stats, const Work& work) {
     struct Progress {
@@ -111,7 +111,7 @@ class Runs {
                           Countdown(wave.end_chunk - wave.first_chunk),
                           Countdown(wave.end_range - wave.first_range)});
     const auto serve = [&](int64_t thread, int64_t lane) {
-      Progress* last = nullptr;  // the wave before in the lane; the next one reuses its memory
+      Progress* last = nullptr;  // previous wave in the lane, whose memory the next wave reuses
       for (size_t w = 0; w < waves.size(); ++w) {
         if (waves[w].lane != lane) continue;
         if (last != nullptr && !last->ranges_left.wait()) return;
@@ -129,19 +129,19 @@ class Runs {
     if (num_threads == 1) return serve_all(0);
     parallel_for(num_threads, 1, [&](int64_t thread, int64_t) { serve_all(thread); });
   }
-  // Runs work(index) for the ranges of the wave, in parallel.
+  // Runs work(index) for the ranges in a wave, in parallel.
   template <typename Work>
   void for_ranges(const Wave& wave, const Work& work) const {
     parallel_sections(sections(wave.first_range, wave.end_range), work);
   }
-  // Sorts the pairs of the range by row, stably.
+  // Sorts the pairs in a range by row, stably.
   void sort(const Range& range) const;
-  // The arguments for a sorted range. With sort_now = true it is sorted first, and they hold, with its pairs
-  // in order, only until the same thread asks for its next range.
+  // Returns the arguments for a sorted range. With sort_now = true the range is sorted first; then the
+  // arguments, and the order of the pairs, are valid only until the same thread asks for the next range.
   RunArgs arguments(int64_t range, float* scratch, bool sort_now = false) const;
 
   std::vector<TableRuns> tables;
-  std::vector<Range> ranges;  // by wave, then by table; of a thread's share the large ones come first
+  std::vector<Range> ranges;  // by wave, then by table; within a thread's share, large ranges come first
   std::vector<Wave> waves;
   int64_t num_pairs = 0;
   int64_t num_runs = 0;  // once counted
@@ -150,7 +150,7 @@ class Runs {
   struct Chunk {
     int64_t table, lookup, first_bag, last_bag;
     int64_t first_slot, first_grad;
-    int64_t first_count;  // where its entries in positions_ (by stream and part) begin
+    int64_t first_count;  // start of its entries (by stream and part) in positions_
   };
   void make_tables(const Batch& batch, const std::vector<int64_t>& num_rows);
   void make_waves();
@@ -169,15 +169,15 @@ class Runs {
   void pack_slots(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
 
   std::vector<Chunk> chunks_;
-  // By chunk, stream and part: first the number of pairs, then the position of the next pair.
+  // By chunk, stream and part: first the number of pairs, then the position for the next pair.
   std::vector<uint32_t> positions_;
   std::unique_ptr<Arena> arena_;
-  std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][two numbers][ranges]
+  std::optional<Tensor> saved_;  // [packed gradients and pairs for each table][two counts][ranges]
   bool is_loaded_ = false;
   bool rows_from_memory_ = false;
 };
 
-// Scratch rows for one task; its thread keeps the memory.
+// Returns scratch rows for a task; the thread retains the memory.
 float* task_scratch(int64_t dim);
 
 }  // namespace meshrec
