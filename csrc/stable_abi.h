@@ -1,4 +1,4 @@
-// The only header that includes libtorch: just the stable ABI, so that a binary works with every torch >=
+// The only header that includes libtorch: just the stable ABI, so a binary works with every torch >=
 // 2.10.
 #pragma once
 
@@ -88,7 +88,7 @@ class Countdown {
   alignas(64) std::atomic<int64_t> left_;
 };
 
-// Hands out tasks in sections. A thread starts with a separate section, so that adjacent tasks, and the same
+// Hands out tasks in sections. A thread starts with a separate section, so adjacent tasks, and the same
 // tasks in two loops, tend to find the same caches. Then it helps with other sections.
 class Dealer {
  public:

@@ -3,10 +3,10 @@
 //
 // [Note: tiles of attention] A unit is a sample, or some heads of it. Keys and values are packed once per
 // unit: padded with zeros to whole vectors, and transposed where a product needs them as the right operand.
-// Then every query tile is combined with the key tiles that its mask allows. Bias and mask do not depend on
+// Then every query tile is combined with the key tiles allowed by the mask. Bias and mask do not depend on
 // the head, so they are computed once per tile. The gradient computes the scores again.
 
-// The keys that a query attends to: [0, prefix), [begin, end) and itself. These do not overlap.
+// Keys attended to by a query: [0, prefix), [begin, end) and itself. These do not overlap.
 struct AllowedKeys {
   int64_t prefix, begin, end, itself;  // itself: -1 if contained in a range
 
@@ -130,7 +130,7 @@ inline void prepare_tile(const AttentionArgs& a, const AttentionUnit& unit, cons
 
 constexpr float kNever = -1e30f;  // score for a key that a softmax must not see
 
-// For each key tile with an allowed pair, calls prepare_tile and then work(tile).
+// For every key tile with an allowed pair, calls prepare_tile and then work(tile).
 template <typename Function>
 inline void for_tiles(const AttentionArgs& a, const AttentionUnit& unit, int64_t row, int64_t rows,
                       AttentionWork& work, const Function& function) {
@@ -148,7 +148,7 @@ inline void for_tiles(const AttentionArgs& a, const AttentionUnit& unit, int64_t
   }
 }
 
-// Adds the biases to the scaled products. Before a softmax, hides the scores that the mask forbids.
+// Adds the biases to the scaled products. Before a softmax, hides scores forbidden by the mask.
 inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, AttentionWork& work) {
   const bool biased = a.position != nullptr || a.time != nullptr, hides = a.softmax && !tile.is_full;
   for (int64_t r = 0; r < tile.rows; ++r) {

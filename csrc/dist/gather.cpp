@@ -42,7 +42,7 @@ void add_scaled(float* to, const From* from, int64_t width, float scale) {
   for (int64_t i = 0; i < width; ++i) to[i] += static_cast<float>(from[i]) * scale;
 }
 
-// Columns from a source, and the output columns that they become.
+// Columns from a source, and their output columns.
 struct PooledPiece {
   int64_t source, source_column, width, column, add, mean_use;
 };
@@ -266,7 +266,7 @@ struct SequenceLookup {
   int64_t route, use, column, width;
 };
 
-// Walks the IDs of a use in order, along with the rows from all lookups that hold a part of them. Routing
+// Walks the IDs of a use in order, along with the rows from all lookups holding a part of them. Routing
 // keeps the order of IDs, so the rows from every lookup are read sequentially.
 struct Sequence {
   const Router router;

@@ -317,7 +317,7 @@ void encode_row(const WireRowsArgs& a, const float* row, const WireRounding<kSto
 template <int kBits, bool kStochastic>
 int64_t encode_rows(const WireRowsArgs& args) {
   constexpr int64_t kBytes = 8192, kMost = 32;
-  // a copy, so that the compiler knows that stores to the message do not change it
+  // a copy, so the compiler knows that stores to the message do not change it
   const WireRowsArgs a = args;
   const int64_t in_cache = kBytes / (a.dim * int64_t(sizeof(float)));
   const int64_t at_once = in_cache < kMost ? kLanes : kMost;

@@ -33,7 +33,7 @@ struct WireColumns {
   const std::vector<int64_t>&begins, &widths, &formats;
   std::vector<int64_t> row_elements, row_bytes;  // by block
   // Whether all columns in a block have the same width and the same non-stochastic format. Columns can then
-  // be treated as separate rows, so that memory is read and written in a single pass.
+  // be treated as separate rows, so memory is read and written in a single pass.
   std::vector<char> is_uniform;
 
   WireColumns(size_t num_blocks, const std::vector<int64_t>& block_begins,

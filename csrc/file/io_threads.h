@@ -1,4 +1,4 @@
-// Threads that wait for a disk. Separate from torch's threads, because they outnumber the processors and
+// Threads waiting for a disk. Separate from torch's threads, because they outnumber the processors and
 // nearly always sleep.
 #pragma once
 

@@ -196,7 +196,7 @@ Tensor records_read(int64_t file, std::vector<int64_t> numbers, Tensor keys, std
   return failures.tensor(keys);
 }
 
-// Whether a run writes all records in all of its blocks, so that the blocks need not be read first.
+// Whether a run writes all records in all of its blocks, so the blocks need not be read first.
 bool covers_blocks(const Records& records, Run run) {
   const Layout& layout = records.layout;
   if (layout.per_block == 1) return true;

@@ -31,7 +31,7 @@ struct FreeAligned {
   void operator()(char* memory) const { std::free(memory); }
 };
 
-// Returns per-thread memory that the disk can access directly; null if there is none.
+// Returns per-thread memory the disk can access directly; null if there is none.
 char* transfer_buffer(int64_t num_bytes) {
   thread_local std::unique_ptr<char, FreeAligned> memory;
   thread_local int64_t size = 0;

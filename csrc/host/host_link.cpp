@@ -355,7 +355,7 @@ MESHREC_C int64_t meshrec_link_skip(Link* link, int64_t number) {
   return link->num_unread();
 }
 
-// Waits up to ``seconds`` for the other live ranks to read the exchanges that they still need.
+// Waits up to ``seconds`` for the other live ranks to read the exchanges they still need.
 MESHREC_C void meshrec_link_close(Link* link, double seconds) {
   link->leave(seconds);
   delete link;

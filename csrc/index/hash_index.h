@@ -182,7 +182,7 @@ class Index {
     return mark_free(args.slots, args.count) ? kDone : kRepeats;
   }
 
-  // Removes the IDs that have these slots, and writes them.
+  // Removes the IDs in these slots, and writes them.
   void end_free(const FreeArgs& args, const Partition& parts) {
     for_parts(parts, [&](Shard& shard, int64_t i, int64_t home) {
       const int64_t at = parts.places[i];
@@ -283,7 +283,7 @@ class Index {
     return true;
   }
 
-  // Returns whether the index has any of the IDs; writes their slots.
+  // Returns whether any of the IDs is present; writes their slots.
   bool has_any(const int64_t* ids, int64_t count, int64_t* slots) const {
     find(ids, count, slots);
     return std::any_of(slots, slots + count, [](int64_t slot) { return slot >= 0; });
@@ -319,7 +319,7 @@ class Index {
     return parts;
   }
 
-  // Runs work for each shard, with several threads if there are many IDs. Returns whether all calls returned
+  // Runs work for every shard, with several threads if there are many IDs. Returns whether all calls returned
   // true.
   template <typename Work>
   bool for_shards(int64_t num_ids, const Work& work) {

@@ -76,7 +76,7 @@ class KeyedTable {
       fail("the rows that were added to table ", table, " are not as wide as the others.");
   }
 
-  // Writes the slot for each ID in positions [begin, end) of the batch. Returns how many slots are negative.
+  // Writes the slot for every ID in positions [begin, end) of the batch. Returns how many slots are negative.
   int64_t find(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
     int64_t num_absent = 0;
     for (int64_t i = begin; i < end; i += kMostFound)

@@ -92,7 +92,7 @@ Tensor marked_histogram(Tensor values, std::optional<Tensor> marks, int64_t base
     };
     if (count < kGrainValues) return add(0, count, sums, 1);
     parallel_for(count, kGrainValues, [&](int64_t begin, int64_t end) {
-      // Four counters per digit, so that equal adjacent values do not wait for each other's sum.
+      // Four counters per digit, so equal adjacent values do not wait for each other's sum.
       std::vector<int64_t> counts(size_t(4 * size), 0);
       add(begin, end, counts.data(), 4);
       const std::lock_guard lock(adding);

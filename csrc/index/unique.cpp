@@ -1,4 +1,4 @@
-// Sorting IDs, and the distinct IDs in a batch with the index of each ID among them.
+// Sorting IDs, and the distinct IDs in a batch with the index of every ID among them.
 #include "index/unique.h"
 
 #include <bit>

@@ -7,7 +7,7 @@
 
 namespace meshrec {
 
-// Returns the distinct IDs in ascending order, and the index of each ID among them.
+// Returns the distinct IDs in ascending order, and the index of every ID among them.
 std::tuple<Tensor, Tensor> index_unique(Tensor ids);
 
 }  // namespace meshrec

@@ -55,7 +55,7 @@ inline void product_tile(const float* columns, int64_t stride, int64_t dim, int6
   }
 }
 
-// Works on transposed vectors, so that no sum runs across lanes.
+// Works on transposed vectors, so no sum runs across lanes.
 template <typename D, typename S>
 void interact(const InteractionArgs& a) {
   const int64_t num_vectors = a.num_sparse + 1, stride = interaction_stride(num_vectors), tile = 2 * kLanes;

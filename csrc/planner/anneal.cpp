@@ -217,7 +217,7 @@ class Annealer : public PlanState {
     restore();
   }
 
-  // Removes a few tables, then places them again in turn, with the split and the ranks that cost least.
+  // Removes a few tables, then places them again in turn, with the cheapest split and ranks.
   void place_few_anew() {
     removed_.clear();
     few_work_ -= work_;
@@ -300,7 +300,7 @@ class Annealer : public PlanState {
     return true;
   }
 
-  // Divides the rows in a piece among the ranks of a node, so that the ranks are equally loaded in the phase
+  // Divides the rows in a piece among the ranks of a node, so the ranks are equally loaded in the phase
   // to which the piece adds most.
   void level(const Unit& unit, double* sizes) const {
     Load slope = load_of(unit.group, 1.0);

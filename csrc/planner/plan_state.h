@@ -172,7 +172,7 @@ class PlanState {
     for (int k = 0; k < kPhases; ++k) weight_[k] = norm_[k] / (std::max(sum_[k], 1e-9) * exponent_);
   }
 
-  // The exponent is a power of two, so that the root is a few square roots.
+  // The exponent is a power of two, so the root is a few square roots.
   Load norms(const Load& sum) const {
     Load value;
     for (int k = 0; k < kPhases; ++k) value[k] = std::max(sum[k], 0.0) / num_ranks_;

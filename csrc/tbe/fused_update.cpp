@@ -1,4 +1,4 @@
-// The backward pass: sums the gradients for each touched row, and immediately applies the optimizer step to
+// The backward pass: sums the gradients for every touched row, and immediately applies the optimizer step to
 // the row.
 #include <algorithm>
 #include <cmath>

@@ -110,7 +110,7 @@ struct UpdateArgs {
   int64_t first_row, first_column;
 };
 
-// Writes the row number and the gradient sum for each run.
+// Writes the row number and the gradient sum for every run.
 struct SumArgs {
   RunArgs runs;
   int64_t* rows;  // may be null
@@ -118,7 +118,7 @@ struct SumArgs {
   bool dense;
 };
 
-// Writes the sum of squares of the gradient sum for each run. Returns the number of runs.
+// Writes the sum of squares of the gradient sum for every run. Returns the number of runs.
 struct SquareArgs {
   RunArgs runs;
   const float* by_slot;  // for single gradient rows, or null

@@ -5,7 +5,7 @@
 
 #include "tbe/pool.inl"
 
-// Reads columns as vectors, or one by one at the end of a row, so that a formula is written only once.
+// Reads columns as vectors, or one by one at the end of a row, so a formula is written only once.
 struct VectorAt {
   int64_t column;
   template <typename T>
@@ -140,7 +140,7 @@ struct Run {
   const float* grad;
 };
 
-// Calls use(run) for each run, and before it touch(row, locality).
+// Calls use(run) for every run, and before it touch(row, locality).
 template <typename Touch, typename Use>
 inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
   for (int64_t first = 0; first < a.num_pairs;) {

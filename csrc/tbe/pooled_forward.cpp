@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optiona
   return {clean, counts};
 }
 
-// Requests all rows that must come from a disk, before the first is read.
+// Requests all rows to read from a disk, before the first is read.
 void request_missing(const Batch& batch, const Weights& weights) {
   for (const Lookup& lookup : batch.lookups) {
     if (lookup.table < 0 || lookup.finder != nullptr || !is_partly_in_memory(weights.data[lookup.table]))

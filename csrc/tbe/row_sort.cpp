@@ -47,7 +47,7 @@ const Pair* radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t firs
   return from;
 }
 
-// Counting sort in a single pass, with a counter per row. Four counters share a word, so that a single
+// Counting sort in a single pass, with a counter per row. Four counters share a word, so a single
 // multiplication adds them up.
 const Pair* counting_sort(const Pair* pairs, Pair* spare, int64_t count, uint32_t first_row,
                           uint32_t num_rows) {

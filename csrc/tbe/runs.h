@@ -95,7 +95,7 @@ class Runs {
   Tensor save();
 
   // Fills the waves, and runs work(index) for all ranges, in parallel. A thread works through its lane, then
-  // helps with other lanes, so that no thread waits while there is work to share. And while a thread sorts,
+  // helps with other lanes, so no thread waits while there is work to share. And while a thread sorts,
   // which uses the processor, another can use memory.
   template <typename Work>
   void for_ranges_in_waves(const Batch& batch, const float* grad, const float* row_stats, const Work& work) {
