@@ -17,24 +17,25 @@ class GradientClipping(Enum):
     """Gradient clipping methods."""
 
     NORM = "norm"
-    """Scale all gradients together so that their total norm is at most the limit."""
+    """Multiply all gradients by the same factor, so that their total norm is at most the limit."""
     VALUE = "value"
-    """Clamp every element to [-limit, limit]."""
+    """Clamp every gradient element to [-limit, limit]."""
     NONE = "none"
+    """Do not clip."""
 
 
 class GradientClippingOptimizer(KeyedOptimizer):
     """Optimizer wrapper that clips all gradients before every step.
 
-    The norm is computed as in ``torch.nn.utils.clip_grad_norm_``: gradients are multiplied by ``min(1,
-    max_gradient / (total_norm + 1e-6))``. Duplicate rows in a sparse gradient are summed first, so it is
-    clipped like the equivalent dense gradient. For a sharded model the norm covers the whole model: shards
-    are added over ranks, replicated parameters count once, and ``step`` is collective.
+    NORM clips like ``torch.nn.utils.clip_grad_norm_``: all gradients are multiplied by ``min(1, max_gradient
+    / (total_norm + 1e-6))``. Repeated rows in a sparse gradient are summed first, so it is clipped like the
+    equivalent dense gradient. For a sharded model the norm covers the whole model: sharded parameters count
+    with all ranks' shards and replicated parameters count once. ``step`` is then collective.
 
     Args:
         optimizer: Wrapped optimizer. Parameters, state and groups are shared with it.
         clipping: NORM, VALUE or NONE.
-        max_gradient: Maximum norm, or maximum absolute value.
+        max_gradient: Maximum total norm for NORM, maximum absolute value for VALUE.
         norm_type: p in the p-norm; ``inf`` and ``"inf"`` are allowed.
 
     Raises:
@@ -80,7 +81,7 @@ class GradientClippingOptimizer(KeyedOptimizer):
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
-        """Total norm before clipping in the last step; None before the first, or without NORM clipping."""
+        """Total gradient norm before clipping in the last step; None before any step with NORM clipping."""
         return self._last_total_grad_norm
 
     @property
@@ -113,38 +114,40 @@ class GradientClippingOptimizer(KeyedOptimizer):
 
 
 def _elements(parameter: Tensor) -> Tensor:
-    """Return the local elements of a parameter's gradient as a tensor that may be changed in place.
+    """Return this rank's elements of a parameter's gradient, as a tensor sharing memory with the gradient.
 
-    A sparse gradient is coalesced first: duplicate rows must be summed before they are clipped.
+    A sparse gradient is first replaced by a coalesced one.
     """
     gradient = parameter.grad
     assert gradient is not None
-    if hasattr(gradient, "to_local"):  # a DTensor; importing the class is slow
+    # A DTensor. Not isinstance, because importing the class is slow.
+    if hasattr(gradient, "to_local"):
         local: Tensor = gradient.to_local()
         return local
     if not gradient.is_sparse:
         return gradient.detach()
+    # Repeated rows must be summed before they are clipped.
     parameter.grad = gradient = gradient.coalesce()
     return gradient._values()
 
 
 def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-    """Scale all gradients in place so that their total norm is at most ``max_norm``.
+    """Scale all gradients in place, so that their total norm is at most ``max_norm``.
 
     Args:
-        parameters: Parameters with the gradients.
-        max_norm: Maximum norm.
+        parameters: Parameters with the gradients to scale.
+        max_norm: Maximum total norm.
         norm_type: p in the p-norm.
 
     Returns:
-        Total norm before scaling; None if there is no gradient.
+        Total norm before scaling, a scalar tensor; None if no parameter has a gradient.
     """
     norms = _norms(parameters, norm_type)
     if not norms:
         return None
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
-    # No host synchronization: multiply by 1 instead of branching on the norm.
+    # Multiply by 1 instead of branching on the norm: a branch would make the host wait for the GPU.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -154,20 +157,26 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
 
 
 def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the norms of disjoint parts of the whole model's gradient: one per local parameter and group.
+    """Return norms whose p-norm is the total gradient norm.
 
-    Collective if some parameters are sharded: all ranks must call it.
+    There is a norm per parameter that is whole on this rank, and a norm per group of ranks for all parameters
+    sharded over it. Collective if some parameters are sharded.
+
+    Args:
+        parameters: Parameters with the gradients.
+        norm_type: p in the p-norm.
     """
     norms: list[Tensor] = []
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         shard = shard_info_of(parameter)
         if shard is not None:
-            # Before the check for a gradient: every rank must enter the group's all-reduce, or it hangs.
+            # Before the check for a gradient: every rank must enter the group's all-reduce, or the others
+            # hang.
             groups.setdefault(shard.group, [])
         if parameter.grad is None:
             continue
-        # Replicated parameters are equal on all ranks and count once, without a reduction.
+        # Replicated parameters are equal on all ranks, so they count once, without a reduction over ranks.
         norm = _norm(parameter, norm_type)
         (groups[shard.group] if shard is not None and shard.is_sharded else norms).append(norm)
     device = (norms[0] if norms else torch.zeros(())).device
@@ -177,7 +186,7 @@ def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
 
 
 def _norm(parameter: Tensor, norm_type: float) -> Tensor:
-    """Return the gradient norm of one parameter: of all shards for a DTensor, else of local elements."""
+    """Return a parameter's gradient norm: over all shards for a DTensor, otherwise over local elements."""
     gradient = parameter.grad
     assert gradient is not None
     if hasattr(gradient, "full_tensor"):
@@ -195,11 +204,11 @@ def _norm(parameter: Tensor, norm_type: float) -> Tensor:
 def _norm_over_ranks(
     group: "dist.ProcessGroup", local_norms: Sequence[Tensor], norm_type: float, device: torch.device
 ) -> Tensor:
-    """Return the norm of the shards of all ranks in a group, given the norms of this rank's shards.
+    """Return the norm over the shards on all ranks in a group. Collective.
 
     Args:
         group: Ranks to reduce over.
-        local_norms: Norms of this rank's shards; may be empty.
+        local_norms: Gradient norms of this rank's shards; may be empty.
         norm_type: p in the p-norm.
         device: Device of the result if ``local_norms`` is empty.
     """
@@ -215,6 +224,6 @@ def _norm_over_ranks(
 
 
 def _norm_dtype(gradient: Tensor) -> torch.dtype:
-    """Return the dtype in which to compute the norm: at least fp32."""
+    """Return the dtype in which to compute a norm: the gradient's dtype, but at least fp32."""
     # Sums of squares overflow fp16 at 65504.
     return torch.promote_types(gradient.dtype, torch.float32)

@@ -1,4 +1,8 @@
-"""Translation from an optimizer class and keyword arguments to a fused optimizer spec."""
+"""Translation from an optimizer class and keyword arguments to a fused optimizer spec.
+
+A fused optimizer is applied by a kernel to embedding rows, directly from the gradient of a lookup. A *spec*
+(``optimizers.OptimizerSpec``) tells its formula and hyperparameters.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -10,10 +14,11 @@ from meshrec.optim.optimizers import SGD, SPECS, Adagrad, Adam, OptimizerSpec
 
 
 class _Translation(NamedTuple):
-    """Spec that corresponds to a torch optimizer class."""
+    """Spec class that corresponds to a torch optimizer class."""
 
     spec: type[OptimizerSpec]
-    fixed: dict[str, Any]  # spec arguments implied by the torch class
+    fixed: dict[str, Any]
+    """Spec arguments implied by the torch class."""
 
 
 _TORCH: dict[type[torch.optim.Optimizer], _Translation] = {
@@ -23,7 +28,7 @@ _TORCH: dict[type[torch.optim.Optimizer], _Translation] = {
     torch.optim.AdamW: _Translation(Adam, {"decoupled_weight_decay": True}),
 }
 
-# They select torch's implementation, not the result, so the spec ignores them.
+# These arguments select torch's implementation and do not change the result, so specs ignore them.
 _IMPLEMENTATION_HINTS = ("foreach", "fused", "capturable")
 
 # TorchRec's and FBGEMM's argument names, mapped to the spec's field names.
@@ -31,10 +36,10 @@ _ALIASES = {"learning_rate": "lr", "eta": "trust_coefficient"}
 
 
 def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-    """Return the fused spec equivalent to ``optimizer_class(params, **kwargs)``.
+    """Return the spec of the fused optimizer that corresponds to ``optimizer_class(params, **kwargs)``.
 
-    Unlike a dense optimizer, a fused one does not touch rows that a batch does not look up: between two
-    lookups of a row, Adam's moments do not decay and weight decay is not applied, while the bias correction
+    Unlike a dense optimizer, a fused optimizer touches only the rows that a batch looks up. Between two
+    lookups of a row, Adam's moments do not decay and weight decay is not applied, but the bias correction
     counts all updates. If every batch looks up every row, the results are equal.
 
     Args:
@@ -83,13 +88,13 @@ def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpe
 def _translate(
     name: str, translation: _Translation, defaults: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> OptimizerSpec:
-    """Build the spec from the torch class's defaults and the given arguments.
+    """Build the spec for a torch optimizer class.
 
     Args:
-        name: Class name for errors.
-        translation: Target spec.
-        defaults: Torch's defaults by argument.
-        kwargs: Given arguments.
+        name: Class name in messages.
+        translation: Spec class to build, and arguments implied by the torch class.
+        defaults: torch's default per argument.
+        kwargs: Arguments given by the user.
 
     Raises:
         ValueError: An argument without a spec field differs from torch's default.
@@ -110,7 +115,11 @@ def _translate(
 
 
 def _from_spec(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> OptimizerSpec:
-    """Build a spec from arguments that may have TorchRec's or FBGEMM's names."""
+    """Build a spec from a spec class, and arguments which may have TorchRec's or FBGEMM's names.
+
+    Raises:
+        ValueError: An argument is unknown or given twice, or the learning rate is missing.
+    """
     fields = inspect.signature(spec).parameters
     arguments: dict[str, Any] = {}
     for key, value in _merge_betas(spec, kwargs).items():
@@ -127,7 +136,7 @@ def _from_spec(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> Optimize
 
 
 def _merge_betas(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the arguments ``beta1`` and ``beta2`` (FBGEMM's form) by ``betas`` (torch's form)."""
+    """Return the arguments, with FBGEMM's ``beta1`` and ``beta2`` merged into torch's ``betas``."""
     fields = inspect.signature(spec).parameters
     joined = dict(kwargs)
     if "betas" in fields and ("beta1" in kwargs or "beta2" in kwargs):
@@ -139,8 +148,8 @@ def _merge_betas(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def _make_spec(spec: type[OptimizerSpec], arguments: dict[str, Any]) -> OptimizerSpec:
-    """Call the spec class, with betas converted from a list."""
-    # Specs are hashable, and JSON configurations have lists.
+    """Call the spec class. A list given for ``betas`` is converted to a tuple."""
+    # JSON configurations have lists, but specs must be hashable.
     if isinstance(arguments.get("betas"), list):
         arguments["betas"] = tuple(arguments["betas"])
     return spec(**arguments)

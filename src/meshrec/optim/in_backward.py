@@ -1,4 +1,4 @@
-"""Choice of the optimizer that updates a parameter in the backward pass."""
+"""Choice of the fused optimizer that updates a parameter in the backward pass, recorded on the parameter."""
 
 import contextlib
 import logging
@@ -29,9 +29,10 @@ _TORCH_CLASSES, _TORCH_ARGUMENTS = "_optimizer_classes", "_optimizer_kwargs"
 def apply_optimizer_in_backward(
     optimizer_class: type, params: Iterable[torch.nn.Parameter], optimizer_kwargs: Mapping[str, Any]
 ) -> None:
-    """Record the optimizer that is to update some parameters in the backward pass.
+    """Choose the optimizer with which the backward pass will update some embedding tables.
 
-    Takes effect when ``meshrec.fuse`` or the sharder processes the parameters.
+    The choice is recorded on the parameters. It takes effect when ``meshrec.fuse`` or the sharder processes
+    them.
 
     Args:
         optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec from
@@ -78,14 +79,15 @@ def apply_optimizer_in_backward(
 
 
 def mark_in_backward(parameter: Tensor, spec: OptimizerSpec) -> None:
-    """Record the optimizer that updates a parameter in the backward pass, for ``in_backward_spec``."""
+    """Record on a parameter the optimizer that updates it in the backward pass; see ``in_backward_spec``."""
     setattr(parameter, _SPEC, spec)
 
 
 def mark_sharded(parameter: Tensor) -> None:
     """Mark a parameter as part of a sharded table, so that its optimizer can no longer be changed.
 
-    From the first call on, each torch optimizer checks its parameters in its first step.
+    From the first call on, every torch optimizer in the process is checked in its first step: an error is
+    raised if it was given tables that the backward pass updates.
     """
     setattr(parameter, _SHARDED, True)
     if not _hooks:
@@ -93,20 +95,21 @@ def mark_sharded(parameter: Tensor) -> None:
 
 
 def accept_fused_parameters() -> None:
-    """Do not raise an error if a torch optimizer is given fused tables, in the whole process.
+    """Allow torch optimizers to be given fused tables, in the whole process. By default this is an error.
 
-    TorchRec programs pass all parameters to the dense optimizer, which skips fused tables because they have
-    no gradient.
+    TorchRec programs pass all parameters to the dense optimizer. It skips fused tables, because they have no
+    gradient.
     """
     global _accepts_fused
     _accepts_fused = True
 
 
 def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Check the sharded tables given to an optimizer. A pre-hook on ``step`` of all torch optimizers.
+    """Check that a torch optimizer was not given tables that the backward pass updates.
 
-    Only the first step of each optimizer is checked. A check in the constructor would be too early: programs
-    may build an optimizer only to save its state.
+    Registered as a pre-hook on ``step`` of all torch optimizers. Checks only the first step of each
+    optimizer. A check in the constructor would be too early: programs may build an optimizer only to save its
+    state.
 
     Args:
         optimizer: Any torch optimizer.
@@ -145,9 +148,9 @@ def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
-    """Return the spec recorded for a parameter, or None.
+    """Return the optimizer that updates a parameter in the backward pass; None if none was chosen.
 
-    The spec may come from ``apply_optimizer_in_backward``, ``fuse``, sharding, or torch's
+    It may have been chosen with ``apply_optimizer_in_backward``, ``fuse``, sharding, or torch's
     ``torch.distributed.optim._apply_optimizer_in_backward``.
 
     Raises:
@@ -190,11 +193,11 @@ def _recorded_optimizers(parameter: Tensor) -> list[str]:
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters to pass to a dense optimizer: those without an optimizer in backward.
+    """Yield the parameters to give to a dense optimizer, that is, all that the backward pass does not update.
 
     Args:
-        named_parameters: Pairs, as from ``module.named_parameters()``.
-        include: Yield the parameters with an optimizer in backward instead.
+        named_parameters: (name, parameter) pairs, as from ``module.named_parameters()``.
+        include: True: yield the parameters that the backward pass updates instead.
     """
     for name, parameter in named_parameters:
         if (hasattr(parameter, _SPEC) or hasattr(parameter, _TORCH_OPTIMIZERS)) == include:

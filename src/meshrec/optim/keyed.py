@@ -1,4 +1,7 @@
-"""Optimizers with state keyed by parameter name, stable under changes in order, groups and sharding plan."""
+"""Optimizers with state dicts keyed by parameter name.
+
+So a saved state still fits if parameters are reordered, regrouped, or sharded by another plan.
+"""
 
 import copy
 import operator
@@ -20,16 +23,17 @@ Closure = Callable[[], float] | None
 
 
 class KeyedOptimizer(torch.optim.Optimizer, ABC):
-    """A torch optimizer with a state_dict keyed by parameter names.
+    """Base class for optimizers with a state dict keyed by parameter names instead of torch's positions.
 
-    Learning-rate schedulers, GradScaler and hooks accept it as a ``torch.optim.Optimizer``. It stores the
-    given params, state and groups without copying, so that a wrapper shares them with the wrapped optimizer.
+    Learning rate schedulers, GradScaler and hooks accept it as a ``torch.optim.Optimizer``. It stores the
+    given params, state and groups without a copy, so a wrapper shares them with the wrapped optimizer.
 
     Args:
         params: Parameters by name.
-        state: State dict per parameter.
-        param_groups: Torch's groups, with ``"params"`` and hyperparameters such as ``"lr"``.
-        parts: (prefix, optimizer) pairs of the combined or wrapped optimizers. Their load hooks run too.
+        state: Optimizer state by parameter; the state is a dict from slot name to value.
+        param_groups: Torch's parameter groups, with ``"params"`` and hyperparameters such as ``"lr"``.
+        parts: (prefix, optimizer) pairs for the optimizers combined or wrapped by this one. Their load hooks
+            also run when this optimizer loads a state dict.
 
     Raises:
         ValueError: ``state`` has a key that is not in ``params``.
@@ -42,7 +46,8 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         param_groups: Sequence[dict[str, Any]],
         parts: Sequence[tuple[str, "KeyedOptimizer"]] = (),
     ) -> None:
-        # torch's constructor would create new groups and state. __setstate__ creates only the hook tables.
+        # torch's constructor would create new groups and state. __setstate__ creates only the dicts for
+        # hooks.
         self.__setstate__({"defaults": {}})
         # Shared with the caller, not copied: CombinedOptimizer passes live views.
         self.params = params
@@ -62,11 +67,14 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
     @property
     @abstractmethod
     def updates_in_backward(self) -> bool:
-        """Whether the backward pass updates some parameters and consumes their gradients."""
+        """Whether the backward pass updates some parameters, which then have no gradients in ``step``."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Always False; raises ValueError if fused tables would make a GradScaler useless."""
+        """Return False.
+
+        Raise ValueError if the backward pass updates tables, which a GradScaler cannot serve.
+        """
         # GradScaler.step reads this first. It would skip parameters whose gradients are already consumed.
         if self.updates_in_backward:
             raise ValueError(
@@ -79,7 +87,11 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Update the parameters. Returns the loss from the closure, or None without one."""
+        """Run the closure if given, then update the parameters with their gradients.
+
+        Returns:
+            The loss returned by the closure; None without a closure.
+        """
 
     @abstractmethod
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -87,7 +99,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create the initial optimizer state of the named parameters, except where state exists.
+        """Create initial optimizer state for some parameters. Parameters with state keep it.
 
         Args:
             names: Parameter names.
@@ -95,12 +107,12 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         """
 
     def drop_state(self, names: Collection[str]) -> None:
-        """Remove the optimizer state of the named parameters. Undoes ``create_state``."""
+        """Remove the optimizer state of the parameters with these names. Undoes ``create_state``."""
         for name in names:
             cast(Any, self.state).pop(self.params[name], None)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state of all trained parameters now. torch would create it in the first step.
+        """Create initial state for all trained parameters now. torch would create it in the first step.
 
         Args:
             sparse_grad_parameter_names: Names of parameters with sparse gradients.
@@ -113,7 +125,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         self._saves_param_groups = save
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"state": {name: {slot: value}}, "param_groups": [...]}``, without copying tensors."""
+        """Return ``{"state": {name: {slot: value}}, "param_groups": [...]}``. Tensors are not copied."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         name_of = {parameter: name for name, parameter in self.params.items()}
@@ -136,10 +148,13 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state_dict of the same parameters by copying into the existing tensors.
+        """Load a state dict for the same parameters. Values are copied into the existing tensors.
 
-        State that does not exist yet is created first. Parameter groups are loaded if present in the
-        state_dict. On error nothing changes.
+        State is created first where it does not exist yet. Parameter groups are loaded if the state dict has
+        them. On error nothing changes.
+
+        Args:
+            state_dict: State dict from a keyed optimizer with the same parameters, in any order.
 
         Raises:
             ValueError: Names, slots, shapes or groups differ.
@@ -171,7 +186,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             post_hook(self)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state_dict matches the present state, without loading it.
+        """Check that a state dict fits the present state, without loading it.
 
         Raises:
             ValueError: Names, slots, shapes or groups differ.
@@ -179,7 +194,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         self._validate(self._apply_load_hooks(state_dict))
 
     def _validate(self, state_dict: Mapping[str, Any]) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-        """Check a state_dict, and return (group, new values) pairs for ``load_state_dict``.
+        """Check a state dict, and pair each parameter group with the saved group to load into it.
 
         Raises:
             ValueError: Names, slots, shapes or groups differ.
@@ -212,16 +227,17 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         return "\n".join(lines)
 
     def _named_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state by parameter name, without parameters that have none."""
+        """Return the optimizer state by parameter name. Parameters without state are left out."""
         state = {name: self.state.get(parameter) for name, parameter in self.params.items()}
         return {name: slots for name, slots in state.items() if slots}
 
     def _apply_load_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state_dict after all load pre-hooks, also those of combined or wrapped optimizers."""
+        """Run all load pre-hooks, also in combined or wrapped optimizers. Return the resulting state dict."""
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, cast(Any, state_dict)) or state_dict
         state = dict(state_dict["state"])
         for prefix, part in self._parts:
+            # A part's hooks see only its own parameters, under their names without the prefix.
             prefixed = {name: full for name in part.params if (full := _prefixed(prefix, name)) in state}
             hooked = part._apply_load_hooks({"state": {name: state[full] for name, full in prefixed.items()}})
             state.update({_prefixed(prefix, name): slots for name, slots in hooked["state"].items()})
@@ -230,7 +246,10 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
     def _match_groups(
         self, new_groups: Sequence[Mapping[str, Any]] | None
     ) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-        """Pair each parameter group with the saved group of the same parameters, in any order.
+        """Pair each parameter group with the saved group for the same parameters, in any order.
+
+        Args:
+            new_groups: Saved groups; None: there is nothing to load.
 
         Raises:
             ValueError: The parameters are grouped differently.
@@ -252,11 +271,11 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """A torch optimizer with state keyed by parameter names.
+    """Keyed optimizer built from any torch optimizer.
 
     Args:
         params: Parameters by name.
-        optim_factory: Builds the optimizer from a list of parameters.
+        optim_factory: Builds the torch optimizer, given a list of parameters.
 
     Example::
 
@@ -307,15 +326,21 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self._params.update(added)
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create initial state by stepping with zero gradients."""
+        """Create initial state with a torch step on zero gradients, which does not change the parameters.
+
+        Args:
+            names: Parameter names.
+            sparse_names: Names of parameters with sparse gradients.
+        """
         create_by_step(self, self._optimizer.step, names, sparse_names)
 
 
 class CombinedOptimizer(KeyedOptimizer):
-    """Several keyed optimizers as a single one. Later changes to their groups and state are visible.
+    """Several keyed optimizers as a single optimizer, which shows their present groups and state.
 
     Args:
-        optims: Optimizers, or (prefix, optimizer) pairs whose parameters are named ``prefix.name``.
+        optims: Optimizers, or (prefix, optimizer) pairs. With a prefix, parameters are called
+            ``prefix.name``.
 
     Raises:
         ValueError: A name or a parameter appears twice.
@@ -348,29 +373,38 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
-        """(prefix, optimizer) pairs."""
+        """The combined optimizers, as (prefix, optimizer) pairs. The prefix may be empty."""
         return self._optims
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether some optimizer updates parameters in the backward pass."""
+        """Whether any combined optimizer updates parameters in the backward pass."""
         return any(optimizer.updates_in_backward for _, optimizer in self._optims)
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Run the closure once, then step every optimizer."""
+        """Run the closure once, then step every optimizer, without a closure."""
         loss = run_closure(closure)
         for _, optimizer in self._optims:
             optimizer.step(None)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError: the target optimizer is ambiguous."""
+        """Not supported, because it is ambiguous which optimizer should get the group.
+
+        Raises:
+            ValueError: Always.
+        """
         raise ValueError(
             "a CombinedOptimizer cannot know which optimizer takes the group. Add it to one of them."
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create state in every optimizer for the parameters it has."""
+        """Create initial state in every optimizer, for the given parameters that it has.
+
+        Args:
+            names: Parameter names with prefixes.
+            sparse_names: Names of parameters with sparse gradients.
+        """
         for prefix, optimizer in self._optims:
             local_names = {_prefixed(prefix, name): name for name in optimizer.params}
             optimizer.create_state(
@@ -379,12 +413,12 @@ class CombinedOptimizer(KeyedOptimizer):
             )
 
     def drop_state(self, names: Collection[str]) -> None:
-        """Remove state in every optimizer for the parameters it has."""
+        """Remove state in every optimizer, for the given parameters that it has."""
         for prefix, optimizer in self._optims:
             optimizer.drop_state([name for name in optimizer.params if _prefixed(prefix, name) in names])
 
     def _all_params(self) -> dict[str, Tensor]:
-        """Return the parameters of all optimizers by prefixed name."""
+        """Return all optimizers' parameters by name with prefix."""
         return {
             _prefixed(prefix, name): parameter
             for prefix, optimizer in self._optims
@@ -393,11 +427,11 @@ class CombinedOptimizer(KeyedOptimizer):
 
 
 class OptimizerWrapper(KeyedOptimizer):
-    """A keyed optimizer that calls functions before and after every step.
+    """Wrapper around a keyed optimizer that calls functions before and after every step.
 
     Args:
         optimizer: Wrapped optimizer. Parameters, state and groups are shared with it.
-        before_step: Called after the closure, when all gradients are complete.
+        before_step: Called after the closure and before the step, when all gradients are complete.
         after_step: Called after the step.
     """
 
@@ -443,16 +477,16 @@ def create_by_step(
     names: Collection[str],
     sparse_names: Collection[str],
 ) -> None:
-    """Create initial optimizer state by a step with zero gradients, and undo all other changes of the step.
+    """Create initial optimizer state by a step with zero gradients, and undo all other effects of this step.
 
     torch creates state only in ``step``. Weight decay is disabled for the step, because it changes weights
     even with zero gradients.
 
     Args:
-        optimizer: Keyed optimizer that has the parameters and state.
+        optimizer: Keyed optimizer with the parameters and state.
         step: Step function of the torch optimizer.
-        names: Names of the parameters to create state for.
-        sparse_names: Names of the parameters with sparse gradients.
+        names: Names of the parameters for which to create state. Parameters with state keep it.
+        sparse_names: Names of parameters with sparse gradients.
     """
     targets = [optimizer.params[name] for name in names if not optimizer.state.get(optimizer.params[name])]
     if not targets:
@@ -497,10 +531,10 @@ def run_closure(closure: Closure) -> float | None:
 
 
 class LiveMapping(Mapping[K, V]):
-    """Read-only mapping that calls a function for its content at every access.
+    """Read-only mapping that calls a function at every access, so it always shows the current content.
 
     Args:
-        content: Returns the current content.
+        content: Function that returns the current content.
     """
 
     def __init__(self, content: Callable[[], Mapping[K, V]]) -> None:
@@ -517,7 +551,7 @@ class LiveMapping(Mapping[K, V]):
 
 
 class _CombinedState(Mapping[Tensor, Any]):
-    """State of several optimizers as one mapping, by parameter. Later changes are visible."""
+    """Read-only view of several optimizers' state as a single mapping, by parameter. Shows later changes."""
 
     def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
         self._optims = optims
@@ -537,10 +571,10 @@ class _CombinedState(Mapping[Tensor, Any]):
 
 
 class LiveGroups(Sequence[dict[str, Any]]):
-    """Parameter groups of several optimizers as one sequence. Later changes are visible.
+    """Read-only view of several optimizers' parameter groups as a single sequence. Shows later changes.
 
     Args:
-        optimizers: Optimizers with the groups.
+        optimizers: Optimizers with the groups, in the order of the sequence.
     """
 
     def __init__(self, optimizers: Sequence[KeyedOptimizer]) -> None:
@@ -558,12 +592,13 @@ class LiveGroups(Sequence[dict[str, Any]]):
 
 
 def _names_in(group: Mapping[str, Any], name_of: Mapping[Tensor, str]) -> list[str]:
-    """Return the names of the parameters in a group. Parameters without a name have no state to save."""
+    """Return the names of the parameters in a group. Parameters without a name are left out."""
+    # For example gradient buffers and signals, which have no state to save.
     return [name_of[parameter] for parameter in group["params"] if parameter in name_of]
 
 
 def _prefixed(prefix: str, name: str) -> str:
-    """Return ``prefix.name``; without a prefix, the name."""
+    """Return ``prefix.name``; with an empty prefix, the name alone."""
     return f"{prefix}.{name}" if prefix else name
 
 

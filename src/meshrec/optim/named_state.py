@@ -1,7 +1,8 @@
-"""Keyed state dicts that ``torch.distributed.checkpoint.state_dict`` can process.
+"""State dicts keyed by parameter name that ``torch.distributed.checkpoint.state_dict`` can process.
 
-torch treats the keys in an optimizer's state as parameter positions, and replaces positions by names. Given
-names, it would replace them by positions. These dicts accept both, and stay keyed by name.
+torch expects an optimizer state dict keyed by parameter position, and converts it in place: on saving from
+positions to names, on loading from names to positions. The dicts here accept assignments under positions and
+names, and stay keyed by name.
 """
 
 from collections import OrderedDict
@@ -10,11 +11,11 @@ from typing import Any
 
 
 class NamedState(dict[Any, Any]):
-    """Optimizer state by parameter name. ``state[i] = x`` assigns to the name of parameter number i.
+    """Optimizer state keyed by parameter name. ``state[i] = x`` with an int assigns to parameter i by name.
 
     Args:
-        state: State by name.
-        names: Name of each parameter, counted over all groups; None for an unnamed parameter.
+        state: Optimizer state by parameter name.
+        names: Name of each parameter, in the order of all groups; None for a parameter without a name.
     """
 
     def __init__(self, state: Mapping[str, Any], names: Sequence[str | None]) -> None:
@@ -30,10 +31,10 @@ class NamedState(dict[Any, Any]):
 
 
 class NamedGroup(dict[str, Any]):
-    """Parameter group with names in ``"params"``. Positions assigned to ``"params"`` are replaced by names.
+    """Parameter group with parameter names in ``"params"``. Assigned positions are replaced by names.
 
     Args:
-        group: Hyperparameters and ``"params"``.
+        group: Hyperparameters, and ``"params"`` with names.
         names: Name of each parameter, as in `NamedState`.
     """
 
@@ -42,6 +43,7 @@ class NamedGroup(dict[str, Any]):
         self._names = names
 
     def __setitem__(self, key: str, value: Any) -> None:
+        # torch assigns the positions of the group's parameters while it converts the state dict.
         if key == "params":
             value = _by_name(value, self._names)
         super().__setitem__(key, value)
@@ -51,10 +53,10 @@ class NamedGroup(dict[str, Any]):
 
 
 def _by_name(params: Iterable[Any], names: Sequence[str | None]) -> list[Any]:
-    """Replace parameter positions by names, and leave names as they are."""
+    """Return a list in which names replace positions (ints). Names stay as they are."""
     return [names[param] if isinstance(param, int) else param for param in params]
 
 
 def _plain(mapping: dict[Any, Any]) -> Any:
-    """Return the ``__reduce__`` value of a plain OrderedDict, which loads without this package."""
+    """Return the ``__reduce__`` result for an equal OrderedDict, which unpickles without this package."""
     return OrderedDict, (), None, None, iter(mapping.items())

@@ -1,9 +1,11 @@
 """Fused optimizer specs: frozen dataclasses, one per update formula.
 
+A fused optimizer is applied by a kernel to the embedding rows that a batch looks up. A *spec* tells the
+formula and the hyperparameters.
+
 In every formula ``g`` is the gradient of a table row, summed over all lookups in the batch, ``w`` is the row,
-and ``t`` is the step, counted from 1. Only rows that a batch looks up are touched. Other rows keep their
-values and state, without decay. Arithmetic and state are fp32; fp16 and bf16 tables are rounded
-stochastically.
+and ``t`` is the number of the update to the table, from 1. Rows that the batch does not look up keep their
+values and state, without decay. Arithmetic and state are fp32; fp16 and bf16 rows are rounded stochastically.
 
 Weight decay: with ``decoupled_weight_decay=False`` (L2), ``g + weight_decay * w`` replaces ``g``. With
 ``True``, ``w *= 1 - lr * weight_decay`` precedes the gradient step, as in Loshchilov and Hutter, "Decoupled
@@ -44,11 +46,12 @@ _RANGES = {
     "momentum": (0, 1, "a number in [0, 1)"),
     "trust_coefficient": _ABOVE_0,
 }
-"""Lower bound, upper bound (excluded) and description of allowed values, where they are not >= 0."""
+"""By hyperparameter: lower bound, upper bound (excluded), and a description of allowed values for messages.
+Hyperparameters not listed must be >= 0."""
 
 
 class StateSlot(NamedTuple):
-    """Name, shape and initial value of one optimizer state tensor of a table, fp32."""
+    """Name, shape and initial value of an fp32 optimizer state tensor that a table needs."""
 
     name: str
     per_row: bool
@@ -56,13 +59,19 @@ class StateSlot(NamedTuple):
     initial_value: float = 0.0
 
     def shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
-        """Return the state shape for a table [num_rows, dim]."""
+        """Return the shape of this state tensor for a table with ``num_rows`` rows and ``dim`` columns."""
         return (num_rows,) if self.per_row else (num_rows, dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
-    """Base class for fused optimizer specs.
+    """Base class for fused optimizer specs. A subclass has a field per hyperparameter.
+
+    Args:
+        lr: Initial learning rate. The fused optimizer's ``param_groups`` hold the current value.
+        weight_decay: Weight decay coefficient; 0: no decay.
+        decoupled_weight_decay: Whether weight decay is applied to the row instead of the gradient; see the
+            module's docstring.
 
     Raises:
         ValueError: A hyperparameter is out of range.
@@ -74,14 +83,13 @@ class OptimizerSpec(ABC):
     """
 
     lr: float
-    """Initial learning rate. The fused optimizer's ``param_groups`` hold the current value."""
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
 
     formula: ClassVar[Formula]
-    """Update formula and the state slots it needs."""
+    """Update formula, with the state tensors that it needs."""
     code: ClassVar[int]
-    """Formula code in the kernels."""
+    """Number of the formula in the kernels."""
 
     def __init_subclass__(cls, kind: OptimizerKind) -> None:
         # The formula is shared with the C++ and Triton kernels, which dispatch on the code.
@@ -105,14 +113,14 @@ class OptimizerSpec(ABC):
                 raise ValueError(f"{type(self).__name__}: {name} must be {allowed}, got {value!r}.")
 
     def state_slots(self) -> tuple[StateSlot, ...]:
-        """Return the state tensors that a table needs, in the order in which the kernels take them."""
+        """Return descriptions of the state tensors that a table needs, in the order of the kernels."""
         return tuple(
             StateSlot(slot.name, slot.per_row, getattr(self, slot.initial) if slot.initial else 0.0)
             for slot in self.formula.slots
         )
 
     def hyper(self, *, lr: float, step: int, seed: int = 0, row_dim: int = 0) -> Tensor:
-        """Return the hyperparameters of one update for the kernels: float64, in the order of ``Hyper``.
+        """Return the hyperparameters of a single update for the kernels: float64, in the order of ``Hyper``.
 
         Args:
             lr: Current learning rate.
@@ -127,12 +135,12 @@ class OptimizerSpec(ABC):
         return torch.frombuffer(self._pack(lr, step, seed, row_dim), dtype=torch.float64)
 
     def _pack(self, lr: float, step: int, seed: int, row_dim: int) -> "array[float]":
-        """Return the values of ``hyper`` as an array; the arguments are those of ``hyper``."""
+        """Return the result of ``hyper``, with the same arguments, as an array instead of a tensor."""
         return array("d", self._initial_hyper._replace(lr=lr, step=step, seed=seed, row_dim=row_dim))
 
     @functools.cached_property
     def _initial_hyper(self) -> Hyper:
-        """Fields of this spec as a ``Hyper``. Cached: only lr, step, seed and row_dim change over updates."""
+        """The spec's fields as a ``Hyper``, cached: updates change only lr, step, seed and row_dim."""
         values = {**vars(self)}
         if "betas" in values:
             values["beta1"], values["beta2"] = values["betas"]
@@ -145,7 +153,7 @@ class OptimizerSpec(ABC):
 
 
 class StepHyper:
-    """Hyperparameters for updates that differ only in the step number, in a reused tensor.
+    """Hyperparameters for successive updates, in a tensor that is reused. Only the step number changes.
 
     Args:
         spec: Optimizer spec.
@@ -160,7 +168,7 @@ class StepHyper:
         self._tensor = torch.frombuffer(self._values, dtype=torch.float64)
 
     def at(self, step: int) -> Tensor:
-        """Return the hyperparameters for ``step``, float64. The next call overwrites the tensor."""
+        """Return the hyperparameters for update ``step``, float64. The next call overwrites the tensor."""
         self._values[_STEP] = step
         return self._tensor
 
@@ -171,7 +179,7 @@ class StepHyper:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec, kind=OptimizerKind.SGD):
-    """Stochastic gradient descent: ``w -= lr * g``. Without momentum, which would move rows not looked up."""
+    """Stochastic gradient descent: ``w -= lr * g``. No momentum, which would move rows not looked up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,10 +316,14 @@ class RowWiseRMSpropAR(OptimizerSpec, kind=OptimizerKind.ROW_WISE_RMSPROP_AR):
 
 
 SPECS: tuple[type[OptimizerSpec], ...] = tuple(OptimizerSpec.__subclasses__())
-"""All fused optimizer specs."""
+"""All fused optimizer spec classes."""
 
 
 def check_seed(seed: int) -> None:
-    """Raise ValueError unless a stochastic rounding seed is in [0, 2^53), the integers exact in float64."""
+    """Check that a stochastic rounding seed is in [0, 2^53). These integers are exact in float64.
+
+    Raises:
+        ValueError: The seed is out of range.
+    """
     if not 0 <= seed < _MAX_SEED:
         raise ValueError(f"seed must be in [0, 2^53), got {seed}.")

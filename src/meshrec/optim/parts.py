@@ -1,4 +1,4 @@
-"""Marks on the parameters of a sharded model, from which gradient norms over all ranks are computed."""
+"""Marks on the parameters of a sharded model, by which gradient clipping computes norms over all ranks."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ _SHARD_INFO = "_meshrec_part"  # attribute on a parameter
 
 
 class ShardInfo(NamedTuple):
-    """How a parameter of a sharded model is distributed.
+    """How a parameter of a sharded model is distributed over ranks.
 
     Attributes:
         group: Ranks over which the model is sharded.
-        is_sharded: True if each rank holds different elements, so that squared norms add up over ranks. False
-            if the parameter is replicated.
+        is_sharded: True if each rank holds different elements of the parameter, so that squared norms add up
+            over ranks. False if every rank holds the same elements (the parameter is replicated).
     """
 
     group: "dist.ProcessGroup"
@@ -22,7 +22,7 @@ class ShardInfo(NamedTuple):
 
 
 def mark_shard(parameter: Tensor, group: "dist.ProcessGroup", *, is_sharded: bool) -> None:
-    """Record how a parameter of a sharded model is distributed.
+    """Record on a parameter how it is distributed over ranks, for `shard_info_of`.
 
     Args:
         parameter: Parameter to mark.
@@ -34,6 +34,6 @@ def mark_shard(parameter: Tensor, group: "dist.ProcessGroup", *, is_sharded: boo
 
 
 def shard_info_of(parameter: Tensor) -> ShardInfo | None:
-    """Return the information recorded by `mark_shard`, or None."""
+    """Return what `mark_shard` has recorded on a parameter; None if it was not called for the parameter."""
     info: ShardInfo | None = getattr(parameter, _SHARD_INFO, None)
     return info

@@ -1,7 +1,7 @@
-"""Functions that save, check and load the optimizer state of one parameter.
+"""Functions that save, check and load the optimizer state of a single parameter.
 
-The state is a dict from slot name, such as ``exp_avg`` in ``torch.optim.Adam``, to a tensor, an object with a
-state dict, or a nested dict.
+The state is a dict from *slot* name, such as ``exp_avg`` in ``torch.optim.Adam``, to a tensor, an object with
+a state dict, or a nested dict.
 """
 
 import copy
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def slots_to_save(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer state of a parameter in the form that is saved.
+    """Return a parameter's optimizer state in the form in which it is saved.
 
-    Objects with a ``state_dict`` method are replaced by their state dicts, also in nested dicts. Tensors are
-    not copied.
+    Objects with a ``state_dict`` method are replaced by their state dicts, also inside nested dicts. Tensors
+    are not copied.
     """
     return {
         slot: slots_to_save(value)
@@ -28,18 +28,19 @@ def slots_to_save(slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Load saved optimizer state into the existing state of a parameter. Call `check_slots` first.
+    """Load saved optimizer state into a parameter's existing state. Call `check_slots` before.
 
     Tensors, dicts and objects with a state dict are filled in place. Other values are replaced by copies.
 
     Args:
-        slots: Existing state, modified.
-        new_slots: State to load.
+        slots: Existing state, changed in place.
+        new_slots: Saved state, in the form returned by `slots_to_save`.
     """
     for slot, value in new_slots.items():
         present = slots[slot]
         if value is present:
-            continue  # the checkpoint reader has filled this tensor in place
+            # The checkpoint reader has already filled this tensor in place.
+            continue
         if isinstance(present, dict):
             fill_slots(present, value)
         elif _is_stateful(present):
@@ -56,17 +57,17 @@ def fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Return whether an object has ``state_dict`` and ``load_state_dict``."""
+    """Return whether an object has the methods ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Check that saved optimizer state fits the existing state of a parameter.
+    """Check that saved optimizer state fits a parameter's existing state, without loading it.
 
     Args:
-        name: Parameter name for error messages.
+        name: Parameter name in messages.
         slots: Existing state.
-        new_slots: State to load.
+        new_slots: Saved state, in the form returned by `slots_to_save`.
 
     Raises:
         ValueError: Slots, types or shapes differ.
@@ -83,7 +84,8 @@ def check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any
             check_slots(f"{name}.{slot}", value, new_value)
             continue
         if _is_stateful(value):
-            continue  # load_state_dict checks
+            # The object's own load_state_dict checks the value.
+            continue
         if isinstance(value, Tensor) != isinstance(new_value, Tensor):
             raise ValueError(
                 f"{slot!r} of {name!r} is a {type(value).__name__} here and a {type(new_value).__name__} "

@@ -1,4 +1,8 @@
-"""Table names that are unique in a model: the config's name, or ``path.name`` if several modules use it."""
+"""Unique names for the tables in a model.
+
+Several modules may have a table with the same name in its config. Such a table is called ``path.name``, with
+the module's path in the model; other tables keep the name in the config.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -9,8 +13,8 @@ T = TypeVar("T")
 def full_names(tables: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str]:
     """Return the unique name of each table, keyed by (module path, config name).
 
-    A name that only one module uses stays as it is; otherwise the unique name is ``path.name``:
-    ``{"a": ["t", "u"], "b": ["t"]}`` gives a.t, u and b.t.
+    A name that only one module uses stays as it is. Otherwise the unique name is ``path.name``. For example,
+    ``{"a": ["t", "u"], "b": ["t"]}`` gives the names a.t, u and b.t.
 
     Args:
         tables: Table names by module path.
@@ -24,10 +28,10 @@ def full_names(tables: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str
 
 
 def by_full_name(options: Mapping[str, T], tables: Mapping[str, Sequence[str]], subject: str) -> dict[str, T]:
-    """Return per-table options keyed by unique table name; see ``full_names``.
+    """Return the given options keyed by unique table name; see ``full_names``.
 
     Args:
-        options: Options by config name or ``path.name``.
+        options: An option per table, keyed by config name (if unique) or ``path.name``.
         tables: Table names by module path.
         subject: Start of error messages, such as "constraints name".
 
@@ -56,10 +60,10 @@ def by_full_name(options: Mapping[str, T], tables: Mapping[str, Sequence[str]], 
 def by_module(
     options: Mapping[str, T], tables: Mapping[str, Sequence[str]], subject: str
 ) -> dict[str, dict[str, T]]:
-    """Return per-table options keyed by module path, then by config name; see ``by_full_name``.
+    """Return the given options keyed by module path, then by config name; see ``by_full_name``.
 
     Args:
-        options: Options by config name or ``path.name``.
+        options: An option per table, keyed by config name (if unique) or ``path.name``.
         tables: Table names by module path.
         subject: Start of error messages.
 
@@ -74,7 +78,7 @@ def by_module(
 
 
 def _owners(tables: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return, for each table name, the paths of the modules that have such a table."""
+    """Return the paths of the modules that have a table with a name, by table name."""
     owners: dict[str, list[str]] = {}
     for path, names in tables.items():
         for name in names:
@@ -83,5 +87,5 @@ def _owners(tables: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _joined(path: str, name: str) -> str:
-    """Return ``path.name``; for the root module, the name."""
+    """Return ``path.name``; for the root module, whose path is empty, the name alone."""
     return f"{path}.{name}" if path else name
