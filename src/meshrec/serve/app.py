@@ -29,7 +29,7 @@ _MAX_BYTES = 1 << 20
 
 
 class ChangeAllWorkers(Protocol):
-    """Type of a function that loads or unloads a model in every worker process."""
+    """Type of a function which loads or unloads a model in every worker process."""
 
     async def __call__(self, action: str, model: str, delta: int | None = None) -> None:
         """Load or unload a model.
@@ -49,12 +49,12 @@ class Routes:
 
     Args:
         repository: models of this process.
-        metrics: metrics of the server.
-        change_all: function that loads or unloads a model in every worker process.
-        refusal: function that returns why the server refuses scoring requests now, or None if it accepts
+        metrics: server metrics.
+        change_all: function which loads or unloads a model in every worker process.
+        refusal: function which returns why the server refuses scoring requests now, or None if it accepts
             them.
         admin: whether requests may load and unload models.
-        hosts: allowed ``Host`` names for requests that load or unload models. None: such requests are not
+        hosts: allowed ``Host`` names for requests which load or unload models. None: such requests are not
             checked for their origin, because clients must send a token.
     """
 
@@ -242,7 +242,7 @@ async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any
 
     Args:
         http: request.
-        allowed: field names that the body may have.
+        allowed: field names which the body may have.
 
     Raises:
         RequestError: the body is not a JSON object, or has a field outside ``allowed``.
@@ -277,7 +277,7 @@ def _checked_names(given: Mapping[str, Any], allowed: Sequence[str], kind: str) 
 
 
 async def _answer_refusal(_: HttpRequest, error: Exception) -> Response:
-    """Return the response to a request that raised a `RequestError`, with the status and headers in it."""
+    """Return the response to a request which raised a `RequestError`, with the status and headers in it."""
     assert isinstance(error, RequestError)
     return JSONResponse({"error": str(error)}, error.status, error.headers)
 

@@ -30,7 +30,7 @@ class VersionedScores(NamedTuple):
 
 
 Score = Callable[[Request], VersionedScores]
-"""Function that computes the scores of a request, or of several concatenated requests."""
+"""Function which computes the scores of a request, or of several concatenated requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Limits:
     """Maximum samples per batch. Larger requests are computed in pieces, interleaved with other requests."""
     max_wait_ms: float = 0.0
     """Milliseconds that a request may wait for other requests while the model is idle. With 0, a batch has
-    the requests that arrived during the previous batch.
+    the requests which arrived during the previous batch.
     """
     max_queue: int = 1024
     """Maximum number of waiting requests; further requests get status 503."""
@@ -73,7 +73,7 @@ class _QueuedRequest(NamedTuple):
         request: samples to score.
         deadline: ``time.monotonic`` time after which the request is dropped.
         since: ``time.monotonic`` time when the request entered the queue.
-        answer: future that gets the scores or an exception. It is cancelled if the client disconnects.
+        answer: future which gets the scores or an exception. It is cancelled if the client disconnects.
     """
 
     request: Request
@@ -83,13 +83,13 @@ class _QueuedRequest(NamedTuple):
 
 
 class Batcher:
-    """Request queue of a model, with a thread that scores one batch at a time. Used by a single event loop.
+    """Request queue of a model, with a thread which scores one batch at a time. Used by a single event loop.
 
     A handler takes a queue position before it parses the body: ``with batcher: scores = await
     batcher(request)``. If scoring a batch fails, the requests are scored individually.
 
     Args:
-        score: function that scores a request; called in the thread.
+        score: function which scores a request; called in the thread.
         limits: batch and queue limits.
         observe: function to call with measurements after every batch.
     """
@@ -297,7 +297,7 @@ class Batcher:
         """Update the averages, start the next batch, and answer the requests. Runs in the event loop.
 
         Args:
-            batch: requests that were scored.
+            batch: requests which were scored.
             began: ``time.monotonic`` time when scoring started.
             future: finished future with the result of `_scores`.
         """

@@ -30,11 +30,11 @@ _SIZE = struct.Struct("<Q")
 _SOCKET = 3
 _PROGRAM = "from meshrec.serve.child import run_child; run_child()"
 Work = Callable[[socket.socket], None]
-"""Function that a child runs: it answers requests from the socket until the socket is closed."""
+"""Function which a child runs: it answers requests from the socket until the socket is closed."""
 
 
 class Child:
-    """Child process that answers requests one by one, until the parent exits.
+    """Child process which answers requests one by one, until the parent exits.
 
     In a single-threaded process, the constructor forks the child. In other processes the caller must call
     `start` before the first `ask`.
@@ -74,7 +74,7 @@ class Child:
         self._socket = here
 
     def ask(self, *question: Any) -> Any:
-        """Send objects to the child, and wait for the object that it sends back.
+        """Send objects to the child, and wait for the object which it sends back.
 
         Raises:
             EOFError: the child ended. Call `start` to replace it.
@@ -106,7 +106,7 @@ def run_child() -> None:
 
 
 def _has_other_threads() -> bool:
-    """Return whether this process has threads that would be missing in a fork."""
+    """Return whether this process has threads which would be missing in a fork."""
     tasks = Path("/proc/self/task")
     if threading.active_count() > 1 or not tasks.is_dir():
         return True

@@ -173,8 +173,8 @@ class Connections:
         """Return the connection to close first, or None if all of them wait for a single answer.
 
         First choice: a connection with an incomplete request or an unread answer, for the longest time.
-        Second: the connection that has been idle longest. Last: a connection that waits for several pipelined
-        answers, because the client must resend these requests.
+        Second: the connection which has been idle longest. Last: a connection which waits for several
+        pipelined answers, because the client must resend these requests.
         """
         slowest: Connection | None = None
         last = {IDLE: 1, ANSWERS: 2}
@@ -328,7 +328,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Handle a client that closed the sending side, but may still wait for answers.
+        """Handle a client which closed the sending side, but may still wait for answers.
 
         Returns:
             True if the connection stays open until the answers are sent.

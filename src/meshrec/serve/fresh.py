@@ -1,6 +1,6 @@
 """Keep the weights of a served model fresh, by applying deltas.
 
-A delta is a set of changed table rows and weights that a training run publishes in a folder. Deltas have
+A delta is a set of changed table rows and weights which a training run publishes in a folder. Deltas have
 ascending numbers.
 """
 
@@ -140,7 +140,7 @@ class Deltas:
             _log.error("%s: %s", self._folder, reason, exc_info=None if is_expected else error)
 
     def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
-        """Yield functions that together apply a delta. Call each of them while no batch is computed.
+        """Yield functions which together apply a delta. Call each of them while no batch is computed.
 
         A function writes up to `ROWS_AT_A_TIME` rows. Batches computed between two calls see a partly applied
         delta. `freshness` has the delta's number after the last call.
@@ -240,8 +240,8 @@ class Deltas:
             delta: changed weights.
 
         Raises:
-            DeltaError: the package has weights that were computed from trained weights. A delta cannot change
-                them.
+            DeltaError: the package has weights which were computed from trained weights. A delta cannot
+                change them.
         """
         if self._names is None:
             return record, delta
@@ -385,7 +385,7 @@ def _last_published(about: Mapping[str, Any]) -> Published | None:
 
 
 def apply_deltas(deltas: Deltas) -> None:
-    """Apply all deltas that are available now. No batch may be running."""
+    """Apply all deltas which are available now. No batch may be running."""
     while (next_delta := deltas.next()) is not None:
         with torch.no_grad():
             for portion in deltas.portions(*next_delta):

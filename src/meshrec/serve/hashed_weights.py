@@ -3,10 +3,10 @@
 [Note: serving a hashed table] A hashed table maps any int64 ID to a 64-bit key, and has rows only for
 admitted IDs. In a served package, an ID is in one of two places:
 
-- IDs that were in the table at export keep their row in ``weight``. A delta overwrites the row, in memory
+- IDs which were in the table at export keep their row in ``weight``. A delta overwrites the row, in memory
   private to this worker. If training evicts the ID, its row becomes the initial row, which is also what a
   lookup returns for an ID that the table does not have.
-- IDs that training admits later get a row in ``added_rows``. ``added`` [2, m] has their keys, ascending, and
+- IDs which training admits later get a row in ``added_rows``. ``added`` [2, m] has their keys, ascending, and
   the row index per key. An eviction removes the key from ``added``, and the row is used again.
 """
 
@@ -52,13 +52,13 @@ class HashedWeights:
         return int(self._formula["max_rows"])
 
     def portions(self, ids: Tensor, rows: Tensor, evicted: Tensor, step: int) -> Iterator[Callable[[], None]]:
-        """Yield functions that together write changed rows and remove evicted IDs. Call them in order.
+        """Yield functions which together write changed rows and remove evicted IDs. Call them in order.
 
         Args:
             ids: changed IDs, int64 [U], ascending.
             rows: new rows of these IDs, quantized if the table is.
             evicted: evicted IDs, int64, disjoint from ``ids``.
-            step: maximum rows that a function writes in place.
+            step: maximum rows which a function writes in place.
         """
         seed = self._formula["seed"]
         # Evictions come first, so that added IDs can use the freed rows.
@@ -77,7 +77,7 @@ class HashedWeights:
     def _write_portions(
         self, target: Tensor, indices: Tensor, rows: Tensor, step: int
     ) -> Iterator[Callable[[], None]]:
-        """Yield functions that write ``rows`` to ``target[indices]``, up to ``step`` rows each."""
+        """Yield functions which write ``rows`` to ``target[indices]``, up to ``step`` rows each."""
         for part, values in zip(indices.split(step), rows.split(step), strict=True):
             yield lambda part=part, values=values: target.index_copy_(0, part, values)  # type: ignore[misc]
 
@@ -89,7 +89,7 @@ class HashedWeights:
         self._weights[f"{self._prefix}added"] = added[:, stays].contiguous()
 
     def _add_rows(self, keys: Tensor, rows: Tensor) -> None:
-        """Write rows of IDs that are not in the package. A new ID gets a freed row, or a row at the end.
+        """Write rows of IDs which are not in the package. A new ID gets a freed row, or a row at the end.
 
         Args:
             keys: keys of the IDs, int64, ascending.

@@ -101,7 +101,7 @@ class HistoryCache:
         """
         values, width = values_NF.tobytes(), values_NF[:1].nbytes
         if prefix is not None:
-            # The longer entry serves every request that the prefix would, as histories only grow.
+            # The longer entry serves every request which the prefix would, as histories only grow.
             self._drop(values[: prefix.num_items * width], width)
         self._drop(values, width)
         if _entry_bytes(values, rows) > self._max_bytes:
@@ -134,7 +134,7 @@ class IncrementalScores:
     """Computes query vectors, with a KV cache for the histories of earlier requests. Not thread-safe.
 
     Args:
-        predictor: predictor of a model that supports a KV cache (`Predictor.incremental` is not None).
+        predictor: predictor of a model which supports a KV cache (`Predictor.incremental` is not None).
         max_bytes: limit on the cache size.
     """
 
@@ -181,7 +181,7 @@ class IncrementalScores:
         return advanced.query_BV.numpy(), CacheCounts(hits, misses, self._cache.num_bytes)
 
     def _rows_of(self, prefixes: list[CachedPrefix | None]) -> TokenCache:
-        """Return the cache entries for all histories in a batch as one `TokenCache`.
+        """Return the cache entries for all histories in a batch as a single `TokenCache`.
 
         The entry of a single history is not copied, because its tensor may have unused room for new items.
 

@@ -105,7 +105,7 @@ class Metrics:
             self._latency_of(model).observe(seconds)
 
     def count_refusal(self, status: int) -> None:
-        """Count a connection that was refused with an HTTP status."""
+        """Count a connection which was refused with an HTTP status."""
         self._refused.labels(status).inc()
 
     def record_batch(self, model: str, batch: BatchMetrics) -> None:

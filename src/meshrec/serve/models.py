@@ -32,7 +32,7 @@ _MAX_DELTA_POLL_SECONDS = 5.0  # while a delta is unusable: a retry may read all
 
 
 class ModelChange(NamedTuple):
-    """Last change of a model that a client requested, which a restarted worker must repeat.
+    """Last requested change of a model, which a restarted worker must repeat.
 
     Attributes:
         action: ``load`` or ``unload``.
@@ -44,7 +44,7 @@ class ModelChange(NamedTuple):
 
 
 class FailedLoad(NamedTuple):
-    """Load of a model that failed, and is to be retried.
+    """Failed load of a model, to be retried later.
 
     Attributes:
         name: model name.
@@ -77,18 +77,18 @@ class OpenOptions(NamedTuple):
 
 
 class ServedModel:
-    """A loaded version of a model: predictor, request queue, and the deltas that change the weights.
+    """A loaded version of a model: predictor, request queue, and the deltas which change the weights.
 
     Args:
         name: model name.
         predictor: predictor of the package.
         limits: batch and queue limits.
-        metrics: metrics of the server.
+        metrics: server metrics.
         deltas: reader of the delta folder; None: the weights stay as exported.
         keep_histories: see `ServerOptions`.
 
     Attributes:
-        signature: inputs and outputs of the model.
+        signature: the model's inputs and outputs.
         about: information about the weights from the export, such as run and step.
         is_compiled: whether the predictor uses the compiled program.
         batcher: request queue.
@@ -142,7 +142,7 @@ class ServedModel:
         self._reports_cache = True
 
     def apply_available_deltas(self) -> None:
-        """Apply all deltas that are available now. Call before the model answers requests."""
+        """Apply all deltas which are available now. Call before the model answers requests."""
         if self._deltas is not None:
             apply_deltas(self._deltas)
 
@@ -218,7 +218,7 @@ class Repository:
     Args:
         folders: package folders by model name.
         limits: batch and queue limits of every model.
-        metrics: metrics of the server.
+        metrics: server metrics.
         opening: options for opening packages.
         trial: child process in which every package is loaded first.
         deltas: folders with deltas to follow, by model name.
@@ -277,7 +277,7 @@ class Repository:
         return None
 
     def get(self, name: str, version: str | None = None) -> ServedModel:
-        """Return a model that can answer requests.
+        """Return a model which can answer requests.
 
         Args:
             name: model name.
@@ -399,7 +399,7 @@ class Repository:
 
         Args:
             failed: result of `load_all`.
-            stop: event that ends the retries.
+            stop: event which ends the retries.
         """
         for pause in _RETRY_PAUSES:
             if not failed:
@@ -482,7 +482,7 @@ class Repository:
             self._served[name] = served
         self._reasons[name] = reason if served is None else ""
         if old is not None:
-            # In the background: requests that the old version has admitted are still answered.
+            # In the background: requests which the old version has admitted are still answered.
             leaving = asyncio.create_task(old.batcher.drain())
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
@@ -517,7 +517,7 @@ def _make_incremental_scores(name: str, predictor: Predictor, max_bytes: int) ->
 
 
 def _unreached_error(until: int, served: ServedModel) -> ValueError:
-    """Return the error for a rollback to a delta that cannot be reached.
+    """Return the error for a rollback to a delta which cannot be reached.
 
     Args:
         until: number of the requested delta.

@@ -137,7 +137,7 @@ def _sample(signature: Signature) -> dict[str, Any]:
 
 
 def _value(kind: str, is_boolean: bool) -> dict[str, Any]:
-    """Return the JSON schema of the values in a raw data column.
+    """Return the JSON schema for values in a raw data column.
 
     Args:
         kind: kind of values, such as ``integer`` or ``list of string``; see `RawValues.kinds`.

@@ -33,7 +33,7 @@ from meshrec.serve.requests import (
 from meshrec.serve.samples import read_json
 
 VALUES, LENGTHS = ".values", ".lengths"
-"""Name suffixes of the two inputs of a feature: IDs of all samples, and number of IDs per sample."""
+"""Name suffixes of the two inputs for a feature: the IDs for all samples, and ID count per sample."""
 RAW = "raw."
 """Name prefix of raw inputs."""
 TEXTS = "BYTES"
@@ -129,7 +129,7 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
     Args:
         body: JSON, optionally followed by binary tensors.
         header_length: value of the header `HEADER_LENGTH`; None: the whole body is JSON.
-        signature: inputs and outputs of the model.
+        signature: the model's inputs and outputs.
 
     Raises:
         RequestError: the body violates the protocol, or does not match the model.
@@ -172,8 +172,8 @@ def _request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> R
 
     Args:
         arrays: input arrays by input name.
-        shares: whether all samples share the inputs that have a single row.
-        signature: inputs and outputs of the model.
+        shares: whether all samples share the inputs which have a single row.
+        signature: the model's inputs and outputs.
     """
     values = {f: arrays[f + VALUES] for f in signature.features if f + VALUES in arrays}
     lengths = {f: arrays[f + LENGTHS] for f in signature.features if f + LENGTHS in arrays}
@@ -208,7 +208,7 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
     Args:
         arrays: values by input name.
         shares: whether all samples share the columns that have a single value.
-        signature: inputs and outputs of the model.
+        signature: the model's inputs and outputs.
     """
     assert signature.raw is not None
     columns, missing = {}, []
@@ -243,11 +243,11 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
 
 
 def _split_lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
-    """Split the flat values of a list column into a list per sample.
+    """Split a list column's flat values into a list per sample.
 
     Args:
         name: column name, for errors.
-        values: values of all samples.
+        values: values for all samples.
         lengths: number of values per sample, int64 [B].
     """
     if (lengths < 0).any() or lengths.sum() != len(values):
@@ -349,7 +349,7 @@ def _next_binary(
 
 
 class _InputSpec(NamedTuple):
-    """Input tensor that a model accepts.
+    """Input tensor which a model accepts.
 
     Attributes:
         datatype: protocol datatype which the model's metadata reports.
@@ -366,7 +366,7 @@ class _InputSpec(NamedTuple):
 
 @functools.lru_cache(16)
 def _allowed_inputs(signature: Signature) -> dict[str, _InputSpec]:
-    """Return all inputs that a request to this model may have, by input name."""
+    """Return all inputs which a request to this model may have, by input name."""
     whole = {datatype for datatype in _DTYPES if "INT" in datatype}
     takes = {"INT32": whole, "INT64": whole, "FP32": {*_DTYPES} - {"BOOL"}, "FP64": {*_DTYPES} - {"BOOL"}}
     allowed = {}
@@ -409,7 +409,7 @@ def _check_datatype(datatype: Any, content_type: Any, expected: _InputSpec, name
 
 
 def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[Any]:
-    """Convert the JSON data of an input to a flat array, with dtype object if values are strings or null.
+    """Convert an input's JSON data to a flat array, with dtype object if values are strings or null.
 
     Args:
         data: numbers, strings or booleans, flat or in nested lists.
@@ -461,7 +461,7 @@ def _numeric_array(data: list[Any], datatype: str, name: str) -> NDArray[Any]:
 
 
 def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[Any]:
-    """Convert the bytes of a binary tensor to a flat array: numbers, or strings with 4-byte lengths before
+    """Convert binary tensor data to a flat array: numbers, or strings with 4-byte lengths before
     them.
     """
     if (sent := _DTYPES.get(datatype)) is not None:

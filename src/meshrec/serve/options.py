@@ -15,7 +15,7 @@ class ConnectionLimits:
     """Limits on connections and unfinished requests, for every server process.
 
     A client is an IPv4 address or a 64-bit IPv6 network. Above a limit on connections, the server closes the
-    connection with the request that has been incomplete longest. Without such a request, it refuses the new
+    connection with the request which has been incomplete longest. Without such a request, it refuses the new
     connection.
     """
 
@@ -81,7 +81,7 @@ class ServerOptions:
     """Copy weights to every worker's memory, instead of mapping files shared by all workers."""
     keep_histories: int = 0
     """Size of the KV cache for user histories in bytes, per worker and model; 0: no cache. Only next-item
-    models that support such a cache use it.
+    models which support such a cache use it.
     """
     tls_cert: Path | None = None
     """PEM file of a certificate; enables HTTPS."""

@@ -1,6 +1,6 @@
 """Messages between a worker and the parent process, which forwards model changes to all workers.
 
-A worker that gets a request to load or unload a model sends it to the parent with a ticket. The parent sends
+A worker which gets a request to load or unload a model sends it to the parent with a ticket. The parent sends
 the change to all workers as a task, waits for their outcomes, and answers the ticket. See ``workers.py``.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from meshrec.serve.requests import RequestError
 
 Change = Callable[[str, str, int | None], Awaitable[None]]
-"""Function that applies a change in this process, given the action, the model name and the last delta."""
+"""Function which applies a change in this process, given the action, the model name and the last delta."""
 
 
 class Peers:
@@ -28,7 +28,7 @@ class Peers:
         index: index of this worker.
 
     Attributes:
-        is_replacement: whether this worker replaces a worker that ended. It then accepts connections only
+        is_replacement: whether this worker replaces a worker which ended. It then accepts connections only
             after it has loaded all models, because the other workers already answer requests.
     """
 
@@ -74,7 +74,7 @@ class Peers:
 
         Args:
             loop: event loop of the worker.
-            change: function that applies a change in this worker.
+            change: function which applies a change in this worker.
         """
 
         def on_message() -> None:

@@ -109,7 +109,7 @@ def read(reading: Body, signature: Signature) -> InferRequest:
 
     Args:
         reading: body, and the protocol that it follows.
-        signature: inputs and outputs of the model.
+        signature: the model's inputs and outputs.
 
     Raises:
         RequestError: the body violates the protocol, or does not match the model.

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 class RequestError(ValueError):
-    """Error for a request that the server refuses. The message goes to the client.
+    """Error for a request which the server refuses. The message goes to the client.
 
     Attributes:
         status: HTTP status of the response.
@@ -68,7 +68,7 @@ class Request(NamedTuple):
     Attributes:
         dense: dense values, float32 [B, D].
         values: for every feature, the IDs, int64 [N], sample by sample.
-        lengths: for every feature, the number of IDs per sample, int64 [B].
+        lengths: for every feature, the ID count per sample, int64 [B].
         group: if samples share inputs: the row of every sample in the shared inputs, int64 [B]. Shared inputs
             have R rows instead of B. For example [0, 0, 1]: samples 0 and 1 share row 0. None: samples share
             nothing.
@@ -102,7 +102,7 @@ class InferRequest(NamedTuple):
 
 
 class RequestSplitter:
-    """Cuts pieces from a request that has too many samples for a batch.
+    """Cuts pieces from a request which has too many samples for a batch.
 
     Args:
         request: the whole request.
@@ -149,13 +149,13 @@ def check_request(
 ) -> Request:
     """Check the arrays of a request, and build a `Request` with the features in model order.
 
-    Shared inputs that the model cannot take once are repeated for every sample.
+    Shared inputs which the model cannot take once are repeated for every sample.
 
     Args:
-        signature: inputs and outputs of the model.
+        signature: the model's inputs and outputs.
         dense: dense values, float32 [B, D]; None is allowed for a model without dense columns.
         values: IDs by feature, int64 [N], sample by sample.
-        lengths: number of IDs per sample by feature, int64 [B].
+        lengths: ID count per sample by feature, int64 [B].
         shared: features (or "dense") that are given once for all samples, with a single length or row.
         num_samples: B, if it cannot be derived from the arrays.
 
@@ -214,7 +214,7 @@ def encoded_request(
     Args:
         per_sample: values by column, one per sample.
         shared: values by column, a single value for all samples.
-        signature: inputs and outputs of a model that accepts raw values.
+        signature: inputs and outputs for a model which accepts raw values.
 
     Raises:
         RequestError: a value has the wrong type, or training would reject it as damaged.

@@ -59,7 +59,7 @@ def read_samples(body: bytes, signature: Signature) -> Request:
 
     Args:
         body: request body.
-        signature: inputs and outputs of the model.
+        signature: the model's inputs and outputs.
 
     Raises:
         RequestError: the body has another form. The message has the sample and the feature.
@@ -116,9 +116,9 @@ def _check_names(
 
     Args:
         samples: JSON values of the samples.
-        required: names that every sample must have.
+        required: names which every sample must have.
         common: shared values by name.
-        signature: inputs and outputs of the model.
+        signature: the model's inputs and outputs.
     """
     names = set(required)
     for number, sample in enumerate(samples):
@@ -153,7 +153,7 @@ def _parse_dense(rows: Sequence[Any], num_dense: int) -> Floats:
 
 
 def _parse_ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, Ints]:
-    """Return the IDs of a feature, int64 [N], and the number of IDs per sample, int64 [B].
+    """Return the IDs of a feature, int64 [N], and the ID count per sample, int64 [B].
 
     Args:
         name: feature name.

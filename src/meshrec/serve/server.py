@@ -28,14 +28,14 @@ from meshrec.serve.trial import PackageTrial, WarmUp
 
 
 class Server:
-    """HTTP server that answers requests in this process.
+    """HTTP server which answers requests in this process.
 
     Args:
         models: package folders by model name.
-        options: options of the server.
+        options: server options.
         bound: result of `listen`; closed at the end.
         peers: connection to the other workers; None if this is the only process.
-        changes: last change per model that clients requested before this worker started.
+        changes: last requested change per model, before this worker started.
 
     Attributes:
         repository: models of this process.
@@ -203,7 +203,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn server that answers all received requests before it ends, which uvicorn itself does not.
+    """uvicorn server which answers all received requests before it ends, which uvicorn itself does not.
 
     Args:
         config: uvicorn configuration.

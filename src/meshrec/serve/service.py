@@ -49,7 +49,7 @@ class ScoreRequest(NamedTuple):
 
 
 class ScoreResult(NamedTuple):
-    """Scores of a request, and the model that computed them.
+    """Scores of a request, and the model which computed them.
 
     Attributes:
         infer: parsed request.
@@ -69,7 +69,7 @@ class ScoreResult(NamedTuple):
 
 
 class WaitingBytes(Protocol):
-    """Memory limit for requests that wait for an answer. `Connections` implements it."""
+    """Memory limit for requests which wait for an answer. `Connections` implements it."""
 
     def reserve(self, num_bytes: int, /) -> str | None:
         """Reserve memory for a request. Return None, or the reason for refusing the request."""
@@ -81,7 +81,7 @@ class WaitingBytes(Protocol):
 class ScoringService:
     """Scores requests from any transport.
 
-    A request that cannot be answered in time is refused before the body is read.
+    A request which cannot be answered in time is refused before the body is read.
 
     Args:
         repository: models of this process.
@@ -97,7 +97,7 @@ class ScoringService:
         """Count a request in the metrics, by model and outcome, when the context ends.
 
         Args:
-            requested: model that the client asks for.
+            requested: model which the client asks for.
 
         Yields:
             ``time.monotonic`` time when the request arrived.
@@ -152,7 +152,7 @@ class ScoringService:
 
         Args:
             requested: model and outputs that the client asks for.
-            read: function that parses the body, given the model's inputs and outputs.
+            read: function which parses the body, given the model's inputs and outputs.
             num_bytes: bytes of the body, for which the transport has already reserved memory.
             began: ``time.monotonic`` time when the request arrived.
             deadline: ``time.monotonic`` time after which the answer is useless.
@@ -180,7 +180,7 @@ class ScoringService:
         return ScoreResult(infer, served.name, scored.version, served.signature.outputs, scores, best)
 
     def _served(self, requested: ScoreRequest) -> ServedModel:
-        """Return the model that a request names, or the only model if it names none."""
+        """Return the model which a request names, or the only model if it names none."""
         if requested.model is None:
             return self._repository.get_only()
         return self._repository.get(requested.model, requested.version)

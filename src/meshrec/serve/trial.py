@@ -1,8 +1,8 @@
 """Trial load: a child process loads a package and scores samples with it, before the server does.
 
 Damage without a failing checksum (as with ``--no-verify``), or a program compiled for another machine, may
-crash the process that loads the package. So a child loads it first. The server refuses a package that crashes
-the child.
+crash the process which loads the package. So a child loads it first. The server refuses a package which
+crashes the child.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from meshrec.serve.samples import read_samples
 _SECONDS = 300.0
 # Maximum bytes of a trial's report.
 _MAX_BYTES = 1 << 16
-# Report of a trial that passed.
+# Report of a trial which passed.
 _PASSED = b"passed"
 # Signals sent by other processes, or by the kernel when memory is short.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 Open = Callable[[CheckedPackage], Predictor]
-"""Function that loads a package."""
+"""Function which loads a package."""
 
 
 class WarmUp(NamedTuple):
@@ -97,10 +97,10 @@ def compute_scores(predictor: Predictor, request: Request) -> Floats:
 
 
 class PackageTrial:
-    """Child process that tries to load packages, one at a time.
+    """Child process which tries to load packages, one at a time.
 
     Args:
-        open_package: module-level class or function that opens a package like the server will.
+        open_package: module-level class or function which opens a package like the server will.
     """
 
     def __init__(self, open_package: Open) -> None:
@@ -146,7 +146,7 @@ def _trial_failure(
     """Load a package and score the warm-up samples in a forked process.
 
     Args:
-        open_package: function that opens the package.
+        open_package: function which opens the package.
         package: package to try.
         warm_up: samples to score.
         seconds: maximum duration.
@@ -183,7 +183,7 @@ def _trial_failure(
 
 
 def _interruption_message(package: CheckedPackage, how: str) -> str:
-    """Return the message for a trial that failed for reasons outside the package.
+    """Return the message for a trial which failed for reasons outside the package.
 
     Args:
         package: the package.

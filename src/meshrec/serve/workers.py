@@ -1,4 +1,5 @@
-"""Worker processes that accept connections from the same socket, and the parent process that supervises them.
+"""Worker processes that accept connections from the same socket, and the parent process which supervises
+them.
 
 The parent starts the workers, forwards signals and model changes to all of them, and replaces workers that
 end. For the messages between worker and parent, see ``peers.py``.
@@ -44,7 +45,7 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
 
     Args:
         models: package folders by model name.
-        options: options of the server.
+        options: server options.
         workers: number of processes. They share the memory for the weights.
 
     Raises:
@@ -105,13 +106,13 @@ ErrorArguments = list[Any]
 
 
 class _Task(NamedTuple):
-    """Model change that the workers are applying.
+    """Model change which the workers are applying.
 
     Attributes:
         change: message with action, model and delta.
-        pending: indices of the workers that have not reported an outcome.
+        pending: indices of the workers which have not reported an outcome.
         errors: errors that workers have reported.
-        asker: index of the worker that requested the change.
+        asker: index of the worker which requested the change.
         ticket: number by which this worker knows the change.
     """
 
@@ -123,16 +124,16 @@ class _Task(NamedTuple):
 
 
 class _Supervisor:
-    """Parent of the workers: forwards signals and model changes, and replaces workers that end.
+    """Parent of the workers: forwards signals and model changes, and replaces workers which end.
 
     The parent never runs a torch operator. Such an operator would start threads, but only a process without
     threads can fork safely.
 
     Args:
         models: package folders by model name.
-        options: options of the server.
+        options: server options.
         bound: listening socket, which all workers inherit; closed at the end.
-        num: number of workers.
+        num: worker count.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class _Supervisor:
         # Shared with the workers: a byte per worker, 1 once it has loaded all models. Never reset, so that a
         # replacement worker knows that it is one.
         self._loaded = mmap.mmap(-1, num)
-        # Set by SIGTERM or SIGINT: workers that end are not replaced any more.
+        # Set by SIGTERM or SIGINT: workers which end are not replaced any more.
         self._is_stopping = False
         # Self-pipe: signal handlers write, `_handle_events` reads.
         self._wake, self._woken = multiprocessing.Pipe()
@@ -166,7 +167,7 @@ class _Supervisor:
             self._bound.close()
 
     def _start_worker(self, index: int) -> None:
-        """Fork a worker process. `index` is in [0, number of workers)."""
+        """Fork a worker process. `index` is in [0, worker count)."""
         here, there = multiprocessing.Pipe()
         peers = Peers(there, self._loaded, index)
         ends = [here, self._wake, self._woken, *(worker.pipe for worker in self._workers.values())]
@@ -232,7 +233,7 @@ class _Supervisor:
 
         Args:
             number: number of the change in `_tasks`.
-            index: worker that has finished.
+            index: worker which has finished.
             error: arguments of the `RequestError` that it raised; None: success.
         """
         task = self._tasks[number]
@@ -295,10 +296,10 @@ def _run_worker(
 
     Args:
         models: package folders by model name.
-        options: options of the server.
+        options: server options.
         bound: listening socket.
         peers: connection to the other workers.
-        num_workers: number of workers.
+        num_workers: worker count.
         changes: last successful change per model: action, and last delta to apply.
         ends: the parent's ends of all pipes, which the worker inherits and closes. A worker detects a killed
             parent when its pipe has no other end, so no worker may keep such an end open.
