@@ -29,9 +29,7 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def device_tensor(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Copy integers to an int64 tensor on the device, without waiting for the device; see
-    ``copy_to_device``.
-    """
+    """Copy integers to an int64 tensor on the device, without waiting for it; see ``copy_to_device``."""
     return copy_to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
@@ -46,12 +44,11 @@ def cached_on_device(device: torch.device, values: Sequence[int] | Sequence[tupl
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the handle of the current CUDA stream, 0 on the CPU. Caches of device tensors use it as a
-    key.
-    """
+    """Return the handle of the current CUDA stream, 0 on the CPU. Device tensor caches use it as a key."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 @functools.lru_cache(maxsize=512)
 def _cached(values: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
+    """Copy the values to the device. Cached by all arguments."""
     return device_tensor(values, device)

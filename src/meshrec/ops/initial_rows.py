@@ -101,6 +101,7 @@ implement([first_rows, begin_rows])
 def _fake(
     ids: Tensor, seed: int, low: float, step: float, c0: int | torch.SymInt, c1: int | torch.SymInt
 ) -> Tensor:
+    """Return the result shape of ``first_rows``, for tracing."""
     return ids.new_empty([ids.shape[0], c1 - c0], dtype=torch.float32)
 
 

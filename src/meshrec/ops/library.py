@@ -21,9 +21,7 @@ _KERNELS = Path(os.environ.get("MESHREC_LIBRARY") or _HERE.parent / "libmeshrec.
 
 
 def library_path() -> str:
-    """Return the path of libmeshrec.so, for C++ programs that load it. Without a compiler, no file may be
-    there.
-    """
+    """Return the path of libmeshrec.so, for C++ programs that load it. The file may be missing."""
     return str(_KERNELS)
 
 
@@ -78,9 +76,7 @@ def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAu
 
 
 def c_entry_points() -> ctypes.CDLL | None:
-    """Return the compiled library for calls to its C functions, which take no tensors. None without
-    kernels.
-    """
+    """Return the compiled library for calls to C functions without tensors. None without kernels."""
     return ctypes.CDLL(str(_KERNELS)) if has_kernels else None
 
 

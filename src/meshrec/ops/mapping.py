@@ -74,9 +74,7 @@ def expect_misses(mapping: Mapping) -> None:
 
 
 def memory_limit() -> int:
-    """Return the memory limit of this process in bytes: physical memory, or the cgroup limit if that is
-    lower.
-    """
+    """Return the memory limit of this process in bytes: physical memory or, if lower, the cgroup limit."""
     # Both cgroup versions: memory.max is version 2, limit_in_bytes is version 1.
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):

@@ -23,8 +23,7 @@ MAX_PHASES = 8
 
 
 class AnnealProblem(NamedTuple):
-    """The constant part of an annealing problem: costs per candidate and piece, and which candidates are
-    allowed.
+    """The constant part of an annealing problem: costs per candidate and piece, allowed candidates.
 
     The kernel reads the fields in this order. `meshrec.planner.problem.Problem` documents those without text.
     """
@@ -52,9 +51,7 @@ class AnnealProblem(NamedTuple):
     allowed_YR: Ints
     """1 for the ranks that tables of a type may use; empty if all types may use all ranks."""
     shape_C: Ints
-    """Shape number of each candidate. Candidates with equal shapes split tables with equal column counts
-    alike.
-    """
+    """Shape number of each candidate. Equal shapes split tables with equal column counts alike."""
     columns_Y: Ints
     """Columns of a table, per type."""
 

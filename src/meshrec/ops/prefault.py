@@ -44,9 +44,7 @@ class GrowingRegion:
         return self._populated / self.row_bytes
 
     def mark_populated(self, num_rows: int) -> None:
-        """Note that the pages under the first ``num_rows`` rows are populated, because these were written
-        to.
-        """
+        """Note that writes to the first ``num_rows`` rows have populated the pages under these rows."""
         missing = max(0.0, num_rows * self.row_bytes - self._populated)
         self._populated += -int(-missing // HUGE_PAGE) * HUGE_PAGE
 

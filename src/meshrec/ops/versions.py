@@ -15,9 +15,7 @@ _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return ``Tensor._version`` per tensor, the number of in-place writes; -1 for None and inference
-    tensors.
-    """
+    """Return the number of in-place writes (``_version``) per tensor; -1 for None and inference tensors."""
     try:
         return list(map(_version, tensors))
     except (AttributeError, RuntimeError):

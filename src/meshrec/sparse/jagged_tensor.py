@@ -103,6 +103,7 @@ class Jagged:
         return list(filter(_is_not_none, parts))
 
     def _num_bags(self) -> int:
+        """Return the bag count."""
         return count_bags(self._lengths, self._offsets)
 
     def __repr__(self) -> str:
@@ -234,8 +235,7 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """Build a JaggedTensor from padded rows: bag ``b`` gets the first ``lengths[b]`` entries of row
-        ``b``.
+        """Build a JaggedTensor from padded rows: keep the first ``lengths[b]`` entries in row ``b``.
 
         Args:
             values: Padded rows, [B, T, ...].

@@ -372,8 +372,7 @@ class KeyedJaggedTensor(Jagged):
         return self._bag_offset_per_key
 
     def segments_or_none(self) -> Tensor | None:
-        """Return ``lengths_offset_per_key`` as an int64 tensor [K+1] on the CPU. None unless strides are
-        variable.
+        """Return ``lengths_offset_per_key`` as an int64 CPU tensor [K+1]. None unless strides are variable.
 
         This is the ``segments`` argument of the operators in ``torch.ops.meshrec``.
         """
@@ -487,9 +486,7 @@ class KeyedJaggedTensor(Jagged):
         return jt_dict
 
     def _cached_dict(self) -> dict[str, JaggedTensor] | None:
-        """Return the cached result of ``to_dict``. None if there is none, or if grad mode has changed
-        since.
-        """
+        """Return the cached result of ``to_dict``, or None if missing or if grad mode has changed since."""
         if self._jt_dict is None or torch.compiler.is_compiling():
             return None
         return self._jt_dict if self._jt_dict_grad in (None, torch.is_grad_enabled()) else None
@@ -542,9 +539,7 @@ class KeyedJaggedTensor(Jagged):
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
-        """Return a copy with ``change`` applied to all tensors. The copy shares the counts cached on the
-        host.
-        """
+        """Return a copy with ``change`` applied to all tensors. It shares the counts cached on the host."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)

@@ -170,9 +170,7 @@ class KeyedTensor:
         return dict(zip(self._keys, self._split(), strict=True))
 
     def _split(self) -> list[Tensor]:
-        """Return the pieces of all keys, from the cache if grad mode has not changed since they were
-        split.
-        """
+        """Return all pieces, from the cache if grad mode has not changed since they were split."""
         # Views made under no_grad are detached, so a cached piece is valid in a single grad mode only.
         if torch.compiler.is_compiling():  # a traced program must not leave tensors in an input
             return list(self._values.split(self._length_per_key, dim=self._key_dim))

@@ -119,9 +119,7 @@ def _format_shape(tensor: Tensor) -> str:
 
 
 def _shown_indices(count: int, short: bool) -> list[int]:
-    """Return which list indices to print: all, or the first and last ``_EDGE_ITEMS`` if the list is
-    shortened.
-    """
+    """Return which list indices to print: all, or if ``short``, only the first and last ``_EDGE_ITEMS``."""
     indices = list(range(count))
     return [*indices[:_EDGE_ITEMS], *indices[-_EDGE_ITEMS:]] if short and count > 2 * _EDGE_ITEMS else indices
 

@@ -37,9 +37,7 @@ class DenseContext(NamedTuple):
 
 
 def _bag_leaves(jagged: Jagged) -> list[Tensor | None]:
-    """Return values, weights, lengths, offsets. Of the last two, the one not given at construction is
-    None.
-    """
+    """Return values, weights, lengths, offsets. Lengths or offsets are None if not given at construction."""
     # None leaves keep the leaf count constant, so that both forms share a registration.
     if jagged._by_offsets:
         return [jagged._values, jagged._weights, None, jagged._offsets]

@@ -1,6 +1,4 @@
-"""Validation of jagged tensors: shape checks for constructors, and full checks that name the invalid
-sample.
-"""
+"""Validation of jagged tensors: shape checks for constructors, full checks naming the invalid sample."""
 
 from collections.abc import Callable
 
@@ -86,9 +84,7 @@ def consistent_offsets(lengths: Tensor | None, offsets: Tensor | None, name_bag:
 
 
 def describe(argument: object) -> str:
-    """Describe an argument for an error message: a tensor by dtype and shape, another value by type and
-    value.
-    """
+    """Describe an argument for an error message: tensors by dtype and shape, others by type and value."""
     if isinstance(argument, Tensor):
         return f"{str(argument.dtype).removeprefix('torch.')} {list(argument.shape)}"
     return f"{type(argument).__name__} {argument!r}"
@@ -135,9 +131,7 @@ def _first_index(mask: Tensor) -> int | None:
 
 
 def _offsets_from_lengths(lengths: Tensor | None) -> Tensor:
-    """Return the bag boundaries, int64 [B+1]. In plain torch, because invalid lengths must not reach a
-    kernel.
-    """
+    """Return bag boundaries, int64 [B+1]. In plain torch: invalid lengths must not reach a kernel."""
     assert lengths is not None
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 

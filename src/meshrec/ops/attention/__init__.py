@@ -29,17 +29,16 @@ class Mask(NamedTuple):
     causal: bool = True
     """Whether a history token attends only to itself and earlier tokens."""
     window: int = 0
-    """If above 0, tokens attend only to tokens less than ``window`` positions away, and to contextual
-    tokens.
+    """If above 0, tokens attend only to contextual tokens and to tokens less than ``window`` positions away.
+
+    Positions are counted within the sample. 0: no window.
     """
     num_contextual: int = 0
     """Number of contextual tokens at the start of every sample. They attend to all tokens except targets."""
 
 
 class Bias(NamedTuple):
-    """Learned biases that are added to the attention scores of all heads. A field that is None adds
-    nothing.
-    """
+    """Learned biases to add to the attention scores of all heads. A field that is None adds nothing."""
 
     position_P: Tensor | None = None
     """Bias per relative position, fp32 [2 max_length - 1].

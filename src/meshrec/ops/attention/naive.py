@@ -69,8 +69,9 @@ def jagged_attention_grad(
     query_offsets_B1: Tensor,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients for queries, keys, values, position bias and time bias (empty if there is no
-    bias).
+    """Return the gradients for queries, keys, values, position bias and time bias.
+
+    The gradient of a bias that was not given is empty.
 
     Args:
         grad_MHV: gradient for the output.
@@ -224,6 +225,7 @@ _NUM_TENSORS = 9  # query, key, value, offsets, query_offsets, num_targets, posi
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Return the result shapes of ``jagged_attention``, for tracing."""
     is_softmax = options[8]
     num_queries, num_heads, _ = query.shape
     out = value.new_empty(num_queries, num_heads, value.shape[2])
@@ -233,6 +235,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Ten
 def _fake_grad(
     grad: Tensor, out: Tensor, log_sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
+    """Return the result shapes of ``jagged_attention_grad``, for tracing."""
     biases = [query.new_empty(0 if bias is None else len(bias)) for bias in options[3:5]]
     return (*(tensor.new_empty(tensor.shape) for tensor in (query, key, value)), *biases)
 
@@ -242,6 +245,7 @@ torch.library.register_fake("meshrec::jagged_attention_grad", _fake_grad)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the inputs and the output of ``jagged_attention`` for the backward pass."""
     ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
     ctx.options = inputs[_NUM_TENSORS:]
     # The log-sum output only serves the backward pass.
@@ -251,6 +255,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return a gradient per argument of ``jagged_attention``; None for arguments that have no gradient."""
     num_inputs = _NUM_TENSORS + len(ctx.options)
     if grad is None:
         return (None,) * num_inputs

@@ -1,6 +1,4 @@
-"""Triton kernel for the gradients of attention biases; see [Note: attention tiles] in
-``triton_kernels.py``.
-"""
+"""Triton kernel for attention bias gradients; see [Note: attention tiles] in ``triton_kernels.py``."""
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 

@@ -21,9 +21,7 @@ _MASKED_SCORE = tl.constexpr(-1e30)
 
 
 class AttentionTokens(NamedTuple):
-    """Kernel argument: queries, keys and values; their strides per token and per head; sizes and score
-    scale.
-    """
+    """Kernel argument: queries, keys and values, with strides per token and per head, sizes, score scale."""
 
     query: Any
     key: Any
@@ -50,9 +48,7 @@ class AttentionSamples(NamedTuple):
 
 
 class AttentionBiases(NamedTuple):
-    """Kernel argument: the biases. ``starts`` holds the smallest time difference in each bucket, in
-    seconds.
-    """
+    """Kernel argument: the biases. ``starts`` has the smallest time difference per bucket, in seconds."""
 
     position: Any
     time: Any
@@ -63,10 +59,9 @@ class AttentionBiases(NamedTuple):
 
 
 class AttentionResults(NamedTuple):
-    """Kernel argument for the backward pass: the output gradient, and for softmax two values per query [M,
-    H].
+    """Kernel argument for the backward pass: the output gradient, and for softmax two tensors [M, H].
 
-    ``log_sums`` is the log-sum-exp of the scores. ``deltas`` is the dot product of output and output
+    ``log_sums`` is the log-sum-exp of a query's scores. ``deltas`` is the dot product of output and output
     gradient.
     """
 

@@ -147,8 +147,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Returns:
         All messages, end to end, int32; header [R, 4]; number of IDs on each route [Q]; and number of IDs
-        outside
-            the table for each use [U].
+            outside the table for each use [U].
 
     Raises:
         ValueError: invalid offsets; or, with ``check_ids``, an ID outside the table or a NaN weight.
@@ -246,9 +245,7 @@ def unpack_ids(
 
 
 class PooledRows(NamedTuple):
-    """Arguments for ``gather_pooled`` and ``gather_coded``: pooled columns from all ranks, and where they
-    go.
-    """
+    """Arguments for ``gather_pooled`` and ``gather_coded``: pooled columns from all ranks, and a layout."""
 
     received: Tensor
     """Pooled rows from all ranks, end to end: a matrix [B, dims[r]] from rank r."""
@@ -353,8 +350,7 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     Returns:
         Gradients to send, end to end: a matrix [B, dims[r]] for rank r, in ``dtype``; and the gradient for
-        tables
-            on this rank, [B, local_dim].
+            tables on this rank, [B, local_dim].
     """
     gradient = PooledGradient(*arguments)
     grad, pieces, dims, local_dim, offsets, segments, num_keys, keys, scale, dtype = gradient
@@ -400,7 +396,7 @@ def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
 
     Returns:
         fp32, flat: a matrix [number of IDs, dims[u]] for each use, end to end. Uses with width 0 are left
-        out.
+            out.
     """
     positions, num_elements, out_elements = _sequence_positions(SequenceRows(*arguments))
     if received.numel() != num_elements:
@@ -412,8 +408,7 @@ def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
 
 
 def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
-    """Split the gradient of sequence lookups into the parts for all ranks: the inverse of
-    ``gather_sequence``.
+    """Split the gradient of sequence lookups into parts for all ranks. Inverse of ``gather_sequence``.
 
     The last two arguments are ``scale``, a factor for the gradient, and the dtype in which to send it.
     """

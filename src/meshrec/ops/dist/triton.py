@@ -440,9 +440,7 @@ def _first_bags(
     num_keys: int,
     keys: list[int],
 ) -> Tensor | None:
-    """Return the first bag that each use reads, [U] on the device; None if no piece is divided by bag
-    lengths.
-    """
+    """Return the first bag per use, [U] on the device; None if no piece is divided by bag lengths."""
     if not groups.has_means:
         return None
     assert offsets is not None

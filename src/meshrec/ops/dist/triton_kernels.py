@@ -37,9 +37,7 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 @triton.jit
 def _bags(fields, offsets, lanes, inside, num_ids):
-    """Return the first and the end position of the IDs in every bag, clamped, because offsets may be
-    invalid.
-    """
+    """Return start and end position of the IDs in every bag, clamped because offsets may be invalid."""
     at = offsets + tl.load(fields + 7) + lanes
     start = tl.load(at, inside, 0).to(tl.int64)
     end = tl.load(at + 1, inside, 0).to(tl.int64)

@@ -1,6 +1,4 @@
-"""Inputs for the Triton kernels in ``triton.py``. All but the bags depend only on the plan, and are
-cached.
-"""
+"""Inputs for the Triton kernels in ``triton.py``. All but the bags depend only on the plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,9 +124,7 @@ class ColumnGroups(NamedTuple):
 
     @classmethod
     def from_pieces(cls, pieces: list[list[int]]) -> "ColumnGroups":
-        """Divide the output columns into groups made from the same pieces, with at most ``_MAX_COLUMNS``
-        columns.
-        """
+        """Divide the output columns into groups made from the same pieces, up to ``_MAX_COLUMNS`` wide."""
         # Between two adjacent edges, all columns are covered by the same pieces.
         edges = {edge for _, _, width, column, *_ in pieces for edge in (column, column + width)}
         groups: list[list[int]] = []

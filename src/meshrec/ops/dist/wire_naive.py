@@ -264,9 +264,7 @@ class Noise(NamedTuple):
         return (x ^ (x >> 16)) & 0xFFFF
 
     def _row_bits(self, column: Tensor) -> Tensor:
-        """Return 32 pseudo-random bits per row, int64 [N]: splitmix64 of key, ``column``, seed and
-        step.
-        """
+        """Return 32 pseudo-random bits per row, int64 [N]: splitmix64 of key, ``column``, seed, step."""
         x = self.keys * to_signed(0x9E3779B97F4A7C15) + column * to_signed(0xC2B2AE3D27D4EB4F)
         x = x + noise_start(self.seed, self.step)
         x = (x ^ shift_right(x, 30)) * to_signed(0xBF58476D1CE4E5B9)

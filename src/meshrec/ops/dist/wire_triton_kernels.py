@@ -1,6 +1,4 @@
-"""Triton kernels for ``wire_triton.py``. Messages are accessed as bytes, because rows may start at any
-byte.
-"""
+"""Triton kernels for ``wire_triton.py``. Messages are bytes, because rows may start at any byte."""
 
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call, operator, assignment"
 
@@ -28,9 +26,7 @@ def _load_word(message, at):
 
 @triton.jit
 def _row_bits(start, key, column):
-    """Return 32 pseudo-random bits per row, as ``wire_naive.Noise`` does. Products wrap like those of
-    uint64.
-    """
+    """Return 32 pseudo-random bits per row, like ``wire_naive.Noise``. Products wrap as uint64 would."""
     x = key * -7046029254386353131 + column * -4417276706812531889 + start
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

@@ -32,9 +32,7 @@ _pointers = ctypes.c_void_p * 4
 
 
 class AssignArgs(ctypes.Structure):
-    """Arguments for an index in a call to ``meshrec_index_give``; the C struct is in
-    csrc/index/hash_index.h.
-    """
+    """Arguments for an index in a ``meshrec_index_give`` call; C struct in csrc/index/hash_index.h."""
 
     _fields_ = (
         ("memory", _pointers),
@@ -52,9 +50,7 @@ class AssignArgs(ctypes.Structure):
 
 
 class FreeArgs(ctypes.Structure):
-    """Arguments for an index in a call to ``meshrec_index_free``; the C struct is in
-    csrc/index/hash_index.h.
-    """
+    """Arguments for an index in a ``meshrec_index_free`` call; C struct in csrc/index/hash_index.h."""
 
     _fields_ = (
         ("memory", _pointers),
@@ -239,6 +235,7 @@ class CompiledIndex:
 
     @property
     def _room(self) -> int:
+        """Bucket capacity per shard."""
         return int(self._words[_ROOM])
 
     def _set_room(self, room: int, slot_room: int, *, reserved: bool) -> bool:

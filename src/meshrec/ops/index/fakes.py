@@ -20,38 +20,47 @@ def _dynamic_size() -> SymInt:
 
 
 def _like_ids(ids: Tensor, *_: Any) -> Tensor:
+    """Return the result shape of an operator with a result per ID."""
     return torch.empty_like(ids)
 
 
 def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result shapes of ``index_unique``."""
     return ids.new_empty(_dynamic_size()), torch.empty_like(ids)
 
 
 def _find(memory: list[Tensor], ids: Tensor, seed: int) -> Tensor:
+    """Return the result shape of ``index_find``."""
     return torch.empty_like(ids)
 
 
 def _find_parts(memory: Any, seeds: Any, ids: Tensor, starts: list[int], *_: Any) -> tuple[Tensor, Tensor]:
+    """Return the result shapes of ``index_find_parts``."""
     return torch.empty_like(ids), ids.new_empty(len(starts))
 
 
 def _range(values: Tensor, marks: Tensor | None) -> Tensor:
+    """Return the result shape of ``marked_range``."""
     return values.new_empty(3, dtype=torch.int64)
 
 
 def _histogram(values: Tensor, *options: Any) -> Tensor:
+    """Return the result shape of ``marked_histogram``."""
     return values.new_empty(options[-1], dtype=torch.int64)
 
 
 def _between(values: Tensor, *_: Any) -> Tensor:
+    """Return the result shape of ``marked_between``."""
     return values.new_empty(_dynamic_size(), dtype=torch.int64)
 
 
 def _release(pins: Any, alive: Any, slots: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the result shapes of ``release_slots``."""
     return torch.empty(_dynamic_size(), dtype=torch.int64), torch.empty(len(slots), dtype=torch.int64)
 
 
 def _first_left(scores: Any, slots: list[Tensor], *_: Any) -> list[Tensor]:
+    """Return the result shapes of ``first_left``."""
     return [
         *(table_slots.new_empty(_dynamic_size()) for table_slots in slots),
         torch.empty(len(slots), dtype=torch.int64),

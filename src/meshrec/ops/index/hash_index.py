@@ -235,8 +235,9 @@ class IdSpan(NamedTuple):
     first: int = 0
     """Number added to each ID (after the mix) before the search."""
     mix_seed: int | None = None
-    """Seed to `mix` the IDs before the search; None: no mix. Either all spans in a call have a seed, or
-    none.
+    """Seed to `mix` the IDs before the search; None: no mix.
+
+    Either all spans in a call have a seed, or none.
     """
 
 

@@ -132,8 +132,7 @@ def first_left(
 
     Returns:
         For each list, the positions of the selected candidates, int64. One more tensor at the end holds, for
-        each
-            list, how many candidates at the front are stale, int64: the caller can drop these.
+            each list, how many candidates at the front are stale, int64: the caller can drop these.
     """
     results, num_stale = [], []
     for score, slot, now, live, *protected, limit in zip(

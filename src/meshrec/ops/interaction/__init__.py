@@ -25,8 +25,7 @@ def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
 
     Returns:
         [B, D + F (F + 1) / 2], in the dtype of ``dense``. If ``dense`` is bf16, all vectors are rounded to
-        bf16,
-            and the CPU kernel adds the products in fp32.
+            bf16, and the CPU kernel adds the products in fp32.
 
     Example::
 

@@ -24,7 +24,7 @@ def lengths_to_offsets(lengths_B: Tensor) -> Tensor:
 
     Returns:
         Offsets [B+1] in the same dtype. Bag ``b`` holds the IDs ``offsets[b]`` to ``offsets[b+1]``
-        (exclusive).
+            (exclusive).
 
     Raises:
         ValueError: lengths are not an integer vector.
@@ -160,10 +160,12 @@ implement([lengths_to_offsets, permute_jagged])
 
 
 def _fake_lengths_to_offsets(lengths: Tensor) -> Tensor:
+    """Return the result shape of ``lengths_to_offsets``, for tracing."""
     return lengths.new_empty(lengths.numel() + 1)
 
 
 def _fake_permute_jagged(order: list[int], num_keys: int, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result shapes of ``permute_jagged``, for tracing."""
     lengths, values, weights, _, num_bags, num_values = arguments
     return (
         lengths.new_empty(num_bags),
@@ -180,6 +182,7 @@ for _name, _fake in (
 
 
 def _permute_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the order and the bag lengths of ``permute_jagged`` for the backward pass."""
     ctx.order, ctx.num_keys, lengths, values, weights, segments, ctx.num_bags, ctx.num_values = inputs
     # Only bag lengths are saved: the gradient needs positions, not values.
     ctx.save_for_backward(lengths, segments)
@@ -190,6 +193,7 @@ def _permute_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 def _permute_backward(
     ctx: Any, grad_lengths: Tensor, grad_values: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    """Return a gradient per argument of ``permute_jagged``; None for all but values and weights."""
     lengths, segments = ctx.saved_tensors
     # Permuting positions gives the source for every result value. Recomputed here, because saving it would
     # hold an int64 per value through the whole forward pass.

@@ -23,9 +23,7 @@ _hashed_forward: Callable[..., tuple[Tensor, Tensor]] = operators.hashed_forward
 
 
 class UniformInit(NamedTuple):
-    """Distribution of a table's initial row values: uniform in [low, high), a function of the seed and the
-    ID.
-    """
+    """Distribution of a table's initial row values: uniform in [low, high), given the seed and the ID."""
 
     seed: int
     low: float
@@ -54,8 +52,7 @@ def forward(
     lookups: Lookups,
     options: LookupOptions,
 ) -> Tensor:
-    """Look up rows in several tables, some of them by raw ID and some of them quantized, and pool them by
-    bag.
+    """Look up rows in several tables, and pool them. Tables may be read by raw ID, and may be quantized.
 
     Args:
         bits: bits per quantized value, per table; 0 for a floating-point table.

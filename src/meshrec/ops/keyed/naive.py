@@ -32,9 +32,7 @@ PER_TABLE = 3
 
 
 def num_homes(num_rows: int) -> int:
-    """Return how many equal intervals the key range is divided into. A bucket per interval is then 72 %
-    full.
-    """
+    """Return how many equal intervals the key range has. A bucket per interval is then 72 % full."""
     # 126 / 25 rows per interval, rounded up: 5.04 keys for the 7 entries of a bucket.
     return max(1, (25 * num_rows + 125) // 126)
 
@@ -148,8 +146,7 @@ def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> t
 
     Returns:
         The lookup result, and the number of IDs without a slot, int64 [1]. If it is not 0, the lookup result
-        is
-            meaningless, and the number is only a lower bound.
+            is meaningless, and the number is only a lower bound.
     """
     lookups, options = Lookups.split(arguments)
     *options, hashed, memory, seeds = options
@@ -181,8 +178,7 @@ def _look_up_by_table(
     indexed_tables: list[int],
     find_rows: Callable[[int, Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Run ``nbit_forward`` table by table. A single call would not do: equal IDs have different rows per
-    table.
+    """Run ``nbit_forward`` table by table, because equal IDs have different rows in different tables.
 
     Args:
         weights: see ``nbit_forward``.
@@ -232,9 +228,7 @@ def _look_up_by_table(
 def _find_rows_and_added(
     ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of a table followed by the added rows, and the row number per ID; -1 for unknown
-    IDs.
-    """
+    """Return the table rows followed by the added rows, and a row number per ID; -1 for unknown IDs."""
     buckets, added, added_rows = tensors
     num_rows = len(weight)
     if buckets.dim() != 2 or buckets.shape[1] != 1 + KEYS_PER_BUCKET or len(buckets) < num_homes(num_rows):
@@ -258,11 +252,13 @@ implement([keyed_forward, hashed_forward])
 
 
 def _fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
+    """Return the result shape of ``keyed_forward``, for tracing."""
     lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
     return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)
 
 
 def _fake_hashed(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the result shapes of ``hashed_forward``, for tracing."""
     out = _fake(weights, bits, *arguments)
     return out, torch.empty(1, dtype=torch.int64)
 

@@ -210,6 +210,7 @@ def check_rows(rows: Tensor, bits: int, dim: int) -> None:
 
 
 def _check_bits(bits: int) -> None:
+    """Raise ValueError unless ``bits`` is 8, 4 or 2."""
     if bits not in BITS:
         raise ValueError(f"rows are quantised to 8, 4 or 2 bits, got {bits}.")
 
@@ -221,15 +222,18 @@ implement([nbit_quantize, nbit_dequantize, nbit_forward])
 
 
 def _quantize_fake(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
+    """Return the result shape of ``nbit_quantize``, for tracing."""
     num_rows, dim = weight.shape
     return weight.new_empty([num_rows, row_bytes(dim, bits)], dtype=torch.uint8)
 
 
 def _dequantize_fake(rows: Tensor, bits: int, dim: int | SymInt) -> Tensor:
+    """Return the result shape of ``nbit_dequantize``, for tracing."""
     return rows.new_empty([rows.shape[0], dim], dtype=torch.float32)
 
 
 def _forward_fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
+    """Return the result shape of ``nbit_forward``, for tracing."""
     lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
     return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)
 

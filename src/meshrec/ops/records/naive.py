@@ -36,9 +36,7 @@ class RecordLayout(NamedTuple):
     record_bytes: int
     """Bytes per record, including the 4 checksum bytes at the end."""
     salt: int
-    """Initial CRC value. Cached tables draw a random value per file, which exposes records from another
-    file.
-    """
+    """Initial CRC value. Cached tables draw it at random per file, to detect records from another file."""
 
     def position(self, key: int) -> int:
         """Return the file offset of the block that contains the record for a key."""
@@ -75,8 +73,8 @@ def records_read(
 
     Returns:
         Failures, int64 [number of failures, 2]: index in ``keys``, and the cause: ``DAMAGED``,
-        ``END_OF_FILE``
-            or the errno. If a request for several keys fails, only the first key may be listed.
+            ``END_OF_FILE`` or the errno. If a request for several keys fails, only the first key may be
+            listed.
     """
     geometry, failures = RecordLayout(*layout), list[tuple[int, int]]()
     memory = [_as_bytes(part) for part in parts]
@@ -176,8 +174,7 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
 
     Returns:
         Selected slots in hand order; fewer than ``num_victims`` if all other slots are pinned; and the new
-        hand
-            position.
+            hand position.
     """
     size, victims, selected = len(counts), list[int](), set[int]()
     # Without this limit, the hand would circle forever once all unpinned slots are selected.
@@ -208,21 +205,17 @@ implement([records_read, records_write, cache_used, cache_victims])
 
 
 def _transfer(file: int, layout: list[int], keys: Tensor, *_: Any) -> Tensor:
-    """Return the result of ``records_read`` and ``records_write`` in tracing: an unknown number of
-    failures.
-    """
+    """Return the result shape of ``records_read`` and ``records_write``, for tracing."""
     return keys.new_empty(torch.library.get_ctx().new_dynamic_size(), 2)
 
 
 def _used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the result of ``cache_used`` in tracing: an unknown number of slots."""
+    """Return the result shape of ``cache_used``, for tracing."""
     return slots.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
 def _victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
-    """Return the result of ``cache_victims`` in tracing: an unknown number of slots; the hand does not
-    move.
-    """
+    """Return the result shape of ``cache_victims``, for tracing. The hand does not move."""
     return counts.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64), hand
 
 

@@ -187,6 +187,7 @@ class _FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Give the gradient to the updater. Return gradients for per-sample weights and dense tables."""
         # Before anything is updated, so that an error leaves all tables as they were.
         check_unchanged(BATCH_TENSORS, ctx.lookups[:4], ctx.versions)
         ctx.updater.check_tables(ctx.foreign_writes)

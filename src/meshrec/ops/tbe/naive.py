@@ -321,8 +321,7 @@ def _sum_by_row(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         The distinct rows in ascending order, int64 [U]; the gradient sum per distinct row, fp32 [U, D]; and
-        for
-            every ID, the index of the row among the distinct rows, int64 [n].
+            for every ID, the index of the row among the distinct rows, int64 [n].
     """
     rows_U, inverse_n = torch.cat([part.rows_n for part in parts]).unique(return_inverse=True)
     gradient_nD = torch.cat([part.gradient_nD for part in parts])
@@ -332,6 +331,7 @@ def _sum_by_row(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _is_outside(ids: Tensor, num_rows: int) -> Tensor:
+    """Return whether each ID is outside [0, num_rows), as a bool tensor."""
     return (ids < 0) | (ids >= num_rows)
 
 
@@ -418,12 +418,14 @@ implement(
 
 
 def _forward_fake(weights: list[Tensor], values: Tensor, *arguments: Any) -> Tensor:
+    """Return the result shape of ``tbe_forward``, for tracing."""
     tables, _, flat, out_size, out_dtype, *_ = arguments[5:]
     shape = [out_size] if flat else [out_size, sum(weights[table].shape[1] for table in tables)]
     return values.new_empty(shape, dtype=out_dtype)
 
 
 def _sparse_grad_fake(grad: Tensor, *arguments: Any) -> list[Tensor]:
+    """Return the result shapes of ``tbe_sparse_grad``, for tracing."""
     lookups, (num_rows,) = Lookups.split(arguments)
     values, tables, dims = lookups.values, lookups.tables, lookups.dims
     context = torch.library.get_ctx()
@@ -439,6 +441,7 @@ def _sparse_grad_fake(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _row_squares_fake(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result shapes of ``tbe_row_squares``, for tracing."""
     context, num_tables = torch.library.get_ctx(), len(args[-1])
     squares = grad.new_empty([context.new_dynamic_size()], dtype=torch.float32)
     counts = torch.empty([num_tables], dtype=torch.int64)
@@ -446,20 +449,24 @@ def _row_squares_fake(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _dense_grad_fake(grad: Tensor, weights: list[Tensor], *args: Any) -> list[Tensor]:
+    """Return the result shapes of ``tbe_dense_grad``, for tracing."""
     return [weight.new_empty(weight.shape) for weight in weights]
 
 
 def _sample_weight_grad_fake(grad: Tensor, weights: list[Tensor], values: Tensor, *args: Any) -> Tensor:
+    """Return the result shape of ``tbe_sample_weight_grad``, for tracing."""
     return values.new_empty(values.shape, dtype=torch.float32)
 
 
 def _clamp_ids_fake(
     values: Tensor, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: list[int], *args: Any
 ) -> tuple[Tensor, Tensor]:
+    """Return the result shapes of ``clamp_ids``, for tracing."""
     return torch.empty_like(values), values.new_empty([len(keys)], dtype=torch.int64)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the inputs of ``tbe_forward`` for the backward pass."""
     weights, values, offsets, per_sample_weights, segments, *options = inputs
     # Tensors are saved through torch, which then detects in-place writes before the backward pass.
     ctx.save_for_backward(values, offsets, per_sample_weights, segments, *weights)
@@ -470,6 +477,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return a gradient per argument of ``tbe_forward``; None for all but weights and per-sample weights."""
     values, offsets, per_sample_weights, segments, *weights = ctx.saved_tensors
     weights_grad: list[Tensor | None] = [None] * len(weights)
     sample_grad = None

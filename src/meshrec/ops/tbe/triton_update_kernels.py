@@ -73,9 +73,7 @@ def _random_bits(seed, step, row, columns):
 
 @triton.jit
 def _rounded(x, bits, STOCHASTIC: tl.constexpr, WEIGHT: tl.constexpr):
-    """Convert rows to the weight dtype: stochastically (see ``naive_update.stochastic_round``) or to
-    nearest.
-    """
+    """Convert rows to the weight dtype: to nearest, or as ``naive_update.stochastic_round`` if STOCHASTIC."""
     raw = x.to(tl.int32, bitcast=True)
     if WEIGHT == tl.bfloat16:
         if not STOCHASTIC:
