@@ -1,4 +1,4 @@
-"""Atomic file writes, checksums that detect damage, and safe deletion, for checkpoints, packages and runs."""
+"""Atomic file writes, checksums against damage, and safe deletion, for checkpoints, packages and runs."""
 
 from meshrec.durable.digests import (
     DIGESTS,

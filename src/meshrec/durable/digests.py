@@ -1,13 +1,16 @@
-"""``digests.txt``: size and checksums of every file in a folder, in a format that C++ code also reads.
+"""``digests.txt``: size and checksums of every file in a folder, in a line-based format also read by C++ code.
 
     meshrec-digests 1
     file 4194305 <sha256> <crc32 per 4 MiB block, 8 hexadecimal digits each> weights.bin
     end <crc32 of everything before this line>
 
-An empty file has "-" instead of CRC-32s. CRC-32s detect accidental damage, and several threads compute them.
-On two cores, verifying a 1 GiB package took 1.2 times as long as a single thread reads it from disk, and 2.7
-times as long as from the page cache. Single-threaded SHA-256 took 2.9 and 11.7 times as long. SHA-256s detect
-forgery if ``digests.txt`` itself is trusted; see `tree_hash_of` for a multi-threaded hash.
+An empty file has "-" instead of CRC-32s. The two kinds of checksum serve two purposes:
+
+- CRC-32s detect accidental damage. Several threads compute them, so they are fast. On two cores, verifying a
+  1 GiB package by CRC-32 took 1.2 times as long as reading it from disk with a single thread, and 2.7 times
+  as long as reading it from the page cache. SHA-256 took 2.9 and 11.7 times as long.
+- SHA-256s also detect forgery, if ``digests.txt`` itself is trusted. `tree_hash_of` is a multi-threaded
+  alternative.
 """
 
 import hashlib
@@ -28,24 +31,26 @@ _log = logging.getLogger(__name__)
 
 DIGESTS = "digests.txt"
 BLOCK = 1 << 22
-"""Bytes per CRC-32."""
+"""Bytes per block. Every block has a CRC-32."""
 _FIRST_LINE = "meshrec-digests 1"
 _FILE_LINE = re.compile(r"file (0|[1-9]\d{0,18}) ([0-9a-f]{64}) (-|(?:[0-9a-f]{8})+) (.+)")
-_READ_SIZE = 1 << 24
-# Largest digests file that is read: it lists 2**25 blocks, 128 TiB.
+_READ_SIZE = 1 << 24  # bytes per read for SHA-256
+# Largest digests file accepted. It lists 2**25 blocks (8 digits each), that is, 128 TiB.
 _MAX_BYTES = 1 << 28
-# Time between progress messages.
-_LOG_SECONDS = 5.0
-_MAX_THREADS = 8
+_LOG_SECONDS = 5.0  # time between progress messages
+_MAX_THREADS = 8  # threads for the checksums of a file
 _Result = TypeVar("_Result")
 
 
 class FileDigest(NamedTuple):
-    """Expected content of a file: size, SHA-256, and CRC-32 per block of `BLOCK` bytes."""
+    """A file's entry in ``digests.txt``: size, SHA-256, and CRC-32s."""
 
     num_bytes: int
+    """File size."""
     sha256: str
+    """SHA-256 as 64 hexadecimal digits."""
     checksums: tuple[int, ...]
+    """CRC-32 per block; a block has `BLOCK` bytes, and the last may be shorter."""
 
 
 def sha256_of(path: Path, *, max_bytes: int | None = None) -> str:
@@ -59,7 +64,7 @@ def sha256_of(path: Path, *, max_bytes: int | None = None) -> str:
         64 hexadecimal digits.
 
     Raises:
-        DamageError: not a regular file, or larger than ``max_bytes``.
+        DamageError: the path is not a regular file, or the file is larger than ``max_bytes``.
     """
     with open_regular(path) as descriptor:
         num_bytes = os.fstat(descriptor).st_size
@@ -69,14 +74,17 @@ def sha256_of(path: Path, *, max_bytes: int | None = None) -> str:
 
 
 def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
-    """Compute the CRC-32 of every `BLOCK` bytes of an open file, with several threads.
+    """Compute the CRC-32 of each block in an open file, with several threads.
 
-    Logs the progress every 5 seconds.
+    A block has `BLOCK` bytes. Logs the progress every 5 seconds.
 
     Args:
         descriptor: open file.
         num_bytes: file size.
         name: file name in messages.
+
+    Returns:
+        CRC-32 per block.
 
     Raises:
         DamageError: the file ends early.
@@ -96,14 +104,18 @@ def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
 
 
 def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
-    """Compute the SHA-256 of the concatenated SHA-256s of a file's blocks, with several threads.
+    """Compute a hash over a file that is as hard to forge as SHA-256, but with several threads.
 
-    It is as hard to forge as SHA-256, if the file size is compared as well.
+    It is the SHA-256 over the concatenated SHA-256s of the blocks (`BLOCK` bytes each). The file size must be
+    compared as well.
 
     Args:
         descriptor: open file.
         num_bytes: file size.
         name: file name in messages.
+
+    Returns:
+        64 hexadecimal digits.
 
     Raises:
         DamageError: the file ends early.
@@ -123,11 +135,11 @@ def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
 
 
 def write_digests(folder: Path, *, sha256s: Mapping[str, str] | None = None) -> None:
-    """Write the digests of all files in a folder to ``digests.txt`` in it.
+    """Compute size and checksums for all files in a folder, and write them to ``digests.txt`` in the folder.
 
     Args:
         folder: folder without subfolders.
-        sha256s: SHA-256s that are known already, by file name; others are computed.
+        sha256s: SHA-256s by file name, if already known; missing ones are computed.
 
     Raises:
         ValueError: a file name contains a line break.
@@ -151,7 +163,7 @@ def write_digests(folder: Path, *, sha256s: Mapping[str, str] | None = None) -> 
 
 
 def read_digests(folder: Path) -> dict[str, FileDigest]:
-    """Read the ``digests.txt`` of a folder, and return the digests by file name.
+    """Read ``digests.txt`` in a folder, and return the entries by file name. Does not check the files.
 
     Raises:
         DamageError: ``digests.txt`` is missing, damaged, or names a file outside the folder.
@@ -165,13 +177,16 @@ def read_digests(folder: Path) -> dict[str, FileDigest]:
 
 
 def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
-    """Parse the content of a ``digests.txt``; see `read_digests`.
+    """Parse the content of a ``digests.txt`` file, and return the entries by file name.
 
     Args:
-        content: the file's bytes.
+        content: file content.
         source: file name in messages.
+
+    Raises:
+        DamageError: the content is damaged, or names a file outside the folder.
     """
-    # The last line is 13 bytes long: "end ", 8 digits, "\n".
+    # The last line has 13 bytes: "end ", 8 digits, "\n".
     body, end = content[:-13], content[-13:]
     if end != f"end {zlib.crc32(body):08x}\n".encode():
         raise DamageError(f"{source} does not have the checksum that it was written with")
@@ -196,13 +211,13 @@ def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
 
 
 def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool = False) -> None:
-    """Check that the size and CRC-32s of an open file equal its digest.
+    """Check that an open file has the expected size and CRC-32s.
 
     Args:
         descriptor: open file.
         digest: expected size and checksums.
         path: file path in messages.
-        sha256: also compare the SHA-256, which detects forgery but takes several times as long.
+        sha256: whether to compare the SHA-256, too. It detects forgery, but takes several times as long.
 
     Raises:
         DamageError: the file differs. The message names the first differing block.
@@ -221,12 +236,12 @@ def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool
 
 
 def verify_folder(folder: Path, digests: Mapping[str, FileDigest], *, sha256: bool = False) -> None:
-    """Check that all files listed in ``digests`` equal their digests; see `verify_file`.
+    """Check that all listed files in a folder have the expected size and CRC-32s; see `verify_file`.
 
     Args:
-        folder: the folder. Files in it without a digest are ignored.
+        folder: the folder. Files without an entry in ``digests`` are ignored.
         digests: expected sizes and checksums by file name.
-        sha256: also compare SHA-256s.
+        sha256: whether to compare SHA-256s, too.
 
     Raises:
         DamageError: a file is missing or differs. The message names the first such file.
@@ -250,11 +265,11 @@ def _sha256(descriptor: int) -> str:
 def _map_in_threads(
     function: Callable[[int], _Result], starts: Iterable[int], name: str
 ) -> Iterator[_Result]:
-    """Yield ``function(start)`` for every block start in order, computed by several threads.
+    """Call a function for every block with several threads, and yield the results in order.
 
     Args:
-        function: computes the result of a block.
-        starts: first byte of every block.
+        function: maps the position of a block's first byte to a result.
+        starts: position of every block's first byte.
         name: file name in progress messages.
     """
     all_starts = list(starts)

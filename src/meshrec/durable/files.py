@@ -1,4 +1,4 @@
-"""Atomic file writes, errors of full disks, and reads that never block on a pipe or device."""
+"""Atomic file writes, error messages for full disks, and reads that never block on a pipe or device."""
 
 import contextlib
 import errno
@@ -13,7 +13,8 @@ from typing import BinaryIO
 from meshrec.durable.removal import Created
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk."""
+"""Values of ``errno`` for a full disk or an exhausted quota."""
+# Names in messages for paths other than regular files.
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -24,15 +25,15 @@ _KINDS = {
 
 
 class DamageError(RuntimeError):
-    """A file is missing, incomplete, or differs from what was written."""
+    """A file is missing or incomplete, or its content has changed since it was written."""
 
 
 def write_durably(path: Path, content: bytes, *, token: str | None = None) -> None:
-    """Write a file atomically: after a crash, ``path`` has the old or the new content, never a part of it.
+    """Write a file atomically: after a crash, ``path`` has either the old or the new content.
 
     Args:
         path: file to write, replaced if it exists.
-        content: file content.
+        content: new content.
         token: see `durable_file`.
 
     Example::
@@ -46,9 +47,10 @@ def write_durably(path: Path, content: bytes, *, token: str | None = None) -> No
 
 @contextmanager
 def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing, flush it to disk at the end, and rename it to ``path``.
+    """Write a file atomically, from a ``with`` block: after a crash, ``path`` has the old or the new content.
 
-    After an error in the ``with`` block, the temporary file is removed, and ``path`` is unchanged.
+    Yields a temporary file, open for writing. When the block ends, the file is flushed to disk and renamed to
+    ``path``. After an error in the block it is removed, and ``path`` is unchanged.
 
     Args:
         path: file to write. An existing file or link is replaced.
@@ -58,7 +60,7 @@ def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
     Raises:
         FileExistsError: the path is a folder, device, pipe or socket.
     """
-    # Without the check, root would replace a device such as /dev/null by a file.
+    # Without this check, the root user would replace a device such as /dev/null by a file.
     _check_replaceable(path)
     temporary = path.with_name(f".{path.name}.{token or secrets.token_hex(8)}")
     descriptor, created = Created.file(temporary)
@@ -71,7 +73,7 @@ def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
     except BaseException:
         created.remove()
         raise
-    # The rename itself is durable only after the directory has been synced.
+    # The rename itself is durable only after the parent directory has been synced.
     sync_folder(path.parent)
 
 
@@ -79,8 +81,9 @@ def _check_replaceable(path: Path) -> None:
     """Raise FileExistsError if the path exists and is not a regular file, or is a link like /dev/stdout."""
     try:
         kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
-    except OSError:  # nothing is there, or a link that leads nowhere
+    except OSError:  # the path does not exist, or is a dangling link
         return
+    # /dev/stdout may lead to a regular file, but is a link into /proc.
     if kind is None and path.is_symlink() and os.readlink(path).startswith(("/proc/", "/dev/")):
         kind = "a link to an open file"
     if kind is not None:
@@ -88,7 +91,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the entries of a directory to disk, so that renames in it survive a power failure."""
+    """Flush a directory's entries to disk. Renames in the directory then survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -98,13 +101,13 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Open a regular file for reading, and yield its descriptor.
+    """Open a regular file for reading, and yield the file descriptor. Never blocks on a pipe or device.
 
     Raises:
-        DamageError: not a regular file.
+        DamageError: the path is not a regular file.
         OSError: the file is missing or unreadable.
     """
-    # O_NONBLOCK, because opening a pipe without a writer would hang. Devices may have no end.
+    # O_NONBLOCK, because opening a pipe without a writer would block.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
         mode = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -117,10 +120,14 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read a regular file with at most ``max_bytes`` bytes.
+    """Read a whole regular file.
+
+    Args:
+        path: the file.
+        max_bytes: maximum file size.
 
     Raises:
-        DamageError: not a regular file, too large, or modified while reading.
+        DamageError: the path is not a regular file, or the file is too large or was cut off while reading.
         OSError: the file is missing or unreadable.
     """
     with open_regular(path) as descriptor:
@@ -133,12 +140,12 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> None:
-    """Fill ``target`` with bytes of an open file.
+    """Fill memory with bytes from an open file, starting at a position in the file.
 
     Args:
         descriptor: open file.
-        target: memory to fill.
-        offset: position in the file of the first byte to read.
+        target: memory to fill completely.
+        offset: position of the first byte to read.
         name: file name in messages.
 
     Raises:
@@ -146,6 +153,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
     """
     num_read = 0
     while num_read < len(target):
+        # A read may return fewer bytes than requested; 0 bytes mean the end of the file.
         count = os.preadv(descriptor, [target[num_read:]], offset + num_read)
         if count == 0:
             raise DamageError(f"{name}: the file ends too early")
@@ -153,12 +161,14 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
 
 
 def name_full_disk(error: OSError, paths: Iterable[Path | str]) -> None:
-    """Set the ``filename`` of a disk-full error to a folder on the full disk, unless it has a file name.
+    """Add to a disk-full error the name of a folder on the full disk, for the message.
+
+    Other errors, and errors with a file name, stay unchanged.
 
     Args:
-        error: error of a write; other errors than those of `FULL` are unchanged.
-        paths: files and folders that were written to. The one on the disk with the least free space is named,
-            or its nearest existing parent folder.
+        error: error raised by a write. Its ``filename`` is set.
+        paths: files and folders on the disks in question. The error gets the folder on the disk with the
+            least free space.
     """
     if error.errno not in FULL or error.filename is not None:
         return
@@ -167,11 +177,11 @@ def name_full_disk(error: OSError, paths: Iterable[Path | str]) -> None:
 
 
 def _nearest_folder(path: Path) -> Path | None:
-    """Return the path if it is a folder, else its nearest existing parent; None for an invalid path."""
+    """Return a path if it is a folder, else the nearest existing parent; None for an invalid path."""
     try:
         path = path.absolute()
         return next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
-    except (OSError, ValueError):  # too long a name, or a null byte
+    except (OSError, ValueError):  # the name is too long or has a null byte
         return None
 
 

@@ -1,6 +1,7 @@
-"""Marks: files ``.meshrec-ID`` that prove that MeshRec created a folder.
+"""Marks: files ``.meshrec-ID`` in a folder, as a proof that MeshRec created the folder and may delete it.
 
-See [Note: what MeshRec deletes] in ``removal.py``.
+A process holds a lock on the mark while it uses the folder. See [Note: what MeshRec deletes] in
+``removal.py``.
 """
 
 import contextlib
@@ -23,55 +24,59 @@ from meshrec.durable.sealed import sealed, unsealed
 PREFIX = ".meshrec-"
 """File name prefix of marks."""
 _NAME = re.compile(r"\.meshrec-([0-9a-f]{8,64})")
-_MAX_BYTES = 1 << 16
-# Other processes hold the lock for a moment while they check the same mark.
+_MAX_BYTES = 1 << 16  # largest mark file accepted
+# Attempts to lock a mark exclusively. Other processes hold the lock for a moment while they check the mark.
 _LOCK_ATTEMPTS = 3
 _LOCK_RETRY_SECONDS = 0.01
 
 
 class Mark(NamedTuple):
-    """Mark in a folder that MeshRec created; see [Note: what MeshRec deletes]."""
+    """The mark file in a folder created by MeshRec; see [Note: what MeshRec deletes]."""
 
     folder: Path
     id: str
     """Hexadecimal digits, unique to the folder."""
     kind: str
-    """Kind of folder, such as "checkpoint"."""
+    """Use of the folder, such as "checkpoint"."""
 
     @property
     def path(self) -> Path:
-        """Path of the mark's file."""
+        """Path of the mark file."""
         return self.folder / f"{PREFIX}{self.id}"
 
     def remove(self, names: str) -> None:
-        """Delete the files in the folder whose names fully match the regular expression, then the mark."""
+        """Delete some files in the folder, then the mark.
+
+        Args:
+            names: regular expression. A file is deleted if it matches the whole name.
+        """
         pattern = re.compile(names)
         remove_named(self.folder, (name for name in _names(self.folder) if pattern.fullmatch(name)))
         remove_named(self.folder, [self.path.name])
 
     def remove_all(self) -> None:
-        """Delete the folder and everything in it."""
+        """Delete the folder and everything in it, the mark last."""
         remove_tree(self.folder, last=self.path.name)
 
 
 def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
-    """Write a mark into a folder that this process created, and lock the mark.
+    """Write a mark into a folder just created by this process, and lock the mark.
 
     Args:
         folder: folder to mark.
-        kind: kind of folder, such as "checkpoint".
+        kind: use of the folder, such as "checkpoint".
         id: unique hexadecimal digits; random by default.
 
     Returns:
-        The mark, and the open file descriptor that holds the lock. Other processes must not delete the folder
-            while the lock is held. Forked processes share the lock. The lock ends when all of them have
-            closed the descriptor or died.
+        The mark, and an open file descriptor with the lock. Other processes must not delete the folder while
+            the lock is held. Forked processes share the lock. It ends when all of them have closed the
+            descriptor or died.
     """
     new_mark = Mark(folder, id or secrets.token_hex(8), kind)
     descriptor, created = Created.file(new_mark.path, 0o644)
     try:
-        # If the file system has no locks, no process can find the mark unlocked, so the folder is never
-        # deleted.
+        # Without locks in the file system, no process can prove that the mark is unlocked, and the folder is
+        # never deleted.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         content = {
@@ -81,8 +86,8 @@ def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
             "path": os.path.realpath(folder),
             "inodes": [os.stat(folder).st_ino, os.fstat(descriptor).st_ino],
         }
-        # Written after locking. A mark without content is invalid, so the mark is never both valid and
-        # unlocked.
+        # Write after locking. A mark without content is invalid, so other processes never see a mark both
+        # valid and unlocked.
         os.pwrite(descriptor, sealed(content), 0)
     except BaseException:
         created.remove()
@@ -92,13 +97,13 @@ def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
 
 
 def marks(folder: Path, kind: str, *, moved: bool = False) -> list[Mark]:
-    """Return the marks in a folder that prove that this user may delete it now: valid and not locked.
+    """Return the marks in a folder that are valid and not locked. With any, this user may delete the folder.
 
     Args:
         folder: the folder. A link to a folder has no marks.
-        kind: kind of folder that the marks must have.
-        moved: also accept a folder that was moved or restored from a backup, and file systems without locks.
-            The caller must hold another lock on the folder.
+        kind: use of the folder. Marks for another use are not valid.
+        moved: whether to accept a folder that was moved or restored from a backup, and file systems without
+            locks. The caller must then hold another lock on the folder.
     """
     if folder.is_symlink():
         return []
@@ -108,22 +113,23 @@ def marks(folder: Path, kind: str, *, moved: bool = False) -> list[Mark]:
 
 
 def release(lock: int) -> None:
-    """Release a mark's lock, also on behalf of forked processes that share it.
+    """Release the lock on a mark and close the descriptor. This ends the lock in forked processes, too.
 
     Args:
-        lock: descriptor from `mark`.
+        lock: file descriptor returned by `mark`.
     """
+    # Closing alone would leave the lock to forked processes that share it.
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
 
 def _is_valid(candidate: Mark, moved: bool) -> bool:
-    """Return whether a mark is unlocked, and was written by this user for this folder.
+    """Return whether a mark file is unlocked, and was written by this user for this very folder.
 
     Args:
-        candidate: mark with the expected folder, ID and kind.
-        moved: whether either the path or the inodes may differ from those in the mark.
+        candidate: expected folder, ID and kind.
+        moved: whether it is enough if either the path or the inodes in the mark fit.
     """
     try:
         # NFS grants an exclusive lock only on a file opened for writing.
@@ -152,13 +158,14 @@ def _is_valid(candidate: Mark, moved: bool) -> bool:
 
 
 def _is_free(descriptor: int, *, without_locks: bool) -> bool:
-    """Try to lock an open mark exclusively, and return whether this worked.
+    """Try to lock a mark file exclusively, and return whether this worked.
 
     Args:
-        descriptor: open mark.
+        descriptor: open mark file.
         without_locks: result for a file system without locks.
     """
-    for _ in range(_LOCK_ATTEMPTS):  # another process may be checking the same mark
+    # Another process may be checking the same mark, so try again after a moment.
+    for _ in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

@@ -1,22 +1,24 @@
-"""All deletion of files and folders goes through this module.
+"""Deletion of files and folders. No other module in MeshRec deletes any.
 
 [Note: what MeshRec deletes]
 
-Files of the user lie next to files of MeshRec: in run folders, among checkpoints, in TMPDIR. A file name
-alone does not prove who wrote the file. MeshRec therefore deletes a file or folder only with one of these
+In run folders, among checkpoints and in TMPDIR, user files lie next to files written by MeshRec, and a file
+name alone does not prove who wrote a file. MeshRec therefore deletes a file or folder only with one of four
 proofs:
 
-1. This process created it. `Created` remembers the inode, and does not delete another file with the same
-name. 2. It is a folder with a valid, unlocked mark. A mark (``marks.py``) is a file ``.meshrec-ID`` with a
-random ID, the folder's kind, creator and path, and the inodes of folder and mark. A copy of the folder has a
-different path and different inodes, so it belongs to the user. A scratch folder is deleted with its content,
-but only at the original path. A checkpoint may have been moved (inodes match) or restored from a backup (path
-matches); only files whose names contain the ID are deleted. 3. A manifest in the same folder lists it, with
-size and checksum. This holds for checkpoint data of an earlier version without marks. 4. It is a file of a
-run, by its full name, and ``config.json`` or a mark identifies the folder as a run.
+1. This process created it. `Created` remembers the inode, and does not delete another file under the same
+   name.
+2. It is a folder with a valid, unlocked mark. A mark (``marks.py``) is a file ``.meshrec-ID`` with a random
+   ID, the folder's kind, creator and path, and the inodes of folder and mark. A copy of the folder has a
+   different path and different inodes, so it belongs to the user. A scratch folder is deleted with all
+   content, but only at the original path. A checkpoint may have been moved (inodes match) or restored from a
+   backup (path matches); only files with the ID in their names are deleted.
+3. A manifest in the same folder lists it with size and checksum. This holds for checkpoint data from earlier
+   versions without marks.
+4. It has the full name of a file in a run, and ``config.json`` or a mark identifies the folder as a run.
 
-Symbolic links are deleted as links, never followed. A folder is kept if it has other content.
-tests/durable/test_removal.py fails for any other deleting call in ``src/``.
+Symbolic links are deleted as links, never followed. A folder with other content stays.
+tests/durable/test_removal.py fails if code elsewhere in ``src/`` deletes files.
 """
 
 import contextlib
@@ -29,7 +31,10 @@ from typing import NamedTuple
 
 
 class Created(NamedTuple):
-    """File or folder that this process created, identified by device and inode."""
+    """Record of a file or folder created by this process, identified by device and inode.
+
+    The record proves that MeshRec may delete the file; see [Note: what MeshRec deletes].
+    """
 
     path: Path
     device: int
@@ -37,25 +42,39 @@ class Created(NamedTuple):
 
     @classmethod
     def at(cls, path: Path) -> "Created":
-        """Return the record of the file or folder that the caller has just created at a path."""
+        """Return a record for the file or folder which the caller has just created at a path."""
         status = path.lstat()
         return cls(path, status.st_dev, status.st_ino)
 
     @classmethod
     def file(cls, path: Path, mode: int = 0o666) -> tuple[int, "Created"]:
-        """Create a file, and return a descriptor for reading and writing, and the record.
+        """Create an empty file.
+
+        Args:
+            path: path of the new file.
+            mode: file permissions, before the umask.
+
+        Returns:
+            A file descriptor for reading and writing, and the record.
 
         Raises:
             FileExistsError: the path exists, even as a dangling link.
         """
-        # O_EXCL: never open an existing file, nor follow a link.
+        # O_EXCL: never open an existing file or follow a link.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         status = os.fstat(descriptor)
         return descriptor, cls(path, status.st_dev, status.st_ino)
 
     @classmethod
     def folders(cls, path: Path) -> list["Created"]:
-        """Create a folder and its missing parents, and return the records of new folders, innermost first."""
+        """Create a folder and all missing parents.
+
+        Returns:
+            Records for the new folders, innermost first: the order in which they can be removed.
+
+        Raises:
+            FileExistsError: the path exists and is not a folder.
+        """
         created: list[Created] = []
         for folder in (*reversed(path.parents), path):
             with contextlib.suppress(FileExistsError):
@@ -66,7 +85,7 @@ class Created(NamedTuple):
         return created
 
     def remove(self) -> None:
-        """Delete the file or empty folder, unless another one has replaced it."""
+        """Delete the file or empty folder, unless another file has replaced it. Ignores a missing file."""
         with contextlib.suppress(FileNotFoundError):
             status = self.path.lstat()
             if (status.st_dev, status.st_ino) != (self.device, self.inode):
@@ -77,7 +96,7 @@ class Created(NamedTuple):
                 os.unlink(self.path)
 
     def remove_tree(self) -> None:
-        """Delete the folder and everything in it, unless another folder has replaced it."""
+        """Delete the folder and everything in it, unless another folder has replaced it. Ignores errors."""
         with contextlib.suppress(OSError):
             descriptor = _open_folder(self.path)
             try:
@@ -90,9 +109,9 @@ class Created(NamedTuple):
 
 
 def remove_named(folder: Path, names: Iterable[str]) -> None:
-    """Delete files in or below a folder. The caller must have proven that MeshRec wrote them.
+    """Delete some files in or below a folder. The caller must have a proof for each that MeshRec wrote it.
 
-    Skips missing files, folders, and names that lead through a link or out of the folder.
+    Skips missing files, folders, and names leading through a link or out of the folder.
 
     Args:
         folder: the folder.
@@ -108,10 +127,14 @@ def remove_named(folder: Path, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _opened_below(folder: Path, name: str) -> Iterator[int]:
-    """Open ``folder / name`` one directory at a time, and yield the descriptor.
+    """Open a directory in or below a folder, without following links, and yield the file descriptor.
 
-    If another process replaces a part of the path by a link meanwhile, the descriptor still refers to the
-    original directory.
+    The path is opened directory by directory. If another process replaces a part of it by a link meanwhile,
+    the descriptor still refers to the original directory.
+
+    Args:
+        folder: the folder.
+        name: path relative to the folder; empty for the folder itself.
 
     Raises:
         NotADirectoryError: the name leads through a link, out of the folder, or to a file.
@@ -133,18 +156,23 @@ def _opened_below(folder: Path, name: str) -> Iterator[int]:
 
 
 def _open_folder(path: str | Path, parent: int | None = None) -> int:
-    """Open a directory, relative to the open directory ``parent`` if given."""
-    # O_NOFOLLOW with O_DIRECTORY fails with ENOTDIR for a link, instead of following it.
+    """Open a directory without following a link, and return the file descriptor.
+
+    Args:
+        path: the directory.
+        parent: open directory to which ``path`` is relative; None: the current directory.
+    """
+    # With O_NOFOLLOW and O_DIRECTORY, a link gives the error ENOTDIR.
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
 
 
 def is_below(folder: Path, name: str) -> bool:
-    """Return whether ``folder / name`` is in ``folder``, without links or ".." in ``name``."""
+    """Return whether ``folder / name`` lies in ``folder`` and ``name`` has neither links nor ".."."""
     return os.path.realpath(folder / name) == f"{os.path.realpath(folder)}/{name}".rstrip("/")
 
 
 def remove_link(path: Path) -> bool:
-    """Delete a symbolic link, and return True; return False for anything else."""
+    """Delete a path if it is a symbolic link. Return whether it was."""
     if not path.is_symlink():
         return False
     remove_named(path.parent, [path.name])
@@ -152,7 +180,7 @@ def remove_link(path: Path) -> bool:
 
 
 def remove_empty(folder: Path) -> bool:
-    """Delete an empty folder, but not a link. Return whether it was deleted."""
+    """Delete a folder if it is empty and not a link. Return whether it was deleted."""
     try:
         os.rmdir(folder)
     except OSError:
@@ -161,12 +189,12 @@ def remove_empty(folder: Path) -> bool:
 
 
 def remove_tree(folder: Path, *, last: str) -> None:
-    """Delete a folder and everything in it, without following links.
+    """Delete a folder and everything in it, without following links. Ignores errors.
 
     Args:
-        folder: folder that the caller has proven to be MeshRec's.
-        last: name of the file with this proof. It is deleted last, so that a later process can resume an
-            interrupted removal.
+        folder: the folder. The caller must have a proof that MeshRec created it.
+        last: name of the file with this proof, which is deleted last. If the removal is interrupted, a later
+            process still finds the proof and can complete it.
     """
     with contextlib.suppress(OSError):
         descriptor = _open_folder(folder)
@@ -180,8 +208,13 @@ def remove_tree(folder: Path, *, last: str) -> None:
 
 
 def _remove_content(folder: int, keep: str = "") -> None:
-    """Delete everything in an open folder, except for the file ``keep`` and what cannot be deleted."""
-    # Names are relative to descriptors, so a link that replaces a folder meanwhile cannot redirect the
+    """Delete everything in an open folder that can be deleted.
+
+    Args:
+        folder: file descriptor of the folder.
+        keep: name of a file to leave.
+    """
+    # Names are relative to open folders, so a folder replaced by a link meanwhile cannot redirect the
     # deletion.
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):

@@ -1,4 +1,8 @@
-"""Scratch folders. If their process is killed, the next process that needs one removes them."""
+"""Scratch folders: private folders for temporary files.
+
+A process removes its scratch folders itself. If it is killed, the next process creating a scratch folder with
+the same kind and parent removes them.
+"""
 
 import fcntl
 import os
@@ -15,39 +19,46 @@ from meshrec.durable.removal import Created
 
 
 class _OwnedScratch(NamedTuple):
-    """Mark of a scratch folder, descriptor that locks the mark, and ID of the process that made it."""
+    """A scratch folder created by this process, or by the parent that forked it."""
 
     mark: Mark
     lock: int
+    """File descriptor with the lock on the mark."""
     owner: int
+    """ID of the creating process."""
 
 
-# Scratch folders made by this process, from make_scratch to remove_scratch. A forked process inherits the
-# entries.
+# By folder, from make_scratch to remove_scratch. A forked process inherits the entries, and compares
+# ``owner`` with its process ID.
 _owned: dict[Path, _OwnedScratch] = {}
 
 
 def make_scratch(kind: str, parent: Path | None = None, *, token: str | None = None) -> Path:
     """Create a private folder ``KIND-TOKEN`` (mode 0700), and remove such folders left by killed processes.
 
-    A process killed by SIGKILL cannot clean up. The folder therefore carries a mark, whose lock ends with the
-    process and all its forks. Folders in ``parent`` without a mark, or of another kind, are not removed.
+    A process killed by SIGKILL cannot clean up. Therefore the folder contains a mark (see ``marks.py``),
+    locked until this process and all processes forked from it have ended. Folders in ``parent`` without a
+    valid mark, or with another kind, are not removed.
 
     Args:
         kind: prefix of the folder name.
-        parent: parent folder; the system's temporary folder by default.
-        token: unique suffix of the folder name. Processes can agree on it to find the folder. Random by
+        parent: parent folder; by default the system's temporary folder.
+        token: unique suffix of the folder name, by which other processes can find the folder; random by
             default.
+
+    Returns:
+        The folder. Call `remove_scratch` when it is no longer needed.
 
     Raises:
         FileExistsError: another process created the folder.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
-    with suppress(OSError):  # an unreadable parent is reported by mkdir below
+    # If the parent folder cannot be read, mkdir below raises the error.
+    with suppress(OSError):
         for name in os.listdir(parent):
             if name.startswith(f"{kind}-"):
                 _remove_abandoned(parent / name, kind)
-    # A process killed before the mark is written leaves an empty folder that is never removed.
+    # A process killed between here and the mark leaves an empty folder, which nobody removes.
     folder = parent / f"{kind}-{token or secrets.token_hex(8)}"
     folder.mkdir(0o700)
     created = Created.at(folder)
@@ -60,9 +71,9 @@ def make_scratch(kind: str, parent: Path | None = None, *, token: str | None = N
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a folder created by `make_scratch` in this process; does nothing in a forked process."""
+    """Remove a folder created by `make_scratch` in this process. Does nothing in a forked process."""
     scratch = _owned.get(folder)
-    # A forked child inherits the entry, but must not remove its parent's folder.
+    # A forked child inherits the entry, but must not remove the parent's folder.
     if scratch is not None and scratch.owner == os.getpid():
         del _owned[folder]
         scratch.mark.remove_all()
@@ -70,22 +81,40 @@ def remove_scratch(folder: Path) -> None:
 
 
 def abandon_scratch(folder: Path) -> None:
-    """Close a scratch folder inherited from a killed parent process, and remove it if no process uses it."""
+    """Give up a scratch folder inherited by a fork, after the parent was killed.
+
+    Releases this process's lock, and removes the folder unless another process still holds a lock.
+
+    Args:
+        folder: result of `make_scratch` in the parent.
+    """
     scratch = _owned.pop(folder)
     os.close(scratch.lock)
     _remove_abandoned(folder, scratch.mark.kind)
 
 
 def join_scratch(folder: Path) -> None:
-    """Prevent the removal of another process's scratch folder until this process ends."""
-    with suppress(OSError):  # the folder has no marks, if another version or a launcher created it
+    """Keep other processes from removing a scratch folder until this process ends.
+
+    Args:
+        folder: scratch folder of another process.
+    """
+    # The folder has no mark if a launcher or another version created it.
+    with suppress(OSError):
         for path in folder.glob(f"{PREFIX}*"):
+            # The descriptor stays open, and so does the lock, until the process ends. in
+            # folder.glob(f"{PREFIX}*"):
             fcntl.flock(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), fcntl.LOCK_SH)
 
 
 @contextmanager
 def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield the folder from `make_scratch`, and remove it at the end."""
+    """Create a scratch folder with `make_scratch`, and remove it when the ``with`` block ends.
+
+    Args:
+        kind: prefix of the folder name.
+        parent: parent folder; by default the system's temporary folder.
+    """
     folder = make_scratch(kind, parent)
     try:
         yield folder
@@ -95,9 +124,13 @@ def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def durable_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill, flush its files to disk at the end, and rename it to ``folder``.
+    """Write a folder atomically: after a crash, ``folder`` has all files or is as before.
 
-    The temporary folder lies in a scratch folder next to ``folder``, and is removed after an error.
+    Yields a temporary folder for the caller to fill. When the ``with`` block ends, its files are flushed to
+    disk and the folder is renamed to ``folder``. After an error it is removed.
+
+    Args:
+        folder: folder to create.
 
     Raises:
         OSError: a file cannot be written, or ``folder`` exists and is not empty.
@@ -114,10 +147,11 @@ def durable_folder(folder: Path) -> Iterator[Path]:
             with open_regular(path) as descriptor:
                 os.fsync(descriptor)
         os.replace(parts, folder)
+    # The rename itself is durable only after the parent directory has been synced.
     sync_folder(folder.parent)
 
 
 def _remove_abandoned(folder: Path, kind: str) -> None:
-    """Remove a scratch folder of this kind if its mark is valid and unlocked."""
+    """Remove a scratch folder with this kind, if it has a valid mark and no process holds the lock."""
     for free_mark in marks(folder, kind):
         free_mark.remove_all()

@@ -1,4 +1,4 @@
-"""Sealed JSON: objects that contain their own checksum. Also functions that validate JSON values."""
+"""Sealed JSON: objects with a checksum over their other fields. Also functions to validate JSON values."""
 
 import json
 import re
@@ -15,7 +15,10 @@ _SURROGATE = re.compile(rb"\\u[dD]")
 
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
-    """Serialize an object as JSON, with the CRC-32 of its fields as an additional field.
+    """Serialize an object as JSON, with an additional field: a CRC-32 over all other fields.
+
+    Args:
+        fields: fields with JSON values.
 
     Example::
 
@@ -26,15 +29,15 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
-    """Parse the output of `sealed`, verify the checksum, and return the fields without it.
+    """Parse the output of `sealed`, verify the checksum, and return the other fields.
 
     Args:
         content: JSON bytes.
         name: file name in messages.
-        required: whether a missing checksum is an error. Files of earlier releases have none.
+        required: whether a missing checksum is an error. Files from earlier releases have none.
 
     Raises:
-        DamageError: invalid JSON, or a wrong checksum.
+        DamageError: the JSON is invalid, or the checksum is wrong or missing.
     """
     fields = parse(content, name)
     if not isinstance(fields, dict):
@@ -48,7 +51,11 @@ def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
 
 
 def parse(content: bytes, name: str) -> Any:
-    """Parse JSON, and reject objects with duplicate names and strings with unpaired surrogates.
+    """Parse JSON. Unlike ``json.loads``, refuse duplicate names in objects and unpaired surrogates.
+
+    Args:
+        content: JSON bytes.
+        name: file name in messages.
 
     Raises:
         DamageError: ``content`` is invalid JSON, nested too deeply, or has a duplicate name or an unpaired
@@ -74,7 +81,7 @@ def integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
         high: maximum.
 
     Raises:
-        DamageError: ``value`` is out of range or not an integer (a bool is not).
+        DamageError: ``value`` is out of range or not an integer. A bool does not count as an integer.
     """
     if type(value) is not int or not low <= value <= high:
         raise DamageError(f"{name} is {_shortened(value)}; a whole number in [{low}, {high}] was expected")
@@ -82,7 +89,7 @@ def integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
 
 
 def text(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
-    """Check that a JSON value is a string, in ``allowed`` if given, and return it.
+    """Check that a JSON value is a string, or one of some allowed strings, and return it.
 
     Args:
         value: value to check.
@@ -99,7 +106,7 @@ def text(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
 
 
 def items(value: Any, name: str, length: int | None = None) -> list[Any]:
-    """Check that a JSON value is a list, with ``length`` items if given, and return it.
+    """Check that a JSON value is a list, with a given length if any, and return it.
 
     Args:
         value: value to check.
@@ -166,13 +173,13 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of an object in canonical JSON."""
-    # Canonical, so that the checksum is still valid after a user reformats the file.
+    """Return a CRC-32 over an object, independent of field order and formatting."""
+    # Canonical JSON, so the checksum is still valid after a user reformats the file.
     return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of (name, value) pairs. Raises ValueError for a duplicate name."""
+    """Build an object from (name, value) pairs, for ``json.loads``. Raise ValueError for a duplicate name."""
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise ValueError("an object has a name twice, and each must be there once")
