@@ -1,4 +1,4 @@
-"""``digests.txt``: size and checksums of every file in a folder, in a line-based format also read by C++ code.
+"""``digests.txt``: size and checksums of every file in a folder, in a format that C++ code also reads.
 
     meshrec-digests 1
     file 4194305 <sha256> <crc32 per 4 MiB block, 8 hexadecimal digits each> weights.bin
