@@ -1,1 +1,1 @@
-"""Communication between ranks: collectives, shared-memory links within a host, and step phase timing."""
+"""Communication between ranks: collectives, memory links within a host, wire formats, and error agreement."""

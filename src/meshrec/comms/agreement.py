@@ -1,10 +1,10 @@
-"""Agreement on errors: if any rank fails, all ranks raise the same error.
+"""Agree on errors: if an operation fails on any rank, all ranks raise the same error.
 
 [Note: how errors reach every rank]
 
-A rank that raises alone leaves peers waiting in the next collective until the timeout. An operation that
-may fail on some ranks, such as reading a file or checking a batch, therefore catches every exception, shares
-it in a small collective, and then all ranks raise:
+If a single rank raises, the other ranks wait in the next collective until the timeout. An operation that
+may fail on some ranks, such as reading a file or checking a batch, therefore catches every exception and
+shares it in a small collective. Then all ranks raise together:
 
 - here, `together` runs a block without collectives, and `raise_as_one` exchanges caught errors;
 - `agreed` exchanges a function's results or errors (checkpoint/agreement.py);
@@ -39,13 +39,16 @@ from meshrec.plan.sharding_plan import ShardingPlan
 
 @contextmanager
 def together(axis: Axis, name: str) -> Iterator[None]:
-    """Run a block on all ranks. If it raises on any rank, all ranks raise the same error. Collective.
+    """Context: run a block on all ranks, and if it raises on any rank, raise on all ranks. Collective.
 
-    The block must not contain collectives: a rank that fails would not reach them.
+    The block must not contain collectives, because a failing rank would not reach them::
+
+        with together(env.world, "reading files"):
+            data = path.read_bytes()
 
     Args:
-        axis: participating ranks.
-        name: operation name, for errors in the exchange.
+        axis: ranks which run the block.
+        name: name of the operation. Error messages contain it if the exchange of errors itself fails.
 
     Raises:
         Exception: see `raise_as_one`.
@@ -62,15 +65,15 @@ def together(axis: Axis, name: str) -> Iterator[None]:
 
 
 def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
-    """Exchange errors between all ranks, and raise on every rank if any rank has an error. Collective.
+    """Raise on every rank if any rank passes an error. Collective.
 
     Args:
         error: this rank's error, or None.
-        axis: participating ranks.
-        name: operation name, for errors in the exchange.
+        axis: ranks which call this function.
+        name: name of the operation, for errors in the exchange itself.
 
     Raises:
-        Exception: the error itself on a single rank; on several ranks, see `combined`.
+        Exception: the error itself if ``axis`` has a single rank, otherwise the result of `combined`.
     """
     try:
         if axis.size > 1:
@@ -85,13 +88,13 @@ def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
 def gather_errors(
     error: Exception | None, axis: Axis, name: str, kinds: Sequence[type[Exception]] = KINDS
 ) -> dict[int, Exception]:
-    """Return the errors by rank, for ranks with an error. Collective.
+    """Return the errors of all ranks, by rank. Ranks without an error are missing. Collective.
 
     Args:
         error: this rank's error, or None.
-        axis: participating ranks.
-        name: operation name, for errors in the exchange.
-        kinds: exception types to keep; others become RuntimeError.
+        axis: ranks which call this function.
+        name: name of the operation, for errors in the exchange itself.
+        kinds: exception types to keep. Errors of other types become RuntimeError.
     """
     # Exceptions with other types may not survive pickling, or may have a class other ranks cannot import.
     local_error = None if error is None else sendable(error, kinds)
@@ -100,7 +103,11 @@ def gather_errors(
 
 
 def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> None:
-    """Check whether all ranks in ``group`` have the same plan. Collective.
+    """Check that all ranks in ``group`` have the same plan. Collective.
+
+    Args:
+        plan: this rank's plan.
+        group: the ranks; None for a single process.
 
     Raises:
         ValueError: the plans differ. All ranks raise the same message.
@@ -119,10 +126,10 @@ def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> Non
 
 
 def _difference(tables_by_rank: Sequence[Mapping[tuple[str, str], str]]) -> str:
-    """Return the error message for the first table placed differently by two ranks.
+    """Return an error message about the first table for which two ranks have different plans.
 
     Args:
-        tables_by_rank: per rank, the sharding digest by (module path, table name).
+        tables_by_rank: for every rank, a digest of each table's sharding, by (module path, table name).
     """
     for rank, other in enumerate(tables_by_rank):
         for key in sorted({*tables_by_rank[0], *other}):

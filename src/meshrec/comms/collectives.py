@@ -1,12 +1,13 @@
-"""Collectives for sharded modules. A call starts the collective; the result is awaited where it is needed.
+"""Collectives for sharded modules. A call starts a collective, and the caller waits where it needs the
+result.
 
-A failed collective raises an error naming the collective, this rank, and unresponsive peers. Peers are
-identified through the process group's store, because a broken connection only reveals an address.
+If a collective fails, the error names the collective, this rank, and the ranks that do not respond. These
+ranks are found through the process group's store, because a broken connection only reveals an address.
 
 [Note: what may run on which thread]
 
-Ranks match collectives by order, so all collectives in a process group start on a single thread at a time, in
-the same order on all ranks. A rank's threads are
+Ranks match collectives by their order. Therefore only a single thread at a time may start collectives in a
+process group, and all ranks must start them in the same order. A rank has these threads:
 
 1. the main thread: runs steps, checkpoints and evaluations, and starts all forward pass collectives.
 Signal handlers only set a flag, which the main thread reads after a step (train/stopping.py);
@@ -57,10 +58,10 @@ from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import recorders
 from meshrec.ops import operators
 
-# If the same collective has failed on a live peer too, the peer reports it within this time.
+# A live peer in the same collective fails, too, and reports it within this time.
 _ANSWER_SECONDS = 3.0
 _GLOO = "gloo/transport"
-"""Source path part contained in all gloo connection errors."""
+"""Part of a source path which all connection errors from gloo contain."""
 # all_gather_into_tensor is deprecated in torch versions with all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _traffic: list[Counter[str]] = []  # active counters for measure_traffic
@@ -69,9 +70,10 @@ _warned_devices: set[str] = set()  # device types for which the CPU detour has b
 
 
 class BlockedTime:
-    """Seconds this process has spent blocked in collectives, used to find the slowest rank.
+    """Total seconds for which this process has waited in collectives. Used to find the slowest rank.
 
-    On a GPU, collectives block the device and not the process, so they do not count.
+    The slowest rank waits least. On a GPU, collectives block the device and not the process, so they do not
+    count.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,7 @@ costs two Python calls.
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Count the time inside the context as blocked in a collective."""
+    """Context: count the time inside as waiting in a collective."""
     start = time.perf_counter()
     try:
         yield
@@ -96,16 +98,24 @@ def blocked() -> Iterator[None]:
 
 @dataclass
 class InFlight:
-    """A collective in flight; ``wait`` returns its result."""
+    """A collective which has started. Call ``wait`` once to get the result; later calls return it again."""
 
     tensor: Tensor | None
-    """Result; None if ``wait`` allocates it."""
+    """Tensor for the result, which is valid after ``wait``. None if ``wait`` allocates it."""
     work: Any  # object with wait(), such as dist.Work or Reading; None once awaited
     name: str
+    """Name of the collective in errors."""
     group: dist.ProcessGroup | None
+    """Ranks in the collective; None for a single process."""
 
     def wait(self) -> Tensor:
-        """Return the result when it is complete (on CUDA: for the current stream). Raises CollectiveError."""
+        """Wait until the collective is complete, and return the result.
+
+        On CUDA, the current stream waits instead of this thread.
+
+        Raises:
+            CollectiveError: a peer failed.
+        """
         if self.work is not None:
             # Waiting again must return the same tensor, not wait for the work twice.
             work, self.work = self.work, None
@@ -124,11 +134,18 @@ class InFlight:
         return self.tensor
 
     def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-        """Return a tensor computed from received messages: ``make(tensor, 0, 0)``.
+        """Wait until the collective is complete, and return a tensor which ``make`` computes from the
+        messages.
 
-        On a host link, the messages are not assembled. ``make`` then gets an empty tensor, the link handle
-        and the exchange number, and reads the messages from peer memory; see ``Reading.wait``. Raises
-        CollectiveError, and errors from ``make``.
+        Without a host link, calls ``make(messages, 0, 0)`` with the received messages. On a host link,
+        messages are not copied to this rank. ``make`` then gets an empty tensor, the link handle and the
+        exchange number, and reads the messages from the memory of the peers; see ``Reading.wait``.
+
+        Args:
+            make: function from (received messages, link handle, exchange number) to the result.
+
+        Raises:
+            CollectiveError: a peer failed.
         """
         if self.tensor is not None:
             return make(self.wait(), 0, 0)
@@ -146,7 +163,7 @@ class InFlight:
 
 
 class _CopyBack:
-    """A collective on CPU copies of device tensors; ``wait`` copies the result to the device."""
+    """A collective on CPU copies of device tensors. ``wait`` copies the result back to the device."""
 
     def __init__(self, work: Any, arrived: Tensor, target: Tensor) -> None:
         self._work, self._arrived, self._target = work, arrived, target
@@ -157,7 +174,10 @@ class _CopyBack:
 
 
 class _PolledWork:
-    """A gloo collective. ``wait`` also raises if a rank fails alone before reaching the collective."""
+    """A gloo collective whose ``wait`` also raises if another rank fails before it reaches the collective.
+
+    See [Note: a rank that fails alone] in ``failures.py``.
+    """
 
     def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
         self._work, self._group = work, group
@@ -177,22 +197,27 @@ class _PolledWork:
 
 
 class Splits(NamedTuple):
-    """Element counts sent to, and received from, every rank on an axis."""
+    """Message sizes in an all-to-all, in elements."""
 
     sent: list[int]
+    """Elements sent to each rank on the axis."""
     received: list[int]
+    """Elements received from each rank on the axis."""
 
 
 def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: bool = False) -> InFlight:
     """Start an all-to-all: send consecutive slices of a 1-D tensor to the ranks on an axis.
 
     Args:
-        sent: elements to send. Must not be modified, even after the wait: ranks on the same host read it in
-            place.
-        splits: element count per rank.
-        axis: participating ranks.
-        name: collective name, for errors and ``measure_traffic``.
+        sent: elements to send. They must not be modified, not even after the wait, because ranks on the same
+            host read them in place.
+        splits: elements sent to and received from each rank.
+        axis: ranks in the collective.
+        name: name of the collective, for errors and ``measure_traffic``.
         same: send the whole tensor to every rank, instead of slices.
+
+    Returns:
+        The running collective. The result has the messages from all ranks, in rank order, 1-D.
 
     Raises:
         CollectiveError: a peer failed.
@@ -238,19 +263,22 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
 
 
 def release_read(axis: Axis) -> None:
-    """Free messages on this axis already read by all ranks. Otherwise the next message frees them."""
+    """Free the sent messages which all ranks on this axis have read. Else the next message frees them."""
     link = links.get(axis.group) if axis.group is not None else None
     if link is not None:
         link.release_read()
 
 
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
-    """Start an all-gather for tensors with equal shapes. The result has shape ``[axis size, *shape]``.
+    """Start an all-gather of tensors with equal shapes.
 
     Args:
-        sent: this rank's tensor; see ``all_to_all``.
-        axis: participating ranks.
-        name: collective name.
+        sent: this rank's tensor. It must not be modified, as for ``all_to_all``.
+        axis: ranks in the collective.
+        name: name of the collective, for errors and ``measure_traffic``.
+
+    Returns:
+        The running collective. The result has the tensors from all ranks, ``[axis size, *shape]``.
 
     Raises:
         CollectiveError: a peer failed.
@@ -285,12 +313,12 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
-    """Replace a tensor by the sum over the ranks on an axis.
+    """Replace a tensor by the sum of the tensors from all ranks on an axis. Waits for the result.
 
     Args:
-        tensor: addend and result.
-        axis: participating ranks.
-        name: collective name.
+        tensor: this rank's addend, overwritten by the sum.
+        axis: ranks in the collective.
+        name: name of the collective, for errors and ``measure_traffic``.
 
     Raises:
         CollectiveError: a peer failed.
@@ -303,13 +331,13 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
 
 
 def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
-    """Replace a tensor on all ranks on an axis by rank ``source``'s tensor.
+    """Replace a tensor on all ranks of an axis by the tensor from rank ``source``. Waits for the result.
 
     Args:
-        tensor: value on the source rank; overwritten on the others.
-        axis: participating ranks.
-        name: collective name.
-        source: rank on the axis.
+        tensor: value on the source rank; overwritten on other ranks.
+        axis: ranks in the collective.
+        name: name of the collective, for errors.
+        source: position of the source rank on the axis.
 
     Raises:
         CollectiveError: a peer failed.
@@ -324,12 +352,14 @@ def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None
 
 
 def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
-    """Return the objects from all ranks on an axis, pickled. Slow: for start-up and failures only.
+    """Return the objects passed by all ranks on an axis, in rank order. Collective.
+
+    Objects are pickled, which is slow. Use it only at start-up and after failures.
 
     Args:
         item: this rank's object.
-        axis: participating ranks.
-        name: collective name.
+        axis: ranks in the collective.
+        name: name of the collective, for errors.
 
     Raises:
         CollectiveError: a peer failed.
@@ -347,7 +377,7 @@ def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
 
 @contextmanager
 def measure_traffic() -> Iterator[Counter[str]]:
-    """Count the bytes sent by this rank to other ranks inside the context, by collective name."""
+    """Context: count the bytes this rank sends to other ranks. Yields a counter by collective name."""
     counter: Counter[str] = Counter()
     _traffic.append(counter)
     try:
@@ -357,23 +387,23 @@ def measure_traffic() -> Iterator[Counter[str]]:
 
 
 def count_sent(name: str, num_bytes: int) -> None:
-    """Count bytes sent by this rank to other ranks without a collective in this module.
+    """Add bytes to the counters of ``measure_traffic``, for messages which this module does not send.
 
     Args:
-        name: collective name.
-        num_bytes: bytes sent.
+        name: name of the exchange.
+        num_bytes: bytes sent to other ranks.
     """
     for counter in _traffic:
         counter[name] += num_bytes
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long collectives in this process wait for a rank before they fail.
+    """Set how long collectives in this process wait for other ranks before they fail.
 
-    Applies to all existing process groups, and to host links.
+    Applies to all existing process groups and host links.
 
     Args:
-        seconds: above 0.
+        seconds: timeout, above 0.
     """
     # Before torch 2.14, only the private name exists.
     set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -384,9 +414,9 @@ def set_timeout(seconds: float) -> None:
 
 
 def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether a collective in this group needs a CPU copy.
+    """Return whether a collective on this tensor must run on a CPU copy, because the group is not NCCL.
 
-    gloo copies CUDA tensors internally, but not in every collective.
+    gloo copies CUDA tensors internally, but not in every collective. Logs a warning the first time.
     """
     if tensor.is_cpu or "nccl" in dist.get_backend(group):
         return False
@@ -403,7 +433,14 @@ def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 def _start_collective(
     start: Callable[[Tensor, Tensor], Any], received: Tensor, sent: Tensor, group: dist.ProcessGroup
 ) -> Any:
-    """Start a collective filling ``received``; on CPU copies if the group needs them."""
+    """Start a collective, on CPU copies if the group needs them.
+
+    Args:
+        start: function from (receive buffer, send buffer) to the started work.
+        received: tensor to fill.
+        sent: tensor to send.
+        group: ranks in the collective.
+    """
     if not goes_through_cpu(sent, group):
         return _poll_for_failures(start(received, sent), sent, group)
     arrived = torch.empty_like(received, device="cpu")
@@ -412,7 +449,14 @@ def _start_collective(
 
 
 def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, name: str) -> None:
-    """Run a collective changing a tensor in place; on a CPU copy if the group needs it."""
+    """Run a collective which changes a tensor in place, and wait; on a CPU copy if the group needs it.
+
+    Args:
+        start: function from a tensor to the started work.
+        tensor: tensor to change.
+        axis: ranks in the collective.
+        name: name of the collective, for errors.
+    """
     if axis.group is None or axis.size == 1:
         return
     count_start(axis.group)
@@ -427,14 +471,14 @@ def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, n
 
 
 def _poll_for_failures(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any:
-    """Wrap a gloo collective so waiting for it notices a rank failing alone."""
+    """Wrap a gloo collective such that waiting for it notices the failure of another rank."""
     return _PolledWork(work, group) if sent.is_cpu and "gloo" in dist.get_backend(group) else work
 
 
 def named_failure(error: RuntimeError) -> Exception:
-    """Return a CollectiveError for a gloo or NCCL error without a rank name; other errors unchanged.
+    """Return a CollectiveError, which names the failed ranks, for an error from gloo or NCCL.
 
-    For collectives not started by this module: torch's collectives, or collectives on small values.
+    Return other errors unchanged. Used for collectives which torch starts itself, not this module.
     """
     is_named = isinstance(error, CollectiveError)
     if is_named or not (isinstance(error, dist.DistError) or _GLOO in str(error)):
@@ -445,19 +489,33 @@ def named_failure(error: RuntimeError) -> Exception:
 
 
 def _count_bytes(name: str, tensor: Tensor, elements: list[int], rank: int) -> None:
-    """Count a collective's bytes, without the part for this rank."""
+    """Add the bytes of a collective to the active counters, without the part which this rank keeps.
+
+    Args:
+        name: name of the collective.
+        tensor: sent tensor.
+        elements: elements sent to each rank.
+        rank: this rank's position.
+    """
     for counter in _traffic:
         counter[name] += (sum(elements) - elements[rank]) * tensor.element_size()
 
 
 def _has_failed(work: Any) -> bool:
-    """Return whether the collective itself failed, not the result computation."""
+    """Return whether the collective itself failed, and not the computation of the result from messages."""
     return not isinstance(work, Reading) or bool(work.link.failure)
 
 
 def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> Exception:
-    """Return the exception for a failed collective: the announced error if a rank failed alone; otherwise an
-    error naming the collective and the unresponsive ranks.
+    """Return the exception to raise for a failed collective.
+
+    If another rank has announced an error, return that error. Otherwise return a CollectiveError with the
+    names of the collective and of the ranks that do not respond.
+
+    Args:
+        error: error from the backend.
+        name: name of the collective.
+        group: ranks in the collective.
     """
     if (failure := lone_failure(group)) is not None:
         return failure
@@ -470,10 +528,14 @@ def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup |
 
 
 def _silent_peers(ranks: list[int]) -> str:
-    """Return a description for the unresponsive ranks: live peers soon report the same failure.
+    """Find out which ranks do not respond, and return a description for an error message.
 
-    The stopped rank may be the store's host, and torch's store calls have no deadline. They therefore run in
-    a daemon thread, which is abandoned if it does not return.
+    Live peers soon report the same failure in the store. The stopped rank may itself host the store, and
+    torch's store calls have no deadline. They therefore run in a daemon thread, which is abandoned if it does
+    not return.
+
+    Args:
+        ranks: global ranks in the failed collective.
     """
     store, host = dist.distributed_c10d._get_default_store(), store_host()
     this_rank, silent = dist.get_rank(), [rank for rank in ranks if rank != dist.get_rank()]

@@ -1,11 +1,14 @@
-"""Average dense gradients over ranks, as a DDP communication hook.
+"""Average the gradients of dense parameters over ranks, as a DistributedDataParallel (DDP) communication
+hook.
 
-Gradients are added in rank order, so the result bits depend neither on rank placement nor on host links
-(``host_link``); gloo's all-reduce adds in another order. Every rank averages a share of the elements and
-sends the means to all. Two ranks without a link exchange all elements instead: equally many bytes, in one
-exchange instead of two. The hook finishes at the end of the backward pass, so that the tables' backward and
-exchange do not wait; without a link, a thread averages meanwhile (``peer_average``). With pipelining, the
-hook may finish even later, when the next lookup has started.
+On CPUs, gradients are added in rank order, so the bits of the result depend neither on the placement of ranks
+nor on host links (``host_link``). gloo's all-reduce adds in another order. Every rank averages a share of the
+elements, and sends the means to all ranks. Two ranks without a link exchange all elements instead, which
+takes the same number of bytes in one exchange instead of two.
+
+The hook finishes at the end of the backward pass, so that the backward pass of tables does not wait for it.
+Without a link, a thread computes averages meanwhile (``peer_average``). In a pipeline, the hook may finish
+even later, when the next lookup has started.
 """
 
 from collections.abc import Iterator
@@ -30,28 +33,29 @@ DENSE_GRADIENTS = "gradients of dense parameters"
 
 
 class _Bucket(NamedTuple):
-    """A DDP gradient bucket with an average in flight."""
+    """A gradient bucket from DDP whose average is being computed."""
 
-    buffer: Tensor  # the gradients, flat; finally the means
+    buffer: Tensor  # the gradients, flat; overwritten by the means
     sent: Tensor
-    """The buffer in the exchange dtype; may be the buffer itself."""
+    """The gradients in the dtype of the exchange; may be ``buffer`` itself."""
     terms: InFlight
-    """Gradients from all ranks for this rank's share; without ``adds_in_order`` or with a `PeerAverage`, the
-    means.
+    """Running exchange. It returns the gradients from all ranks for this rank's share of the elements. With
+    NCCL or a `PeerAverage`, it returns the means.
     """
-    future: Any  # awaited by DDP
+    future: Any  # DDP waits for it
 
 
 class DenseGradients:
-    """State for the hook ``average_gradients``. Create it with ``for_axis``.
+    """State of the DDP hook `average_gradients` for a model. Create it with ``for_axis``.
 
     Attributes:
-        is_late: whether gradients are averaged in ``finish``, after the backward pass; see ``late``.
+        is_late: whether ``finish`` is called after the backward pass to average the gradients; see ``late``.
         adds_in_order: whether gradients are added in rank order. NCCL selects the order itself.
-        dtype: exchange dtype; None: the gradients' dtype.
-        ends_with_backward: whether buckets are averaged at the end of the backward pass instead of in the
-            last bucket's hook. DistributedDataParallel with a static graph calls hooks in a final callback in
-            the backward pass, which would wait for a later callback forever. Set before the first step.
+        dtype: dtype in which gradients are exchanged; None: the gradients' dtype.
+        ends_with_backward: whether buckets are averaged in a callback at the end of the backward pass, and
+            not in the hook for the last bucket. Set before the first step. It must be False if DDP has a
+            static graph: DDP then calls the hooks in a final callback, which would wait for a later callback
+                forever.
     """
 
     def __init__(
@@ -74,13 +78,13 @@ class DenseGradients:
     def for_axis(
         cls, axis: Axis, device: torch.device | None = None, *, dtype: torch.dtype | None = None
     ) -> "DenseGradients | None":
-        """Create the state for the ranks on an axis. Returns None for a single rank. Collective.
+        """Create the state for the ranks on an axis. Return None for a single rank. Collective.
 
         Args:
-            axis: participating ranks.
-            device: gradient device; CPU by default.
-            dtype: exchange dtype; None: the gradients' dtype. CPU ranks add in
-                fp32 and round the mean; NCCL adds in this dtype.
+            axis: ranks over which to average.
+            device: device of the gradients; CPU by default.
+            dtype: dtype in which gradients are exchanged; None: the gradients' dtype. CPU ranks add in fp32
+                and round the mean. NCCL adds in this dtype.
         """
         group = axis.group
         if group is None or axis.size == 1:
@@ -97,7 +101,7 @@ class DenseGradients:
 
     @contextmanager
     def late(self) -> Iterator[None]:
-        """Within the context, average gradients only when ``finish`` is called, after the backward pass."""
+        """Context for a backward pass whose gradients are averaged only in a later call of ``finish``."""
         self.is_late = True
         try:
             yield
@@ -108,12 +112,19 @@ class DenseGradients:
             self.is_late = False
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
-        """Start a bucket's average: make this rank's gradients available to peers."""
+        """Start to average a bucket, by sending this rank's gradients.
+
+        Args:
+            buffer: gradients in the bucket, 1-D; overwritten by the means.
+
+        Returns:
+            Future which DDP waits for.
+        """
         future: Future[Tensor] = Future()
         sizes = self._sizes(buffer)
         local_sizes = [sizes[self._axis.rank]] * self._axis.size
         if not self.adds_in_order:
-            # Same operations, in the same order, as DistributedDataParallel without a hook.
+            # The same operations in the same order as DistributedDataParallel without a hook, for equal bits.
             buffer.mul_(1 / self._axis.size)
         sent = buffer if self.dtype is None else buffer.to(self.dtype)
         if not self.adds_in_order:
@@ -130,18 +141,19 @@ class DenseGradients:
             terms = all_to_all(sent, Splits(sizes, local_sizes), self._axis, DENSE_GRADIENTS)
         self._in_progress.append(_Bucket(buffer, sent, terms, future))
         if self.is_late:
-            future.set_result(buffer)  # releases DDP, which treats the buffer as averaged
+            # DDP must not wait in the backward pass, so let it treat the buffer as averaged already.
+            future.set_result(buffer)
         return future
 
     def forget(self) -> None:
-        """Drop the buckets from a failed backward pass."""
+        """Drop buckets which a failed backward pass has left."""
         self._in_progress.clear()
 
     def finish(self) -> None:
-        """Wait for the averages for all buckets, and write them to the buffers.
+        """Wait for the averages of all buckets, and write them to the buffers. Collective.
 
         Raises:
-            CollectiveError: a rank does not answer.
+            CollectiveError: a rank does not respond.
         """
         # Forget the buckets first: after an error, the next step must not finish them.
         in_progress, self._in_progress = self._in_progress, []
@@ -155,7 +167,11 @@ class DenseGradients:
                 bucket.future.set_result(bucket.buffer)
 
     def _means(self, bucket: _Bucket) -> InFlight:
-        """Average this rank's element share, and start to send the means to all ranks."""
+        """Wait for the gradients from all ranks, average this rank's share, and start to send the means.
+
+        Returns:
+            Running exchange, which returns the means for the whole bucket.
+        """
         size, rank, sent = self._axis.size, self._axis.rank, bucket.sent
         average = operators.average_ranks
         if self._link is None and size == 2:
@@ -170,29 +186,30 @@ class DenseGradients:
             return all_to_all(mean, Splits(local_sizes, sizes), self._axis, DENSE_GRADIENTS, same=True)
 
         def read(_: Tensor, link: int, exchange: int) -> Tensor:
-            """Average this rank's share from the peers' memory.
+            """Average this rank's share of the elements directly from the memory of the peers.
 
             Args:
-                _: unused: on a host link the messages are never assembled.
+                _: unused, because messages are not copied on a host link.
                 link: host link handle.
                 exchange: exchange number.
 
             Returns:
-                The means for this rank's share, 1-D.
+                Means for this rank's share, 1-D.
             """
             average(mean, [], size, link, exchange)
             return mean
 
         bucket.terms.use(read)
-        # The buffer may be overwritten: a peer sends means only after reading the peer's share.
+        # The means may overwrite ``sent``, although peers read from it: a peer sends the means for its share
+        # only after it has read this share.
         return self._in_flight(sent, self._link.start(mean, local_sizes, sent, sizes, same=True))
 
     def _sizes(self, buffer: Tensor) -> list[int]:
-        """Return the element count averaged per rank, [R]."""
+        """Return the number of elements which each rank averages, [R]."""
         return list(map(Tensor.numel, buffer.tensor_split(self._axis.size)))
 
     def _in_flight(self, result: Tensor | None, work: object) -> InFlight:
-        """Return a collective in flight with this module's name."""
+        """Return a running collective with the name of this module, for errors."""
         return InFlight(result, work, DENSE_GRADIENTS, self._axis.group)
 
 
@@ -200,11 +217,14 @@ def average_gradients(
     state: DenseGradients,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients over ranks, with equal bits on all ranks.
+    """Communication hook for DDP: average gradients over ranks, with equal bits on all ranks.
 
-    A hook for ``DistributedDataParallel.register_comm_hook``. It publishes a bucket when the gradients are
-    ready. All buckets are averaged after the last bucket, so no rank waits for a peer earlier; see
-    ``ends_with_backward``.
+    Register it with ``DistributedDataParallel.register_comm_hook``. The hook sends a bucket once its
+    gradients are ready. It averages all buckets after the last bucket, so no rank waits for a peer earlier.
+
+    Args:
+        state: state for the model.
+        bucket: gradients of some parameters.
     """
     if bucket.index() == 0:
         state.forget()  # averages left by a failed backward pass

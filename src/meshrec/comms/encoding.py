@@ -1,8 +1,9 @@
-"""Row messages in several wire formats.
+"""Encode rows into messages between ranks, with a wire format per table.
 
-A message is a sequence of blocks. All rows in a block have the same columns, and every column has a separate
-format, so tables in a module may use different formats. If all formats in a direction are the same cast,
-kernels write the message directly, without this module.
+A message is a sequence of blocks, which are runs of rows with the same columns. A column is the part of a row
+that belongs to a lookup in a table; it contains several values and has a wire format. If all tables in a
+module use the same cast format in a direction, kernels read and write the message directly, without this
+module.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,52 +17,53 @@ from meshrec.ops import operators
 
 
 class Columns(NamedTuple):
-    """A row's columns, in message order. All tuples have an element per column."""
+    """Layout of a row in a message. All tuples have an entry per column, in message order."""
 
-    widths: tuple[int, ...]  # values per column
+    widths: tuple[int, ...]  # values in the column
     formats: tuple[WireFormat, ...]
     seeds: tuple[int, ...]
-    """Stochastic rounding seeds."""
+    """Seed for stochastic rounding."""
     origins: tuple[int, ...]
-    """Start column in the whole table."""
+    """First table column in the column. Part of the seed, so different shards of a row round differently."""
     names: tuple[str, ...]
-    """Column names in warnings, such as "table 't0', feature 'a'"."""
+    """Name for warnings, such as "table 't0', feature 'a'"."""
     uses: tuple[int, ...]
-    """Use number for the column. A use is a feature read from a table."""
+    """Number of the use to which the column belongs. A use is a feature looked up in a table."""
 
     @property
     def width(self) -> int:
-        """Values per row."""
+        """Values in a row."""
         return sum(self.widths)
 
 
 class Block(NamedTuple):
-    """Rows in a message with the same columns. Row i seeds stochastic rounding with key ``first_key + i``."""
+    """A run of rows in a message with the same columns."""
 
     num_rows: int
     columns: Columns
     first_key: int = 0
+    """Row i uses the key ``first_key + i`` to seed stochastic rounding."""
 
 
 class RowEncoding(NamedTuple):
-    """How a module's rows are encoded in one direction (embeddings or gradients)."""
+    """How a module encodes rows in one direction: embeddings or gradients."""
 
     unit: torch.dtype
-    """Message dtype."""
+    """Dtype of the message. A *unit* is an element of the message."""
     kernel_dtype: torch.dtype
-    """Dtype in which kernels write and read rows."""
+    """Dtype in which lookup kernels write and read rows."""
     is_cast: bool
-    """Whether kernels write and read the message directly, without encoding."""
+    """Whether lookup kernels write and read the message directly, without encoding."""
 
     @classmethod
     def from_formats(cls, formats: Iterable[WireFormat]) -> "RowEncoding":
-        """Return the encoding for rows from tables with these formats.
+        """Return the encoding for a module whose tables have these formats.
 
-        If all formats are equal, the encoding has the format's dtypes. If they differ, messages are
-        uint8 and kernels use fp32. Without formats, the encoding is an fp32 cast.
+        If all formats are equal, the encoding has the format's dtypes. If they differ, messages are uint8 and
+        kernels use fp32. Without formats, rows are sent as fp32.
 
         Args:
-            formats: format per table; repeats do not matter.
+            formats: formats of the tables, in any order.
         """
         distinct = set(formats)
         if len(distinct) == 1:
@@ -70,24 +72,24 @@ class RowEncoding(NamedTuple):
         return cls(torch.uint8 if distinct else torch.float32, torch.float32, not distinct)
 
     def units(self, columns: Columns) -> int:
-        """Return the message element count per row, with dtype ``unit``."""
+        """Return the number of message elements, with dtype ``unit``, for a row with these columns."""
         pairs = zip(columns.formats, columns.widths, strict=True)
         return sum(format.row_bytes(width) for format, width in pairs) // self.unit.itemsize
 
     def encode(
         self, values: Tensor, blocks: Sequence[Block], *, step: int = 0, keys: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Encode the rows in consecutive blocks into a flat message, in order.
+        """Encode rows into a flat message.
 
         Args:
-            values: rows, flat, in ``kernel_dtype``.
-            blocks: row count and columns per block.
-            step: training step, part of the seed for stochastic rounding.
-            keys: key per row, int64, instead of the blocks' keys.
+            values: rows, flat, block by block, in ``kernel_dtype``.
+            blocks: row count and columns for every block.
+            step: training step, which is part of the seed for stochastic rounding.
+            keys: key for every row, int64, used for stochastic rounding instead of the blocks' keys.
 
         Returns:
-            The message, and the kernels' report on non-finite values (see ``wire_encode``), or None if no
-                kernel ran.
+            The message, and the kernels' report on infinity and NaN (see ``wire_encode``), or None if no
+            kernel ran.
         """
         # Empty blocks have no bytes, and view() cannot infer their shape.
         blocks = [block for block in blocks if block.num_rows and block.columns.width]
@@ -107,7 +109,12 @@ class RowEncoding(NamedTuple):
         return message.view(self.unit), report
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode a message with these blocks into flat rows in ``kernel_dtype``."""
+        """Decode a message to rows, flat, in ``kernel_dtype``.
+
+        Args:
+            message: result of ``encode``.
+            blocks: row count and columns for every block.
+        """
         blocks = [block for block in blocks if block.num_rows and block.columns.width]
         if not blocks:
             return message.new_empty(0, dtype=self.kernel_dtype)
@@ -133,7 +140,7 @@ class RowEncoding(NamedTuple):
         return torch.cat(parts)
 
     def _encode_by_format(self, values: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Encode with every format's ``encode`` method, instead of kernels."""
+        """Encode each column with its format's ``encode`` method, for formats unknown to the kernels."""
         parts, start = [], 0
         for block in blocks:
             end = start + block.num_rows * block.columns.width
@@ -148,18 +155,24 @@ class RowEncoding(NamedTuple):
 
 
 def kernel_columns(columns: Sequence[Columns]) -> tuple[list[int], list[int], list[int]] | None:
-    """Return the columns per source for ``gather_coded``; None if the kernels lack a format."""
+    """Return the arguments of the op ``gather_coded`` which describe the columns of received rows.
+
+    Return None if the kernels do not have some format.
+
+    Args:
+        columns: columns in a row from each source rank.
+    """
     blocks = [Block(0, source) for source in columns]
     return _layout(blocks)[1:] if _in_kernels(blocks) else None
 
 
 def _in_kernels(blocks: Sequence[Block]) -> bool:
-    """Return whether the encoding kernels have all formats in these blocks."""
+    """Return whether the encoding kernels implement all formats in these blocks."""
     return all(format.code is not None for block in blocks for format in block.columns.formats)
 
 
 def _layout(blocks: Sequence[Block]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the kernels' first arguments: rows, first columns, widths, and format codes."""
+    """Return the layout for kernels: row counts and first columns of blocks, widths and codes of columns."""
     starts = [0]
     for block in blocks:
         starts.append(starts[-1] + len(block.columns.widths))

@@ -1,20 +1,21 @@
-"""How an error on a single rank between two collectives reaches the ranks waiting for this rank.
+"""Tell waiting ranks about an error which a single rank has raised between two collectives.
 
 [Note: a rank that fails alone]
 
-Lookups and updates may run out of memory on a single rank. Agreement on errors there would cost a collective
-per step. Instead the rank announces the error in the process group's store (``announced_on_failure``). A rank
-waiting for a CPU collective polls the store twice a second, and raises the same error without waiting for the
-timeout.
+Lookups and updates may run out of memory on a single rank. Agreeing on errors there would cost a collective
+per step. Instead the failing rank announces the error in the process group's store
+(``announced_on_failure``). A rank which waits for a CPU collective polls the store twice a second, and raises
+the same error without waiting for the timeout.
 
-- An announcement has the count of collectives started by the rank. Ranks waiting for a later collective
-  raise the error.
-- Programs may catch an error raised on all ranks, and continue. A rank with an announced error therefore
-  waits at its next collective until the others have announced an error at the same collective. If they have
-  not after 30 s, the group rejects further collectives: a rank out of step would exchange wrong rows.
-- After a lone failure the ranks are out of step. Ranks receiving the error announce this, and the group
-  rejects further collectives.
-- Errors agreed on by the ranks (``combined``) are not announced.
+- The *position* of an error is the number of collectives the failing rank had started. An announcement
+  contains it. Ranks which wait for a later collective raise the error.
+- A program may catch an error which all ranks have raised, and continue. Therefore a rank which has announced
+  an error waits at its next collective until all other ranks have announced an error at the same position. If
+  they have not done so after 30 s, the process group rejects further collectives, because a rank out of step
+  would exchange wrong rows.
+- If a rank has failed alone, the ranks are out of step. Ranks which receive the error announce this, and the
+  process group rejects further collectives.
+- An error on which the ranks have agreed (``combined``) is not announced.
 """
 
 import contextlib
@@ -33,38 +34,43 @@ from meshrec.ops.operators import InputError, OutOfMemoryError
 F = TypeVar("F", bound=Callable[..., Any])
 
 KINDS: tuple[type[Exception], ...] = (InputError, ValueError, OutOfMemoryError, MemoryError)
-"""Exception types kept on other ranks; subclasses before base classes."""
+"""Exception types which keep their type when they are sent to other ranks; subclasses before base classes."""
 POLL_SECONDS = 0.5  # interval at which a waiting rank reads the store
 _SAME_ERROR_SECONDS = 30.0  # time for all ranks to announce a common error
 _STORE_SECONDS = 3.0  # time for the store to answer
+# Name of the attribute which marks an exception as raised on all ranks.
 _AGREED = "is_agreed"
 _lost: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
-"""Lone failure message, for groups rejecting collectives after the failure."""
+"""Process groups which reject collectives after a rank has failed alone, with the failure message."""
 
 
 class Local:
-    """State of this rank: collectives it has started, and errors it has announced. Never instantiated."""
+    """State of this process: collectives it has started, and errors it has announced. Not instantiated."""
 
     num_started = 0
-    """Started collective count, over all groups."""
+    """Number of collectives started so far, over all process groups."""
     failed_at: ClassVar[list[int]] = []
-    """``num_started`` at every error on this rank."""
+    """Value of ``num_started`` at each error which this rank has announced."""
     has_failed = False
-    """Whether any rank has announced an error. Collectives then check the group first."""
+    """Whether this rank has announced an error. Collectives then call `check_group` before they start."""
     is_uncertain = False
-    """Whether this rank must still check whether other ranks announced the rank's last error, too.
+    """Whether this rank must still find out if other ranks have raised its last error, too.
 
     Set by `announce`, cleared by `check_group`.
     """
 
 
 class _Announcement(NamedTuple):
-    """A rank's store entry: error positions, the last error, and whether another rank raised it."""
+    """The entry in the store with which a rank announces an error."""
 
     failed_at: list[int]
+    """Positions of all errors on the rank: the number of collectives it had started."""
     kind: str
+    """Type name of the last error."""
     text: str
+    """Message of the last error."""
     is_lost: bool
+    """Whether another rank has failed alone, and this rank only passes on the error."""
 
     def error(self) -> Exception:
         """Return the last error as an exception."""
@@ -76,9 +82,12 @@ class CollectiveError(RuntimeError):
 
 
 def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exception:
-    """Return an error other ranks can unpickle: with a type in ``kinds``, or else a RuntimeError.
+    """Return a copy of an error which other ranks can unpickle.
 
-    A RuntimeError names the original type.
+    Args:
+        error: the error.
+        kinds: exception types to keep. An error of another type becomes a RuntimeError, whose message names
+            the type.
     """
     for kind in kinds:
         if isinstance(error, kind):
@@ -89,11 +98,14 @@ def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exce
 def combined(
     errors: Mapping[int, Exception], size: int, kinds: Sequence[type[Exception]] = KINDS
 ) -> Exception:
-    """Combine errors from several ranks. The result has the common type if there is one, else RuntimeError.
+    """Combine the errors from several ranks into one error, which all ranks raise.
+
+    The result has the type in ``kinds`` which all errors have, or else is a RuntimeError. The message lists
+    the ranks; if all ranks have the same error, it is reported once.
 
     Args:
-        errors: error per failed rank.
-        size: rank count. Equal errors on all ranks are reported once.
+        errors: errors of the failed ranks, by rank.
+        size: number of ranks.
         kinds: allowed types, subclasses before base classes.
     """
     shared = [kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())]
@@ -106,13 +118,16 @@ def combined(
 
 
 def as_agreed(error: Exception) -> Exception:
-    """Mark an error as raised on all ranks, so it is not announced. Returns the error."""
+    """Mark an error as raised on all ranks, so that it is not announced, and return it."""
     error.__dict__[_AGREED] = True
     return error
 
 
 def announced_on_failure(stage: F) -> F:
-    """Decorator: announce a function's exceptions to other ranks; see [Note: a rank that fails alone]."""
+    """Decorator: if the function raises, announce the error to other ranks before it propagates.
+
+    See [Note: a rank that fails alone].
+    """
 
     @functools.wraps(stage)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -127,11 +142,11 @@ def announced_on_failure(stage: F) -> F:
 
 
 def announce(error: Exception, *, is_lost: bool = False) -> None:
-    """Announce an error to the other ranks in the default group.
+    """Announce an error to the other ranks, through the store of the default process group.
 
     Args:
         error: error to announce.
-        is_lost: whether another rank failed alone with this error, so the group must reject collectives.
+        is_lost: whether another rank has failed alone with this error, so the group must reject collectives.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -144,9 +159,12 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
 
 
 def count_start(group: dist.ProcessGroup) -> None:
-    """Count a collective started by this rank. If an error was announced, call `check_group` first.
+    """Count a collective which this rank is about to start, after `check_group` if it has announced an error.
 
-    The collectives in every step inline this function.
+    The collectives of every training step contain this code inline, to save the call.
+
+    Args:
+        group: ranks in the collective.
 
     Raises:
         CollectiveError: a rank in the group has failed alone.
@@ -157,11 +175,14 @@ def count_start(group: dist.ProcessGroup) -> None:
 
 
 def check_group(group: dist.ProcessGroup) -> None:
-    """Check whether the ranks in a group are still in step, before a collective.
+    """Check, before a collective, that all ranks in a group will start the same collective.
 
-    If this rank has announced an error since the last check, the call waits until all other ranks have
-    announced an error at the same collective. If a rank has not within ``_SAME_ERROR_SECONDS``, or
-    reports a lone failure, the group rejects this and all further collectives.
+    If this rank has announced an error since the last check, wait until all other ranks have announced an
+    error at the same position. If some rank does not within ``_SAME_ERROR_SECONDS``, or reports that a rank
+    has failed alone, the group rejects this and all further collectives.
+
+    Args:
+        group: ranks in the collective.
 
     Raises:
         CollectiveError: a rank has failed alone, so the group rejects collectives.
@@ -177,8 +198,12 @@ def check_group(group: dist.ProcessGroup) -> None:
 
 
 def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
-    """Return the combined error from other ranks which failed alone, or None. After an error the group
-    rejects collectives.
+    """Return the combined error of other ranks which have failed alone, or None.
+
+    If there is an error, ``group`` rejects collectives from now on.
+
+    Args:
+        group: ranks to ask about; None for all ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     errors = _lone_errors(ranks)
@@ -192,10 +217,10 @@ def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
 
 
 class Listener:
-    """Reads other ranks' announcements while this rank waits for them.
+    """Checks, while this rank waits for a collective, whether another rank has announced an error.
 
     Args:
-        ranks: ranks in the awaited collective.
+        ranks: global ranks in the collective.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -205,7 +230,7 @@ class Listener:
     def check(self) -> None:
         """Raise RuntimeError if a rank has failed alone.
 
-        Reads the store at most once per ``POLL_SECONDS``.
+        The method may be called often: it reads the store at most once per ``POLL_SECONDS``.
         """
         now = time.monotonic()
         if now < self._next:
@@ -217,9 +242,10 @@ class Listener:
 
 
 def _await_same_error(group: dist.ProcessGroup) -> None:
-    """Wait until all other ranks have announced an error at this rank's position.
+    """Wait until all other ranks in the group have announced an error at the position of this rank's last
+    error.
 
-    If not, reject the group.
+    If they do not, let the group reject all further collectives.
     """
     ranks, local_position = dist.get_process_group_ranks(group), Local.failed_at[-1]
     deadline = time.monotonic() + _SAME_ERROR_SECONDS
@@ -238,9 +264,12 @@ def _await_same_error(group: dist.ProcessGroup) -> None:
 
 
 def _lone_errors(ranks: Sequence[int]) -> dict[int, Exception]:
-    """Return errors from ranks which failed before a collective started by this rank, by rank.
+    """Return the errors of ranks which failed before a collective that this rank has started, by rank.
 
-    Errors at a position where this rank failed too are left out.
+    Errors at positions where this rank has failed, too, are left out.
+
+    Args:
+        ranks: global ranks to ask about.
     """
     return {
         rank: entry.error()
@@ -257,7 +286,7 @@ def _key(rank: int) -> str:
 
 
 def _announcements(ranks: Sequence[int]) -> dict[int, _Announcement]:
-    """Return other ranks' announcements, by rank."""
+    """Return the announcements of the given ranks, except this rank, by rank."""
     me, entries = dist.get_rank(), dict[int, _Announcement]()
 
     def ask(store: Any) -> None:
@@ -270,7 +299,10 @@ def _announcements(ranks: Sequence[int]) -> dict[int, _Announcement]:
 
 
 def _ask_store(question: Callable[[Any], object]) -> None:
-    """Call a function with the default group's store, in a daemon thread: it hangs if the host is stopped."""
+    """Call ``question`` with the store of the default group, and wait at most ``_STORE_SECONDS`` for it.
+
+    It runs in a daemon thread, because a store call hangs if the process which hosts the store is stopped.
+    """
     store = dist.distributed_c10d._get_default_store()
 
     def ask() -> None:

@@ -1,18 +1,21 @@
-"""Exchange messages between CPU ranks on a host by reading peer memory, without sockets.
+"""Exchange messages between CPU ranks on the same host by reading each other's memory, without sockets.
 
-Gloo uses TCP sockets even within a host. A link replaces gloo collectives for a process group whose ranks all
-run on the same Linux host and may read each other's memory. The ranks determine this together in the group's
-first collective; if no link is possible, a log line explains why. Results are bit-identical.
-``MESHREC_HOST_LINK=0`` on any rank disables links. ``MESHREC_HOST=NAME`` names a rank's host: ranks with
-different names count as different hosts, to test multi-node setups on a single machine.
+Gloo uses TCP sockets even within a host. A *host link* replaces gloo collectives for a process group whose
+ranks all run on the same Linux host and may read each other's memory. The ranks find this out together in the
+group's first collective. If a link is not possible, a log line explains why. Results are bit-identical with
+and without a link. ``MESHREC_HOST_LINK=0`` on any rank disables links. ``MESHREC_HOST=NAME`` names a rank's
+host: ranks with different names count as different hosts, to test multi-node setups on a single machine.
+
+A *board* is a small area of shared memory. Every rank has a board, in which it publishes how many exchanges
+it has started and read, and the addresses of its messages.
 
 [Note: why ranks may read each other's memory]
 
 A rank reads with ``process_vm_readv``, which the system allows between a user's processes (with Yama,
 after the ``prctl`` in csrc/host/host_link.cpp). Ranks never write to peer memory. The reads are safe because
 
-1. all ranks start the same exchanges in the same order, and number them. A rank publishes message addresses
-on the board before it increments the started exchange count, so readers never see a partial entry;
+1. all ranks start the same exchanges in the same order, and number them. A rank writes message addresses to
+its board before it increments the number of started exchanges, so readers never see a partial entry;
 2. a message is neither modified nor freed before all ranks have read it. ``HostLink.sent`` keeps it alive
 until the boards confirm this. Collectives therefore receive private tensors, never the caller's;
 3. a board carries a random token, so a process reusing a dead peer's PID is detected;
@@ -66,47 +69,50 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _Refused(OSError):
-    """A link is not possible. A log line gives the reason, and the group uses gloo."""
+    """A link is not possible, for the reason in the message. The group then uses gloo."""
 
 
 class Address(NamedTuple):
-    """A rank's board location (see csrc/host/host_link.cpp): process, file descriptor, address, and the token
-    in the board.
-    """
+    """Where peers find the board of a rank; see csrc/host/host_link.cpp."""
 
     pid: int
     descriptor: int
+    """File descriptor of the memory in the rank's process."""
     address: int
+    """Address of the board in the rank's memory."""
     token: int
+    """Random number in the board, by which peers notice that another process has reused the PID."""
 
 
 @dataclass(eq=False)
 class Reading:
-    """An exchange in flight on a link; ``wait`` fills ``result``.
+    """An exchange which has started on a host link. ``wait`` fills ``result``.
 
-    Dropping it without a wait does not delay the peers for long.
+    If the object is dropped without a wait, peers are told soon that this rank will not read their messages.
     """
 
     link: "HostLink"
     number: int
+    """Number of the exchange on the link."""
     result: Tensor
-    """Result. Empty before ``wait`` if ``wait`` allocates it, which keeps the memory free until then."""
+    """Messages from all ranks, valid after ``wait``. Empty before if ``wait`` allocates it."""
     sizes: Any
-    """Element count per source rank, a C array."""
+    """Number of elements from each rank, as a C array."""
     num_elements: int
-    """Element count from all ranks."""
+    """Number of elements from all ranks."""
     is_finished: bool = False
+    """Whether ``wait`` has been called."""
 
     def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
-        """Wait until the result has arrived.
+        """Wait until all peers have started the exchange, and copy their messages to ``result``.
 
         Args:
-            make: computes the result from peer memory, after all peers have started the exchange. Called with
-                the empty result, the link handle, and the exchange number.
+            make: function which computes the result directly from the memory of the peers, instead of the
+                copy. It is called with the empty result, the link handle, and the exchange number.
 
         Raises:
-            RuntimeError: a peer died, or does not answer within the process group timeout; the link
-                then has a ``failure``. Or ``make`` raised, without a link failure.
+            RuntimeError: a peer died, or did not respond within the process group's timeout; the link then
+                has a ``failure``. Errors from ``make`` are raised unchanged.
         """
         link, deadline, name = self.link, 0.0, "arrive"
         listener: Listener | None = None
@@ -132,7 +138,8 @@ class Reading:
         except BaseException as error:
             if _PEER_LOST in str(error):
                 link.failure = _PEER_LOST
-            # A local failure, such as missing memory: let peers release their messages.
+            # A local failure, such as missing memory. Tell peers that this rank will not read the messages,
+            # so they can free them.
             if not link.failure:
                 link.functions["skip"](link.handle, self.number)
             raise
@@ -141,14 +148,15 @@ class Reading:
 
 
 class HostLink:
-    """Connection between process group ranks which read peer memory; see ``open_link``.
+    """Connection between the ranks of a process group on one host, which read each other's memory.
 
-    All ranks start the same exchanges in the same order, and wait for them in any order. A message must not
-    be modified before all ranks have read it; the link keeps it alive until then.
+    Create it with `open_link`. All ranks must start the same exchanges in the same order, but may wait for
+    them in any order. A message must not be modified before all ranks have read it. The link keeps it alive
+    until then.
 
     Args:
-        rank: this rank in the group.
-        size: rank count.
+        rank: this rank's position in the group.
+        size: number of ranks in the group.
         timeout_seconds: maximum wait for a peer.
 
     Raises:
@@ -158,12 +166,13 @@ class HostLink:
     def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
         self.functions, self.timeout_seconds = _functions(), timeout_seconds
         self.failure = ""
-        """Reason why the link is unusable; empty while usable."""
+        """Reason why the link can no longer be used; empty while it can."""
         self.error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.sent: deque[Tensor] = deque()
-        """Messages not read yet by some rank, oldest first."""
+        """Messages which some rank has not read yet, oldest first."""
         self.ranks: Sequence[int] = ()
-        """Global ranks in the group; their announced failures end a wait. Set by ``open_link``."""
+        """Global ranks in the group. If they announce an error, a wait ends. Set by ``open_link``."""
+        # A C array type for sizes, and (number, reading) for exchanges which may still be waited for.
         self._sizes, self._in_progress = _INT * size, list[tuple[int, weakref.ref[Reading]]]()
         # 63 bits: the token travels as a signed 64-bit integer.
         token, descriptor, address = secrets.randbits(63), _INT(), _NUMBER()
@@ -174,7 +183,10 @@ class HostLink:
         self.address = Address(os.getpid(), descriptor.value, address.value, token)
 
     def join(self, addresses: Sequence[Address]) -> None:
-        """Open all ranks' boards.
+        """Connect to the boards of all other ranks.
+
+        Args:
+            addresses: board addresses of all ranks, in rank order.
 
         Raises:
             OSError: the system does not allow reading other processes' memory.
@@ -194,17 +206,17 @@ class HostLink:
         *,
         same: bool,
     ) -> Reading:
-        """Start an exchange: send ``sent[p]`` elements to rank p, and receive ``received[p]``.
+        """Start an exchange, which sends ``sent[p]`` elements to rank p and receives ``received[p]`` from it.
 
         Args:
-            message: elements to send.
-            sent: element count per destination rank.
+            message: elements to send, not modified until all ranks have read them.
+            sent: number of elements to each rank.
             result: tensor to fill; None: ``Reading.wait`` allocates it.
-            received: element count per source rank.
-            same: send the message start to every rank, instead of consecutive slices.
+            received: number of elements from each rank.
+            same: whether all ranks get the start of the message, instead of consecutive slices.
 
         Raises:
-            RuntimeError: too many exchanges are in flight, and a peer does not read them in time.
+            RuntimeError: too many exchanges are in flight, and a peer does not read them within the timeout.
         """
         if self.failure:
             raise RuntimeError(self.failure)
@@ -215,7 +227,7 @@ class HostLink:
             deadline = deadline or time.monotonic() + self.timeout_seconds
             listener = listener or Listener(self.ranks)
             self.check(deadline, listener)
-            # Only if a peer is many exchanges behind, so polling is good enough.
+            # The board is full, because a peer is many exchanges behind. This is rare, so polling is enough.
             time.sleep(1e-3)
         self.sent.append(message)
         while len(self.sent) > num_unread:
@@ -229,13 +241,18 @@ class HostLink:
         return reading
 
     def release_read(self) -> None:
-        """Free the messages read by all ranks."""
+        """Free the sent messages which all ranks have read."""
         num_unread = 0 if self.failure else self.functions["unread"](self.handle)
         while len(self.sent) > num_unread:
             self.sent.popleft()
 
     def check(self, deadline: float, listener: Listener) -> None:
-        """Raise RuntimeError if the deadline has passed, or a peer has failed alone."""
+        """Raise RuntimeError if the deadline has passed, or if a peer has announced an error.
+
+        Args:
+            deadline: ``time.monotonic()`` at which the wait ends.
+            listener: reads the announcements of the peers.
+        """
         try:
             listener.check()
         except RuntimeError as error:
@@ -246,7 +263,7 @@ class HostLink:
             raise RuntimeError(self.failure)
 
     def close(self) -> None:
-        """Leave the link, after peers have read the last messages or ``_LEAVING_SECONDS`` have passed."""
+        """Close the link once peers have read the last messages, or after ``_LEAVING_SECONDS``."""
         handle, self.handle = self.handle, None
         if handle is not None:
             self.functions["close"](handle, 0.0 if self.failure else _LEAVING_SECONDS)
@@ -254,11 +271,11 @@ class HostLink:
         self.sent.clear()
 
     def forget(self) -> None:
-        """Disable the link in a forked child, because it belongs to the parent."""
+        """Make the link unusable in a forked child process, because it belongs to the parent."""
         self.handle, self.failure = None, "the link to the other ranks belongs to the parent process"
 
     def _skip_dropped(self) -> None:
-        """Tell peers not to wait for exchanges dropped by this rank without a wait."""
+        """Tell peers about exchanges this rank has dropped without a wait, so they free the messages."""
         pending = []
         for number, reference in self._in_progress:
             reading = reference()
@@ -270,7 +287,7 @@ class HostLink:
 
 
 class _LazyLinks(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
-    """Dict opening a group's link on first access."""
+    """Dict which opens a process group's link when the group is first accessed."""
 
     def __missing__(self, reference: "weakref.ref[dist.ProcessGroup]") -> HostLink | None:
         group = reference()
@@ -280,23 +297,23 @@ class _LazyLinks(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
 
 
 links: "WeakKeyDictionary[dist.ProcessGroup, HostLink | None]" = WeakKeyDictionary()
-"""Link per group; None if the group uses gloo. ``links[group]`` opens the link at the first access, which
-is collective; ``links.get(group)`` does not.
+"""The host link of every process group; None if the group uses gloo. The first ``links[group]`` opens the
+link, and is collective. ``links.get(group)`` never opens a link.
 """
 links.data = _LazyLinks()  # type: ignore[attr-defined]  # a hit stays in C
 _open_links: "weakref.WeakSet[HostLink]" = weakref.WeakSet()
 
 
 def open_links() -> list[HostLink]:
-    """Return all open links in this process."""
+    """Return all host links in this process which have been opened and not freed."""
     return list(_open_links)
 
 
 def open_link(group: dist.ProcessGroup) -> HostLink | None:
-    """Open a link between the ranks in a group. Returns None if the group must use gloo. Collective.
+    """Open a host link between the ranks in a group. Return None if the group must use gloo. Collective.
 
     Raises:
-        RuntimeError: a rank does not answer; the error is the backend's.
+        RuntimeError: a rank does not respond. The error comes from the backend.
     """
     # A subclass, such as a slow group in tests, wants separate collectives.
     link = link_or_reason(group)[0] if is_gloo(group) else None
@@ -309,7 +326,7 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Return whether a group's CPU collectives run in gloo itself, not in a subclass or wrapper."""
+    """Return whether gloo itself runs the group's CPU collectives, and not a subclass or a wrapper."""
     if type(group) is not dist.ProcessGroup:
         return False
     backend: Any = group._get_backend(torch.device("cpu"))
@@ -317,15 +334,17 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def hosts_of_ranks(group: dist.ProcessGroup) -> list[str]:
-    """Return a string per rank in a group, equal for ranks on the same host. Collective."""
+    """Return a host identifier for every rank in a group, equal for ranks on the same host. Collective."""
     (hosts,) = _gather_items(group, (_host(),))
     return list(hosts)
 
 
 def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
-    """Open a link between the ranks in a gloo group.
+    """Open a host link between the ranks in a gloo group. Collective.
 
-    If any rank cannot, return None and the reason. Collective.
+    Returns:
+        The link and an empty string, or None and the reason if a link is not possible. All ranks get a link,
+        or none.
     """
     backend: Any = group._get_backend(torch.device("cpu"))
     link, refusal = None, ""
@@ -360,14 +379,22 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
 
 
 def _gather_items(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Gather a tuple from every rank. Returns a tuple per item, with a value per rank."""
+    """Gather tuples from all ranks, and transpose them. Collective.
+
+    Args:
+        group: the ranks.
+        mine: this rank's tuple.
+
+    Returns:
+        For every position in the tuple, a tuple with the values from all ranks.
+    """
     items: list[Any] = [None] * group.size()
     dist.all_gather_object(items, mine, group=group)
     return list(zip(*items, strict=True))
 
 
 def _host() -> str:
-    """Return a string shared by all processes on a host; empty outside Linux."""
+    """Return an identifier of this host, the kernel's boot ID; empty outside Linux."""
     if named := os.environ.get(_HOST_NAME):
         return named
     path = Path("/proc/sys/kernel/random/boot_id")
@@ -375,7 +402,11 @@ def _host() -> str:
 
 
 def _functions() -> dict[str, Any]:
-    """Return the compiled library's C functions by short name. Raises _Refused if they are missing."""
+    """Return the C functions of the compiled library, by their names without the prefix.
+
+    Raises:
+        _Refused: the library is missing or has no such functions.
+    """
     library = c_entry_points()
     if library is None:
         raise _Refused("no compiled kernels")
@@ -390,7 +421,7 @@ def _functions() -> dict[str, Any]:
 
 
 def _forget_links() -> None:
-    """Disable all links. Runs in a forked child."""
+    """Make all links unusable. Runs in a forked child process."""
     for link in _open_links:
         link.forget()
 

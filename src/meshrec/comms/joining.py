@@ -1,4 +1,4 @@
-"""Process group start-up: how ranks find each other, and on which interface they listen.
+"""Start a process group: decide how ranks find each other, and on which network interface they listen.
 
 [Note: who can reach the ranks of a run]
 Ranks find each other through a store, and then connect through gloo or NCCL sockets. Neither authenticates
@@ -40,11 +40,11 @@ _LOOPBACK_NAMES = ("lo", "lo0")
 
 
 def form_group(backend: str, timeout: timedelta) -> None:
-    """Create the default process group from the environment variables set by the launcher.
+    """Create the default process group from the environment variables which the launcher has set.
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        timeout: maximum wait for a rank, in this call and in collectives.
+        timeout: maximum wait for other ranks, in this call and in collectives.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if is_one_machine():
@@ -62,7 +62,7 @@ def form_group(backend: str, timeout: timedelta) -> None:
 
 
 def is_one_machine() -> bool:
-    """Return whether the launcher's environment shows all ranks on this machine."""
+    """Return whether, according to the launcher's environment variables, all ranks are on this machine."""
     if STORE_VARIABLE in os.environ:
         return True
     if "LOCAL_WORLD_SIZE" in os.environ:
@@ -72,7 +72,7 @@ def is_one_machine() -> bool:
 
 
 def store_host() -> str | None:
-    """Describe the process hosting the default group's store, for messages; None if the store is a file."""
+    """Return a description of the process hosting the default group's store; None if the store is a file."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -82,9 +82,15 @@ def store_host() -> str | None:
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Any:
-    """Create the default group's store.
+    """Create the store through which the ranks find each other.
 
-    Returns None if torch itself connects to the launcher's store.
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        timeout: maximum wait for other ranks.
+
+    Returns:
+        The store, or None if torch must create it, for example to connect to the launcher's store.
     """
     folder = os.environ.get(STORE_VARIABLE)
     if folder is not None:
@@ -103,7 +109,11 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def host_store(host: str, port: int) -> TCPStore:
-    """Host a store on a single local address, for elastic launchers.
+    """Host a store which listens on a single address of this machine, for elastic launchers.
+
+    Args:
+        host: host name or address of this machine.
+        port: port; 0 for a free port.
 
     Raises:
         ValueError: the address is not local, or the port is taken.
@@ -118,9 +128,9 @@ def host_store(host: str, port: int) -> TCPStore:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Listen only on ``host``'s address.
+    """Return a socket which listens only on the address of ``host``.
 
-    If the address is not local, warn and return None.
+    If this machine cannot listen on that address, log a warning and return None.
     """
     refusals = []
     for family, address in _addresses(host, port):
@@ -146,7 +156,11 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Return a host's socket addresses. Raises ValueError if the host name cannot be resolved."""
+    """Return the address family and socket address for every address of a host.
+
+    Raises:
+        ValueError: the host name cannot be resolved.
+    """
     try:
         results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -158,9 +172,9 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[A
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Return the local network interface name for the route to a host; None if unknown.
+    """Return the name of the network interface through which this machine reaches a host; None if unknown.
 
-    Sends nothing. For a local address, returns the interface with that address.
+    If the address belongs to this machine, return the interface with that address. Sends no packet.
     """
     for family, address in _addresses(host, port):
         # Connecting a UDP socket only selects a route; no packet is sent.
@@ -190,7 +204,7 @@ def interfaces() -> dict[str, str]:
 
 
 def _listen_on_loopback() -> None:
-    """Set the variables to make gloo and NCCL listen on the loopback interface only."""
+    """Set environment variables which make gloo and NCCL listen on the loopback interface only."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in _LOOPBACK_NAMES if name in names), None)
     if loopback is None:

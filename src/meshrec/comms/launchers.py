@@ -1,4 +1,4 @@
-"""Environment variables for ranks: torch's, or translated from MPI, Slurm and Flux."""
+"""Read the environment variables of a launcher. Those from MPI, Slurm and Flux are translated to torch's."""
 
 import os
 import re
@@ -7,15 +7,17 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables for torch to form a process group."""
+"""Environment variables from which torch forms a process group."""
 
 
 class _Launcher(NamedTuple):
-    """A launcher: variables in `_RANK_VARIABLES` order, and the option setting a variable."""
+    """A launcher other than torchrun."""
 
     name: str
     variables: tuple[str, ...]
+    """The launcher's environment variables with the values of `_RANK_VARIABLES`, in that order."""
     option: str
+    """Command-line option which sets an environment variable on the ranks, for error messages."""
 
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -44,13 +46,13 @@ _FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?")
 
 
 def launched() -> bool:
-    """Return whether a launcher has started this process as a rank among several.
+    """Return whether a launcher has started this process as one of several ranks.
 
-    If a launcher other than torchrun has, set torch's variables from those for MPI (Open MPI, MVAPICH, MPICH
-    and others with Hydra), Slurm or Flux.
+    If the launcher is MPI (Open MPI, MVAPICH, MPICH and others with Hydra), Slurm or Flux, set torch's
+    environment variables from those of the launcher.
 
     Raises:
-        ValueError: there are several ranks, and a variable is missing or wrong.
+        ValueError: there are several ranks, and an environment variable is missing or wrong.
     """
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if not missing:
@@ -76,13 +78,17 @@ def launched() -> bool:
 
 
 def _size(launcher: _Launcher) -> int:
-    """Return how many ranks a launcher has started; 0 if it did not start this process."""
+    """Return the number of ranks which a launcher has started; 0 if it has not started this process."""
     rank, size = launcher.variables[:2]
     return _number(size) if rank in os.environ and size in os.environ else 0
 
 
 def _number(name: str, default: str | None = None) -> int:
-    """Return an environment variable as an integer. Raises ValueError if it is not a number."""
+    """Return the value of an environment variable, or else the default, as an integer.
+
+    Raises:
+        ValueError: the value is missing or not a number.
+    """
     text = os.environ.get(name, default)
     if text is None or not text.isdecimal():
         raise ValueError(f"{name} is {text!r}; it must be a number, as the launcher of ranks sets it.")
@@ -90,7 +96,11 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def _translate(launcher: _Launcher) -> None:
-    """Set torch's variables from another launcher's."""
+    """Set torch's environment variables from those of another launcher.
+
+    Raises:
+        ValueError: the launcher's variables are missing or contradict each other.
+    """
     values = dict(zip(_RANK_VARIABLES[:3], map(_number, launcher.variables[:3]), strict=True))
     rank, size = values["RANK"], values["WORLD_SIZE"]
     if launcher.name == "Slurm":
@@ -122,7 +132,11 @@ def _translate(launcher: _Launcher) -> None:
 
 
 def _tasks_of_this_node() -> int:
-    """Return the Slurm task count on this node. ``2(x3),1``: 2 tasks per node on 3 nodes, then 1."""
+    """Return the number of Slurm tasks on this node.
+
+    Slurm lists the tasks as, for example, ``2(x3),1``: 2 tasks on each of 3 nodes, then 1 task on the next
+    node.
+    """
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks: list[int] = []
     for part in text.split(","):
@@ -140,7 +154,7 @@ def _tasks_of_this_node() -> int:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host in a Slurm node list: ``gpu007`` for ``gpu[007-010,12]``."""
+    """Return the first host in a Slurm node list, such as ``gpu007`` for ``gpu[007-010,12]``."""
     match = _FIRST_HOST.match(nodes)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r}; set MASTER_ADDR to the host of rank 0.")

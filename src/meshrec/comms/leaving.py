@@ -1,4 +1,4 @@
-"""Process group shutdown: backend threads must end before the interpreter does.
+"""Shut down process groups such that their threads end before the Python interpreter does.
 
 gloo's threads end with the last reference to the group, not with ``destroy_process_group``. At exit such a
 thread may still hold the last work item, such as a DDP communication hook's callback. Freeing it requires the
@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 
 def leave_process_group() -> None:
-    """Destroy all process groups, and end the groups' threads before the interpreter shuts down.
+    """Destroy all process groups, and make sure that their threads end before the interpreter shuts down.
 
-    Call it instead of ``torch.distributed.destroy_process_group``, as a rank's last action. Local variables
-    may still hold models; these are freed at exit.
+    Call it as the last action of a rank, instead of ``torch.distributed.destroy_process_group``. Local
+    variables may still refer to models, which are freed at exit.
     """
     dist.destroy_process_group()
     atexit.unregister(_drop_group_references)
@@ -31,7 +31,7 @@ def leave_process_group() -> None:
 
 
 def _drop_group_references() -> None:
-    """Drop process group references kept by torch, and collect garbage, so the groups end."""
+    """Drop torch's references to process groups, and collect garbage, so that the groups end."""
     # DDP imports this module, whose functions then hold the default group as a default argument.
     functions = vars(sys.modules.get("torch.distributed.nn.functional", object)).values()
     for function in list(functions):

@@ -1,8 +1,8 @@
-"""The ranks sharing a model, as DeviceMesh axes: ``shard``, ``replicate``, ``node`` and ``local``.
+"""``ShardingEnv``: the ranks which share a model, as the axes of a DeviceMesh.
 
-Tables are sharded over ``shard``; the ranks on ``replicate`` hold copies of the whole sharded model. Axes
-``node`` and ``local`` instead of ``shard`` declare which ranks share a node, so partial sums are reduced
-within a node before they cross the network.
+Tables are sharded over the axis ``shard``. Ranks on the axis ``replicate`` have copies of the whole sharded
+model. The axes ``node`` and ``local`` together replace ``shard``, and declare which ranks are on the same
+node. Partial sums are then reduced within a node before they cross the network.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,13 @@ _AXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A mesh axis: rank count, this process's rank, and process group (None for a single rank)."""
+    """A mesh axis, as seen by this process.
+
+    Attributes:
+        size: number of ranks on the axis.
+        rank: position of this process on the axis.
+        group: process group with these ranks; None for a single rank.
+    """
 
     size: int = 1
     rank: int = 0
@@ -33,16 +39,17 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingEnv:
-    """The mesh axes for sharded modules.
+    """The ranks which share a model, seen from this process, by mesh axis.
 
     Attributes:
         world: all ranks.
-        shard: ranks that share a copy of the tables. Plans refer to these ranks.
-        replicate: ranks holding the same shards.
-        node: outer factor of ``shard``, if the mesh has it.
-        local: inner factor of ``shard``; position on shard = node position * local.size + local position.
+        shard: ranks which together have one copy of the tables. Rank numbers in plans refer to this axis.
+        replicate: ranks which have copies of the same shards.
+        node: ranks with the same local position on all nodes; None if the mesh has no such axis.
+        local: ranks on this node; None if the mesh has no such axis. The position on ``shard`` is ``node.rank
+            * local.size + local.rank``.
         mesh: the DeviceMesh; None for a single process.
-        devices: device per rank on ``shard``, if a single process acts for all ranks.
+        devices: a device per rank on ``shard`` if a single process acts for all these ranks, else empty.
 
     Example::
 
@@ -60,10 +67,11 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, devices: Sequence[torch.device | str]) -> "ShardingEnv":
-        """Create the environment for a single process with tables sharded over several devices.
+        """Create the environment for inference in a single process, with tables sharded over several devices.
 
-        For inference. Device r acts as rank r in plans. Input and result are on the first device. Devices may
-        repeat.
+        Args:
+            devices: device r has the shards of rank r in the plan. Inputs and results are on the first
+                device. Devices may repeat.
         """
         if not devices:
             raise ValueError("devices is empty. Name at least one, such as 'cpu' or 'cuda:0'.")
@@ -76,7 +84,12 @@ class ShardingEnv:
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup, *, device_type: str | None = None) -> "ShardingEnv":
-        """Create the environment in which tables are sharded over all ranks in ``pg``."""
+        """Create the environment in which tables are sharded over all ranks of a process group.
+
+        Args:
+            pg: process group.
+            device_type: "cpu" or "cuda"; by default "cuda" if the group's backend is NCCL.
+        """
         kind = device_type or ("cuda" if "nccl" in dist.get_backend(pg) else "cpu")
         mesh = DeviceMesh.from_group(pg, kind, mesh_dim_names=("shard",))
         axis = Axis(size=pg.size(), rank=pg.rank(), group=pg)
@@ -106,7 +119,7 @@ class ShardingEnv:
 
     @property
     def local_size(self) -> int:
-        """Rank count per node on the ``shard`` axis; all ranks if the mesh has no node axis."""
+        """Number of ranks per node on the ``shard`` axis. Without a node axis, all ranks on ``shard``."""
         return self.local.size if self.local is not None else self.shard.size
 
     @property
@@ -120,7 +133,9 @@ class ShardingEnv:
 
     @property
     def dense_mesh(self) -> DeviceMesh | None:
-        """Mesh for the dense parameters under FSDP2: (replicate, shard) for HSDP, otherwise a single axis.
+        """Mesh over which FSDP2 shards dense parameters.
+
+        It has the axes (replicate, shard) for hybrid sharding (HSDP), or else a single axis.
 
         Raises:
             ValueError: the mesh has only a ``replicate`` axis.
@@ -144,7 +159,7 @@ class ShardingEnv:
 
 
 def _wrong_axes(mesh: DeviceMesh) -> str:
-    """Return the error message for a mesh with axes which are not allowed."""
+    """Return the error message for a mesh whose axes cannot be used for sharded tables."""
     names, shape = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
     description = "whose axes have no names" if names is None else f"with axes {names}"
     if names is not None and "stage" in names:
@@ -169,23 +184,29 @@ def default_env() -> ShardingEnv:
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the required tensor device for collectives in ``group``."""
+    """Return the device on which tensors for collectives in ``group`` must be."""
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
-    """Return a mesh axis."""
+    """Return the mesh axis ``name`` as an `Axis`."""
     group = mesh.get_group(name)
     return Axis(size=group.size(), rank=group.rank(), group=group)
 
 
 def _flat_mesh(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> DeviceMesh:
-    """Return the mesh with some axes flattened into an axis named ``flat_name``."""
+    """Return a mesh with a single axis ``flat_name``, into which the axes ``names`` are flattened.
+
+    Args:
+        mesh: mesh with the axes.
+        names: axes to flatten.
+        flat_name: name for the new axis.
+    """
     return mesh[names]._flatten(flat_name) if mesh.mesh_dim_names != names else mesh._flatten(flat_name)
 
 
 def _flat_axis(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> Axis:
-    """Return some mesh axes, flattened into a single axis."""
+    """Return the axes ``names``, flattened into a single axis, as an `Axis`. See `_flat_mesh`."""
     return _axis(_flat_mesh(mesh, names, flat_name), flat_name)

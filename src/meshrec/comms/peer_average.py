@@ -1,15 +1,15 @@
-"""Average over gloo ranks without a host link, by point-to-point messages.
+"""Average tensors over gloo ranks on several hosts, by point-to-point messages in a background thread.
 
 Gloo's all-to-all sends the two directions one after the other: between two hosts it takes up to twice as long
-as messages sent and received at once. A thread waits for the messages, adds in rank order and sends
+as sending and receiving at the same time. Here, a thread waits for the messages, adds in rank order and sends
 the means, while the program's threads continue.
 
 [Note: messages of an average]
-Every rank averages a share of the elements. The rank receives this share from all peers (``terms_tag``), and
-sends the mean to the peers on the local host and to a single rank per remote host (``means_tag``). The remote
-rank passes the mean on within the host (``passed_on_tag``), so links between hosts carry a mean once. Two
-ranks exchange all elements instead. Gloo matches messages by sender, tag and order. Terms are therefore sent
-by the caller, and means by the thread, with different tags.
+Every rank averages a share of the elements. The rank receives this share from all peers (messages with
+``terms_tag``). It sends the mean to the peers on its own host, and to a single rank on every other host
+(``means_tag``). That rank passes the mean on within its host (``passed_on_tag``), so links between hosts
+carry a mean once. Two ranks exchange all elements instead. Gloo matches messages by sender, tag and order.
+The calling thread sends the terms, and the background thread sends the means, hence the different tags.
 """
 
 import queue
@@ -29,20 +29,25 @@ from meshrec.comms.phase_clock import recorders
 from meshrec.ops import operators
 
 _FIRST_TAG = 1 << 20
-"""Above the tags for other messages in the group."""
+"""First message tag for averages, above the tags of all other messages in the group."""
 _BLOCK = 1 << 14
-"""Elements per kernel call: so few that the kernel runs on the calling thread, without a pool."""
+"""Elements per kernel call. So few that the kernel runs on the calling thread, without a thread pool."""
 _num_averages: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-"""PeerAverage count per group. All have separate tags, because threads may send in any order."""
+"""Number of PeerAverage objects created per group. Each has other tags, as threads may send in any order."""
 
 
 class PeerAverage:
-    """Averages tensors over the ranks on an axis, one tensor after another. The constructor is collective.
+    """Averages tensors over the ranks on an axis, one tensor after another.
+
+    All ranks must create their objects in the same order, because the order determines the message tags.
 
     Args:
-        axis: participating ranks, on a gloo group.
-        hosts: host name per rank.
-        name: collective name, for errors and ``measure_traffic``.
+        axis: ranks over which to average, with a gloo group.
+        hosts: host identifier of every rank.
+        name: name of the collective, for errors and ``measure_traffic``.
+
+    Attributes:
+        terms_tag, means_tag, passed_on_tag: message tags; see [Note: messages of an average].
     """
 
     def __init__(self, axis: Axis, hosts: Sequence[str], name: str) -> None:
@@ -52,13 +57,20 @@ class PeerAverage:
         self.terms_tag, self.means_tag, self.passed_on_tag = range(first_tag, first_tag + 3)
         self.rank, self.size, self.routes = axis.rank, axis.size, Routes(hosts)
         self._name = name
-        # Read by the thread, which starts with the first average and ends at None.
+        # Averages for the thread to compute. The thread starts with the first average, and ends at None.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)  # ends the thread, which holds the queue only
 
     def start(self, sent: Tensor) -> InFlight:
-        """Start to average a 1-D tensor. Do not modify it before the wait. Collective."""
+        """Start to average a 1-D tensor over all ranks. Collective.
+
+        Args:
+            sent: this rank's tensor. It must not be modified before the wait.
+
+        Returns:
+            The running collective, whose result is the mean.
+        """
         count_start(self.group)
         job = _Job(self, sent)
         if self._thread is None:
@@ -78,11 +90,11 @@ class PeerAverage:
 
         Args:
             tensor: tensor to send; an empty tensor is not sent.
-            ranks: receivers, as ranks in the group.
+            ranks: receiving ranks, as positions in the group.
             tag: message tag; see [Note: messages of an average].
 
         Returns:
-            A work object per receiver, to wait for.
+            A torch work object to wait for, per receiver.
         """
         if not tensor.numel():
             return []
@@ -94,22 +106,22 @@ class PeerAverage:
 
         Args:
             tensor: tensor to fill; for an empty tensor, nothing is received.
-            rank: sender, as a rank in the group.
+            rank: sending rank, as a position in the group.
             tag: message tag; see [Note: messages of an average].
 
         Returns:
-            A work object to wait for, in a list; no element for an empty tensor.
+            A list with the torch work object to wait for; empty for an empty tensor.
         """
         return [self.group.recv([tensor], rank, tag)] if tensor.numel() else []
 
 
 class Routes:
-    """Sender and receivers for every share's mean; see [Note: messages of an average].
+    """Determines who sends which mean to whom; see [Note: messages of an average].
 
-    A mean's owner is the rank computing it.
+    The *owner* of a mean is the rank which computes it.
 
     Args:
-        hosts: host name per rank.
+        hosts: host identifier of every rank.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -119,9 +131,10 @@ class Routes:
             self._on_host.setdefault(host, []).append(rank)
 
     def receiver(self, owner: int, host: str) -> int | None:
-        """Return the rank on ``host`` which receives an owner's mean and passes it on.
+        """Return the rank on ``host`` which receives a mean from its owner, and passes it on within the host.
 
-        None on the owner's host.
+        Return None if ``host`` is the owner's host. Different owners on a host use different receivers, as
+        far as there are enough ranks.
         """
         if host == self._hosts[owner]:
             return None
@@ -129,7 +142,7 @@ class Routes:
         return ranks[self._on_host[self._hosts[owner]].index(owner) % len(ranks)]
 
     def source(self, owner: int, rank: int) -> int:
-        """Return the rank sending an owner's mean to ``rank``."""
+        """Return the rank from which ``rank`` receives the owner's mean: the owner, or a rank on its host."""
         receiver = self.receiver(owner, self._hosts[rank])
         return owner if receiver is None or receiver == rank else receiver
 
@@ -140,7 +153,11 @@ class Routes:
 
 
 class _Job:
-    """A tensor with an average in flight; ``wait`` returns when ``mean`` is complete."""
+    """The average of one tensor. The constructor sends this rank's terms, and the thread does the rest.
+
+    Attributes:
+        mean: the result, complete after ``wait``.
+    """
 
     def __init__(self, average: PeerAverage, sent: Tensor) -> None:
         self._average, self._rank, self._size = average, average.rank, average.size
@@ -155,7 +172,7 @@ class _Job:
             self._target = self.mean.tensor_split(self._size)[self._rank]
         local_share = shares[self._rank]
         self._terms: dict[int, Tensor] = {self._rank: local_share}
-        # Receive first: a sender then need not ask whether the peer is ready.
+        # Post receives before sends. A sender then finds a posted receive, and need not ask the peer first.
         self._receiving: list[Any] = []
         for rank in reversed(peers):
             self._terms[rank] = operators.new_buffer(local_share, local_share.numel())
@@ -165,7 +182,10 @@ class _Job:
         ]
 
     def run(self) -> None:
-        """Receive, average, and send the means. Runs on the thread."""
+        """Receive terms, average them, and exchange the means. Runs on the background thread.
+
+        An error is stored for ``wait``.
+        """
         try:
             _wait(self._receiving)
             terms = [self._terms[rank] for rank in range(self._size)]
@@ -195,7 +215,7 @@ class _Job:
             raise self._error
 
     def _distribute(self) -> None:
-        """Send this rank's mean, receive the others, and pass them on within the host."""
+        """Send this rank's mean, receive all other means, and pass means on within the host."""
         shares, average, routes = self.mean.tensor_split(self._size), self._average, self._average.routes
         owners = [owner for owner in range(self._size) if owner != self._rank]
         receiving: dict[int, list[Any]] = {}
@@ -222,7 +242,10 @@ def _wait(works: list[Any]) -> None:
 
 
 def _run(jobs: "queue.SimpleQueue[_Job | None]") -> None:
-    """Run jobs until None. Runs on the thread: it must not hold the PeerAverage, whose deletion stops it."""
+    """Run jobs from the queue until None; the function of the background thread.
+
+    It has no reference to the PeerAverage, because deleting that object must end the thread.
+    """
     while (job := jobs.get()) is not None:
         job.run()
         del job  # an idle thread must not keep the last buffers

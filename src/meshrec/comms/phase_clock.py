@@ -1,4 +1,4 @@
-"""Training step time by phase, on this rank. Measured only inside ``record_phases``."""
+"""Measure how long the phases of a training step take on this rank, inside ``record_phases``."""
 
 import time
 from collections.abc import Iterator
@@ -9,29 +9,30 @@ from typing import NamedTuple
 import torch
 
 DENSE = "dense"
-"""Phase for the time outside the table phases: dense model, dense optimizer, everything else."""
+"""Name of the phase for all time outside the table phases: dense model, dense optimizer, everything else."""
 
 OFF = nullcontext()
-"""Context manager doing nothing."""
+"""Context which does nothing, for callers of ``phase``."""
 recorders: list["Recorder"] = []
-"""The active recorder, or empty. Callers write ``with phase(...) if recorders else OFF``, which costs nothing
-while no recorder is active.
+"""A list with the active recorder, or empty. Callers write ``with phase(...) if recorders else OFF``, which
+takes almost no time while no recorder is active.
 """
 
 
 @contextmanager
 def record_phases(*, device: torch.device | None = None, overlap: bool = True) -> Iterator[dict[str, float]]:
-    """Measure a training step. When the context ends, the yielded dict has the seconds per phase.
+    """Context: measure a training step by phase. Yields a dict, filled at the end, with seconds by phase
+    name.
 
-    The phases are the ones in ``meshrec.planner.estimators.PHASES`` that occurred, and ``"dense"`` for all
-    other time. They sum to the context's duration.
+    The dict contains the phases in ``meshrec.planner.estimators.PHASES`` which have run, and ``"dense"`` for
+    all other time. The seconds add up to the duration of the context.
 
     Args:
-        device: model device. On CUDA, events on the current stream measure times, and the context exit
-            synchronizes.
-        overlap: if False, every collective is awaited where it starts. The phase then includes the whole
-            exchange, not only the part not hidden by other work. Planner estimates refer to these
-            times. The step takes longer.
+        device: device of the model. On CUDA, events on the current stream measure the times, and the end of
+            the context synchronizes.
+        overlap: if False, every collective is awaited where it starts, and the step takes longer. A phase
+            then includes the whole exchange, instead of only the part not hidden by other work. The planner
+            estimates these times.
 
     Raises:
         ValueError: the context is inside another context.
@@ -55,24 +56,29 @@ def record_phases(*, device: torch.device | None = None, overlap: bool = True) -
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Count the time inside the context for a phase, except time in nested phases.
+    """Context: count the time inside for the phase ``name``, except time in nested phases.
 
-    Needs an active recorder.
+    A recorder must be active.
     """
     return _RecordedPhase(recorders[0], name)
 
 
 class _Mark(NamedTuple):
-    """Phase start; ``stamp`` is a time in seconds, or a CUDA event."""
+    """The start of a phase, or the end of a phase nested in it. ``stamp`` is in seconds, or a CUDA event."""
 
     phase: str
     stamp: float | torch.cuda.Event
 
 
 class Recorder:
-    """Records when every phase in a step starts.
+    """Records when the phases of a step start.
 
-    Without ``overlap``, collectives are awaited where they start.
+    Args:
+        on_cuda: whether to record CUDA events instead of host times.
+        overlap: whether collectives may overlap with other work; see `record_phases`.
+
+    Attributes:
+        seconds: seconds by phase name; set by ``finish``.
     """
 
     def __init__(self, *, on_cuda: bool, overlap: bool) -> None:
@@ -84,12 +90,12 @@ class Recorder:
         self.enter(DENSE)
 
     def enter(self, name: str) -> None:
-        """Start a phase. It ends with ``leave``."""
+        """Start the phase ``name``, which ends with ``leave``. It may be nested in another phase."""
         self._nested.append(name)
         self._mark(name)
 
     def leave(self) -> None:
-        """End the present phase, and continue the enclosing phase."""
+        """End the current phase, and continue the enclosing phase."""
         self._nested.pop()
         self._mark(self._nested[-1])
 
@@ -128,7 +134,7 @@ class _RecordedPhase(AbstractContextManager[None]):
 
 
 def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
-    """Return the seconds between two stamps."""
+    """Return the seconds between two stamps, which are times in seconds or CUDA events."""
     if isinstance(first, torch.cuda.Event):
         assert isinstance(second, torch.cuda.Event)
         return float(first.elapsed_time(second)) / 1e3

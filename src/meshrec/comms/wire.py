@@ -1,9 +1,10 @@
 """Wire formats: how embedding rows and row gradients are encoded when ranks exchange them.
 
-A format defines the bytes for a row with D values, encodes and decodes rows, and bounds the error. Sharded
-modules send encoded rows, and the planner estimates the time from the encoded size. To add a format, write a
-class here and add it to ``FORMATS``. ``encoding.py`` combines rows in several formats into a message. This
-file depends only on tensors: the planner uses it on machines without training.
+A format says how many bytes a row with D values takes, encodes and decodes rows, and bounds the rounding
+error. Sharded modules send encoded rows, and the planner estimates the time from the encoded size. To add a
+format, write a class here and add it to ``FORMATS``. ``encoding.py`` combines rows in several formats into a
+message. This file does not import torch.distributed, because the planner also runs on machines which do not
+train.
 """
 
 import itertools
@@ -22,26 +23,28 @@ from meshrec.ops.dist import wire_naive as ops
 # Shape legend: N rows, D values in a row, U units in an encoded row.
 
 AcrossNodes = Literal["sums", "rows"]
-"""Data between nodes: sums of pooled rows, or rows; see [Note: two levels] in distributed/node_rows.py."""
+"""What nodes exchange: partial sums of bags, or distinct rows. See [Note: two levels] in node_rows.py."""
 
 
 class WireFormat(ABC):
-    """Encoding for fp32 rows. Every row is encoded independently.
+    """Base class for the encodings of fp32 rows in messages between ranks. Rows are encoded independently.
 
     Attributes:
         name: name in recipes, options and saved plans.
-        unit: message dtype.
-        kernel_dtype: dtype in which kernels write the ``encode`` input and read the ``decode`` output.
-        is_cast: whether kernels write and read the message directly, because ``unit`` is ``kernel_dtype`` and
-            a row is D values. ``encode`` and ``decode`` are then not called, and ranks on the same host may
-            read rows in place.
+        unit: dtype of the message.
+        kernel_dtype: dtype in which lookup kernels write rows before ``encode``, and read rows after
+            ``decode``.
+        is_cast: whether lookup kernels write and read the message directly, because an encoded row is just D
+            values in ``kernel_dtype``. ``encode`` and ``decode`` are then not called, and ranks on the same
+            host may read rows in place.
         value_bytes: bytes per value.
-        row_overhead: additional bytes per row, such as a scale.
-        code: format number in the encoding kernels; None: use ``encode`` and ``decode``.
-        stochastic: whether rounding is stochastic and unbiased.
-        feedback: whether the sender adds a row's rounding error to the next gradient for the same bag (error
+        row_overhead: additional bytes per row, such as for a scale.
+        code: number of the format in the encoding kernels. None: the kernels do not have the format, so
+            ``encode`` and ``decode`` are called.
+        stochastic: whether rounding is stochastic, which makes it unbiased.
+        feedback: whether the sender adds the rounding error to the next gradient for the same bag (error
             feedback).
-        is_for_gradients: whether the format is allowed for gradients.
+        is_for_gradients: whether the format may be used for gradients.
     """
 
     name: str
@@ -56,16 +59,16 @@ class WireFormat(ABC):
     row_overhead: int
 
     def row_bytes(self, dim: int) -> int:
-        """Return the byte count for an encoded row with ``dim`` values."""
+        """Return the bytes in an encoded row with ``dim`` values."""
         return math.ceil(dim * self.value_bytes) + self.row_overhead
 
     def row_units(self, dim: int) -> int:
-        """Return the message element count, with dtype ``unit``, for an encoded row with ``dim`` values."""
+        """Return the message elements, with dtype ``unit``, in an encoded row with ``dim`` values."""
         return self.row_bytes(dim) // self.unit.itemsize
 
     @abstractmethod
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode rows [N, D] as a message [N, U] with dtype ``unit``, with U = ``row_units(D)``."""
+        """Encode rows [N, D] into a message [N, U] with dtype ``unit``, where U is ``row_units(D)``."""
 
     @abstractmethod
     def decode(self, message: Tensor, dim: int) -> Tensor:
@@ -73,7 +76,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def error_bound(self, max_abs: float) -> float:
-        """Return a decoded value's maximum absolute error.
+        """Return the largest possible absolute error of a value after encoding and decoding.
 
         Args:
             max_abs: largest absolute value in the row.
@@ -94,7 +97,7 @@ class WireFormat(ABC):
 
 
 class _Cast(WireFormat):
-    """Wire format that rounds values to a floating-point dtype."""
+    """Wire format which rounds values to a floating-point dtype."""
 
     is_cast = True
     row_overhead = 0
@@ -122,12 +125,13 @@ class _Cast(WireFormat):
 
 
 class CodedRows(WireFormat):
-    """Codes with a scale and a midpoint per row; see ``ops/dist/wire_naive.py``.
+    """Wire format which stores integer codes with a scale and a midpoint per row; see
+    ``ops/dist/wire_naive.py``.
 
     Args:
-        bits: bits per code: 8, or 4 for embeddings only.
-        stochastic: round stochastically, without bias.
-        feedback: add a bag gradient's rounding error to the next gradient for the bag.
+        bits: bits per value: 8, or 4, which is for embeddings only.
+        stochastic: round stochastically, without bias, instead of to the nearest code.
+        feedback: add the rounding error to the next gradient for the same bag.
     """
 
     unit = torch.uint8
@@ -170,9 +174,13 @@ FP16 = _Cast("fp16", torch.float16)
 BF16 = _Cast("bf16", torch.bfloat16)
 """2 bytes and 8 significant bits per value, with the fp32 range."""
 INT8 = CodedRows(8)
-"""1 byte per value, with scale and midpoint per row; error up to 1/254 of the largest absolute value."""
+"""1 byte per value, with a scale and a midpoint per row. The error is at most about 1/254 of the row's
+largest absolute value.
+"""
 INT4 = CodedRows(4)
-"""Half a byte per value; error up to 1/14 of the largest absolute value."""
+"""Half a byte per value, with a scale and a midpoint per row. The error is at most about 1/14 of the row's
+largest absolute value.
+"""
 _VARIANTS = (
     *(CodedRows(8, stochastic=s, feedback=f) for s, f in itertools.product((False, True), repeat=2)),
     *(CodedRows(4, stochastic=s) for s in (False, True)),
@@ -182,20 +190,21 @@ FORMATS: dict[str, WireFormat] = {
 }
 """All wire formats, by name.
 
-``+stochastic`` rounds stochastically and unbiased: the noise depends on step, table, and ID (or bag
-position in the batch). ``+feedback`` adds a bag's gradient rounding error to the next gradient for the same
-bag.
+Names with ``+stochastic`` round stochastically, without bias. The random numbers depend on the step, the
+table, and the ID (or the position of the bag in the batch). Names with ``+feedback`` add the rounding error
+of a bag's gradient to the next gradient for the same bag.
 """
 
 Wire = WireFormat | torch.dtype | str
-"""Ways to name a format in an argument: a format, a format name, or a cast dtype."""
+"""A wire format as an argument: a format, the name of a format, or the dtype to which values are rounded."""
 
 
 def wire_format(given: Wire) -> WireFormat:
-    """Return the wire format named by an argument.
+    """Return the wire format for an argument: a format, the name of a format, or a dtype such as
+    torch.float16.
 
     Raises:
-        ValueError: the format does not exist.
+        ValueError: the format is unknown.
     """
     if isinstance(given, WireFormat):
         return given
@@ -211,9 +220,9 @@ def wire_format(given: Wire) -> WireFormat:
 
 
 class WireFormats(NamedTuple):
-    """A table's wire formats in both directions: embeddings (forward), and gradients (backward).
+    """The wire formats of a table: for embeddings (forward), and for gradients (backward).
 
-    ``str()`` gives ``"fp16/bf16"``, or a single name if both are equal.
+    ``str()`` returns for example ``"fp16/bf16"``, or a single name if both formats are equal.
     """
 
     forward: WireFormat = FP32
@@ -221,7 +230,11 @@ class WireFormats(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "WireFormats":
-        """Parse a string in the ``str()`` form. Raises ValueError for other strings."""
+        """Parse a string such as ``"fp16/bf16"`` or ``"fp16"``.
+
+        Raises:
+            ValueError: the string is not of this form, or a format does not exist or is not allowed.
+        """
         names = text.split("/") if isinstance(text, str) else []
         if not 1 <= len(names) <= 2:
             raise ValueError(
@@ -231,7 +244,11 @@ class WireFormats(NamedTuple):
         return cls(wire_format(names[0]), wire_format(names[-1])).validated()
 
     def validated(self) -> "WireFormats":
-        """Return these formats. Raises ValueError if a format is not allowed in the direction."""
+        """Return this object after checking that both formats are allowed in their direction.
+
+        Raises:
+            ValueError: a format is not allowed.
+        """
         if not self.backward.is_for_gradients:
             allowed = ", ".join(name for name, format in FORMATS.items() if format.is_for_gradients)
             raise ValueError(
@@ -256,9 +273,10 @@ FULL_PRECISION = WireFormats()
 
 
 class TableWires(NamedTuple):
-    """A module's wire formats: a default, and exceptions by table name.
+    """The wire formats of all tables in a module: a default, and exceptions by table name.
 
-    ``str()`` gives ``"int8/bf16"``, or ``"int8/bf16,users:fp32,items:int4/int8"`` with exceptions.
+    ``str()`` returns for example ``"int8/bf16"``, or with exceptions
+    ``"int8/bf16,users:fp32,items:int4/int8"``.
     """
 
     default: WireFormats = FULL_PRECISION
@@ -266,7 +284,11 @@ class TableWires(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "TableWires":
-        """Parse a string in the ``str()`` form. Raises ValueError for other strings."""
+        """Parse a string such as ``"int8/bf16,users:fp32"``.
+
+        Raises:
+            ValueError: the string is not of this form, or a format does not exist or is not allowed.
+        """
         if not isinstance(text, str):
             return cls(WireFormats.parse(text))
         first, *exceptions = text.split(",")
@@ -283,13 +305,16 @@ class TableWires(NamedTuple):
 
     @classmethod
     def from_tables(cls, wires: Mapping[str, WireFormats]) -> "TableWires":
-        """Build from the formats per table. The most frequent formats become the default."""
+        """Create the object from the formats of every table, by table name.
+
+        The most frequent formats become the default.
+        """
         formats = list(wires.values())
         default = max(formats, key=formats.count, default=FULL_PRECISION)
         return cls(default, {name: wire for name, wire in wires.items() if wire != default})
 
     def for_table(self, table: str) -> WireFormats:
-        """Return a table's formats."""
+        """Return the formats of the table with this name."""
         return self.tables.get(table, self.default)
 
     @override
@@ -302,12 +327,14 @@ FULL_WIRES = TableWires()
 
 
 class CommsPrecision(NamedTuple):
-    """Wire formats requested by a user: names (``"int8"``), dtypes (``torch.float16``), or formats.
+    """The user's choice of encodings for messages between ranks, for a sharder.
+
+    Formats are given as names (``"int8"``), dtypes (``torch.float16``), or `WireFormat` objects.
 
     Args:
         forward: format for embeddings.
         backward: format for gradients.
-        tables: exceptions by table name.
+        tables: exceptions by table name, as CommsPrecision objects.
 
     Example::
 
@@ -321,15 +348,23 @@ class CommsPrecision(NamedTuple):
 
     @classmethod
     def from_wires(cls, wires: TableWires) -> "CommsPrecision":
-        """Return the request for these formats."""
+        """Return the CommsPrecision object which results in these formats."""
         return cls(*wires.default, {name: cls(*formats) for name, formats in wires.tables.items()})
 
     @property
     def formats(self) -> WireFormats:
-        """Formats for tables without an exception. Raises ValueError if a format does not exist."""
+        """Formats for tables without an exception.
+
+        Raises:
+            ValueError: a format does not exist or is not allowed.
+        """
         return WireFormats(wire_format(self.forward), wire_format(self.backward)).validated()
 
     @property
     def wires(self) -> TableWires:
-        """Formats for all tables. Raises ValueError if a format does not exist."""
+        """Formats for all tables, including exceptions.
+
+        Raises:
+            ValueError: a format does not exist or is not allowed.
+        """
         return TableWires(self.formats, {name: table.formats for name, table in self.tables.items()})
