@@ -1,1 +1,1 @@
-"""Bridges for other libraries' programs on MeshRec."""
+"""Bridges with which programs for other libraries, such as TorchRec, run on MeshRec."""

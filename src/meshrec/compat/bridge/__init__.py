@@ -1,1 +1,1 @@
-"""Building blocks for bridges: import hook, name table, and classes with other libraries' arguments."""
+"""Building blocks of the TorchRec bridge: import hook, name table, and classes with TorchRec's arguments."""

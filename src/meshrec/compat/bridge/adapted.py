@@ -1,4 +1,4 @@
-"""Callable stand-ins for MeshRec classes that accept TorchRec's constructor arguments."""
+"""Stand-ins for MeshRec classes whose constructors accept TorchRec's arguments."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -7,14 +7,14 @@ T = TypeVar("T")
 
 
 class Adapted(Generic[T]):
-    """Stand-in for the class ``target``. A call constructs a ``target`` from TorchRec's arguments.
+    """Callable that looks like the class ``target``, but is constructed with TorchRec's arguments.
 
-    ``isinstance``, ``issubclass``, class attributes and subclassing all refer to ``target``, so the objects
-    are plain MeshRec objects.
+    Calling it returns a plain ``target`` object. ``isinstance``, ``issubclass``, class attributes and
+    subclassing also refer to ``target``.
 
     Args:
         target: MeshRec class.
-        construct: factory with TorchRec's signature that returns a ``target``.
+        construct: function with the signature of TorchRec's class, which returns a ``target``.
     """
 
     def __init__(self, target: type[T], construct: Callable[..., T]) -> None:
@@ -27,7 +27,7 @@ class Adapted(Generic[T]):
         self.__wrapped__ = construct
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Construct a ``target``."""
+        """Construct a ``target`` from TorchRec's arguments."""
         return self._construct(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

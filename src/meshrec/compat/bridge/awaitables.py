@@ -13,14 +13,17 @@ W = TypeVar("W")
 
 
 class Awaitable(ABC, Generic[W]):
-    """Value that ``wait()`` returns. Subclasses compute it in ``_wait_impl``; ``callbacks`` transform it."""
+    """Value that is not computed yet. ``wait()`` computes and returns it.
+
+    Subclasses implement ``_wait_impl``. Functions in ``callbacks`` are applied to the value afterwards.
+    """
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[W], W]] = []
 
     @abstractmethod
     def _wait_impl(self) -> W:
-        """Wait for the value and return it."""
+        """Compute the value. Subclasses implement it."""
 
     def wait(self) -> W:
         """Compute the value, apply the callbacks in order, and return the result."""
@@ -31,12 +34,12 @@ class Awaitable(ABC, Generic[W]):
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:
-        """Mutable list of functions to apply to the value, in order."""
+        """Functions to apply to the value, in order. Programs may append to the list."""
         return self._callbacks
 
 
 class _Precomputed(Generic[W]):
-    """Common base for both awaitables with a precomputed value."""
+    """Common base of both awaitables whose value is already known."""
 
     def __init__(self, obj: W) -> None:
         super().__init__()
@@ -47,11 +50,11 @@ class _Precomputed(Generic[W]):
 
 
 class NoWait(_Precomputed[W], Awaitable[W]):
-    """Awaitable with a precomputed value."""
+    """Awaitable whose value is already known, so that ``wait()`` returns at once."""
 
 
 class _AnyLazy(ABCMeta, ProxyableClassMeta):
-    """Metaclass: the results of sharded modules count as LazyAwaitable instances.
+    """Metaclass that makes the results of MeshRec's sharded modules instances of LazyAwaitable.
 
     Under torch.fx tracing, a construction is recorded as a call to the class.
     """
@@ -69,9 +72,9 @@ Awaitable.register(awaitable.LazyAwaitable)
 
 
 class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
-    """Value that is awaited once, at first use, and then transformed by the callbacks.
+    """Value that is computed at first use, for example by a torch function, without an explicit ``wait()``.
 
-    Subclasses compute it in ``_wait_impl``.
+    Subclasses implement ``_wait_impl``. Functions in ``callbacks`` are applied to the value once.
     """
 
     _is_root = True
@@ -83,13 +86,13 @@ class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
 
     @abstractmethod
     def _wait_impl(self) -> W:
-        """Wait for the value and return it."""
+        """Compute the value. Subclasses implement it."""
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:
-        """Mutable list of functions to apply to the value, in order."""
+        """Functions to apply to the value, in order. Programs may append to the list."""
         return self._callbacks
 
 
 class LazyNoWait(_Precomputed[W], LazyAwaitable[W]):
-    """Lazy awaitable with a precomputed value."""
+    """Lazy awaitable whose value is already known."""

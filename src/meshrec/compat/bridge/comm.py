@@ -1,4 +1,4 @@
-"""Ranks and nodes from the launcher's environment, and modules on devices."""
+"""TorchRec's helpers for node sizes and local ranks from the launcher, and for modules on devices."""
 
 import copy
 import os
@@ -15,10 +15,9 @@ _DEFAULT_LOCAL_SIZE = 8
 
 
 def get_local_size(world_size: int | None = None) -> int:
-    """Return the number of processes on this node.
+    """Return the number of processes on this node, as set by the launcher in the environment.
 
-    Uses the launcher's value, or 8 without one. If this does not divide ``world_size``, returns
-    ``world_size``.
+    The default without a launcher is 8. If the size does not divide ``world_size``, return ``world_size``.
     """
     world_size = dist.get_world_size() if world_size is None else world_size
     local_size = _first(_SIZES)
@@ -27,7 +26,7 @@ def get_local_size(world_size: int | None = None) -> int:
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Return the launcher's local rank, or the rank modulo ``get_local_size`` without one."""
+    """Return the rank within this node, as set by the launcher, otherwise ``rank`` modulo the local size."""
     local_size, local_rank = get_local_size(world_size), _first(_RANKS)
     if local_rank is not None and local_rank < local_size:
         return local_rank
@@ -35,17 +34,17 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
 
 
 def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Return the node index: the rank divided by ``get_local_size``, rounded down.
+    """Return the index of this rank's node: the rank divided by ``get_local_size``, rounded down.
 
     Args:
-        world_size: None: the process group's size.
-        rank: None: this process's rank.
+        world_size: number of ranks; None: the size of the default process group.
+        rank: rank; None: this process's rank.
     """
     return (dist.get_rank() if rank is None else rank) // get_local_size(world_size)
 
 
 def get_num_groups(world_size: int | None = None) -> int:
-    """Return the number of nodes."""
+    """Return the number of nodes: ``world_size`` divided by ``get_local_size``."""
     world_size = dist.get_world_size() if world_size is None else world_size
     return world_size // get_local_size(world_size)
 
@@ -73,7 +72,7 @@ def copy_to_device(module: nn.Module, current_device: torch.device, to_device: t
 
 
 class CopyableMixin(nn.Module):
-    """Module with a copy method from the CPU to a device."""
+    """Base class for modules with a method ``copy``, which copies them from the CPU to a device."""
 
     def copy(self, device: torch.device) -> nn.Module:
         """Return a copy on ``device``."""
@@ -81,7 +80,9 @@ class CopyableMixin(nn.Module):
 
 
 def init_parameters(module: nn.Module, device: torch.device) -> None:
-    """Move a module to a device. Reinitialize all parameters if any of them was elsewhere."""
+    """Move a module to a device in place. If any parameter was on another device, reinitialize all
+    parameters.
+    """
     if all(parameter.device == device for parameter in module.parameters()):
         return
     with torch.no_grad():
@@ -95,6 +96,7 @@ def init_parameters(module: nn.Module, device: torch.device) -> None:
 
 
 def _first(names: tuple[str, ...]) -> int | None:
+    """Return the first non-negative integer among these environment variables, or None."""
     # Unset and negative values both mean that this launcher is not in use.
     values = (int(os.environ.get(name, -1)) for name in names)
     return next((value for value in values if value >= 0), None)

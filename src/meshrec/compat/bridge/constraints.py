@@ -71,7 +71,7 @@ class ParameterConstraints:
         return [str(getattr(kernel, "value", kernel)) for kernel in self.compute_kernels]
 
     def check(self) -> None:
-        """Raise ValueError for an unsupported kernel or option."""
+        """Raise ValueError if a kernel or an option has no equivalent in MeshRec."""
         kernels = self.kernels
         # A single supported kernel is enough: the list may also name FBGEMM kernels that MeshRec lacks.
         if kernels is not None and not set(kernels) & set(_KERNELS):

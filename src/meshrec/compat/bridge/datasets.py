@@ -58,22 +58,24 @@ class Batch(Pipelineable):
 
 
 class RandomRecDataset(IterableDataset[Batch]):
-    """Batches with uniform IDs, normal dense features and random binary labels.
+    """Dataset of random batches, with TorchRec's values for a seed.
+
+    IDs are uniform, dense features are normal, and labels are 0 or 1.
 
     Args:
-        keys: sparse features.
+        keys: names of the sparse features.
         batch_size: samples per batch.
-        hash_size: exclusive ID limit (default 100).
-        hash_sizes: ID limits by key, instead of ``hash_size``.
-        ids_per_feature: maximum bag length (default 2).
-        ids_per_features: maximum bag lengths by key, instead of ``ids_per_feature``.
+        hash_size: exclusive upper limit for IDs of all features (default 100).
+        hash_sizes: limits per feature, instead of ``hash_size``.
+        ids_per_feature: maximum bag length of all features (default 2).
+        ids_per_features: maximum bag lengths per feature, instead of ``ids_per_feature``.
         num_dense: number of dense features.
         manual_seed: seed for reproducible batches.
         num_batches: number of batches; None: endless.
-        num_generated_batches: number of batches to generate up front and repeat; if negative, generate every
-            batch on demand.
-        min_ids_per_feature: minimum bag length (default: ``ids_per_feature``, else 0).
-        min_ids_per_features: minimum bag lengths by key, instead of ``min_ids_per_feature``.
+        num_generated_batches: number of batches to generate in advance and repeat. If negative, every batch
+            is generated on demand.
+        min_ids_per_feature: minimum bag length of all features (default: ``ids_per_feature``, or 0).
+        min_ids_per_features: minimum bag lengths per feature, instead of ``min_ids_per_feature``.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         return self.num_batches
 
     def _make(self) -> Batch:
+        """Draw a new batch."""
         # The order of draws is TorchRec's: lengths and values by key, dense features, labels.
         values, lengths, draw = [], [], self._generator
         for rows, min_length, max_length in zip(
@@ -131,6 +134,17 @@ class RandomRecDataset(IterableDataset[Batch]):
 
 
 def _by_key(keys: Sequence[str], name: str, given: Sequence[int] | None, default: int) -> list[int]:
+    """Return a number per key: the given numbers, or ``default`` for all keys.
+
+    Args:
+        keys: feature names.
+        name: argument name, for the error.
+        given: numbers per key, or None.
+        default: number for all keys without ``given``.
+
+    Raises:
+        ValueError: the count of numbers differs from the count of keys.
+    """
     values = [default] * len(keys) if given is None else list(given)
     if len(values) != len(keys):
         raise ValueError(f"{name} needs one number for each of the {len(keys)} keys, got {values}.")

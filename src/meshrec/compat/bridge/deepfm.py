@@ -1,7 +1,8 @@
-"""TorchRec's DeepFM model: embeddings and dense features through both DeepFM halves to a probability.
+"""TorchRec's DeepFM model, which predicts a probability from sparse and dense features.
 
-Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). Parameter names and their
-initialization order are TorchRec's, so seeds and checkpoints carry over.
+Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). A deep half (MLP) and a
+factorization machine read the same embeddings. Parameter names and their initialization order are TorchRec's,
+so seeds and checkpoints carry over.
 """
 
 import torch
@@ -15,7 +16,7 @@ from meshrec.modules import DeepFM, EmbeddingBagCollection, FactorizationMachine
 
 
 class SparseArch(nn.Module):
-    """Embedding tables of the model."""
+    """Embedding tables of DeepFM."""
 
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class SparseArch(nn.Module):
 
 
 class DenseArch(nn.Module):
-    """Two-layer MLP over the dense features."""
+    """MLP with two layers, which maps dense features to a vector with the width of the embeddings."""
 
     def __init__(self, in_features: int, hidden_layer_size: int, embedding_dim: int) -> None:
         super().__init__()
@@ -44,7 +45,13 @@ class DenseArch(nn.Module):
 
 
 class FMInteractionArch(nn.Module):
-    """Concatenation: dense vector, deep half, second-order half."""
+    """Concatenates the dense vector, the output of the deep half, and the factorization machine's output.
+
+    Args:
+        fm_in_features: total width of the dense vector and all embeddings.
+        sparse_feature_names: sparse features, in the order of the embeddings.
+        deep_fm_dimension: output columns of the deep half.
+    """
 
     def __init__(self, fm_in_features: int, sparse_feature_names: list[str], deep_fm_dimension: int) -> None:
         super().__init__()
@@ -111,7 +118,7 @@ class SimpleDeepFMNN(nn.Module):
 
 
 class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
-    """SimpleDeepFMNN with a whole batch as input. Returns (loss, output) in training, else the output."""
+    """SimpleDeepFMNN that takes a whole batch, including labels, as `ModelInput`."""
 
     def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the output [B, 1]; in training, (loss, output).

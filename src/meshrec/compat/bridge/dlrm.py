@@ -18,9 +18,9 @@ class ModelInput:
     """Batch for the model wrappers.
 
     Attributes:
-        float_features: dense features [B, I].
-        idlist_features: sparse IDs.
-        idscore_features: weighted sparse IDs, or None.
+        float_features: dense features, float32 [B, I].
+        idlist_features: IDs of the sparse features.
+        idscore_features: IDs with per-sample weights, or None. The models here do not read them.
         label: labels [B].
     """
 
@@ -47,7 +47,7 @@ class ModelInput:
 
 
 class SparseArch(core.SparseArch):
-    """Embeddings for all features, which must have the same width.
+    """Embeddings of all sparse features, stacked to [B, F, D]. All tables must have the same width D.
 
     Raises:
         AssertedError: the collection has no tables, or table widths differ.
@@ -66,7 +66,7 @@ class SparseArch(core.SparseArch):
 
     @property
     def sparse_feature_names(self) -> list[str]:
-        """Feature names in table order."""
+        """Feature names in the order of the stacked embeddings."""
         return self._sparse_feature_names
 
 
@@ -119,10 +119,13 @@ class DLRM(core.DLRM):
 
 
 class DLRMWrapper(DLRM):
-    """DLRM with a whole batch as input. Returns (loss, logits) in training, otherwise the logits."""
+    """DLRM that takes a whole batch, including labels, as `ModelInput`."""
 
     def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, 1]; in training, (binary cross-entropy against the labels [B], logits)."""
+        """Return the logits [B, 1], or in training the pair (loss, logits).
+
+        The loss is the binary cross-entropy against the labels [B].
+        """
         logits = super().forward(model_input.float_features, model_input.idlist_features)
         return with_loss(logits, model_input.label) if self.training else logits
 
@@ -196,7 +199,8 @@ class DLRM_Projection(DLRM):
 
 
 class DLRM_DCN(DLRM):
-    """DLRM with a low-rank cross network instead of dot products; see MeshRec's.
+    """DLRM with a low-rank cross network (DCN v2) instead of dot products; see MeshRec's model for the
+    arguments.
 
     Draws the same initial weights as TorchRec for a seed. TorchRec first initializes a plain DLRM, and then
     replaces two submodules.
@@ -222,12 +226,12 @@ class DLRM_DCN(DLRM):
 
 
 def choose(n: int, k: int) -> int:
-    """Return the binomial coefficient n over k; 0 if k is outside 0 to n."""
+    """Return the binomial coefficient "n choose k"; 0 unless 0 <= k <= n."""
     return math.comb(n, k) if 0 <= k <= n else 0
 
 
 def with_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (binary cross-entropy, logits) for logits [B, 1] and labels [B]."""
+    """Return the binary cross-entropy, and the logits, for logits [B, 1] and labels [B]."""
     return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(-1), labels), logits
 
 

@@ -1,4 +1,4 @@
-"""TorchRec's inference example: quantize, shard and script a DLRM."""
+"""TorchRec's inference example: a factory that quantizes, shards and scripts a DLRM."""
 
 import abc
 import json
@@ -19,12 +19,12 @@ from meshrec.compat.bridge.sparse import KeyedJaggedTensor
 
 @dataclass
 class BatchingMetadata:
-    """Server-side batching for one input.
+    """How an inference server batches one input of a model.
 
     Args:
         type: ``"dense"`` or ``"sparse"``.
         device: ``"cpu"`` or ``"cuda"``.
-        pinned: suffixes of the input's tensors to put into pinned memory.
+        pinned: name suffixes of the input's tensors to put into pinned memory.
     """
 
     type: str
@@ -40,7 +40,7 @@ class QualNameMetadata:
 
 
 class PredictFactory(abc.ABC):
-    """Factory for inference models with trained weights."""
+    """Base class of factories that build a model for an inference server."""
 
     @abc.abstractmethod
     def create_predict_module(self) -> nn.Module:
@@ -48,7 +48,7 @@ class PredictFactory(abc.ABC):
 
     @abc.abstractmethod
     def batching_metadata(self) -> dict[str, BatchingMetadata]:
-        """Return the batching metadata by input name."""
+        """Return how the server batches each input, by input name."""
 
     def batching_metadata_json(self) -> str:
         """Return ``batching_metadata`` as JSON."""
@@ -94,17 +94,17 @@ def create_training_batch(args: Any) -> Batch:
 
 @dataclass
 class DLRMModelConfig:
-    """DLRM sizes and a sample input.
+    """Sizes of a DLRM, and a sample input.
 
     Args:
         dense_arch_layer_sizes: layer sizes of the dense MLP.
-        dense_in_features: dense input columns.
-        embedding_dim: table width.
-        id_list_features_keys: sparse features. Every feature has a table.
+        dense_in_features: number of dense features.
+        embedding_dim: width of all tables.
+        id_list_features_keys: sparse features. Every feature has its own table.
         num_embeddings_per_feature: rows per table if ``num_embeddings`` is None.
         num_embeddings: rows in every table.
         over_arch_layer_sizes: layer sizes of the top MLP.
-        sample_input: batch for one warm-up call.
+        sample_input: batch with which the model is called once.
     """
 
     dense_arch_layer_sizes: list[int]
@@ -118,14 +118,14 @@ class DLRMModelConfig:
 
 
 class DLRMPredictModule(PredictModule):
-    """DLRM from a tensor dict to predictions in [0, 1].
+    """DLRM that maps a dict of tensors to predictions in [0, 1].
 
     Args:
         embedding_bag_collection: tables.
-        dense_in_features: dense input columns.
+        dense_in_features: number of dense features.
         dense_arch_layer_sizes: layer sizes of the dense MLP.
         over_arch_layer_sizes: layer sizes of the top MLP.
-        id_list_features_keys: sparse features, in the order of the batch's lengths.
+        id_list_features_keys: sparse features, in the order of the lengths in a batch.
         dense_device: device for the dense layers.
     """
 
@@ -159,7 +159,7 @@ class DLRMPredictModule(PredictModule):
 
 
 class DLRMPredictFactory(PredictFactory):
-    """Factory for quantized, scripted DLRMs. Their tables hold zeros until a state dict is loaded.
+    """Factory that builds quantized and scripted DLRMs. Table rows are zeros until a state dict is loaded.
 
     Args:
         model_config: model sizes and a sample input.

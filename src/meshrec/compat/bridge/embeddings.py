@@ -57,6 +57,12 @@ def _config(
     virtual_table_eviction_policy: object = None,
     **more: Any,
 ) -> dict[str, Any]:
+    """Convert TorchRec's table config arguments to keyword arguments of MeshRec's configs.
+
+    Raises:
+        TypeError: an argument is unknown.
+        ValueError: an argument has a value that MeshRec does not support.
+    """
     more["num_embeddings_post_pruning"] = num_embeddings_post_pruning
     for argument, value in more.items():
         if argument not in _NOT_HERE:
@@ -90,12 +96,16 @@ def _config(
 def _bag_config(
     *args: Any, pooling: PoolingType = PoolingType.SUM, **kwargs: Any
 ) -> embedding_configs.EmbeddingBagConfig:
-    """Construct TorchRec's ``EmbeddingBagConfig(num_embeddings, embedding_dim, name="", ...)``."""
+    """Construct an ``EmbeddingBagConfig`` from TorchRec's arguments ``(num_embeddings, embedding_dim, name,
+    ...)``.
+    """
     return table_configs.EmbeddingBagConfig(**_config(*args, **kwargs), pooling=pooling)
 
 
 def _sequence_config(*args: Any, **kwargs: Any) -> embedding_configs.EmbeddingConfig:
-    """Construct TorchRec's ``EmbeddingConfig(num_embeddings, embedding_dim, name="", ...)``."""
+    """Construct an ``EmbeddingConfig`` from TorchRec's arguments ``(num_embeddings, embedding_dim, name,
+    ...)``.
+    """
     return table_configs.EmbeddingConfig(**_config(*args, **kwargs))
 
 
@@ -131,7 +141,9 @@ EmbeddingConfig = Adapted(embedding_configs.EmbeddingConfig, _sequence_config)
 
 
 class RowIndexError(InputError, IndexError):
-    """IDs outside a table without pooling. Also an IndexError, which TorchRec programs catch."""
+    """Error for IDs outside a table without pooling. It is an IndexError, because TorchRec programs catch
+    that.
+    """
 
 
 class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
@@ -271,6 +283,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         return result
 
     def _looked_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Look up rows with MeshRec's collection, and convert the result to TorchRec's JaggedTensors."""
         try:
             looked_up = super().forward(features)
         except InputError as error:
@@ -318,7 +331,10 @@ def should_skip_data_parallel_grad_sync(module: nn.Module) -> bool:
 
 
 def names_by_table(tables: Sequence[embedding_configs.BaseEmbeddingConfig]) -> list[list[str]]:
-    """Return the result keys by table: ``feature``, or ``feature@table`` if several tables share it."""
+    """Return the keys under which lookups return each table's features, grouped by table.
+
+    A key is ``feature``, or ``feature@table`` if several tables read this feature.
+    """
     readers = Counter(name for table in tables for name in table.feature_names)
     return [
         [name if readers[name] == 1 else f"{name}@{table.name}" for name in table.feature_names]
@@ -379,7 +395,7 @@ def jagged(
 
 
 def _fill_empty(collection: embedding_modules.TableCollection) -> None:
-    """Initialize a collection without tables, which MeshRec's constructor rejects."""
+    """Set the attributes of a collection without tables. MeshRec's constructor rejects such a collection."""
     nn.Module.__init__(collection)
     collection._configs = []
     collection._updater = None

@@ -17,14 +17,22 @@ Filter = Callable[[Tensor], tuple[Tensor, float | Tensor]]
 def dynamic_threshold_filter(
     id_counts: Tensor, threshold_skew_multiplier: float = 10.0
 ) -> tuple[Tensor, Tensor]:
-    """Admit IDs with a count above ``threshold_skew_multiplier`` times the mean count."""
+    """Admit IDs with a count above ``threshold_skew_multiplier`` times the mean count.
+
+    Returns:
+        Mask of admitted IDs, and the threshold.
+    """
     threshold = 1 / id_counts.numel() * threshold_skew_multiplier * id_counts.sum()
     return id_counts > threshold, threshold
 
 
 @torch.no_grad()
 def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Admit IDs with a count above the mean."""
+    """Admit IDs with a count above the mean count.
+
+    Returns:
+        Mask of admitted IDs, and the threshold.
+    """
     threshold = id_counts.float().mean()
     return id_counts > threshold, threshold
 
@@ -33,14 +41,19 @@ def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
 def probabilistic_threshold_filter(
     id_counts: Tensor, per_id_probability: float = 0.01
 ) -> tuple[Tensor, Tensor]:
-    """Admit an ID with probability ``per_id_probability`` per occurrence. Uses torch's global generator."""
+    """Admit an ID with probability ``per_id_probability`` per occurrence. Draws from torch's global
+    generator.
+
+    Returns:
+        Mask of admitted IDs, and a random threshold per ID.
+    """
     probability = torch.full_like(id_counts, 1 - per_id_probability, dtype=torch.float)
     threshold = torch.rand(id_counts.size(), device=id_counts.device)
     return 1 - torch.pow(probability, id_counts) > threshold, threshold
 
 
 class MCHEvictionPolicyMetadataInfo(NamedTuple):
-    """Per-ID statistic of an eviction policy."""
+    """Description of a statistic that an eviction policy keeps per ID."""
 
     metadata_name: str
     is_mch_metadata: bool
@@ -69,7 +82,7 @@ class MCHEvictionPolicy:
 
     @property
     def metadata_info(self) -> list[MCHEvictionPolicyMetadataInfo]:
-        """Per-ID statistics."""
+        """Descriptions of the statistics that the policy keeps per ID."""
         return self._metadata_info
 
     def scores(self, current_iter: int, statistics: dict[str, Tensor]) -> Tensor:
@@ -179,7 +192,7 @@ _LAST_ACCESS = MCHEvictionPolicyMetadataInfo("last_access_iter", True, True)
 
 
 class LFU_EvictionPolicy(MCHEvictionPolicy):
-    """Keeps the most frequently read IDs."""
+    """Keeps the IDs that were read most often."""
 
     def __init__(self, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_COUNTS], threshold_filtering_func)
@@ -190,7 +203,7 @@ class LFU_EvictionPolicy(MCHEvictionPolicy):
 
 
 class LRU_EvictionPolicy(MCHEvictionPolicy):
-    """Keeps the most recently read IDs."""
+    """Keeps the IDs that were read most recently."""
 
     def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_LAST_ACCESS], threshold_filtering_func)
@@ -202,7 +215,7 @@ class LRU_EvictionPolicy(MCHEvictionPolicy):
 
 
 class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
-    """Keeps the IDs with the highest ratio: count / (distance to the last read) ** decay_exponent."""
+    """Keeps the IDs with the highest ratio ``count / (iterations since the last read) ** decay_exponent``."""
 
     def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_COUNTS, _LAST_ACCESS], threshold_filtering_func)

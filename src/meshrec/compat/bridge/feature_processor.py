@@ -20,6 +20,8 @@ torch.fx.wrap("weighted_keys")
 
 
 class _PositionWeighted(nn.Module):
+    """Common base of both modules: a learned weight per feature and position in the bag, initially 1."""
+
     def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None) -> None:
         super().__init__()
         collection = PositionWeightedModuleCollection(max_feature_lengths, device)
@@ -29,7 +31,9 @@ class _PositionWeighted(nn.Module):
 
 
 class PositionWeightedModule(_PositionWeighted):
-    """Learned position weights for some features, at ``position_weights.<feature>``. Takes a feature dict.
+    """Multiplies bags by learned position weights. Takes a dict of features.
+
+    The parameter of a feature is ``position_weights.<feature>``, [maximum bag length].
 
     Args:
         max_feature_lengths: maximum bag length by feature.
@@ -53,10 +57,12 @@ class PositionWeightedModule(_PositionWeighted):
 
 
 class PositionWeightedProcessor(_PositionWeighted):
-    """Learned position weights for some keys, at ``position_weights.<key>``. Takes a KeyedJaggedTensor.
+    """Multiplies bags by learned position weights. Takes a KeyedJaggedTensor.
+
+    The parameter of a key is ``position_weights.<key>``, [maximum bag length].
 
     Args:
-        max_feature_lengths: maximum bag length by feature.
+        max_feature_lengths: maximum bag length by key.
         device: device for the weights.
     """
 
@@ -76,6 +82,7 @@ class PositionWeightedProcessor(_PositionWeighted):
 
 
 def _bare(bags: JaggedTensor) -> JaggedTensor:
+    """Return the same bags without weights."""
     # Weights of the input are dropped: position weights replace them.
     return JaggedTensor(bags.values(), lengths=bags.lengths(), offsets=bags.offsets())
 

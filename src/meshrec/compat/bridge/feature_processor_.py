@@ -14,7 +14,7 @@ torch.fx.wrap("joined")
 
 
 class PositionWeightedModule(core.PositionWeightedModule):
-    """Learned weight per position in a bag, initially 1, for a single feature."""
+    """Learned weight per position in a bag, for a single feature. Weights are initially 1."""
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
         """Return the same bags with position weights."""
@@ -52,7 +52,7 @@ class PositionWeightedModuleCollection(core.PositionWeightedModuleCollection):
 
 
 class FeatureProcessorDictWrapper(core.FeatureProcessorsCollection):
-    """Per-feature processors combined into a collection. Other keys are dropped."""
+    """Collection that applies a separate feature processor to each feature. Other keys are dropped."""
 
     def __init__(self, feature_processors: nn.ModuleDict) -> None:
         super().__init__()
@@ -65,10 +65,12 @@ class FeatureProcessorDictWrapper(core.FeatureProcessorsCollection):
 
 
 class FeatureProcessedEmbeddingBagCollection(core.FeatureProcessedEmbeddingBagCollection):
-    """Weighted EmbeddingBagCollection with feature processors that compute the weights."""
+    """EmbeddingBagCollection whose per-sample weights are computed by feature processors."""
 
     def split(self) -> tuple[core.FeatureProcessorsCollection, embedding_modules.EmbeddingBagCollection]:
-        """Return the processors and the collection. Run in sequence, they give the same result."""
+        """Return the feature processors and the embedding collection. Run one after the other, they give the
+        same result.
+        """
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
             processors = FeatureProcessorDictWrapper(processors)

@@ -1,4 +1,4 @@
-"""Import hook that serves MeshRec under TorchRec's import paths. Modules and names resolve on first use."""
+"""Import hook with which ``import torchrec`` gives MeshRec's classes. Names are resolved at first use."""
 
 import difflib
 import importlib
@@ -24,7 +24,9 @@ _logger = logging.getLogger("meshrec")
 
 
 class _BridgedModule(ModuleType):
-    """Module under a TorchRec path. Attributes resolve to MeshRec's objects on first use."""
+    """Module with a TorchRec name, whose attributes are MeshRec's objects. An attribute is resolved at first
+    use.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name != "__version__":
@@ -62,7 +64,7 @@ class _BridgedModule(ModuleType):
             setattr(_defining_module(self.__name__, name), name, self._originals().pop(name))
 
     def _originals(self) -> dict[str, Any]:
-        """Return the original values of names that the program has replaced."""
+        """Return the original values of attributes which the program has replaced, by name."""
         values: dict[str, Any] = vars(self).setdefault("_meshrec_originals", {})
         return values
 
@@ -152,7 +154,7 @@ def install(*, force: bool = False) -> tuple[str, ...]:
 
 
 class _BridgeInstaller:
-    """Object with an unpickling side effect: it installs the bridge.
+    """Object that installs the bridge when it is unpickled.
 
     A spawned process unpickles it before it imports the script.
     """
@@ -165,6 +167,7 @@ class _BridgeInstaller:
 
 
 def _install_bridge(packages: Sequence[str]) -> None:
+    """Install the bridge for these packages, unless a bridge is installed already."""
     if not bridged_packages():
         sys.meta_path.insert(0, Bridge(packages))
 
@@ -178,7 +181,7 @@ _SPAWNERS = (
 
 
 class _HookingLoader(Loader):
-    """Loader for a module that starts processes. It hooks the module after loading."""
+    """Loader for a module that starts processes, such as joblib's. It hooks the module after loading it."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -192,6 +195,7 @@ class _HookingLoader(Loader):
 
 
 def _hooked_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Return the import spec of a module that starts processes, with a loader that hooks the module."""
     spec = PathFinder.find_spec(fullname, path)
     if spec is not None and spec.loader is not None:
         spec.loader = _HookingLoader(spec.loader)
@@ -199,7 +203,7 @@ def _hooked_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None
 
 
 def _hook_spawner(module: Any) -> None:
-    """Hook a module that spawns processes: child processes then install the same bridge."""
+    """Change a module that starts processes, so that its child processes install the same bridge."""
     # Python's multiprocessing pickles this dict for the child, which unpickles it before it imports the
     # script.
     describe = module.get_preparation_data
@@ -251,6 +255,7 @@ def explain(path: str) -> str:
 
 
 def _resolve(target: str) -> Any:
+    """Import and return the object that ``module:name`` or ``module`` names."""
     path, _, name = target.partition(":")
     module = importlib.import_module(path)
     return getattr(module, name) if name else module
@@ -263,5 +268,6 @@ def _defining_module(path: str, name: str) -> ModuleType | None:
 
 
 def _is_installed(package: str) -> bool:
+    """Return whether a package is installed; namespace packages do not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None  # a folder without __init__.py has no origin

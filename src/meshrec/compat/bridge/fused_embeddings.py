@@ -1,4 +1,4 @@
-"""TorchRec's collections with a fused optimizer: ``meshrec.fuse`` under TorchRec's names."""
+"""TorchRec's collections with a fused optimizer, which updates tables in the backward pass."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -38,17 +38,17 @@ class CallableFusedOptimizer(tables.FusedOptimizer):
 
 
 class _Fused:
-    """Common base for both fused collections."""
+    """Common base of both fused collections."""
 
     _updater: WholeTables | None
 
     def _fuse(self, optimizer_type: _Optimizer, optimizer_kwargs: Mapping[str, Any], location: Any) -> None:
-        """Fuse all tables.
+        """Attach a fused optimizer to all tables.
 
         Args:
             optimizer_type: optimizer class.
             optimizer_kwargs: optimizer arguments.
-            location: None, DEVICE or HOST.
+            location: memory kind: None, DEVICE or HOST.
         """
         if location is not None and getattr(location, "name", location) not in _LOCATIONS:
             raise ValueError(

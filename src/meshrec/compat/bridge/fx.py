@@ -34,7 +34,9 @@ class Tracer(torch.fx.Tracer):
         return super().trace(inner, concrete_args)
 
     def create_arg(self, a: Any) -> Any:
-        """Return a node argument. Lazy awaitables are replaced by their value."""
+        """Convert an argument of a traced call to a graph argument. Lazy awaitables are replaced by their
+        value.
+        """
         if isinstance(a, NoWait):
             return self.create_node(
                 "call_function", NoWait, (self.create_arg(a.wait()),), {}, type_expr=NoWait

@@ -33,7 +33,7 @@ _NOT_HERE = {
 
 
 class HashZchEvictionPolicyName(Enum):
-    """Eviction policies."""
+    """Names of eviction policies."""
 
     SINGLE_TTL_EVICTION = "SINGLE_TTL_EVICTION"
     """Evict IDs without a read for ``single_ttl`` hours."""
@@ -45,12 +45,12 @@ class HashZchEvictionPolicyName(Enum):
 
 @dataclass
 class HashZchEvictionConfig:
-    """Eviction policy options.
+    """Options of an eviction policy.
 
     Attributes:
         features: features of the table.
-        single_ttl: hours without a read before eviction.
-        per_feature_ttl: the same by feature.
+        single_ttl: time to live: hours without a read after which an ID may be evicted.
+        per_feature_ttl: the same, per feature.
     """
 
     features: list[str]
@@ -274,6 +274,7 @@ def make_hash_zch_buckets_non_persistent(module: torch.nn.Module) -> int:
 
 
 def _check_options(more: dict[str, Any]) -> None:
+    """Raise an error for an unknown option, or for an option without its default value."""
     for option, value in more.items():
         if option not in _NOT_HERE:
             raise TypeError(f"HashZchManagedCollisionModule has no argument {option!r}. Leave it out.")
@@ -299,4 +300,5 @@ def _hours_of(policy: HashZchEvictionPolicyName | None, config: HashZchEvictionC
 
 
 def _now() -> int:
+    """Return the current time in whole hours."""
     return int(time.time() / _SECONDS)

@@ -1,4 +1,4 @@
-"""Hit, insert, collision and eviction counters for multi-probe ZCH, reported periodically."""
+"""Counters for multi-probe ZCH (hash-based managed collisions): hits, inserts, collisions and evictions."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ _HOUR = 3600
 
 
 class ScalarLoggerBackend(ABC):
-    """Report sink. Subclasses implement ``report``."""
+    """Receiver of periodic reports. Subclasses implement ``report``."""
 
     @abstractmethod
     def report(
@@ -32,7 +32,7 @@ class ScalarLoggerBackend(ABC):
 
 
 class ConsoleScalarLoggerBackend(ScalarLoggerBackend):
-    """Logging backend. Also writes to ``log_file_path`` unless it is empty."""
+    """Receiver that writes reports to the log, and to ``log_file_path`` unless it is empty."""
 
     def __init__(self, log_file_path: str = "") -> None:
         self._logger = logging.getLogger("meshrec.managed_collisions")
@@ -108,6 +108,7 @@ class ScalarLogger(nn.Module):
         self._reset()
 
     def _reset(self) -> None:
+        """Set all counters to 0."""
         # Counters since the last report. forward() clears them after reporting.
         self._total_cnt = self._hit_cnt = self._insert_cnt = self._collision_cnt = 0
         self._eviction_cnt = self._opt_in_cnt = 0

@@ -1,4 +1,4 @@
-"""TorchRec options without an effect on results: accepted, and logged once."""
+"""TorchRec options that do not change results here: they are accepted, and logged once."""
 
 import logging
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ MEMORY = {
 
 
 def take_hints(owner: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Check option names, and log options without an effect here.
+    """Check the names of options, and log those that have no effect here.
 
     Args:
-        owner: class that takes the options.
+        owner: name of the class that takes the options.
         options: options from the program.
-        defaults: TorchRec's option names and defaults.
+        defaults: TorchRec's option names and default values.
 
     Raises:
         TypeError: an option name is unknown.

@@ -46,13 +46,15 @@ _propagates = False
 
 
 def set_propogate_device(val: bool) -> None:
-    """Set the switch. It has no effect: lookups always run on the device of their rows."""
+    """Set TorchRec's switch for device propagation. It has no effect: lookups run on the device of their
+    rows.
+    """
     global _propagates
     _propagates = val
 
 
 def get_propogate_device() -> bool:
-    """Return the switch."""
+    """Return the value that was set with ``set_propogate_device``."""
     return _propagates
 
 
@@ -125,7 +127,10 @@ def quantize_feature(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, .
 
 
 class PredictModule(nn.Module, abc.ABC):
-    """Model with tensor dicts as input and output. Subclasses implement ``predict_forward``."""
+    """Base class of inference models whose input and output are dicts of tensors.
+
+    Subclasses implement ``predict_forward``.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None) -> None:
         super().__init__()

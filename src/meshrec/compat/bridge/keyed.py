@@ -1,4 +1,4 @@
-"""Keyed optimizers with TorchRec's arguments.
+"""TorchRec's keyed optimizers, whose state is keyed by parameter name.
 
 As in TorchRec, ``state_dict`` omits param groups until ``save_param_groups(True)`` is called.
 """
@@ -18,7 +18,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class _AnyKeyed(ABCMeta):
-    """Metaclass: the optimizers of sharded models count as keyed optimizers."""
+    """Metaclass that makes the optimizers of MeshRec's sharded models instances of TorchRec's classes."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if cls.__dict__.get("_is_root"):
@@ -52,7 +52,7 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
-        """Hook after loading. Does nothing by default."""
+        """Hook that is called after a state dict was loaded. Does nothing by default."""
 
     @property
     def updates_in_backward(self) -> bool:
@@ -72,7 +72,12 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create state by a step with zero gradients, and undo all other effects."""
+        """Create the optimizer state by a step with zero gradients, and undo all other effects of the step.
+
+        Args:
+            names: parameters that need state.
+            sparse_names: parameters with sparse gradients.
+        """
         keyed.create_by_step(self, lambda: self.step(None), names, sparse_names)
 
 
@@ -97,12 +102,12 @@ def _without_parameters(
 
 
 class Forwarding:
-    """Methods that TorchRec's wrappers forward to their inner optimizers."""
+    """Mixin with the methods that TorchRec's optimizer wrappers forward to the wrapped optimizers."""
 
     _optimizer: Any
 
     def _inner(self) -> Sequence[Any]:
-        """Return the inner optimizers."""
+        """Return the wrapped optimizers."""
         return [self._optimizer]
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
@@ -168,7 +173,7 @@ class KeyedOptimizerWrapper(Forwarding, keyed.KeyedOptimizerWrapper):
 
 
 class CombinedOptimizer(Forwarding, keyed.CombinedOptimizer):
-    """Combination of several keyed optimizers."""
+    """Several keyed optimizers that are used as one."""
 
     def __init__(self, optims: Iterable[keyed.KeyedOptimizer | tuple[str, keyed.KeyedOptimizer]]) -> None:
         super().__init__(optims)
@@ -188,7 +193,7 @@ class CombinedOptimizer(Forwarding, keyed.CombinedOptimizer):
 
 
 class OptimizerWrapper(Forwarding, keyed.OptimizerWrapper):
-    """Keyed optimizer that wraps another. Subclasses implement ``step``."""
+    """Base class of keyed optimizers that wrap another keyed optimizer. Subclasses implement ``step``."""
 
     def __init__(self, optimizer: keyed.KeyedOptimizer) -> None:
         super().__init__(optimizer)
@@ -257,7 +262,10 @@ class GradientClippingOptimizer(Forwarding, clipping.GradientClippingOptimizer):
 
 
 def settle(optimizer: keyed.KeyedOptimizer) -> None:
-    """Apply TorchRec's conventions: save groups on request, run ``post_load_state_dict`` after loading."""
+    """Give an optimizer TorchRec's conventions.
+
+    Param groups are saved on request only, and ``post_load_state_dict`` runs after a state dict was loaded.
+    """
     optimizer.save_param_groups(False)
     # A module-level function: a bound method would tie the hook to this object in copies.
     optimizer.register_load_state_dict_post_hook(_after_loading)
@@ -275,6 +283,7 @@ def tell(optimizers: Iterable[torch.optim.Optimizer], method: str, *args: Any) -
 
 
 def _fill_gradients(params: Mapping[str, Tensor], sparse_names: Collection[str]) -> None:
+    """Set missing gradients of trainable parameters to zeros: sparse ones for ``sparse_names``."""
     for name, parameter in params.items():
         if parameter.requires_grad and parameter.grad is None:
             # As TorchRec's init_state does: the gradients stay after the call.

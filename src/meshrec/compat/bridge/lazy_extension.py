@@ -1,4 +1,4 @@
-"""Functions to run after a module's first forward pass."""
+"""Functions that are applied to a module after its first forward pass."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ def lazy_apply(module: M, fn: Function) -> M:
 
 
 def _apply_waiting(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook that applies the waiting functions, and then removes itself."""
     for fn in vars(module).pop("_functions_to_lazy_apply"):
         module.apply(fn)
     vars(module).pop("_lazy_apply_hook").remove()

@@ -30,13 +30,14 @@ Jagged = dict[str, JaggedTensor]
 
 
 class ManagedCollisionModule(nn.Module, ABC):
-    """Map from raw IDs to rows in ``[0, output_size())``.
+    """Base class of modules which map raw IDs to rows in ``[0, output_size())``, and change the map in
+    training.
 
     Args:
         device: device for the state.
         output_segments: boundaries at which the rows can be resharded.
         skip_state_validation: whether to omit these boundaries from the state.
-        read_only_suffix: suffix for read-only features.
+        read_only_suffix: suffix of feature names which never change the map.
         enable_per_feature_lookups: must be False.
     """
 
@@ -120,7 +121,7 @@ class ManagedCollisionModule(nn.Module, ABC):
 
 
 class FixedRows:
-    """Sizes of a managed collision module with ``zch_size`` rows."""
+    """Mixin with the sizes of a managed collision module with ``zch_size`` rows."""
 
     _zch_size: int
     _input_hash_size: int
@@ -211,6 +212,7 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
 
     @property
     def _metadata(self) -> dict[str, Tensor]:
+        """Return the statistics of the eviction policy per row, by name."""
         names = [info.metadata_name for info in self._eviction_policy.metadata_info if info.is_mch_metadata]
         return {name: self.get_buffer(f"_mch_{name}") for name in names}
 
@@ -240,6 +242,7 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return features
 
     def _update(self) -> None:
+        """Admit and evict IDs as the eviction policy decides, and clear the history."""
         policy = self._eviction_policy
         ids, counts, metadata = self._history.take(self._current_iter)
         # Policies expect the history in descending count order.
@@ -302,7 +305,7 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
 
 
 class _History:
-    """IDs since the last eviction, up to a fixed capacity."""
+    """IDs that were read since the last eviction, up to a fixed capacity."""
 
     def __init__(self, policy: MCHEvictionPolicy) -> None:
         self._policy = policy
@@ -313,7 +316,7 @@ class _History:
         self._metadata: list[dict[str, Tensor]] = []
 
     def record(self, ids: Tensor, current_iter: int, interval: int) -> None:
-        """Append a batch.
+        """Append the IDs of a batch.
 
         Args:
             ids: IDs, int64 [n].
@@ -490,6 +493,7 @@ def in_order(features: KeyedJaggedTensor, feature_names: list[str]) -> KeyedJagg
 
 
 def _validate(module: ManagedCollisionModule, keys: object) -> None:
+    """Hook after a state dict was loaded: check the state."""
     module.validate_state()
 
 

@@ -38,7 +38,10 @@ _SYNC_BUFFERS = (
 
 
 class DataParallelWrapper(ABC):
-    """Data-parallel strategy for the dense part: ``wrap`` replaces ``dmp._dmp_wrapped_module``."""
+    """Strategy that makes the dense part of a model data-parallel.
+
+    Its ``wrap`` replaces ``dmp._dmp_wrapped_module``.
+    """
 
     @abstractmethod
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
@@ -279,7 +282,7 @@ _shard_modules = shard_modules
 def _planned(
     module: nn.Module, env: ShardingEnv, device: torch.device | None, sharders: Sequence[Any]
 ) -> OwnPlan:
-    """Run the bridge's planner for these ranks. Collective."""
+    """Plan a model's tables for these ranks with the bridge's planner. Collective."""
     kind = torch.device(device).type if device is not None else group_device(env.world.group).type
     planner = EmbeddingShardingPlanner(
         topology=types.Topology(

@@ -1,4 +1,4 @@
-"""Map from TorchRec's names to MeshRec's counterparts, ``module:name`` or a module, by TorchRec module."""
+"""Map from TorchRec's names to MeshRec's objects (``module:name``) or modules, by TorchRec module."""
 
 _C = "meshrec.compat.bridge"
 _T = "torch.distributed._shard"
@@ -6,6 +6,7 @@ _CORE_PLAN = "meshrec.plan.sharding_plan"
 
 
 def _of(module: str, names: str) -> dict[str, str]:
+    """Map each of the space-separated names to the object with the same name in ``module``."""
     return {name: f"{module}:{name}" for name in names.split()}
 
 

@@ -130,6 +130,11 @@ def spec_of(fused_params: Any) -> OptimizerSpec:
 
 
 def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> OptimizerSpec:
+    """Construct an optimizer spec from FBGEMM's arguments, such as ``learning_rate`` and ``beta1``.
+
+    Raises:
+        ValueError: an argument is not supported by this optimizer.
+    """
     options = dict(given)
     mode = options.pop("weight_decay_mode", None)
     mode = mode.name if isinstance(mode, Enum) else mode
@@ -160,11 +165,13 @@ def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> Optimiz
 
 
 def _has(spec: OptimizerSpec, fbgemm_name: str) -> bool:
+    """Return whether a spec has the field for an FBGEMM argument."""
     names = {"learning_rate": "lr", "eta": "trust_coefficient", "beta1": "betas", "beta2": "betas"}
     return hasattr(spec, names.get(fbgemm_name, fbgemm_name))
 
 
 def _check_output(output_dtype: Any) -> None:
+    """Raise ValueError if an output dtype other than fp32 is requested."""
     if output_dtype is not None and str(getattr(output_dtype, "name", output_dtype)) != "FP32":
         raise ValueError(
             f"fused_params: output_dtype {output_dtype!r} is not to be had, embeddings have the tables' "
@@ -173,7 +180,10 @@ def _check_output(output_dtype: Any) -> None:
 
 
 class _ForTables(torch.optim.Optimizer):
-    """Optimizer name for ``apply_optimizer_in_backward`` on fused tables. It cannot step."""
+    """Base class of optimizers that only exist as arguments of ``apply_optimizer_in_backward``.
+
+    Fused tables then use the kernel with the same formula. The object itself cannot step.
+    """
 
     spec: ClassVar[type[OptimizerSpec]]
 
@@ -182,7 +192,7 @@ class _ForTables(torch.optim.Optimizer):
 
     @classmethod
     def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """Return the spec for the table kernels."""
+        """Return the optimizer spec for fused tables."""
         return _from_fbgemm(cls.spec, kwargs)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -240,7 +250,7 @@ class _SGDWithMomentum(TorchSGD):
 
     @classmethod
     def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """Return the spec for the table kernels."""
+        """Return the optimizer spec for fused tables."""
         _logger.warning(
             "torch.optim.SGD(momentum=%s): sharded and fused tables are updated without momentum, as FBGEMM "
             "does.",
@@ -255,13 +265,13 @@ def apply_optimizer_in_backward(
     params: Iterable[torch.nn.Parameter],
     optimizer_kwargs: dict[str, Any],
 ) -> None:
-    """Step an optimizer per parameter as soon as the gradient exists, like torch's function.
+    """Update every parameter in the backward pass, as soon as its gradient exists, like torch's function.
 
-    For sharded and fused tables, the optimizer runs inside the table kernel instead.
+    For sharded and fused tables, the update runs inside the table kernel.
 
     Args:
         optimizer_class: optimizer class.
-        params: parameters.
+        params: parameters to update.
         optimizer_kwargs: optimizer arguments.
     """
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
-"""TorchRec 1.9's requests for plans, over `EmbeddingShardingPlanner`.
+"""TorchRec 1.9's interface for plan requests, on top of `EmbeddingShardingPlanner`.
 
-A request is planned for kinds of machines by name (SKUs). MeshRec has no catalog of machines: the topology
-comes from the request, and the name is only the key of the result.
+A request asks for plans for several kinds of machines, each given by a name (SKU). MeshRec has no catalog of
+machines: the topology comes from the request, and the SKU is only the key of the result.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _logger = logging.getLogger("meshrec")
 
 @unique
 class PlannerVariant(str, Enum):
-    """Planners that a request can name. MeshRec has one, for UNSET and OSS."""
+    """Planners that a request can name. MeshRec has a single planner, for UNSET and OSS."""
 
     UNSET = ""
     OSS = "oss"
@@ -43,7 +43,7 @@ class PlannerVariant(str, Enum):
 
 @unique
 class StorageReservationPolicy(str, Enum):
-    """How memory is reserved for other uses than tables. UNSET is HEURISTICAL."""
+    """How to reserve memory for other uses than tables. UNSET means HEURISTICAL."""
 
     UNSET = ""
     HEURISTICAL = "heuristical"
@@ -144,20 +144,21 @@ class ShardingPlanRequest:
 
 @dataclass(frozen=True)
 class ShardingPlanResult:
-    """Plan for one kind of machine, or the reason why there is none.
+    """Plan for a kind of machine, or the reason why there is no plan.
 
     Attributes:
         sku: kind of machine.
         success: whether there is a plan.
-        sharding_plan: plan. ``print(sharding_plan.planned)`` shows tables, ranks and the bound.
-        planner_failure_reason: error message without a plan.
+        sharding_plan: the plan, or None. ``print(sharding_plan.planned)`` shows tables, ranks and the bound.
+        planner_failure_reason: error message if there is no plan.
         estimated_max_hbm_bytes, estimated_max_ddr_bytes: bytes on the fullest rank; 0 for memory that the
             device does not use.
         critical_path_ms: predicted step time without the dense part.
-        max_rank_perf, mean_rank_perf, perf_imbalance_ratio: milliseconds per rank, and max / mean.
+        max_rank_perf, mean_rank_perf, perf_imbalance_ratio: predicted milliseconds per rank: maximum, mean,
+            and maximum divided by mean.
         request_hash, request_id: from the request.
-        solve_time_ms: time of the search.
-        is_planning_rank: whether this rank searched. The estimates are on all ranks.
+        solve_time_ms: duration of the search.
+        is_planning_rank: whether this rank has searched. All ranks have the estimates.
     """
 
     sku: str
@@ -178,18 +179,18 @@ class ShardingPlanResult:
 
 @dataclass
 class PlannerSessionContext:
-    """State of the planning of one request.
+    """State of one request while plans are made for it.
 
     Attributes:
         request: the request.
-        results: result per kind of machine. `ShardingPlannerAPI.plan` adds them.
+        results: result per SKU, added by `ShardingPlannerAPI.plan`.
         session_id: ID of this session.
-        topology_cache: topology by kind of machine, ranks, and ranks per node.
+        topology_cache: topology by SKU, world size, and ranks per node.
         timing: milliseconds by phase.
-        storage_reservations_used: reservation by kind of machine.
-        client_metadata, external_trace_id, report_metadata: kept for the program.
-        stats: sinks from the reporter. MeshRec's planner does not call them.
-        warnings: kept for the program.
+        storage_reservations_used: reservation by SKU.
+        client_metadata, external_trace_id, report_metadata: not used here; for the program.
+        stats: objects from the reporter that receive statistics. MeshRec's planner does not call them.
+        warnings: not used here; for the program.
     """
 
     request: ShardingPlanRequest
@@ -207,18 +208,24 @@ class PlannerSessionContext:
 
 @runtime_checkable
 class PlannerProvider(Protocol):
-    """Builds the topology, the reservation and the planner for a kind of machine."""
+    """Builds the topology, the memory reservation and the planner for a kind of machine."""
 
     def build_topology(
         self, sku: str, request: ShardingPlanRequest, ctx: PlannerSessionContext
     ) -> types.Topology:
-        """Build the topology."""
+        """Build the topology to plan for.
+
+        Args:
+            sku: kind of machine.
+            request: model and machine.
+            ctx: session of this request.
+        """
         ...
 
     def build_storage_reservation(
         self, sku: str, request: ShardingPlanRequest
     ) -> FixedPercentageStorageReservation:
-        """Build the reservation."""
+        """Build the object that reserves memory for other uses than tables."""
         ...
 
     def build_planner(
@@ -229,17 +236,30 @@ class PlannerProvider(Protocol):
         storage_reservation: FixedPercentageStorageReservation,
         ctx: PlannerSessionContext,
     ) -> EmbeddingShardingPlanner:
-        """Build the planner."""
+        """Build the planner.
+
+        Args:
+            sku: kind of machine.
+            topology: result of `build_topology`.
+            storage_reservation: result of `build_storage_reservation`.
+            ctx: session of the request.
+        """
         ...
 
 
 class DefaultPlannerProvider(PlannerProvider):
-    """Provider that takes everything from the request."""
+    """Provider that builds everything from the request alone. The SKU has no effect."""
 
     def build_topology(
         self, sku: str, request: ShardingPlanRequest, ctx: PlannerSessionContext
     ) -> types.Topology:
-        """Return the topology of the request's ranks and memory."""
+        """Return the topology with the request's ranks and memory.
+
+        Args:
+            sku: not used.
+            request: model and machine.
+            ctx: not used.
+        """
         topology: types.Topology = Topology(
             world_size=request.world_size,
             compute_device=request.compute_device or "cuda",
@@ -253,7 +273,7 @@ class DefaultPlannerProvider(PlannerProvider):
     def build_storage_reservation(
         self, sku: str, request: ShardingPlanRequest
     ) -> FixedPercentageStorageReservation:
-        """Return the request's reservation, or the one that its policy names."""
+        """Return the request's reservation object, or else build the kind that its policy names."""
         if request.storage_reservation is not None:
             return request.storage_reservation
         config = request.planner_config
@@ -271,7 +291,14 @@ class DefaultPlannerProvider(PlannerProvider):
         storage_reservation: FixedPercentageStorageReservation,
         ctx: PlannerSessionContext,
     ) -> EmbeddingShardingPlanner:
-        """Return MeshRec's planner with the request's options."""
+        """Return MeshRec's planner with the request's options.
+
+        Args:
+            sku: not used.
+            topology: machine to plan for.
+            storage_reservation: memory to reserve for other uses than tables.
+            ctx: session with the request.
+        """
         request = ctx.request
         return EmbeddingShardingPlanner(
             topology=topology,
@@ -285,17 +312,23 @@ class DefaultPlannerProvider(PlannerProvider):
 
 @runtime_checkable
 class PlannerExecutor(Protocol):
-    """Plans for one kind of machine."""
+    """Makes the plan for a kind of machine."""
 
     def run(
         self, sku: str, ctx: PlannerSessionContext, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlanResult:
-        """Return the plan of ``ctx.request``, with ``pg`` the same one on all ranks of the group."""
+        """Plan the model in ``ctx.request``.
+
+        Args:
+            sku: kind of machine.
+            ctx: session with the request.
+            pg: process group in which all ranks get the same plan; None: plan on this rank.
+        """
         ...
 
 
 class DefaultPlannerExecutor(PlannerExecutor):
-    """Executor for the planner that a provider builds.
+    """Executor that plans with the topology, reservation and planner from a provider.
 
     Args:
         provider: provider (default: `DefaultPlannerProvider`).
@@ -307,12 +340,12 @@ class DefaultPlannerExecutor(PlannerExecutor):
     def run(
         self, sku: str, ctx: PlannerSessionContext, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlanResult:
-        """Return the plan of ``ctx.request``. Collective if a group is given.
+        """Plan the model in ``ctx.request``. Collective if a group is given.
 
         Args:
-            sku: kind of machine, the name of the result.
-            ctx: session. The topology, the reservation and the time are added.
-            pg: process group that gets the same plan; None: plan on this rank.
+            sku: kind of machine, stored in the result.
+            ctx: session with the request. The topology, the reservation and the duration are added to it.
+            pg: process group in which all ranks get the same plan; None: plan on this rank.
         """
         request = ctx.request
         model = request.model if isinstance(request.model, nn.Module) else request.model()
@@ -355,7 +388,10 @@ class DefaultPlannerExecutor(PlannerExecutor):
 
 
 def _estimates(plan: ShardingPlan | None) -> dict[str, Any]:
-    """Return a plan's estimates; empty without a plan, or for a model without tables."""
+    """Return the predicted figures of a plan, as arguments of `ShardingPlanResult`.
+
+    Empty without a plan, or for a model without tables.
+    """
     planned = getattr(plan, "planned", None)
     if planned is None:
         return {}
@@ -372,28 +408,29 @@ def _estimates(plan: ShardingPlan | None) -> dict[str, Any]:
 
 @runtime_checkable
 class PlanReporter(Protocol):
-    """Builds the sinks for a plan's statistics."""
+    """Builds the objects that receive the statistics of a plan."""
 
     def build_stats(self, ctx: PlannerSessionContext, sku: str) -> Sequence[Any]:
-        """Return the sinks."""
+        """Return the objects that receive statistics."""
         ...
 
 
 class DefaultPlanReporter(PlanReporter):
-    """Reporter without sinks. ``print(plan.planned)`` shows a plan and its bound."""
+    """Reporter that builds nothing. ``print(plan.planned)`` shows a plan and its bound."""
 
     def build_stats(self, ctx: PlannerSessionContext, sku: str) -> Sequence[Any]:
-        """Return no sinks."""
+        """Return an empty list."""
         return []
 
 
 class ShardingPlannerAPI(ABC):
-    """Plans a request for each kind of machine that a subclass names in ``_targets``.
+    """Plans a request for every kind of machine that a subclass returns from ``_targets``.
 
     Args:
-        executor: plans for one kind of machine.
+        executor: makes the plan for a kind of machine.
         reporter: reporter (default: `DefaultPlanReporter`).
-        broadcast_pg: process group that gets the same plan (default: all ranks, if there are several).
+        broadcast_pg: process group in which all ranks get the same plan (default: all ranks, if there are
+            several).
     """
 
     def __init__(
@@ -409,7 +446,7 @@ class ShardingPlannerAPI(ABC):
     def plan(
         self, request: ShardingPlanRequest, ctx: PlannerSessionContext
     ) -> Mapping[str, ShardingPlanResult]:
-        """Return a result per kind of machine, also in ``ctx.results``. Collective in a process group.
+        """Return the results by SKU, and store them in ``ctx.results``. Collective in a process group.
 
         Raises:
             ValueError: ``request`` is not ``ctx.request``.
@@ -442,11 +479,11 @@ class ShardingPlannerAPI(ABC):
 
 
 class ProductionPlannerOrchestrator(ShardingPlannerAPI):
-    """Plans for the machine that the program runs on.
+    """Plans for the kind of machine on which the program runs.
 
     Args:
         executor, reporter, broadcast_pg: as for `ShardingPlannerAPI`.
-        sku: name of the machine, the key of the result.
+        sku: name of the machine, under which ``plan`` returns the result.
     """
 
     def __init__(
