@@ -205,14 +205,14 @@ example: build
 	$(BIN)/python examples/first.py
 	$(BIN)/python examples/larger_than_memory.py
 
-# The tutorials run to make their pages; lists that the source knows better are written from it. `make -j 2 docs`
-# runs two at a time, which the figures of those that measure do not take well.
+# The tutorials run to make their pages, as notebooks in a Jupyter kernel; a cell that fails ends it. Lists that the
+# source knows better are written from it. `make -j 2 docs` runs two at a time, which the figures of those that measure
+# do not take well.
 GENERATED := docs/_generated
 SCRIPTS := $(wildcard examples/[0-9]_*.py)
 TUTORIALS := $(patsubst examples/%.py,$(GENERATED)/tutorials/%.md,$(SCRIPTS))
-EXECUTED := $(patsubst examples/%.py,$(GENERATED)/notebooks/%.ipynb,$(SCRIPTS))
 
-docs: $(TUTORIALS) $(EXECUTED)
+docs: $(TUTORIALS)
 	$(BIN)/python docs/errors.py $(GENERATED)/errors.md
 	$(BIN)/python docs/command_line.py $(GENERATED)/cli.md
 	$(BIN)/python docs/house.py $(GENERATED)/house.md
@@ -220,10 +220,6 @@ docs: $(TUTORIALS) $(EXECUTED)
 	@echo "open docs/_build/index.html"
 
 $(TUTORIALS): $(GENERATED)/tutorials/%.md: examples/%.py docs-anew
-	$(BIN)/python docs/literate.py $< $(@D)
-
-# The tutorials as notebooks, in a Jupyter kernel; a cell that fails ends it.
-$(EXECUTED): $(GENERATED)/notebooks/%.ipynb: examples/%.py docs-anew
 	$(BIN)/python docs/notebooks.py $< $(@D)
 
 # Makes the notebooks in examples/notebooks of the tutorials' scripts.

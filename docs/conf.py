@@ -6,7 +6,7 @@ copyright = "the MeshRec authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build", "_generated/cli.md", "_generated/errors.md"]
+exclude_patterns = ["_build", "_generated/cli.md", "_generated/errors.md", "**.ipynb"]
 
 html_theme = "furo"
 html_title = "MeshRec"

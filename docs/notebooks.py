@@ -2,12 +2,14 @@
 
 ``python docs/notebooks.py`` makes ``examples/notebooks/`` of the scripts in percent format.
 ``python docs/notebooks.py SCRIPT FOLDER`` runs the notebook of one script in a Jupyter kernel, and writes it
-with its outputs into the folder.
+with its outputs into the folder, as a notebook and as a page in Markdown: no figure of a tutorial is written
+by hand.
 """
 
 import json
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +72,35 @@ def notebook(script: Path) -> str:
 
 
 def run(script: Path, folder: Path) -> None:
-    """Run the notebook of a script in a new kernel; raise what a cell raises."""
+    """Run the notebook of a script in a new kernel and write it and its page; raise what a cell raises."""
     import nbclient
     import nbformat
 
-    made = nbformat.reads(notebook(script), as_version=4)
+    executed = nbformat.reads(notebook(script), as_version=4)
     folder.mkdir(parents=True, exist_ok=True)
-    nbclient.NotebookClient(made, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
-    nbformat.write(made, folder / f"{script.stem}.ipynb")
+    nbclient.NotebookClient(executed, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    nbformat.write(executed, folder / f"{script.stem}.ipynb")
+    (folder / f"{script.stem}.md").write_text(page(executed["cells"]))
+
+
+def page(cells: Iterable[Mapping[str, Any]]) -> str:
+    """Return an executed notebook in Markdown, without the cells that only a notebook needs."""
+    parts: list[str] = []
+    for cell in cells:
+        if cell["source"] in (_INSTALL, _FILE):
+            continue
+        if cell["cell_type"] == "markdown":
+            parts.append(cell["source"])
+            continue
+        outputs = cell["outputs"]
+        if cell["metadata"].get("jupyter", {}).get("source_hidden"):  # prose with figures
+            parts += [output["data"]["text/markdown"] for output in outputs if "data" in output]
+            continue
+        parts.append(f"```python\n{cell['source']}\n```")
+        printed = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+        if printed.strip():
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+    return re.sub(r"\((\d_\w+)\.ipynb\)", r"(\1.md)", "\n\n".join(map(str.strip, parts))) + "\n"
 
 
 def _cell(kind: str, source: str) -> dict[str, Any]:
@@ -106,5 +129,5 @@ if __name__ == "__main__":
         run(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve())
     else:
         NOTEBOOKS.mkdir(exist_ok=True)
-        for each in scripts():
-            (NOTEBOOKS / f"{each.stem}.ipynb").write_text(notebook(each))
+        for script in scripts():
+            (NOTEBOOKS / f"{script.stem}.ipynb").write_text(notebook(script))

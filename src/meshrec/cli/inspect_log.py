@@ -102,14 +102,14 @@ def recipe_of_log(
     from meshrec.data.propose_log import propose_log
 
     log = propose_log(data, columns, form)
-    parts = _next_item_parts(log, model, out.parent) if label is None else _click_parts(log, label)
+    parts = _next_item_parts(log, model) if label is None else _click_parts(log, label)
     if form != DETECTED:
         parts = parts._replace(options=(f"csv={constructor_source(form)}", *parts.options))
     return _recipe_text(data, log, parts, out), log, parts
 
 
-def _next_item_parts(log: "LogProposal", model: NextItemModel, folder: Path) -> _RecipeParts:
-    """Return the parts of a recipe in ``folder`` that learns the next item."""
+def _next_item_parts(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
+    """Return the parts of a recipe that learns the next item."""
     from meshrec.ops.mapping import memory_limit
 
     name, call = _MODELS[model]
@@ -122,9 +122,9 @@ def _next_item_parts(log: "LogProposal", model: NextItemModel, folder: Path) -> 
     if model == "two_tower":
         options.append("windows=False")
     if log.num_rows * _BYTES_PER_ROW > _MAX_SHARE * memory_limit():
-        histories = folder.resolve() / "histories"
-        options.append(f"histories=Path({literal_source(str(histories))})")
-        reasons.append(f"the log would take much of the memory: it is sorted once, into {histories}")
+        # Relative, so that recipe and histories can move together.
+        options.append('histories=Path("histories")')
+        reasons.append("the log would take much of the memory: it is sorted into a folder here, once")
     num_samples = log.num_rows if model == "two_tower" else log.num_windows
     table_lr, schedule = ("2e-3", "") if model == "two_tower" else ("6e-3", "warmup_steps=50, ")
     return _RecipeParts(

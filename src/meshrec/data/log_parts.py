@@ -430,11 +430,11 @@ class _Digests:
         self._path = folder / "sources.json"
         try:
             # Entries of earlier builds, by real path: size, two times, inode, digest.
-            self._known = unsealed(self._path.read_bytes(), self._path.name, required=True)
+            self._stored = unsealed(self._path.read_bytes(), self._path.name, required=True)
         except (OSError, DamageError):
-            self._known = {}
+            self._stored = {}
         # Entries of files in this build. `save` adds them to the earlier ones.
-        self._found: dict[str, Any] = {}
+        self._current: dict[str, Any] = {}
 
     def of(self, file: File) -> str:
         """Return a digest for a local file's content.
@@ -449,16 +449,16 @@ class _Digests:
         with open_regular(Path(path)) as descriptor:
             status = os.fstat(descriptor)
             state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-            known = self._known.get(path)
-            if known is None or known[:-1] != state:
-                known = [*state, tree_hash_of(descriptor, status.st_size, str(file))]
-        self._found[path] = known
-        return f"{status.st_size}-{known[-1]}"
+            entry = self._stored.get(path)
+            if entry is None or entry[:-1] != state:
+                entry = [*state, tree_hash_of(descriptor, status.st_size, str(file))]
+        self._current[path] = entry
+        return f"{status.st_size}-{entry[-1]}"
 
     def save(self) -> None:
         """Write ``sources.json``, unless no digest has changed."""
-        if any(self._known.get(path) != entry for path, entry in self._found.items()):
-            write_durably(self._path, sealed({**self._known, **self._found}))
+        if any(self._stored.get(path) != entry for path, entry in self._current.items()):
+            write_durably(self._path, sealed({**self._stored, **self._current}))
 
 
 def _record_name(piece: _Piece) -> str:
