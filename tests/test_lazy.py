@@ -8,12 +8,12 @@ from meshrec.lazy import without_gc
 
 OWN = """
 import gc, sys
-from meshrec.lazy import declare_command, uncollected
-with uncollected():
+from meshrec.lazy import declare_command, without_gc
+with without_gc():
     import json
 assert gc.get_freeze_count() == 0
 declare_command()
-with uncollected():
+with without_gc():
     import meshrec.cli.train
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
 print("triton" in sys.modules)
