@@ -46,7 +46,7 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 # One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
 WHEELS := dist
 
-.PHONY: demo demo-serve mutations paths hostile test test-torch test-torch-internals torch lint format build wheel wheel-test bench gpu sanitize races peers clients lock parity peer-tests kills hosts example notebooks docs docs-anew clean
+.PHONY: demo demo-serve mutations paths hostile test thorough test-torch test-torch-internals torch lint format build wheel wheel-test bench gpu sanitize races peers clients lock parity peer-tests kills hosts example notebooks docs docs-anew clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -71,8 +71,13 @@ hostile: build
 		$(BIN)/python -m pytest -n 2 --dist worksteal tests/hostile; status=$$?; \
 		$(BIN)/python tests/hostile/table.py build/hostile.jsonl; exit $$status
 
+# Three workers on two cores: a third of the suite's time is waiting for child processes.
 test: build
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=10
+
+# The suite with more seeds, kernel variants and parameters than `make test` draws.
+thorough: build
+	MESHREC_DRAWS=4 MESHREC_PATHS=4 MESHREC_KILLS=6 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # The core folders of the suite with another torch: `make test-torch TORCH=2.15.0`.
 test-torch: build torch
