@@ -349,6 +349,20 @@ def _export_program(
     shared: Sequence[str],
     growing: Sequence[bool],
 ) -> "torch.export.ExportedProgram":
+    """Export a program with torch.export, with an error message which names the model and the features.
+
+    Args:
+        program: program to export.
+        model: model in the program, for the message.
+        weights: example weights, in the program's order.
+        features: feature names.
+        num_dense: number of columns in the dense input.
+        shared: features (or "dense") that samples share.
+        growing: for every weight, whether the row count may change later.
+
+    Raises:
+        ValueError: torch.export does not support the model.
+    """
     try:
         return export_program(program, weights, features, num_dense, shared, growing=growing)
     except Exception as error:
@@ -421,4 +435,5 @@ def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | N
 
 
 def _torch_version() -> str:
+    """Return the torch version without the build suffix, such as "2.13.0"."""
     return torch.__version__.split("+")[0]

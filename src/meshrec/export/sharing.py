@@ -174,6 +174,7 @@ class _Sharing:
         return SharedColumns(per_sample, shared, tuple(sources))
 
     def _slice(self, node: Node) -> SharedColumns | None:
+        """Slice by columns, if the step is 1."""
         source, dim, *span = node.args
         width = len(self._columns(source).sources)
         if dim != 1 or (len(span) > 2 and span[2] != 1):
@@ -243,6 +244,7 @@ class _Sharing:
         return SharedColumns(per_sample, shared, columns.sources)
 
     def _rowwise(self, node: Node) -> SharedColumns | None:
+        """Apply an operator that computes every row separately to shared rows, if all columns are shared."""
         return self._on_rows(node, node.args[:1])
 
     def _binary(self, node: Node) -> SharedColumns | None:
@@ -348,6 +350,7 @@ class _Sharing:
         return self._cat([self._call(_aten.slice.Tensor, source, 1, *run) for run in runs])
 
     def _cat(self, parts: Sequence[Node]) -> Node:
+        """Return a node which concatenates the nodes by columns; the node itself if there is only one."""
         return self._call(_aten.cat.default, list(parts), 1) if len(parts) > 1 else parts[0]
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -361,6 +364,7 @@ class _Sharing:
         return node
 
     def _replace(self, node: Node, other: Node) -> None:
+        """Let all users of a node read another node. The node is erased at the end."""
         node.replace_all_uses_with(other)
         self._touched.add(node)
 
@@ -387,5 +391,6 @@ def _origin(index: Any) -> Any:
 
 
 def _is_stack(node: Any) -> bool:
+    """Return whether a node stacks tensors along dimension 0."""
     dims: Iterable[Any] = node.args[1:] if isinstance(node, Node) else ()
     return isinstance(node, Node) and node.target is _aten.stack.default and not any(dims)

@@ -298,6 +298,7 @@ def _group(
 
 
 def _anonymous(table: Table) -> tuple[object, ...]:
+    """Return all attributes of a table except the names, so that identical tables compare equal."""
     names = (name for name in table.__dataclass_fields__ if name not in ("name", "module_path"))
     return tuple(getattr(table, name) for name in names)
 

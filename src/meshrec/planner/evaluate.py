@@ -323,6 +323,7 @@ def from_plan(
 
 
 def _placements(columns: Ints, replicated: Sequence[bool]) -> Placements:
+    """Convert an array [6, N] of rectangle bounds and ranks to `Placements`."""
     table, row, row_end, column, column_end, rank = columns
     return Placements(table, row, row_end, column, column_end, rank, np.array(replicated, bool))
 

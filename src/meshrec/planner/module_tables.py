@@ -284,6 +284,7 @@ def _effective_rows(draws: int, distinct: int, rows: int) -> float:
 
 
 def _expected_distinct(rows: float, draws: int) -> float:
+    """Return the expected number of distinct rows in `draws` draws from equally likely rows."""
     return rows * (1 - float(torch.exp(torch.tensor(-draws / rows, dtype=torch.float64))))
 
 

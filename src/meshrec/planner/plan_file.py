@@ -187,6 +187,7 @@ def _table_to_json(table: Table) -> dict[str, Any]:
 
 
 def _constraints_to_json(constraints: ParameterConstraints) -> dict[str, Any]:
+    """Convert constraints to JSON types."""
     values = asdict(constraints)
     if constraints.sharding_types is not None:
         values["sharding_types"] = [ShardingType(kind).value for kind in constraints.sharding_types]

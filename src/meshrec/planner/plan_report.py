@@ -286,6 +286,7 @@ _Rectangle = tuple[int, int, int, int]
 def _by_rank(
     sharding: ParameterSharding, rows: int, columns: int, ranks: range
 ) -> dict[int, list[_Rectangle]]:
+    """Return the rectangles that every rank holds, by rank. Data-parallel tables are whole on all `ranks`."""
     if sharding.sharding_type is ShardingType.DATA_PARALLEL:
         return {rank: [(0, rows, 0, columns)] for rank in ranks}
     rectangles: dict[int, list[_Rectangle]] = {}
@@ -302,6 +303,7 @@ def _overlap(a: _Rectangle, b: _Rectangle) -> int:
 
 
 def _rectangles(sharding: ParameterSharding) -> list[tuple[int, int, int, int, int]]:
+    """Return the shards as (first row, first column, row count, column count, rank)."""
     return [(*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank) for shard in sharding.shards]
 
 

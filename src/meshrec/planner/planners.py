@@ -209,5 +209,8 @@ def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
 
 
 def _present_topology() -> Topology:
+    """Return a topology of CPUs with the ranks of the default process group, or a single rank without a
+    group.
+    """
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return Topology(world_size=world_size, compute_device="cpu")

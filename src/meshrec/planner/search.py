@@ -162,6 +162,7 @@ class Search:
         return state.seconds
 
     def _state_of(self, parts_T: list[Parts]) -> State:
+        """Return a plan as a `State`, which computes the loads of all ranks."""
         state = State(self.problem)
         for table, parts in enumerate(parts_T):
             state.add(table, parts)

@@ -283,11 +283,13 @@ class _HalvingSearch:
 
     @property
     def _is_spent(self) -> bool:
+        """Whether the work limit or the deadline is reached."""
         work = self._bound_work + self._search_work
         return work >= self._effort.max_work or time.perf_counter() >= self._deadline
 
     @property
     def _is_proven(self) -> bool:
+        """Whether the best plan is within the sufficient gap of the lower bound."""
         return self.best_seconds - self.value <= self._effort.gap * self.best_seconds
 
     def step(self) -> bool:
@@ -396,4 +398,5 @@ class _HalvingSearch:
 
 
 def _best(attempts: list[_Attempt], count: int) -> list[_Attempt]:
+    """Return the attempts with the fastest plans, fastest first."""
     return sorted(attempts, key=lambda attempt: attempt.seconds)[:count]

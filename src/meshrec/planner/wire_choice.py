@@ -143,4 +143,5 @@ def bytes_across_nodes(
 
 
 def _relative_error(format: WireFormat) -> float:
+    """Return the maximum rounding error of a format for rows whose largest value is 1."""
     return format.error_bound(1.0)

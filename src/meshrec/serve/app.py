@@ -102,12 +102,14 @@ class Routes:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     async def _server(self, _: HttpRequest) -> Response:
+        """Return name, version and protocol extensions of the server."""
         return JSONResponse({"name": "meshrec", "version": version_of("meshrec"), "extensions": _EXTENSIONS})
 
     async def _live(self, _: HttpRequest) -> Response:
         return JSONResponse({"live": True})
 
     async def _ready(self, _: HttpRequest) -> Response:
+        """Return status 200 if scoring requests are accepted now, otherwise 503 with the reason."""
         refusal, problems = self._refusal(), self._repository.problems
         status: dict[str, Any] = {"ready": refusal is None}
         if refusal is not None:
@@ -119,6 +121,7 @@ class Routes:
         return JSONResponse(status, 503, {"Retry-After": "1"})
 
     async def _metadata(self, http: HttpRequest) -> Response:
+        """Return the inputs and outputs of a model, as in the Open Inference Protocol."""
         served = self._served(http)
         return JSONResponse(metadata(served.name, served.version, served.signature))
 
@@ -127,6 +130,7 @@ class Routes:
         return JSONResponse({"name": served.name, "ready": True})
 
     async def _index(self, http: HttpRequest) -> Response:
+        """Return name, version and state of all models, or only of the ready models."""
         given = await _fields_of(http, ("ready",))
         only_ready = given.get("ready", False)
         if type(only_ready) is not bool:
@@ -135,18 +139,21 @@ class Routes:
         return JSONResponse([entry for entry in index if entry["state"] == "READY"] if only_ready else index)
 
     async def _load(self, http: HttpRequest) -> Response:
+        """Load a model in all workers."""
         self._check_admin(http)
         await _check_parameters(http)
         await self._change_all("load", http.path_params["model"])
         return JSONResponse({})
 
     async def _unload(self, http: HttpRequest) -> Response:
+        """Unload a model in all workers."""
         self._check_admin(http)
         await _check_parameters(http, "unload_dependents")  # models have no dependents
         await self._change_all("unload", http.path_params["model"])
         return JSONResponse({})
 
     async def _rollback(self, http: HttpRequest) -> Response:
+        """Load a model in all workers with the deltas up to the number in the path."""
         self._check_admin(http)
         text = http.path_params["delta"]
         # Decimal ASCII digits only: int() would accept other scripts, signs and underscores.
@@ -167,6 +174,7 @@ class Routes:
             check_origin(dict(http.scope["headers"]), self._hosts)
 
     async def _freshness(self, http: HttpRequest) -> Response:
+        """Return the last delta in the weights of a model."""
         return JSONResponse(self._served(http).freshness._asdict())
 
     async def _metrics_page(self, _: HttpRequest) -> Response:

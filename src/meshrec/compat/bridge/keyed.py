@@ -272,6 +272,7 @@ def settle(optimizer: keyed.KeyedOptimizer) -> None:
 
 
 def _after_loading(optimizer: torch.optim.Optimizer) -> None:
+    """Hook that torch calls after a state dict was loaded."""
     tell([optimizer], "post_load_state_dict")
 
 

@@ -37,7 +37,7 @@ class ManagedCollisionModule(nn.Module, ABC):
         device: device for the state.
         output_segments: boundaries at which the rows can be resharded.
         skip_state_validation: whether to omit these boundaries from the state.
-        read_only_suffix: suffix of feature names which never change the map.
+        read_only_suffix: suffix of read-only feature names; only some subclasses use it.
         enable_per_feature_lookups: must be False.
     """
 
@@ -266,6 +266,7 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
 
     # The lookup is a binary search, so IDs must be ascending after every change.
     def _sort(self) -> None:
+        """Sort the IDs, their rows and their statistics by ID."""
         order = torch.argsort(self._mch_sorted_raw_ids, stable=True)
         for values in (self._mch_sorted_raw_ids, self._mch_remapped_ids_mapping, *self._metadata.values()):
             values.copy_(values[order])

@@ -166,6 +166,7 @@ class EmbeddingShardingPlanner:
         return self._torchrec_plan(plan, tables)
 
     def _planner(self, tables: "Sequence[_Table]") -> planners.EmbeddingShardingPlanner:
+        """Return MeshRec's planner with the constraints for these tables."""
         names = [table.name for table in tables]
         if unknown := [name for name in self._constraints if name not in names]:
             raise ValueError(
@@ -222,6 +223,7 @@ class EmbeddingShardingPlanner:
         return kernels[0] if kernels else None
 
     def _torchrec_plan(self, planned: Any, tables: "Sequence[_Table]") -> ShardingPlan:
+        """Convert MeshRec's plan to TorchRec's form, with the compute kernels which the sharders allow."""
         plan = from_core(planned, world_size=self._topology.world_size, local_size=self._topology.local_size)
         for table in tables:
             placed = plan.plan[table.path][table.name]
@@ -247,6 +249,7 @@ class _Table(NamedTuple):
 
 
 def _tables(model: nn.Module, sharders: Sequence[Any]) -> Iterator[_Table]:
+    """Yield all tables in a model that the sharders support."""
     for path, module, sharder in embedding_modules(model, sharders):
         weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters() if "." in name}
         configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
@@ -277,5 +280,8 @@ def sharder_name(t: type[Any]) -> str:
 
 
 def _present_topology() -> types.Topology:
+    """Return a topology of CPUs with the ranks of the default process group, or a single rank without a
+    group.
+    """
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return types.Topology(world_size=world_size, compute_device="cpu")

@@ -85,6 +85,7 @@ class ShardingPlan:
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Format a table with headers as text, as TorchRec prints it."""
     # Without rows, zip yields no columns, and TorchRec prints two empty lines. Programs' tests compare the
     # text.
     columns = zip(*rows, strict=True)
@@ -186,6 +187,7 @@ def table_from_core(placed: core.ParameterSharding, *, world_size: int, local_si
 
 
 def _placement(placement: core.RemoteDevice, local_size: int) -> str:
+    """Convert a placement to torch's string form, such as ``rank:3/cuda:1``."""
     device = placement.device
     # torch's placement strings count GPUs within the node.
     where = device if device == "cpu" else f"{device}:{placement.rank % local_size}"
@@ -193,6 +195,11 @@ def _placement(placement: core.RemoteDevice, local_size: int) -> str:
 
 
 def _table_to_core(name: str, placed: ParameterSharding) -> core.ParameterSharding:
+    """Convert the placement of a table to MeshRec's form.
+
+    Raises:
+        ValueError: MeshRec's plans cannot express it.
+    """
     for argument in _NOT_HERE:
         value = getattr(placed, argument)
         if value is not None and not (argument == "bounds_check_mode" and is_error(value)):
@@ -228,6 +235,11 @@ def _shard_to_core(shard: ShardMetadata) -> core.ShardMetadata:
 
 
 def _member(kind: Any, table: str, value: object) -> Any:
+    """Return the enum member with a value, which may also be a member of TorchRec's enum.
+
+    Raises:
+        ValueError: the enum has no such value.
+    """
     values = [member.value for member in kind]
     value = getattr(value, "value", value)
     if value not in values:

@@ -46,6 +46,7 @@ class ObjectPool(nn.Module, ABC, Generic[T]):
         return self.lookup(ids)
 
     def _checked(self, ids: Tensor) -> Tensor:
+        """Return the IDs as int64. Raises ValueError if they are not a vector of integers within the pool."""
         if ids.dim() != 1 or ids.is_floating_point() or ids.device != self._device:
             raise ValueError(
                 f"ids must be one row of integers on {self._device}, got {ids.dtype} {list(ids.shape)} on "
@@ -223,6 +224,16 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
                 self.weights[written, columns] = weights[last]
 
     def _bags_of(self, name: str, values: KeyedJaggedTensor, num_ids: int) -> tuple[Tensor, Tensor, Any]:
+        """Return the bags of a feature, checked and padded, for storage.
+
+        Args:
+            name: feature name.
+            values: input of `update`.
+            num_ids: number of bags that the feature must have.
+
+        Returns:
+            Bag lengths, padded values, and padded weights or None.
+        """
         if name not in values.index_per_key():
             raise ValueError(
                 f"the pool keeps the feature {name!r}, and the input has {values.keys()}. Add it."
@@ -255,6 +266,7 @@ def _last_duplicates(ids: Tensor) -> Tensor:
 
 
 def _check_rows(name: str, rows: Tensor, pool: Tensor, count: int) -> None:
+    """Raise ValueError unless rows have the dtype, device and width of the pool, and the given count."""
     if rows.shape != (count, pool.size(1)) or rows.dtype != pool.dtype or rows.device != pool.device:
         raise ValueError(
             f"{name} must be {pool.dtype} [{count}, {pool.size(1)}] on {pool.device}, got {rows.dtype} "

@@ -49,6 +49,16 @@ def pruned(module: nn.Module) -> nn.Module:
 
 
 def _with_first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> TableCollection:
+    """Return a collection with only the first rows of some tables, as views; itself if it has none of the
+    tables.
+
+    Args:
+        collection: collection to prune.
+        num_rows: number of rows to keep, by table name.
+
+    Raises:
+        ValueError: a table does not have as many rows.
+    """
     configs = [config for config, _ in collection.tables().values()]
     if not any(config.name in num_rows for config in configs):
         return collection
@@ -72,11 +82,13 @@ def _with_first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -
 
 
 def _with_rows(config: BaseEmbeddingConfig, num_rows: int) -> BaseEmbeddingConfig:
+    """Return a table config with another number of rows."""
     pruned_rows = {"num_embeddings_post_pruning": num_rows} if isinstance(config, SettableConfig) else {}
     return replace(config, num_embeddings=num_rows, **pruned_rows)  # type: ignore[arg-type]
 
 
 def _like(collection: TableCollection, configs: list[Any]) -> TableCollection:
+    """Return a collection of the same kind with other configs, without memory (on ``meta``)."""
     device = torch.device("meta")
     if isinstance(collection, EmbeddingBagCollection):
         return EmbeddingBagCollection(configs, is_weighted=collection.is_weighted(), device=device)

@@ -208,6 +208,7 @@ def precision_of(
 
 
 def _format(kind: CommType) -> WireFormat:
+    """Return the wire format for a precision. Raises ValueError for FP8 and MX4, which MeshRec lacks."""
     if kind in (CommType.FP8, CommType.MX4):
         raise ValueError(
             f"CommType.{kind.name} is not among MeshRec's wire formats. Take CommType.INT8, which has the "

@@ -203,6 +203,7 @@ def _check_options(owner: str, weights: Mapping[str, Any] | None, hints: Mapping
 
 
 def _dtype_of(collection: TableCollection) -> torch.dtype:
+    """Return the dtype of lookup results."""
     return torch.float32 if collection.output_dtype is None else collection.output_dtype.dtype
 
 
@@ -337,6 +338,7 @@ def _quantized(
 
 
 def _from_float(cls: Any, module: nn.Module) -> Any:
+    """Quantize a collection as the dtypes in ``module.qconfig`` request, and return it as class ``cls``."""
     qconfig = getattr(module, "qconfig", None)
     if qconfig is None:
         raise ValueError(
@@ -373,6 +375,7 @@ def _set_rows(collection: TableCollection, rows: Sequence[Tensor]) -> None:
 
 
 def _collections(model: nn.Module) -> list[tuple[str, TableCollection]]:
+    """Return all embedding collections in a model, with their paths."""
     return [(path, child) for path, child in model.named_modules() if isinstance(child, TableCollection)]
 
 

@@ -94,6 +94,11 @@ def table_groups(module: Any) -> list[QuantTableGroup]:
 
 
 def _views(built: ModuleParts, config: Any) -> list[tuple[int, Tensor]]:
+    """Return this rank's shards of a table as (first row, view of the rows), by first row.
+
+    Raises:
+        ValueError: the table is split by columns.
+    """
     views = []
     for part in parts_of(built.shards[config.name]):
         rectangle = part.rectangle
@@ -109,6 +114,7 @@ def _views(built: ModuleParts, config: Any) -> list[tuple[int, Tensor]]:
 
 
 def _groups(model: nn.Module) -> Iterator[QuantTableGroup]:
+    """Yield the table groups of all quantized collections in a model."""
     for module in model.modules():
         yield from getattr(module, "tbes", [])
 

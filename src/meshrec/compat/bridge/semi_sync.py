@@ -132,6 +132,7 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
 
     @staticmethod
     def _extract_prefixed_state(param_state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return the state slots with a name prefix, without the prefix."""
         return {
             slot.removeprefix(prefix): value for slot, value in param_state.items() if slot.startswith(prefix)
         }
@@ -148,6 +149,11 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
         return self._optimizer, self._global_optimizer
 
     def _all_params(self) -> dict[str, Tensor]:
+        """Return the parameters of both optimizers and the step counters, by name.
+
+        Raises:
+            ValueError: the optimizers have different parameters with the same name.
+        """
         params = dict(self._optimizer.params)
         for name, parameter in self._global_optimizer.params.items():
             if params.setdefault(name, parameter) is not parameter:
@@ -160,6 +166,7 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
         return params
 
     def _all_state(self) -> dict[Tensor, "_Slots"]:
+        """Return the state of every parameter, with prefixed slots from both optimizers."""
         state: dict[Tensor, _Slots] = {}
         for prefix, optimizer in zip(_PREFIXES, self._inner(), strict=True):
             for parameter, slots in optimizer.state.items():

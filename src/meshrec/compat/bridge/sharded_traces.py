@@ -86,6 +86,14 @@ class TableProgram:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
     def _block(self, parts: Sequence[_Part], bag: Any, scale: Any, pooling: int) -> Any:
+        """Record the lookup in a column block, which may be split by rows into several shards.
+
+        Args:
+            parts: row shards of the block.
+            bag: proxy for the feature's bags.
+            scale: proxy for per-sample weights, or None.
+            pooling: 0: sum, 1: mean, 2: a row per ID.
+        """
         is_split = len(parts) > 1
         # A mean does not add up across row shards. So shards sum in fp32, and the total is divided by the bag
         # length.

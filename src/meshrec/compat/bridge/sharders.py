@@ -30,6 +30,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class _AnySharder(ABCMeta):
+    """Metaclass that makes MeshRec's sharders instances of TorchRec's ``ModuleSharder``."""
+
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, core.EmbeddingBagCollectionSharder | core.EmbeddingCollectionSharder)
 

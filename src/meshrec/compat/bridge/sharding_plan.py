@@ -31,6 +31,14 @@ ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, Any], Parame
 def _generator(
     make: Callable[..., core.ShardingGenerator], kernel: Any = None, **arguments: Any
 ) -> ParameterShardingGenerator:
+    """Convert a builder of MeshRec's plans to a generator in TorchRec's form.
+
+    Args:
+        make: MeshRec's builder, such as ``plan.builders.row_wise``.
+        kernel: compute kernel; None: chosen per table.
+        arguments: arguments for ``make``.
+    """
+
     def generate(
         param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: object
     ) -> ParameterSharding:
@@ -198,6 +206,8 @@ def construct_module_sharding_plan(
 
 
 def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> core.ShardingGenerator:
+    """Return a generator which gives rank i a block of ``sizes[i]`` columns."""
+
     def generate(table: str, size: TableSize, ranks: core.WorldShape) -> OwnSharding:
         """Return the table's placement with the given column counts.
 
@@ -245,6 +255,7 @@ def _kernel(compute_kernel: Any, param: nn.Parameter) -> EmbeddingComputeKernel:
 
 
 def _check_device(device: str | None) -> None:
+    """Raise ValueError if a device type differs from this process's."""
     if device is not None and device != get_device_type():
         raise ValueError(
             f"tables of one model live on one kind of device, here {get_device_type()!r}, got "

@@ -101,6 +101,13 @@ class StagedTrainPipeline:
                 self._passed[index] = self._run(index, batch, fills)
 
     def _run(self, index: int, batch: Any, fills: bool) -> Any:
+        """Run a stage on a batch, on the stage's stream, and return the result.
+
+        Args:
+            index: stage index.
+            batch: output of the previous stage.
+            fills: whether this run fills the pipeline, which triggers the stage's callback.
+        """
         stage = self._stages[index]
         on_stream: AbstractContextManager[Any] = nullcontext()
         if stage.stream is not None:
@@ -115,6 +122,9 @@ class StagedTrainPipeline:
         return batch
 
     def _taken(self, iterator: Iterator[Any]) -> Any:
+        """Return the next batch from the iterator, or None at the end of the data or while the pipeline is
+        flushed.
+        """
         if self._has_ended or self._flushes:
             return None
         batch = next(iterator, None)
@@ -126,6 +136,7 @@ class StagedTrainPipeline:
         return batch
 
     def _wait_for_stages(self) -> None:
+        """Let the compute stream wait for the last stage."""
         stream = self._stages[-1].stream
         if stream is not None:
             (self._compute_stream or torch.cuda.current_stream()).wait_stream(stream)
@@ -195,6 +206,13 @@ class SparseDataDistUtil:
         return self.model
 
     def _look_ahead(self, module: Collection) -> Callable[[KeyedJaggedTensor], LazyAwaitable[Any] | None]:
+        """Return a function which a module calls first in forward: it returns the rows of an exchange started
+        early.
+
+        The function returns None if no exchange was started for these features. The part of the batch is then
+        recorded, so that the exchange starts early from the next batch on.
+        """
+
         def ahead(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
             for batch in self._batches:
                 if batch.error is not None and path_to(batch.batch, features) is not None:

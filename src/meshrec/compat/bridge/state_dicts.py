@@ -73,6 +73,9 @@ def pickle_by_rank() -> None:
 
 
 def _reduced(table: SplitTensor) -> Any:
+    """Return how pickle writes a split table: the whole tensor if it is here, otherwise this rank's
+    rectangles.
+    """
     local = table.local
     if len(local._parts) == 1 and local._parts[0].shape == table.shape:
         return local._parts[0].detach().__reduce_ex__(2)  # all of it is here
@@ -90,4 +93,5 @@ def _reduced(table: SplitTensor) -> Any:
 def _rectangles_of(
     parts: list[Tensor], rectangles: list[tuple[int, ...]], like: Tensor, size: tuple[int, ...]
 ) -> LocalRectangles:
+    """Unpickle this rank's rectangles of a split table."""
     return LocalRectangles(parts, [Rectangle(*bounds) for bounds in rectangles], like, size)

@@ -112,6 +112,7 @@ class _Overlapping:
         return self._model
 
     def _new_pipeline(self) -> TrainPipeline:
+        """Return a MeshRec pipeline with this object's options."""
         return TrainPipeline(
             self._model,
             self._optimizer,

@@ -85,6 +85,7 @@ class WarmupStage:
         return self._policy_multiplier(iteration) * self.lr_scale
 
     def _policy_multiplier(self, iteration: int) -> float:
+        """Return the learning-rate factor before ``lr_scale`` is applied."""
         value = self.value
         match self.policy:
             case WarmupPolicy.NONE:
@@ -188,11 +189,13 @@ class WarmupOptimizer(Forwarding, KeyedOptimizer):
         self._optimizer.create_state(names, sparse_names)
 
     def _set_lr(self) -> None:
+        """Set the learning rate of all groups for the current position."""
         iteration, stage = self._position.tolist()
         for group in self.param_groups:
             group[self._lr_param] = self._lr * self._stages[stage].multiplier(iteration)
 
 
 def _resume(optimizer: torch.optim.Optimizer) -> None:
+    """Hook after a state dict was loaded: set the learning rate for the loaded position."""
     assert isinstance(optimizer, WarmupOptimizer)
     optimizer._set_lr()

@@ -179,6 +179,7 @@ def link_of(times: Sequence[tuple[float, float]], size: int, *, full_duplex: boo
 
 
 def _even(sent: Tensor, size: int) -> Splits:
+    """Return the splits of an all-to-all in which every rank gets an equal part of the message."""
     splits = [sent.numel() // size] * size
     return Splits(splits, splits)
 

@@ -26,6 +26,9 @@ def _permute_multi_embedding(
     out_shapes: Tensor,
     out_lengths: list[int],
 ) -> list[Tensor]:
+    """Return a tensor per group, cut and concatenated as the rows of ``permutes`` tell; see
+    `kt_regroup_arguments`.
+    """
     if permutes.is_meta:  # Slice sources are not readable on meta, but the result widths are.
         return [pooled_embs[0].new_empty(pooled_embs[0].size(0), width) for width in out_lengths]
     parts: list[list[Tensor]] = [[] for _ in out_lengths]
@@ -41,23 +44,28 @@ def _permute_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
+    """Reorder column blocks. ``offset_dim_list`` has the block boundaries, ``permute_list`` the order."""
     pieces = torch.split(pooled_embs, offset_dim_list.diff().tolist(), dim=1)
     return torch.cat([pieces[i] for i in permute_list.tolist()], dim=1)
 
 
 def _complete_sums(t_in: Tensor) -> Tensor:
+    """Return prefix sums along the last dimension, with a leading 0."""
     return torch.nn.functional.pad(torch.cumsum(t_in, -1).to(t_in.dtype), (1, 0))
 
 
 def _inclusive_sums(t_in: Tensor) -> Tensor:
+    """Return prefix sums which include the element itself."""
     return torch.cumsum(t_in, 0).to(t_in.dtype)
 
 
 def _exclusive_sums(t_in: Tensor) -> Tensor:
+    """Return prefix sums which exclude the element itself."""
     return to_offsets(t_in)[:-1]
 
 
 def _offsets_range(offsets: Tensor, range_size: int) -> Tensor:
+    """Return the position within the bag for each of ``range_size`` values."""
     ends = torch.cat([offsets[1:], offsets.new_full((1,), range_size)])
     starts = torch.repeat_interleave(offsets, ends - offsets, output_size=range_size)
     return torch.arange(range_size, dtype=offsets.dtype, device=offsets.device) - starts
@@ -89,6 +97,7 @@ def _unpadded(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tenso
 def _jagged_to_padded_dense(
     values: Tensor, offsets: list[Tensor], max_lengths: list[int], padding_value: float = 0.0
 ) -> Tensor:
+    """Pad values with one or more jagged dimensions to a dense tensor, innermost dimension first."""
     for bounds, length in zip(reversed(offsets), reversed(max_lengths), strict=True):
         values = _padded(values, bounds, length, padding_value)
     return values
@@ -97,6 +106,7 @@ def _jagged_to_padded_dense(
 def _dense_to_jagged(
     dense: Tensor, x_offsets: list[Tensor], total_L: int | None = None
 ) -> tuple[Tensor, list[Tensor]]:
+    """Remove the padding of a dense tensor, outermost jagged dimension first."""
     for bounds in x_offsets[:-1]:
         dense = _unpadded(dense, bounds)
     return _unpadded(dense, x_offsets[-1], total_L), x_offsets
@@ -109,6 +119,7 @@ def _stacked_to_dense(
     max_lengths_per_key: list[int],
     padding_value: int = 0,
 ) -> list[Tensor]:
+    """Pad the bags of every key to a dense tensor [B, maximum length of the key]."""
     parts = values.split([end - start for start, end in pairwise(offset_per_key)])
     return [
         _padded(part, to_offsets(counts), length, padding_value)
@@ -117,24 +128,31 @@ def _stacked_to_dense(
 
 
 def _add_dense(x_values: Tensor, x_offsets: list[Tensor], y: Tensor) -> Tensor:
+    """Return jagged x plus dense y, as a dense tensor."""
     return _jagged_to_padded_dense(x_values, x_offsets, list(y.shape[1 : 1 + len(x_offsets)])) + y
 
 
 def _add_jagged(x_values: Tensor, x_offsets: list[Tensor], y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return jagged x plus dense y, as a jagged tensor."""
     return x_values + _dense_to_jagged(y, x_offsets)[0], x_offsets
 
 
 def _add_two_jagged(
     x_values: Tensor, x_offsets: list[Tensor], y_0: Tensor, y_1: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
+    """Return jagged x plus two dense tensors, as a jagged tensor."""
     return _add_jagged(_add_jagged(x_values, x_offsets, y_0)[0], x_offsets, y_1)
 
 
 def _multiply_jagged(x_values: Tensor, x_offsets: list[Tensor], y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return jagged x times dense y, as a jagged tensor."""
     return x_values * _dense_to_jagged(y, x_offsets)[0], x_offsets
 
 
 def _batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
+    """Multiply a vector [length] per bag and head with the bag's matrix [length, D], and return [bags *
+    heads, D].
+    """
     bags, length = a_offsets.numel() - 1, v.size(1)
     heads = v.size(0) // max(bags, 1)
     matrices = _padded(a_values, a_offsets, length, 0).view(bags, length, heads, -1)
@@ -152,6 +170,7 @@ def _rows_of_bags(lengths: Tensor, bags: Tensor) -> Tensor:
 def _jagged_index_select(
     values: Tensor, lengths: Tensor, indices: Tensor, num_dense_output_rows: int | None = None
 ) -> list[Tensor]:
+    """Return the values and the lengths of the selected bags."""
     return [values.index_select(0, _rows_of_bags(lengths, indices)), lengths[indices]]
 
 
@@ -162,6 +181,7 @@ def _permute_bags(
     weights: Tensor | None = None,
     permuted_lengths_sum: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Reorder the keys of key-major bags. Returns lengths, values, and weights or None."""
     keys = permute.long()
     bags = torch.arange(lengths.numel(), device=lengths.device).view(lengths.shape)[keys].flatten()
     rows = _rows_of_bags(lengths.flatten(), bags)
@@ -169,6 +189,7 @@ def _permute_bags(
 
 
 def _segment_sums(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
+    """Sum values by segment. ``csr_seg`` has the segment boundaries, in batches of ``batch_size`` values."""
     counts = csr_seg.diff() * batch_size
     segments = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
     return values.new_zeros(counts.numel()).index_add(0, segments, values[: segments.numel()])

@@ -79,6 +79,7 @@ def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
 
 
 def _parts(bags: JaggedTensor | KeyedJaggedTensor) -> list[Tensor | None]:
+    """Return all tensors of jagged bags; some may be None."""
     return [bags.values(), bags.weights_or_none(), bags.lengths(), bags.offsets()]
 
 

@@ -10,6 +10,7 @@ _WIDTH = 6  # columns per slice: see kt_regroup_arguments
 
 
 def _all_keys_used_once(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> bool:
+    """Return whether the groups use every key of the inputs exactly once."""
     keys = [key for kt in keyed_tensors for key in kt.keys()]  # noqa: SIM118 - not a dict
     used = [key for group in groups for key in group]
     return len(set(keys)) == len(set(used)) == len(keys) == len(used)
