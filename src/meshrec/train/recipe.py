@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from meshrec.train.ranks import Ranks
 
 Precision = Literal["fp32", "bf16", "auto"]
-"""Dense precision in training; see `Training.dense_precision`."""
+"""Values of `Training.dense_precision`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource(ABC):
-    """Base class of data sources, whose fields are command-line options."""
+    """Base class of data sources. Its subclasses are dataclasses, whose fields are command-line options."""
 
     @abstractmethod
     def load(self) -> "Dataset":
-        """Open the data. Every rank opens all data and reads a part."""
+        """Open the data. Every rank opens all data, but reads only a part of it."""
 
     def all_rows(self) -> "DataSource":
-        """Return a source that also trains on this source's validation and test rows.
+        """Return a source whose training data includes this source's validation and test rows.
 
         Raises:
-            ValueError: the source has no such variant.
+            ValueError: this kind of source does not support it.
         """
         raise ValueError(
             f"{type(self).__name__} has no source of all rows for --final all. Leave --final "
@@ -55,9 +55,10 @@ class DataSource(ABC):
 
 @runtime_checkable
 class FittedSource(Protocol):
-    """A source whose rows are converted to samples by fitted `Features`, such as vocabularies.
+    """Interface of a data source whose rows are converted to samples by fitted `Features`.
 
-    A run fits the features once and stores them; evaluation and scoring read the stored features.
+    Fitting learns, for example, vocabularies and bucket edges. A run fits the features once and stores them.
+    Evaluation and scoring read the stored features.
     """
 
     def fit(self) -> "Features":
@@ -67,85 +68,88 @@ class FittedSource(Protocol):
         """Open the data with fitted features."""
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open other data in the same form, unshuffled, as a dataset's training part.
+        """Open other data with the same columns, in data order.
 
         Args:
             features: fitted features.
             data: paths, folders, patterns or a table.
             labelled: whether the data has labels.
+
+        Returns:
+            Dataset with the data as its training part.
         """
 
 
 @runtime_checkable
 class RawSource(FittedSource, Protocol):
-    """A fitted source whose samples are table rows, so that server requests can contain them."""
+    """Interface of a fitted source whose samples are table rows, which server requests can contain."""
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the schema of a row."""
+        """Return the Arrow schema of a row: column names and types."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
-    """Split of a source's samples into training, validation and test data."""
+    """Options by which a source's samples are split into training, validation and test data."""
 
     split_by: Literal["time", "hash", "random"] | None = None
-    """Split that takes validation and test rows, a tenth each, out of the training data."""
+    """How to take validation and test rows, a tenth each, out of the training data. If not set, no split."""
     split_column: str | None = None
     """Column for a split by hash."""
     seed: int = 0
     """Shuffle seed."""
 
     def split(self) -> "Split | None":
-        """Return the split; None without ``split_by``."""
+        """Return the rule that assigns rows to data parts; None without ``split_by``."""
         return _split_of(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileParts:
-    """Files with training, validation and test data."""
+    """Options with the files of training, validation and test data."""
 
     train: tuple[str, ...]
-    """Training data; with a split, all data."""
+    """Training files; with a split, files with all data."""
     validation: tuple[str, ...] | None = None
-    """Validation files, which select the best weights."""
+    """Validation files, on which the best weights are selected."""
     test: tuple[str, ...] | None = None
-    """Test files, which evaluate the selected weights once."""
+    """Test files, on which the selected weights are evaluated once."""
 
     def all_rows(self) -> Any:
-        """Return a source that also trains on this source's validation and test files."""
+        """Return a source whose training files include this source's validation and test files."""
         files = (*self.train, *(self.validation or ()), *(self.test or ()))
         return replace(self, train=files, validation=None, test=None, split_by=None)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource(ABC):
-    """Base class of sources with table rows, converted to samples by `Features` fitted on the training rows.
+    """Base class of data sources with table rows, which fitted `Features` convert to samples.
 
-    A run fits the features once and stores them in the run folder. All later evaluation and scoring reads the
-    stored features.
+    A run fits the features once, on the training rows, and stores them in the run folder. All later
+    evaluation and scoring reads the stored features.
     """
 
     features: Any
     """Features to make from the columns: `meshrec.data.features.Features`."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """Split of validation and test rows from the training data; if none, they have separate files."""
+    """How to take validation and test rows out of the training data. If not set, they have separate files."""
     split_column: str | None = None
-    """Column that decides the split: numbers or times for time, any type for hash."""
+    """Column by which rows are split: numbers or times for a split by time, any type for a split by hash."""
     split_validation: float = 0.1
-    """Share of rows for validation, which selects the best weights."""
+    """Share of rows for validation, on which the best weights are selected."""
     split_test: float = 0.1
-    """Share of rows for the final test, which is read once."""
+    """Share of rows for the final test, which are read once."""
     split_time_format: str | None = None
-    """Format of a split column with times as text, as strptime takes it; if none, ISO 8601."""
+    """Format (as for strptime) of a split column with times as strings. If not set, ISO 8601."""
     on_error: Literal["raise", "skip"] = "raise"
-    """Handling of damaged rows."""
+    """Whether a damaged row raises an error or is skipped."""
     window: int = 8192
     """Number of rows in the shuffle buffer."""
     seed: int = 0
     """Seed for shuffle and split."""
 
     def parts(self) -> tuple[Any, Any, Any]:
-        """Return training, validation and test data as paths or tables; the latter two may be None.
+        """Return the training, validation and test data, as paths or tables. The latter two may be None.
 
         By default, these are the fields ``train``, ``validation`` and ``test``.
         """
@@ -153,7 +157,7 @@ class TableSource(ABC):
         return train, validation, test
 
     def fit(self) -> "Features":
-        """Fit the features on the training rows, in one pass over the data."""
+        """Fit the features on the training rows, in a single pass over the data."""
         from meshrec.data.features.fitting import fit_features
 
         train = self.parts()[0]
@@ -179,12 +183,15 @@ class TableSource(ABC):
         )
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open other data in the same form, unshuffled, as a dataset's training part.
+        """Open other data with the same columns, in data order.
 
         Args:
             features: fitted features.
             data: paths, folders, patterns or a table.
             labelled: whether the data has labels.
+
+        Returns:
+            Dataset with the data as its training part.
         """
         from meshrec.data.tables import described_by, ordered_reader
 
@@ -194,7 +201,7 @@ class TableSource(ABC):
         return described_by(features, reader, type(self).__name__.lower())
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the schema of a training row."""
+        """Return the Arrow schema of a training row: column names and types."""
         from meshrec.data.faults import Faults
         from meshrec.data.tables import Tables
 
@@ -208,17 +215,23 @@ class TableSource(ABC):
         return DETECTED
 
     def _open(self, data: Any, schema: "Encoding", faults: "Faults") -> "Source":
-        """Open paths or a table; ``schema`` has the columns to read."""
+        """Open data files or a table for reading.
+
+        Args:
+            data: paths or a table.
+            schema: encoding, which names the columns to read.
+            faults: handles and counts damaged rows.
+        """
         from meshrec.data.frames import open_tables
 
         return open_tables(data, schema, faults, self.csv_format)
 
     def load(self) -> "Dataset":
-        """Fit the features, and open the data."""
+        """Fit the features, and open the data with them."""
         return self.dataset(self.fit())
 
     def _split(self) -> "Split | None":
-        """Return the rule that assigns rows to validation and test; None if they have separate files."""
+        """Return the rule that assigns rows to data parts; None if the parts have separate files."""
         return _split_of(
             self,
             validation=self.split_validation,
@@ -237,24 +250,34 @@ def _split_of(source: SplitOptions | TableSource, **options: Any) -> "Split | No
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """Base class of model configurations; `build` makes the model with sizes from a dataset."""
+    """Base class of model configurations, whose fields are command-line options.
+
+    `build` creates the model, with input and table sizes from a dataset.
+    """
 
     @abstractmethod
     def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with tables on ``meta``.
+        """Build the model for a dataset, with tables on ``meta``.
 
-        Called as ``model(dense, sparse)``, it returns logits, [B] or [B, 1]; for T labels, [B, T].
+        The model is called as ``model(dense, sparse)``. It returns logits, [B] or [B, 1], or for T labels,
+        [B, T].
         """
 
     @property
     def attention_width(self) -> int:
-        """Self-attention width over histories, with cost quadratic in history length; 0: none."""
+        """Width of the self-attention over histories; 0 without self-attention.
+
+        Self-attention has a cost that is quadratic in the history length, by which samples are balanced
+        between ranks.
+        """
         return 0
 
     def start(
         self, model: nn.Module, recipe: "Recipe", dataset: "Dataset", ranks: "Ranks"
     ) -> dict[str, Any] | None:
-        """Fit initial weights of a new model to the data, if this configuration has such a fit. Collective.
+        """Fit initial weights to the data before the first training step, for models that support it.
+
+        Collective. The default does nothing. Fitted weights are evaluated before the first step.
 
         Args:
             model: the new model, whose weights are replaced.
@@ -263,15 +286,15 @@ class ModelConfig(ABC):
             ranks: the ranks, from `join`.
 
         Returns:
-            None if nothing was fitted. Otherwise options of this configuration with which a refit on all rows
-            repeats the fit without validation data; the weights are then evaluated before the first step.
+            None if nothing was fitted. Otherwise option values for this configuration. With them, a refit on
+            all rows, which has no validation data, repeats the fit.
         """
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptimizer:
-    """Optimizer for all parameters outside the tables."""
+    """Optimizer for the dense part: all parameters except embedding tables."""
 
     kind: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     lr: float = 1e-3
@@ -283,54 +306,55 @@ class Training:
     """Options of the training loop."""
 
     batch_size: int = 1024
-    """Samples per step over all ranks."""
+    """Number of samples per batch, over all ranks."""
     epochs: int = 1
     """Maximum number of passes over the training data."""
     max_steps: int | None = None
-    """Maximum number of steps."""
+    """Maximum number of steps, which also ends the learning rate schedule."""
     end_step: int | None = None
-    """End after this step, although learning rates follow the schedule for all steps; if none, after the
-    last.
-    """
+    """Step after which to end, without changing the learning rate schedule. If not set, the last step."""
     evaluate_every: int | None = None
-    """Steps between evaluations; if none, one per epoch."""
+    """Number of steps between evaluations on validation data. If not set, evaluate after every epoch."""
     patience: int | None = None
     """Stop after this many evaluations without a better AUC, and keep the best weights."""
     chance_patience: int | None = None
-    """Stop after this many evaluations whose validation loss is not below the previous best by more than
-    chance, in a paired test over samples, and keep the best weights; if none, the test is off.
+    """Stop after this many evaluations without a significantly lower validation loss (in a paired test over
+    samples), and keep the best weights. If not set, there is no such test.
     """
     accumulate: int = 1
-    """Number of batches per update, whose gradients are added up."""
+    """Number of batches whose gradients are added up for an update (a step)."""
     clip_norm: float | None = None
-    """Maximum gradient norm per update, over dense parameters, tables and all ranks; if none, no clipping."""
+    """Maximum norm of an update's gradient, over dense parameters, tables and all ranks. If not set,
+    gradients are not clipped.
+    """
     dense_precision: Precision = "fp32"
-    """Dense precision in training: fp32; bf16, with fp32 master weights; auto: bf16 where every rank's CPU or
-    GPU has native bf16 products. Evaluation, scoring and serving compute in fp32.
+    """Precision of the dense part in training. fp32; bf16, with master weights in fp32; or auto, which is
+    bf16 if the CPU or GPU of every rank has instructions for bf16 products, else fp32. Evaluation, scoring
+    and serving compute in fp32.
     """
     dense_gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which ranks exchange dense gradients. Their mean is computed in fp32."""
     bf16: bool = False
     """Old name of dense_precision bf16; the next release removes it."""
     pipeline: bool = True
-    """Exchange the next batch while this one computes, if there are several ranks. Results are the same."""
+    """Whether ranks exchange the next batch's IDs while the current batch computes. Results are the same."""
     balance: bool = True
-    """Whether several ranks divide a step's samples so that history costs are equal. A step has the same
-    samples as without balancing.
+    """Whether the samples of a step are divided among ranks such that their histories cost equal time. The
+    step has the same samples as without balancing.
     """
     seed: int = 0
     """Seed for initial weights and sample order."""
     log_every: int = 20
-    """Steps between lines of metrics."""
+    """Number of steps between lines of metrics."""
     phases_every: int = 50
-    """Steps between recordings of the time per phase; 0: none."""
+    """Number of steps between measurements of the time per phase of a step; 0: no measurements."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; if none, one at the end."""
+    """Number of steps between checkpoints. If not set, only one is saved, at the end."""
     keep_checkpoints: int = 3
     """Number of checkpoints to keep."""
     publish_every: int | None = None
-    """Steps between deltas for servers, written to ``deltas`` in the run folder; a further delta precedes
-    every checkpoint. If none, no delta is written.
+    """Number of steps between deltas (changed weights for servers), written to ``deltas`` in the run folder.
+    A further delta is written before every checkpoint. If not set, no deltas are written.
     """
     prefetch: int = 2
     """Number of batches to read ahead."""
@@ -348,7 +372,7 @@ class Training:
                 FutureWarning,
                 stacklevel=3,
             )
-            # Reset, so that dataclasses.replace(training, dense_precision="fp32") has its effect.
+            # Reset the old option: dataclasses.replace(training, dense_precision="fp32") must take effect.
             object.__setattr__(self, "dense_precision", "bf16")
             object.__setattr__(self, "bf16", False)
         for name, allowed in (
@@ -383,32 +407,37 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Planner options."""
+    """Options for the planner, which decides how tables are placed on ranks."""
 
     sharded: bool = True
-    """Split the tables over ranks as planned; otherwise one process trains the plain model."""
+    """Whether to shard tables over ranks as planned. If False, a single process trains the plain model."""
     hardware: str | None = None
-    """A profile (cpu, a100, h100, h200), or a file of `meshrec calibrate`; if none, the device's."""
+    """Hardware profile: cpu, a100, h100, h200, or a file written by `meshrec calibrate`. If not set, the
+    device's profile.
+    """
     memory_gib: float | None = None
-    """Memory per rank; if none, the profile's."""
+    """Memory per rank, in GiB. If not set, from the hardware profile."""
     min_partition: int | None = None
-    """Minimum number of columns in a column shard; if none, 32."""
+    """Minimum number of columns in a column shard. If not set, 32."""
     sharding_types: tuple[str, ...] | None = None
-    """Sharding types that the planner may choose from."""
+    """Sharding types from which the planner may choose. If not set, all types."""
     wire: str = str(FULL_PRECISION)
-    """Wire format of embeddings and gradients: fp32, fp16, bf16, int8, int4, or one for each: int8/bf16.
-    +stochastic rounds at random; +feedback adds the error to the next gradients. For single tables:
-    int8/bf16,users:fp32. auto: the fastest within wire_auc_loss and wire_error."""
+    """Wire format, in which ranks send embeddings and gradients: fp32, fp16, bf16, int8 or int4. Two formats,
+    such as int8/bf16, are for embeddings and gradients. +stochastic rounds at random, and +feedback adds
+    rounding errors to later gradients. int8/bf16,users:fp32 sets another format for table "users". auto: the
+    fastest format within wire_auc_loss and wire_error."""
     wire_auc_loss: float | None = 5e-4
-    """For wire auto: AUC that the formats may cost, by MeshRec's measurements; none: no limit."""
+    """For wire auto: maximum loss in AUC, by MeshRec's measurements; none: no limit."""
     wire_error: float | None = None
-    """For wire auto: maximum error of a value relative to its row's largest value; none: no limit."""
+    """For wire auto: maximum error of a value, relative to the largest value in the row; none: no limit."""
     replicate_mib: float | None = None
-    """Tables larger than this are split, never copied to every rank; if none, the planner decides."""
+    """Maximum size, in MiB, of tables that may be copied to every rank. If not set, the planner decides."""
     sample_batches: int = 4
-    """Batches to measure pooling factors and hot rows on before planning; 0: assume one ID per bag."""
+    """Number of batches on which pooling factors (IDs per bag) and hot rows are measured before planning. 0:
+    assume one ID per bag.
+    """
     plan: Path | None = None
-    """A saved plan to use unchanged."""
+    """File with a saved plan, to be used unchanged."""
 
     def __post_init__(self) -> None:
         try:
@@ -420,16 +449,16 @@ class Placement:
 
     @property
     def wire_bound(self) -> WireBound:
-        """Limits on the cost of wire formats."""
+        """Limits within which wire ``auto`` chooses formats."""
         return WireBound(auc_loss=self.wire_auc_loss, error=self.wire_error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run."""
+    """Complete definition of a training run: data, model, loss, optimizers and training options."""
 
     name: str
-    """Recipe name."""
+    """Recipe name, from which run folders are named."""
     data: DataSource
     model: ModelConfig
     loss: Loss = field(default_factory=BinaryCrossEntropy)
@@ -462,7 +491,11 @@ class Recipe:
             )
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError for settings that cannot run on ``world_size`` ranks."""
+        """Check that the recipe can run on ``world_size`` ranks.
+
+        Raises:
+            ValueError: an option does not fit the number of ranks or another option; the message names it.
+        """
         training = self.training
         if isinstance(self.data, TableSource):
             _check_labels(self.data.features, self.loss)
@@ -509,7 +542,12 @@ class Recipe:
 
 
 def _check_labels(features: "Features", loss: Loss) -> None:
-    """Raise ValueError if a built-in loss does not match the labels."""
+    """Raise ValueError if a built-in loss does not fit the labels. User-defined losses are not checked.
+
+    Args:
+        features: features of the data source, which have the labels.
+        loss: the recipe's loss.
+    """
     ours = BinaryCrossEntropy | SquaredError | Huber | Tasks
     if isinstance(loss, ours | Softmax | Ranking):
         _check_classes(features, loss)
@@ -531,7 +569,10 @@ def _check_labels(features: "Features", loss: Loss) -> None:
 
 
 def _check_classes(features: "Features", loss: Loss) -> None:
-    """Raise ValueError unless the loss matches: `Softmax` for class labels, `Ranking` for query labels."""
+    """Raise ValueError unless class labels have the loss `Softmax`, and query labels the loss `Ranking`.
+
+    Other labels must not have these losses.
+    """
     labels = features.labels
     classes = labels[0].classes if labels and labels[0].kind == "class" else ()
     if isinstance(loss, Softmax) != bool(classes) or (isinstance(loss, Softmax) and loss.classes != classes):

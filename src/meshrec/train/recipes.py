@@ -1,4 +1,4 @@
-"""Built-in recipes by name, and the lookup of user recipes, with the relative paths in them."""
+"""Built-in recipes, and `resolve`, which finds built-in and user recipes by name."""
 
 import ast
 import dataclasses
@@ -33,7 +33,7 @@ from meshrec.train.yaml_recipes import SUFFIXES, from_yaml
 
 T = TypeVar("T")
 PATH_FIELDS = ("train", "validation", "test", "log")
-"""Data source fields with string paths; in all other fields only a ``Path`` is a path."""
+"""Data source fields in which strings are paths. In all other fields, only a ``Path`` is a path."""
 
 
 def movielens_dlrm() -> Recipe:
@@ -46,13 +46,13 @@ def movielens_dlrm() -> Recipe:
         dense=DenseOptimizer(kind="adamw", lr=5e-4, weight_decay=0.1),
         schedule=Schedule(decay="linear"),
         training=Training(batch_size=1024, epochs=4, evaluate_every=26, patience=3, phases_every=20),
-        # Shards the table of the movies, as if it were too large for one rank.
+        # Shard the table of movies, as if it were too large for a single rank.
         placement=Placement(replicate_mib=1.0),
     )
 
 
 def synthetic_clicks() -> Recipe:
-    """Train DLRM on clicks from a planted teacher: how close does it come to the best possible AUC?"""
+    """Train DLRM on synthetic clicks: how close does it come to the best possible AUC?"""
     return Recipe(
         name="synthetic_clicks",
         data=SyntheticClicks(),
@@ -88,7 +88,7 @@ def deepfm() -> Recipe:
 
 
 def dcn() -> Recipe:
-    """Train DCN-v2 (as DLRM-DCN) on the MovieLens ratings: will this user like this movie?"""
+    """Train DCN-v2 (DLRM-DCN) on the MovieLens ratings: will this user like this movie?"""
     return _movielens_recipe(
         "dcn", DLRMDCNConfig(embedding_dim=64, bottom=(32,), top=(256, 128), low_rank_dim=64)
     )
@@ -104,7 +104,7 @@ def mmoe() -> Recipe:
 
 
 def _movielens_recipe(name: str, model: ModelConfig) -> Recipe:
-    """Return `movielens_dlrm` with another model."""
+    """Return the recipe `movielens_dlrm` with another name and model."""
     return dataclasses.replace(
         movielens_dlrm(),
         name=name,
@@ -130,12 +130,16 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
 
 
 def resolve(name: str) -> Recipe:
-    """Return a recipe by name, YAML file, ``path/to/file.py:function``, or ``package.module:function``.
+    """Find a recipe, and return it.
 
     Relative paths in a recipe file start at the file's folder.
 
+    Args:
+        name: name of a built-in recipe, path of a YAML file, ``path/to/file.py:function``, or
+            ``package.module:function``.
+
     Raises:
-        ValueError: the recipe does not exist, or the function returns something else.
+        ValueError: the recipe does not exist, or the function does not return a recipe.
     """
     if name in RECIPES:
         return RECIPES[name]()
@@ -155,19 +159,25 @@ def resolve(name: str) -> Recipe:
 
 
 def full_name(name: str) -> str:
-    """Return a recipe's full name: for ``path/to/file.py`` with a single recipe, add the function."""
+    """Complete a recipe name: for ``path/to/file.py``, a file with a single recipe, add ``:function``."""
     names = _recipes_of_file(name)
     return names[0] if len(names) == 1 else name
 
 
 def _suggest_function(name: str) -> str:
-    """Return a hint with the functions of a recipe file that was named without one; empty for other names."""
+    """Return a hint for an error, if a recipe file was given without a function: the functions in the file.
+
+    The hint is empty for other names.
+    """
     names = _recipes_of_file(name)
     return f" Did you mean {' or '.join(names[:3])}?" if names else ""
 
 
 def _recipes_of_file(name: str) -> list[str]:
-    """List recipes in a Python file: functions annotated to return a recipe, or else all public functions."""
+    """List the recipes in a Python file, as ``file.py:function``, without executing the file.
+
+    Recipes are functions annotated to return a Recipe, or if there are none, all public functions.
+    """
     try:
         body = ast.parse(Path(name).read_text(encoding="utf-8")).body if name.endswith(".py") else []
     except (OSError, ValueError, SyntaxError):
@@ -178,7 +188,11 @@ def _recipes_of_file(name: str) -> list[str]:
 
 
 def call_recipe(function: Any, name: str) -> Recipe:
-    """Call a recipe function, and return its recipe. ``name`` names the recipe in errors.
+    """Call a recipe function, and return its recipe.
+
+    Args:
+        function: the recipe function.
+        name: recipe name, for errors.
 
     Raises:
         ValueError: ``function`` cannot be called without arguments, or does not return a recipe.
@@ -201,7 +215,10 @@ def call_recipe(function: Any, name: str) -> Recipe:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Return the function named ``path/to/file.py:function`` or ``package.module:function``.
+    """Import a module or file, and return the named function in it.
+
+    Args:
+        name: ``path/to/file.py:function`` or ``package.module:function``.
 
     Raises:
         ValueError: the function does not exist.
@@ -220,16 +237,17 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def module_name(path: Path) -> str:
-    """Return a recipe file's name in ``sys.modules``."""
+    """Return the module name under which a recipe file is put into ``sys.modules``."""
     return f"meshrec_recipe_{path.stem}"
 
 
 def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> ModuleType:
-    """Execute a recipe file and return the module.
+    """Execute a recipe file, and return the module.
 
     Args:
         path: the file.
-        loader: source loader. If None, the file is read from disk, and may import modules in the same folder.
+        loader: import loader for the file. If None, the file is read from disk, and may import modules from
+            its folder.
 
     Raises:
         ValueError: the file does not exist, or it cannot be imported.
@@ -265,7 +283,12 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
 
 
 def _import_module(module: str, name: str) -> ModuleType:
-    """Import a recipe's module, also from the current folder; ``name`` names the recipe in errors."""
+    """Import a recipe's module, which may be in the current folder.
+
+    Args:
+        module: module name.
+        name: recipe name, for errors.
+    """
     # Append, so that the current folder can be imported from but never shadows installed packages.
     if "" not in sys.path:
         sys.path.append("")
@@ -278,7 +301,7 @@ def _import_module(module: str, name: str) -> ModuleType:
 
 
 def from_folder(recipe: Recipe, folder: Path) -> Recipe:
-    """Resolve the recipe's relative paths to data and to a plan from ``folder``."""
+    """Return a recipe whose relative paths, to data and to a plan, start at ``folder``."""
     return dataclasses.replace(
         recipe,
         data=_resolve_paths(recipe.data, folder, texts=PATH_FIELDS),
@@ -287,12 +310,12 @@ def from_folder(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _resolve_paths(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T:
-    """Resolve the relative paths in a dataclass's fields.
+    """Return a copy of a dataclass in which relative paths start at ``folder``.
 
     Args:
-        holder: a dataclass; other objects are returned unchanged.
+        holder: a dataclass. Other objects are returned unchanged.
         folder: folder at which relative paths start.
-        texts: fields in which strings are paths too.
+        texts: names of fields in which strings are paths, too.
     """
     if not dataclasses.is_dataclass(holder):
         return holder
@@ -304,7 +327,13 @@ def _resolve_paths(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T
 
 
 def _resolve_path(value: Any, folder: Path, *, text: bool) -> Any:
-    """Return ``folder / value``, or ``value`` itself if it is not a relative path."""
+    """Return ``folder / value`` if ``value`` is a relative path, else ``value`` itself.
+
+    Args:
+        value: field value. In tuples and lists, every item is resolved.
+        folder: folder at which relative paths start.
+        text: whether a string is a path.
+    """
     if isinstance(value, tuple | list):
         paths = type(value)(_resolve_path(item, folder, text=text) for item in value)
         return value if paths == value else paths

@@ -1,4 +1,4 @@
-"""Remarks on a run's result, with a next step for the user."""
+"""Write remarks on a run's result, with a next step for the user."""
 
 import math
 from collections.abc import Mapping
@@ -8,15 +8,16 @@ from meshrec.metrics.named import leading_metric, metric_title
 from meshrec.train.recipe import Training
 
 _CHANCE_DEVIATIONS = 2.0
-"""Standard deviations within which an AUC counts as chance."""
+"""An AUC within this many standard deviations of 0.5 counts as chance."""
 
 
 def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int) -> list[str]:
-    """Return remarks on ``summary.json``: a result no better than chance, or a run that was still improving
-    at its end.
+    """Return remarks for the user on a finished run.
+
+    There is a remark if the result is not better than chance, or if the run was still improving at its end.
 
     Args:
-        summary: contents of ``summary.json``.
+        summary: content of ``summary.json``.
         training: training options.
         num_evaluations: number of validation evaluations.
     """
@@ -43,9 +44,12 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
 
 
 def winner(summary: Mapping[str, Any]) -> str | None:
-    """Return a sentence that compares the model with the best baseline; None without baselines.
+    """Return a sentence that compares the model with the best baseline, or None without baselines.
 
-    They are compared by the leading metric, on test data if there is some, else on validation data.
+    Both are compared by the leading metric, on test data if there is some, else on validation data.
+
+    Args:
+        summary: content of ``summary.json``.
     """
     for data, key in (("test", "baselines_test"), ("validation", "baselines")):
         lead = leading_metric(summary[data])
@@ -65,10 +69,15 @@ def winner(summary: Mapping[str, Any]) -> str | None:
 def _chance_remark(
     data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None
 ) -> str | None:
-    """Return a remark if an AUC cannot be distinguished from chance; otherwise None.
+    """Return a remark if the AUC cannot be distinguished from that of random scores, else None.
 
-    The standard deviation under chance is that of the Mann-Whitney statistic: Hanley and McNeil, "The meaning
-    and use of the area under a ROC curve" (1982).
+    The standard deviation of a random AUC is that of the Mann-Whitney statistic (Hanley and McNeil, "The
+    meaning and use of the area under a ROC curve", 1982).
+
+    Args:
+        data: ``validation`` or ``test``, for the message.
+        metrics: metrics on this data.
+        samples: effective numbers of samples, ``positive`` and ``negative``; None: unknown.
     """
     if "auc" not in metrics or not samples or not samples["positive"] or not samples["negative"]:
         return None

@@ -1,6 +1,7 @@
-"""Rendezvous backend of torch's elastic launcher for one machine. It opens no port, so nobody else can join.
+"""Rendezvous backend for torch's elastic launcher on a single machine, which opens no port.
 
-torch's c10d rendezvous hosts a store on every network interface, and unpickles any data sent to it.
+torch's own c10d rendezvous opens a store on every network interface, and unpickles any data sent to it.
+Without a port, nobody else can reach the launcher.
 """
 
 from torch._C._distributed_c10d import HashStore
@@ -17,9 +18,12 @@ BACKEND = "meshrec_one_machine"
 
 
 class SingleMachineRendezvous(RendezvousHandler):
-    """A rendezvous with one participant and an in-memory store.
+    """Rendezvous with a single participant (this launcher) and an in-memory store.
 
-    Ranks use a separate store, see [Note: who can reach the ranks of a run] in comms/joining.py.
+    Ranks use a separate store; see [Note: who can reach the ranks of a run] in comms/joining.py.
+
+    Args:
+        run_id: ID given to the launcher.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -30,7 +34,7 @@ class SingleMachineRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return at once, because this process is the only participant."""
-        # The launcher gives the ranks this address, but they do not use it.
+        # The launcher passes this address on to the ranks, which do not use it.
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def is_closed(self) -> bool:
@@ -38,7 +42,7 @@ class SingleMachineRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing, because nobody else could join."""
+        """Do nothing, because no other participant could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -52,7 +56,7 @@ class SingleMachineRendezvous(RendezvousHandler):
 
 
 def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Create the handler; called by torch's registry."""
+    """Create the rendezvous. torch's registry calls this function."""
     return SingleMachineRendezvous(parameters.run_id)
 
 

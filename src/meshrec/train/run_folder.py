@@ -1,4 +1,4 @@
-"""Run folders, ``runs/<name>/``: files, state, creation and lookup."""
+"""Run folders, ``runs/<name>/``: create and find them, and read and write their files and state."""
 
 import contextlib
 import dataclasses
@@ -38,18 +38,24 @@ DELTAS = "deltas"
 FINAL = "final"
 """Subfolder for the refit on all rows, which is a run itself."""
 RUNS = Path("runs")
+"""Default folder with all run folders."""
+# Maximum size of a JSON file to read.
 _MAX_BYTES = 1 << 28
 _KINDS = ("run", "run in a folder of the user")
-"""Mark kinds: the folder is deleted with the run, or it existed before, empty."""
+"""Kinds of marks, which prove that MeshRec uses a folder. The first: MeshRec created the folder, and deletes
+it with the run. The second: the folder existed before, and was empty.
+"""
 _JSON = r"(?:config|plan|summary|state|features|launch)\.json"
 _RECIPE_FIELDS = {"name", "data", "model"}
-"""Recipe fields present in every release's configuration."""
+"""Recipe fields in ``config.json`` that every release has written."""
 FILES = re.compile(
     rf"{_JSON}|(?:metrics|phases|phases_whole)\.jsonl|(?:plan|report)\.html|wandb_id\.txt"
     r"|trace_rank\d+\.json\.gz|(?:error|log)_rank\d+\.txt|\.process_rank\d+|\.lock|\.seen-[0-9a-f]{8}"
     rf"|events\.out\.tfevents\.\d+\..+|\.(?:{_JSON}|(?:metrics|phases|phases_whole)\.jsonl)\.[0-9a-f]{{16}}"
 )
-"""Full names of the files that a run writes into its folder. All other files belong to the user."""
+"""Regular expression for the names of all files that a run writes into its folder. All other files belong to
+the user, and are never deleted.
+"""
 
 StateName = Literal["running", "stopped", "failed", "finished"]
 
@@ -59,8 +65,8 @@ class RunState(NamedTuple):
 
     Attributes:
         name: ``running``, ``stopped``, ``failed`` or ``finished``.
-        error: last line of a failed run's error.
-        step: last step; None: unknown.
+        error: error message of a failed run.
+        step: last step known; None: unknown.
     """
 
     name: StateName
@@ -70,11 +76,16 @@ class RunState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """A run's folder: paths of its files, and access to the small ones."""
+    """A run's folder: gives the paths of its files, and reads and writes the small files.
+
+    Attributes:
+        path: path of the folder.
+        is_trusted: whether the user has allowed the run's source code to be executed; see [Note: whose code a
+            run executes] in runs/source.py.
+    """
 
     path: Path
     is_trusted: bool = False
-    """Whether the user allowed the run's source to be executed; see [Note: whose code a run executes]."""
 
     @property
     def name(self) -> str:
@@ -84,31 +95,34 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """Plan file, in the form that `meshrec plan` reads."""
+        """Path of the sharding plan, in the format of `meshrec plan`."""
         return self.path / PLAN
 
     @property
     def plan_page(self) -> Path:
-        """Plan page."""
+        """Path of the HTML page about the sharding plan."""
         return self.path / "plan.html"
 
     @property
     def report(self) -> Path:
-        """Report page."""
+        """Path of the run's HTML report."""
         return self.path / "report.html"
 
     @property
     def phases(self) -> Path:
-        """File with the time per phase and rank."""
+        """Path of the file with measured times per phase of a step and rank."""
         return self.path / "phases.jsonl"
 
     @property
     def whole_phases(self) -> Path:
-        """File with the time per phase and rank, for steps without overlap; only pipelined runs have it."""
+        """Path of the file with times per phase and rank for steps without overlap, for pipelined runs only.
+
+        See `meshrec.train.steps.PhaseTimes`.
+        """
         return self.path / "phases_whole.jsonl"
 
     def discard(self, path: Path) -> None:
-        """Delete a file in the run folder, such as an earlier start's error, if it exists."""
+        """Delete a file in the run folder if it exists, such as the error of an earlier start."""
         remove_named(self.path, [path.name])
 
     def trace(self, rank: int) -> Path:
@@ -116,15 +130,15 @@ class RunFolder:
         return self.path / f"trace_rank{rank}.json.gz"
 
     def error(self, rank: int) -> Path:
-        """Return the path of a rank's error."""
+        """Return the path of the file with a rank's error and traceback."""
         return self.path / f"error_rank{rank}.txt"
 
     def log(self, rank: int) -> Path:
-        """Return the path of a rank's full log."""
+        """Return the path of a rank's log file."""
         return self.path / f"log_rank{rank}.txt"
 
     def process(self, rank: int) -> Path:
-        """Return the path of a rank's process ID file, which exists while the rank works."""
+        """Return the path of the lock file with a rank's process ID, which exists while the rank runs."""
         return self.path / f".process_rank{rank}"
 
     @property
@@ -133,25 +147,27 @@ class RunFolder:
         return any(self.path.glob("checkpoints/step-*/manifest.json"))
 
     def write_json(self, name: str, value: Any, *, seal: bool = False) -> None:
-        """Write a file atomically: readers see the old or the new contents. NaN and infinity become null.
+        """Write a JSON file atomically: readers see either the old or the new content.
+
+        NaN and infinity are written as null.
 
         Args:
             name: file name.
-            value: file contents.
-            seal: whether to add a checksum, for contents that decide the results of a run.
+            value: plain values to write.
+            seal: whether to add a checksum, for content on which the results of a run depend.
         """
         text = json.dumps(replace_nonfinite(value), indent=1, allow_nan=False) + "\n"
         if seal:
-            # Load the text again: keys are then strings, as they are when the checksum is verified.
+            # Parse the JSON again, so that keys are strings, as they are when the checksum is verified.
             text = sealed(json.loads(text)).decode()
         write_durably(self.path / name, text.encode())
 
     def write_state(self, name: StateName, *, error: str | None = None, step: int | None = None) -> None:
-        """Write the run state, together with host and process ID.
+        """Write ``state.json``, with the state of the run and with this host and process ID.
 
         Args:
             name: the state.
-            error: error of a failed run.
+            error: error message of a failed run.
             step: current step.
         """
         self.write_json(
@@ -167,7 +183,11 @@ class RunFolder:
         )
 
     def state(self) -> RunState:
-        """Read the run state. If the run's process on this machine is gone, the run has failed."""
+        """Read the state of the run.
+
+        If the state is "running", but the run's process on this machine does not exist any more, return
+        "failed".
+        """
         saved = self.read_json(STATE)
         if saved is None:  # written by an earlier release
             return RunState((self.read_json(SUMMARY) or {}).get("state", "failed"), None, None)
@@ -179,11 +199,11 @@ class RunFolder:
         return RunState(saved["state"], saved["error"], saved["step"])
 
     def _last_step(self) -> int | None:
-        """Return the last step in ``metrics.jsonl``; None if there is none."""
+        """Return the last step in ``metrics.jsonl``, or None if it has no lines."""
         return max((line["step"] for line in self.metrics()), default=None)
 
     def read_json(self, name: str) -> Any:
-        """Read a file from `write_json`; return None if it does not exist.
+        """Read a file written by `write_json`, or return None if it does not exist.
 
         Raises:
             ValueError: the file cannot be read, is damaged, or was changed without updating the checksum.
@@ -202,22 +222,25 @@ class RunFolder:
             ) from error
 
     def append_metrics(self, values: dict[str, Any]) -> None:
-        """Add a line to ``metrics.jsonl``."""
+        """Append a line with metrics to ``metrics.jsonl``."""
         with (self.path / METRICS).open("a") as file:
             file.write(json.dumps(replace_nonfinite(values), allow_nan=False) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Read all lines in ``metrics.jsonl``, except truncated ones."""
+        """Read all lines in ``metrics.jsonl``, except truncated lines, which a crash may leave."""
         return _read_lines(self.path / METRICS)
 
     def remove_lines_after(self, step: int, *, judged: bool) -> None:
-        """Remove lines recorded after ``step``, and truncated lines: a resumed run records them again.
+        """Remove metrics and phase times of steps after ``step``, which a resumed run will record again.
+
+        Truncated lines are removed as well.
 
         Args:
             step: the step from which training continues.
-            judged: whether the step was evaluated already; otherwise the evaluation is removed and recorded
-                again.
+            judged: whether the checkpoint includes the evaluation after ``step``. If not, the line of that
+                evaluation is removed, because it will be recorded again.
         """
+        # Last step to keep, by kind of line. Test lines are written at the end, so they are always removed.
         last = {"validation": step if judged else step - 1, "test": -1}
         for path in (self.path / METRICS, self.phases, self.whole_phases):
             if path.exists():
@@ -228,7 +251,7 @@ class RunFolder:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSON lines file, without truncated ones; empty if the file does not exist."""
+    """Return the values in a JSON lines file, without truncated lines; empty if the file does not exist."""
     lines = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
@@ -238,13 +261,14 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = False) -> RunFolder:
-    """Return the folder for a new run, or with ``resume`` the folder of an existing run.
+    """Create the folder for a new run, or with ``resume``, find the folder of an existing run.
 
     Args:
-        name: run name; None: the recipe's name with the next free number, or to resume, with the last number.
+        name: run name. None: the recipe's name with the next free number, or with ``resume``, with the last
+            number.
         recipe: recipe name.
-        runs: folder with all runs.
-        resume: whether to continue a run.
+        runs: folder with all run folders.
+        resume: whether to continue an existing run.
 
     Raises:
         ValueError: a new run's folder already contains a run or cannot be created, or the run to resume
@@ -283,7 +307,10 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
 
 
 def make_folder(path: Path) -> bool:
-    """Create a run folder with a mark; return False if the folder exists.
+    """Create a run folder with a mark, which proves that MeshRec created it.
+
+    Returns:
+        True; or False if the folder exists already.
 
     Raises:
         OSError: the folder cannot be created, or the path is not a folder.
@@ -305,10 +332,10 @@ def make_folder(path: Path) -> bool:
 
 
 def _check_unused(path: Path) -> None:
-    """Check that an existing folder can hold a new run, and mark it.
+    """Check that an existing folder may be used for a new run, and mark it.
 
     Raises:
-        ValueError: the folder has files, other than those from a start that ended before the first step.
+        ValueError: the folder has files, other than those of a start that ended before the first step.
     """
     started = run_marks(path)
     ours = {run_mark.path.name for run_mark in started}
@@ -327,17 +354,17 @@ def _check_unused(path: Path) -> None:
 
 
 def run_marks(path: Path) -> list[Mark]:
-    """Return the mark files by which MeshRec recognizes a run folder that it created or started to use."""
+    """Return the marks in a folder, by which MeshRec recognizes a run folder that it created or uses."""
     return [run_mark for kind in _KINDS for run_mark in marks(path.resolve(), kind, moved=True)]
 
 
 def created_folder(run: Mark) -> bool:
-    """Return whether the run created its folder; False if it started in an existing empty folder."""
+    """Return whether the run created its folder (True), or used an existing empty folder (False)."""
     return run.kind == _KINDS[0]
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is a run, rather than another program's folder with a ``config.json``.
+    """Return whether a folder is a run folder, and not another program's folder with a ``config.json``.
 
     Raises:
         ValueError: ``config.json`` is damaged.
@@ -352,9 +379,9 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
     """Find a run by name or path.
 
     Args:
-        name: run name, or folder path.
-        runs: folder with all runs.
-        trust: whether the recipe's source may be executed although somebody else trained the run.
+        name: run name, or path of the run folder.
+        runs: folder with all run folders.
+        trust: whether the recipe's source code may be executed even if somebody else trained the run.
 
     Raises:
         ValueError: the run does not exist.
@@ -369,7 +396,7 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
 
 
 def finished_refit(run: RunFolder) -> RunFolder | None:
-    """Return a run's finished refit on all rows, or None."""
+    """Return the folder of a run's refit on all rows, or None if the run has no finished refit."""
     final = RunFolder(run.path / FINAL, run.is_trusted)
     if not (final.path / CONFIG).is_file() or final.state().name != "finished":
         return None
@@ -377,21 +404,24 @@ def finished_refit(run: RunFolder) -> RunFolder | None:
 
 
 def run_or_path(path: Path, runs: Path = RUNS) -> Path:
-    """Return the folder of the run named ``path``; ``path`` itself if it exists or names no run."""
+    """Interpret ``path`` as a path if it exists, else as a run name, and return the path.
+
+    If neither exists, return ``path`` unchanged.
+    """
     return runs / path if not path.exists() and (runs / path / CONFIG).is_file() else path
 
 
 def all_runs(runs: Path = RUNS) -> list[RunFolder]:
-    """Return all runs, oldest first."""
+    """Return all runs in a folder, oldest first."""
     paths = [path.parent for path in runs.glob(f"*/{CONFIG}")]
     return [RunFolder(path) for path in sorted(paths, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
 
 def to_json(value: Any) -> Any:
-    """Convert a config to plain JSON types. A dataclass gets its class as ``"type"``, unless it has
-    ``to_json``.
+    """Convert a configuration object, such as a recipe, to plain JSON types.
 
-    An in-memory table becomes the type name, without any data.
+    A dataclass becomes a dict with its class name as ``"type"``, unless it has a method ``to_json``. An
+    in-memory table becomes the name of its type, without the data.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if hasattr(value, "to_json"):
@@ -412,7 +442,10 @@ def to_json(value: Any) -> Any:
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) for every value in a `to_json` config, such as ("model.layers", [8])."""
+    """Yield a pair (dotted name, value) for every value in the output of `to_json`.
+
+    Example: ``{"model": {"layers": [8]}}`` gives ("model.layers", [8]).
+    """
     if isinstance(config, dict):
         for key, value in config.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else key)
@@ -421,7 +454,7 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON cannot represent, by None."""
+    """Replace NaN and infinity in nested values by None, because JSON cannot represent them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -437,18 +470,18 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         return True
     return True
 
 
 def timestamp() -> str:
-    """Return the current time in seconds resolution, with time zone."""
+    """Return the current time with time zone, such as "2026-01-31T12:00:00+0000"."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def _runs_by_number(runs: Path, recipe: str) -> dict[int, Path]:
-    """Return the paths named ``RECIPE-NUMBER``, by number."""
+    """Return the paths in a folder that are named ``RECIPE-NUMBER``, by number."""
     by_number = {}
     for path in runs.glob(f"{recipe}-*"):
         number = path.name.removeprefix(f"{recipe}-")
@@ -458,7 +491,7 @@ def _runs_by_number(runs: Path, recipe: str) -> dict[int, Path]:
 
 
 def _last_run(runs: Path, recipe: str) -> Path | None:
-    """Return the run of a recipe with the highest number; None if there is none."""
+    """Return the path of the recipe's run with the highest number, or None without such a run."""
     by_number = {n: path for n, path in _runs_by_number(runs, recipe).items() if (path / CONFIG).is_file()}
     return by_number[max(by_number)] if by_number else None
 
@@ -466,7 +499,7 @@ def _last_run(runs: Path, recipe: str) -> Path | None:
 def _create_next_run(runs: Path, recipe: str) -> RunFolder:
     """Create the folder ``RECIPE-NUMBER`` with the next free number, such as ``dlrm-004``."""
     runs.mkdir(parents=True, exist_ok=True)
-    # Another start may take the same number: creating the folder decides.
+    # Another process may choose the same number. The process that creates the folder gets it.
     number = max(_runs_by_number(runs, recipe), default=0) + 1
     while True:
         path = runs / f"{recipe}-{number:03d}"

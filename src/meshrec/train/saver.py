@@ -1,4 +1,4 @@
-"""What a run saves: checkpoints to resume from, deltas for servers, and the best weights."""
+"""Save a run's checkpoints (from which it resumes), deltas (for servers) and best weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,28 +26,27 @@ from meshrec.train.stored_run import RUN_FILES, upload_run
 class CheckpointSaver:
     """Saves a run's checkpoints, deltas and best weights. All methods are collective.
 
-    A failed save, for example on a full disk, is reported and does not end the run. Older checkpoints remain,
-    and the next save tries again. A delta precedes every checkpoint and every saved best model, so that
-    servers and resumed runs that start from either miss no step.
+    A failed save, for example on a full disk, is reported but does not end the run. Older checkpoints remain,
+    and the next save tries again. A delta is written before every checkpoint and before the best weights are
+    saved, so that servers and resumed runs which start from either miss no step.
 
     Args:
         built: the model and the optimizers.
-        progress, early: more state to store in checkpoints.
-        training: save intervals.
+        progress, early: further state to store in checkpoints.
+        training: training options, which have the save intervals.
         ranks: the ranks, from `join`.
         folder: run folder; None: nothing is stored.
         keep: whether to save checkpoints. Without checkpoints or a folder, every rank keeps a copy of its
-            best weights in memory. If the model has hashed tables or rows in files, the ranks share a scratch
-            folder instead.
-        store: object store for checkpoints; None: the run folder.
+            best weights in memory, or in a scratch folder if the model has hashed tables or rows in files.
+        store: object store for checkpoints; None: they are saved in the run folder.
         tell: prints a line for the user; called on every rank.
 
     Attributes:
         folder: run folder, or None.
-        state: checkpoint contents by name: model, optimizers, progress, early stopping. Learning rates and
-            sample order are functions of the progress.
-        failures: error messages from failed checkpoint saves.
-        is_saved: whether the final state is on disk; True if nothing is stored.
+        state: entries of a checkpoint by name: model, optimizers, progress and early stopping. Learning rates
+            and sample order need no entry, because they follow from the progress.
+        failures: error messages from failed saves.
+        is_saved: whether the final state is saved; True if nothing is to be stored. Set by `finish`.
     """
 
     def __init__(
@@ -73,17 +72,17 @@ class CheckpointSaver:
         }
         self.failures: list[str] = []
         self.is_saved = True
-        # Whether the recipe publishes deltas; `start` creates the publisher, after a resume has loaded the
-        # progress.
+        # Whether the recipe publishes deltas. `start` creates the publisher, because a resume must have
+        # loaded the progress before.
         self._publishes = folder is not None and training.publish_every is not None
         self._publisher: DeltaPublisher | None = None
         self._every = training.checkpoint_every
         self._saved: int | None = None
-        """Step of the last successful save; None after a failure."""
-        # None if no checkpoints are saved.
+        """Step of the last successful save or load; None after a failure."""
+        # Manager of the checkpoints; None if no checkpoints are saved.
         self._manager: CheckpointManager | None = None
         best: CheckpointManager | None = None
-        # On rank 0: where small run files are copied, so that another host can continue.
+        # Source and target of copies of small run files, so that another host can continue. On rank 0 only.
         self._mirror: tuple[Path, ObjectStore] | None = None
         if folder is not None and keep:
             self._manager = _make_manager(folder, CHECKPOINTS, store, training.keep_checkpoints, ranks)
@@ -97,24 +96,27 @@ class CheckpointSaver:
                 finalize(self, remove_scratch, path)
             best = CheckpointManager(path, keep_last=1)
         self._best = BestWeights(built.model, best)
-        # Set by keep_best, for the rest of the process; not restored on resume.
+        # Step of the best weights saved by this process. Set by `save_best`; not restored by a resume.
         self._best_step: int | None = None
 
     def resume(self) -> bool:
-        """Load the newest intact checkpoint; return False if there is none."""
+        """Load the newest intact checkpoint. Return whether there is one."""
         if self._manager is None:
             return False
-        # Loading overwrites the optimizer options; the current recipe's options must win.
+        # Loading overwrites the optimizer options. Restore them, because the current recipe's options apply.
         optimizers = (self.state["table_optimizer"], self.state["dense_optimizer"])
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self._saved = self._manager.load_latest(self.state)
         for group, values in zip(groups, options, strict=True):
-            group.update(values)  # the recipe's, not those of the checkpoint
+            group.update(values)
         return self._saved is not None
 
     def start(self) -> None:
-        """Start to record touched rows for deltas, if the recipe publishes any."""
+        """Start to record changed rows for deltas, if the recipe publishes deltas.
+
+        To be called after a resume, and before the first training step.
+        """
         model = self.state["model"]
         if self._publishes and self.folder is not None:
             assert isinstance(model, DistributedModelParallel)
@@ -124,7 +126,10 @@ class CheckpointSaver:
             )
 
     def publish(self) -> None:
-        """Write a delta. A failure is reported, and the next delta contains the same rows."""
+        """Write a delta, if the recipe publishes deltas. After a failure, the next delta has the same rows.
+
+        A failure is reported to the user.
+        """
         if self._publisher is not None:
             try:
                 self._publisher.publish(self._progress.step)
@@ -133,17 +138,21 @@ class CheckpointSaver:
             self._progress.published = self._publisher.last
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due at this step."""
+        """Return whether a checkpoint must be saved after this step."""
         return self._manager is not None and self._every is not None and step % self._every == 0
 
     def save(self) -> None:
-        """Save a checkpoint in the background."""
+        """Start to save a checkpoint in the background."""
         assert self._manager is not None
         self.publish()
         self._save(self._manager.async_save)
 
     def save_best(self) -> None:
-        """Store the current weights as the run's best."""
+        """Save the current weights as the run's best weights.
+
+        Raises:
+            CheckpointError: the weights cannot be saved, and the run has no checkpoints to fall back to.
+        """
         self.publish()
         try:
             self._best.copy_weights(self._progress)
@@ -154,16 +163,19 @@ class CheckpointSaver:
             self._record_failure(error)
 
     def restore_best(self) -> int | None:
-        """Load the best weights; return their step, or None if the current weights are the best."""
+        """Load the best weights into the model, and return their step.
+
+        Return None if the current weights are the best, or if no best weights were saved.
+        """
         step = self._progress.step
-        # The weights are already the best: there is nothing to load.
+        # The current weights are already the best.
         if self._best_step == step:
             return None
         restored = self._best.restore()
         return None if restored == step else restored
 
     def finish(self) -> None:
-        """Save the final state, after a last delta for servers."""
+        """Write a last delta for servers, and save the final state unless it is saved already."""
         self.publish()
         if self._manager is not None:
             self.wait()
@@ -172,7 +184,7 @@ class CheckpointSaver:
             self.is_saved = self._saved == self._progress.step
 
     def wait(self) -> None:
-        """Wait for pending checkpoint writes."""
+        """Wait until the background save has ended. A failure is recorded and reported."""
         if self._manager is not None:
             try:
                 self._manager.wait()
@@ -180,13 +192,17 @@ class CheckpointSaver:
                 self._record_failure(error)
 
     def latest(self) -> str | None:
-        """Wait for pending writes; return the newest checkpoint's path, or None."""
+        """Wait for the background save, and return the path of the newest checkpoint, or None without any."""
         self.wait()
         path = None if self._manager is None else self._manager.latest()
         return None if path is None else str(path)
 
     def _save(self, save: Callable[[int, dict[str, Any]], object]) -> None:
-        """Call ``save`` with step and state, and record success or failure."""
+        """Save a checkpoint, and record success or failure.
+
+        Args:
+            save: function that saves a state, called with step and state.
+        """
         try:
             save(self._progress.step, self.state)
             self._saved = self._progress.step
@@ -196,40 +212,41 @@ class CheckpointSaver:
             self._record_failure(error)
 
     def _record_failure(self, error: CheckpointError) -> None:
-        """Record a failed save."""
+        """Record a failed save, and tell the user."""
         self._saved = None
         self.failures.append(str(error))
         self._tell(f"no checkpoint was saved: {error}")
 
 
 class BestWeights:
-    """Holds a copy of a model's weights at the best step. With a manager, all methods are collective.
+    """Keeps a copy of a model's weights at the best step. With a manager, all methods are collective.
 
     Args:
-        model: the model to copy.
-        manager: stores the copy on disk, for a resumed run to load. If None, every rank keeps its part in
-            memory.
+        model: the model whose weights are copied.
+        manager: checkpoint manager, which stores the copy on disk, so that a resumed run can load it. If
+            None, every rank keeps its part of the weights in memory.
     """
 
     def __init__(self, model: nn.Module, manager: CheckpointManager | None = None) -> None:
         self._model, self._manager = model, manager
         # In-memory copy, without a manager; allocated by the first `copy_weights`.
         self._copy: dict[str, Tensor] = {}
-        # Step of the in-memory copy.
+        # Step of the in-memory copy; None without a copy.
         self._step: int | None = None
 
     def copy_weights(self, progress: Progress) -> None:
-        """Copy the current weights, and drop the previous copy.
+        """Copy the model's current weights, and drop the previous copy.
 
         Args:
-            progress: progress at these weights, stored next to them on disk.
+            progress: training progress at these weights, which is stored with them on disk.
 
         Raises:
             CheckpointError: the weights cannot be written; raised on every rank. The previous copy remains.
         """
         if self._manager is not None:
             self._manager.save(progress.step, {"model": self._model, "progress": progress})
-            self._manager.remove_after(progress.step)  # from before the run went back to a checkpoint
+            # Best weights of later steps may exist if the run was resumed from an earlier checkpoint.
+            self._manager.remove_after(progress.step)
             return
         # Allocate once, and reuse the memory for every later best step.
         if not self._copy:
@@ -239,7 +256,7 @@ class BestWeights:
         self._step = progress.step
 
     def restore(self) -> int | None:
-        """Load the best weights and return their step; None without a copy."""
+        """Load the best weights into the model, and return their step; None without a copy."""
         if self._manager is not None:
             return self._manager.load_latest({"model": self._model})
         for name, tensor in self._tensors().items() if self._copy else ():
@@ -255,16 +272,16 @@ class BestWeights:
 def _make_manager(
     folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
 ) -> CheckpointManager:
-    """Return the manager of one kind of checkpoints.
+    """Create the manager for a run's checkpoints, or for its best weights.
 
     Args:
         folder: run folder.
         name: subfolder, `CHECKPOINTS` or `BEST`.
-        store: object store; None: the run folder.
+        store: object store; None: checkpoints are saved in the run folder.
         keep_last: number of checkpoints to keep.
         ranks: the ranks, from `join`.
     """
-    # Files in transit are in a hidden folder, so that no command takes them for checkpoints.
+    # Files on their way to a store are in a hidden folder, so that no command takes them for checkpoints.
     path = folder.path / name if store is None else folder.path / ".staged" / name
     stored = None if store is None else store.under(name)
     return CheckpointManager(path, keep_last=keep_last, group=ranks.control, store=stored)

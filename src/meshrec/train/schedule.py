@@ -1,4 +1,4 @@
-"""Learning-rate schedules, which apply to tables and dense parameters alike."""
+"""Learning rate schedules, which apply to tables and dense parameters alike."""
 
 import math
 from collections.abc import Iterable
@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Multiplier for all learning rates: a linear warmup from near 0, then a decay until the last step."""
+    """Learning rate schedule: a linear warmup from near 0, and then a decay until the last step."""
 
     warmup_steps: int = 0
     """Number of warmup steps."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate decay after the warmup."""
     final: float = 0.0
-    """Share of the learning rates in the last step, in [0, 1]."""
+    """Learning rate in the last step, as a share of the full rate, in [0, 1]."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -26,7 +26,12 @@ class Schedule:
             raise ValueError(f"schedule.final is {self.final}; it is a fraction in [0, 1].")
 
     def multiplier(self, step: int, num_steps: int) -> float:
-        """Return the multiplier for ``step`` in ``[0, num_steps)``."""
+        """Return the factor by which learning rates are multiplied in a step.
+
+        Args:
+            step: step, in ``[0, num_steps)``.
+            num_steps: number of steps in the whole run.
+        """
         if step < self.warmup_steps:
             # Step 0 already trains, and the first step after the warmup has the full rate.
             return (step + 1) / (self.warmup_steps + 1)
@@ -38,10 +43,12 @@ class Schedule:
 
 
 class LearningRates:
-    """Sets the learning rates of optimizers to a function of the step alone, so a resume needs no state.
+    """Sets the learning rates of optimizers according to a schedule.
+
+    The rates depend on the step only, so nothing needs to be stored in checkpoints.
 
     Args:
-        optimizers: the optimizers. Current learning rates correspond to multiplier 1.
+        optimizers: the optimizers. Their current learning rates are the full rates.
         schedule: the schedule.
         num_steps: number of steps in the whole run.
     """
@@ -49,14 +56,14 @@ class LearningRates:
     def __init__(
         self, optimizers: Iterable[torch.optim.Optimizer], schedule: Schedule, num_steps: int
     ) -> None:
-        # Base rates from the recipe. The multiplier applies to these, so the rates depend on the step alone.
+        # Full rates from the recipe. The factor applies to these, and not to the rates of the previous step.
         self._groups = [
             (group, float(group["lr"])) for optimizer in optimizers for group in optimizer.param_groups
         ]
         self._schedule, self._num_steps = schedule, num_steps
 
     def set(self, step: int) -> float:
-        """Set the learning rates for ``step``; return the multiplier."""
+        """Set the learning rates for a step, and return the factor relative to the full rates."""
         multiplier = self._schedule.multiplier(step, self._num_steps)
         for group, rate in self._groups:
             group["lr"] = rate * multiplier

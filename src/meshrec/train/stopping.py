@@ -1,4 +1,4 @@
-"""Reasons to end a run early: a signal, or evaluations that no longer improve."""
+"""Decide when a run ends early: after a signal, or if evaluations do not improve any more."""
 
 import ctypes
 import os
@@ -21,19 +21,20 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def stop_with_parent() -> None:
-    """Make the system send this process a SIGTERM when the parent process ends for any reason.
+    """Make the system send SIGTERM to this process when the parent process ends, for any reason.
 
-    Ranks must not continue without their launcher. This works on Linux only; elsewhere it does nothing.
+    Ranks must not continue without their launcher. On systems other than Linux, this does nothing.
     """
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent exited before the system knew of our wish
+        # The parent may have ended before the call to prctl.
+        if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Agreement(NamedTuple):
-    """Flags of all ranks combined.
+    """Flags combined over all ranks.
 
     Attributes:
         stop: whether any rank was asked to stop.
@@ -45,21 +46,27 @@ class Agreement(NamedTuple):
 
 
 class StopRequest:
-    """A stop request, set by a signal. Ranks agree on it, because signals reach them at different steps.
+    """A request to stop the run, set by a signal.
 
-    Flags shared in a step are read in the next step, so that no rank waits for the exchange.
+    Signals may reach ranks at different steps, so the ranks exchange flags after every step, and all stop at
+    the same step. The flags of a step are read in the next step, so that no rank waits for the exchange.
     """
 
     def __init__(self) -> None:
-        # Set by the signal handler or by `request`, and never reset.
+        # Number of the signal. Set by the signal handler or by `request`, and never reset.
         self.signal: int | None = None
-        # Flags and pending all-reduce from the last step, until finish reads them.
+        # Flags and pending all-reduce of the last step, until `finish` reads them.
         self._pending: tuple[torch.Tensor, Any] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for SIGINT (Ctrl-C) and SIGTERM (preemption) in this context, if this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():  # such as a worker of Ray
+        """Context manager in which SIGINT (Ctrl-C) and SIGTERM (preemption) request a stop.
+
+        Does nothing outside the main thread.
+        """
+        # Python allows signal handlers only in the main thread. A Ray worker, for example, has another
+        # thread.
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -70,13 +77,16 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def exchange(self, ranks: Ranks, *, failed: bool = False, at_once: bool = False) -> Agreement:
-        """Exchange flags with the other ranks, once per step; return those of the previous step. Collective.
+        """Exchange flags with the other ranks. Called once per step. Collective.
 
         Args:
             ranks: the ranks, from `join`.
-            failed: whether this rank's step failed.
-            at_once: whether to wait for this step's flags, rather than read them in the next step. Equal on
-                all ranks.
+            failed: whether the step failed on this rank.
+            at_once: whether to wait for the flags of this step, instead of reading them in the next step.
+                Equal on all ranks.
+
+        Returns:
+            The flags of the previous step, and with ``at_once`` also those of this step.
         """
         if ranks.control is None:
             return Agreement(self.signal is not None, failed)
@@ -89,7 +99,7 @@ class StopRequest:
         return agreement
 
     def finish(self) -> Agreement:
-        """Wait for the pending flags, and return the agreement."""
+        """Wait for flags that have not been read yet, and return them."""
         if self._pending is None:
             return Agreement()
         (flags, work), self._pending = self._pending, None
@@ -98,7 +108,7 @@ class StopRequest:
         return Agreement(*map(bool, flags.tolist()))
 
     def request(self) -> None:
-        """Ask for an early end, as SIGINT does."""
+        """Request a stop, as SIGINT does."""
         self.signal = signal.SIGINT
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -106,22 +116,23 @@ class StopRequest:
 
 
 _BEYOND_CHANCE = 2.0
-"""Standard errors by which the mean validation loss must fall below the reference to replace it."""
+"""An evaluation becomes the reference if the mean validation loss is lower by this many standard errors."""
 _PROMISING = 1.0
 _RECENT = 3
-"""Training continues while the loss of one of the last `_RECENT` evaluations is below the reference by
-`_PROMISING` standard errors.
+"""Training continues while one of the last `_RECENT` evaluations has a loss lower than the reference by at
+least `_PROMISING` standard errors.
 """
 
 
 class PairedTest:
-    """A sequential paired test on per-sample validation losses, against earlier weights.
+    """Tests whether training still lowers the validation loss, by a paired test over samples.
 
-    The first evaluation is the reference. A later evaluation replaces it if the loss is lower by more than
-    chance. Paired differences vary less than the losses, so a few hundred samples suffice.
+    The first evaluation is the reference. A later evaluation becomes the reference if its loss is lower by
+    more than chance. The losses of the same sample are compared (paired), because their differences vary less
+    than the losses, so a few hundred samples suffice.
 
     Args:
-        patience: evaluations without a new reference after which the run ends; None: never.
+        patience: number of evaluations without a new reference after which the run may end; None: never.
 
     Attributes:
         step: step of the reference; None before the first evaluation.
@@ -131,14 +142,14 @@ class PairedTest:
     def __init__(self, patience: int | None) -> None:
         self.patience = patience
         self.step: int | None = None
-        # Reference losses, float32 [n].
+        # Losses of the samples in the reference evaluation, float32 [n].
         self._losses = torch.zeros(0)
-        # Loss reduction against the reference, in standard errors, for each evaluation since.
+        # For every evaluation since the reference: by how many standard errors the loss is lower.
         self._deviations: list[float] = []
 
     @property
     def num_samples(self) -> int:
-        """Number of compared samples."""
+        """Number of samples that are compared."""
         return len(self._losses)
 
     @property
@@ -154,18 +165,18 @@ class PairedTest:
         return max(self._deviations[-_RECENT:]) < _PROMISING
 
     def add(self, losses: torch.Tensor, weights: torch.Tensor | None, step: int) -> None:
-        """Compare an evaluation with the reference.
+        """Compare an evaluation with the reference, and make it the new reference if it is better.
 
         Args:
-            losses: per-sample losses, for the same samples in the same order at every call, [n].
-            weights: sample weights, [n]; None: 1.
-            step: step of the evaluation.
+            losses: loss of every sample, [n]. All calls must have the same samples in the same order.
+            weights: sample weights, [n]; None: all weights are 1.
+            step: training step of the evaluation.
         """
         deviations = 0.0
         if self.step is not None:
             deviations = _mean_in_standard_errors((self._losses - losses).double(), weights)
         if self.step is None or deviations >= _BEYOND_CHANCE:
-            # Cloned: `float` returns the caller's tensor if it has this type already.
+            # Clone, because `float` returns the caller's tensor itself if that is float32 already.
             self.step, self._losses, self._deviations = step, losses.float().clone(), []
         else:
             self._deviations.append(deviations)
@@ -181,7 +192,7 @@ class PairedTest:
 
 
 def _mean_in_standard_errors(gains: torch.Tensor, weights: torch.Tensor | None) -> float:
-    """Return the weighted mean of paired gains [n], in standard errors."""
+    """Return the weighted mean of paired gains [n], divided by its standard error."""
     weights = torch.ones_like(gains) if weights is None else weights.double()
     total = weights.sum()
     if not len(gains) or not total:
@@ -193,29 +204,36 @@ def _mean_in_standard_errors(gains: torch.Tensor, weights: torch.Tensor | None) 
 
 
 class EarlyStopping:
-    """Decides after each evaluation whether the run should end, from the metrics so far.
+    """Decides after every evaluation whether the run should end early, from all metrics so far.
 
     Args:
-        patience: evaluations without a better AUC after which the run ends; None: never.
-        chance_patience: patience for `PairedTest`; None: no such test.
+        patience: number of evaluations without a better AUC after which the run ends; None: never.
+        chance_patience: patience for `PairedTest`; None: the test is not used.
 
     Attributes:
         test: paired test of validation losses.
+        best_auc: best metric so far, which a later evaluation must exceed. `WeightsEvaluator.favor_current`
+            raises it above the measured value.
+        best_step: step of the best evaluation.
+        num_worse: number of evaluations since the best.
+        last_step: step of the last evaluation.
     """
 
     def __init__(self, patience: int | None, chance_patience: int | None = None) -> None:
         self._patience = patience
         self.test = PairedTest(chance_patience)
-        # Best metric so far; `WeightsEvaluator.favor_current` raises it above the measured value.
+        # Checkpoints contain the fields below and the test; see `state_dict`.
         self.best_auc = float("-inf")
         self.best_step = 0
         self.num_worse = 0
         self.last_step = 0
-        """Step of the last evaluation."""
 
     def record(self, auc: float | None, step: int) -> bool:
-        """Record an evaluation; return whether it is the best so far. ``auc`` is None if no metric selects
-        the best weights.
+        """Record an evaluation, and return whether it is the best so far.
+
+        Args:
+            auc: value of the metric that selects the best weights; None if there is no such metric.
+            step: training step of the evaluation.
         """
         self.last_step = step
         if auc is None:
@@ -228,7 +246,7 @@ class EarlyStopping:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run should end."""
+        """Whether the run should end now."""
         is_patient = self._patience is None or self.num_worse < self._patience
         return not is_patient or self._is_perfect or self.test.is_over
 
@@ -237,10 +255,10 @@ class EarlyStopping:
         return self.test.patience is not None and self.best_auc >= 1
 
     def reason(self, metric: str) -> str | None:
-        """Return why training should end, as a sentence; None if it should continue.
+        """Return a sentence that says why training should end, or None if it should continue.
 
         Args:
-            metric: title of the metric that selects the weights.
+            metric: title of the metric that selects the best weights, for the sentence.
         """
         test, best = self.test, f"step {self.best_step:,}"
         if self._is_perfect:

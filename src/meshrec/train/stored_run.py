@@ -1,4 +1,4 @@
-"""Copies of a run's small files in an object store, so that another host can continue the run."""
+"""Copy a run's small files to an object store and back, so that another host can continue the run."""
 
 import fnmatch
 import json
@@ -10,12 +10,19 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 
 _logger = logging.getLogger("meshrec")
 RUN_FILES = "run"
-"""Folder for a run's small files, next to its checkpoints."""
+"""Folder in the store for a run's small files, next to the run's checkpoints."""
 _COPIED_PATTERNS = ("*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
 
 
 def upload_run(folder: Path, store: ObjectStore) -> None:
-    """Copy a run's small files to the store. A failure is logged; the next checkpoint tries again."""
+    """Copy a run's small files to the store, except hidden files.
+
+    A failure is only logged, because the files are copied again after the next checkpoint.
+
+    Args:
+        folder: run folder.
+        store: the run's folder for small files in the store.
+    """
     try:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
@@ -30,12 +37,15 @@ def upload_run(folder: Path, store: ObjectStore) -> None:
 
 
 def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
-    """Download a run's small files into the run folder, unless it exists; None if the store has no such run.
+    """Download a run's small files into a local run folder, unless the folder has the run already.
 
     Args:
         name: run name.
-        runs: folder with all runs.
+        runs: folder with all run folders.
         store: the object store.
+
+    Returns:
+        The local run folder, or None if the store does not have the run.
     """
     folder = RunFolder(runs / name)
     if not (folder.path / CONFIG).exists():
@@ -52,11 +62,11 @@ def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
 
 
 def stored_launch(launch: str, launch_file: str, store: ObjectStore) -> str | None:
-    """Return the name of the run that a launch created in a store; None if there is none.
+    """Find the run that a launch created, and return its name; None if the store has no such run.
 
     Args:
-        launch: launch ID.
-        launch_file: name of the file with the launch ID.
+        launch: ID of the launch.
+        launch_file: name of the file in which a run stores the launch ID.
         store: the object store.
     """
     for path in store.names():
@@ -67,7 +77,7 @@ def stored_launch(launch: str, launch_file: str, store: ObjectStore) -> str | No
 
 
 def _read_launch_id(store: ObjectStore, name: str) -> str | None:
-    """Return the launch ID in a stored file; None if the file is damaged or has none."""
+    """Return the launch ID in a stored file, or None if the file is damaged or does not have one."""
     try:
         entry = json.loads(store.read(name)).get("id")
     except (json.JSONDecodeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Detection of the rank that others wait for.
+"""Find the rank for which the other ranks wait (the straggler).
 
 [Note: who is waited for] Ranks meet in the collectives of every step, so a step takes equally long on all
 ranks. The straggler is the rank with the shortest time blocked in collectives: it computes, reads data, or
@@ -14,37 +14,45 @@ from meshrec.train.ranks import Ranks
 
 
 class Straggler(NamedTuple):
-    """The rank for which the others wait, and the share of their time that they wait for it."""
+    """The rank for which the other ranks wait.
+
+    Attributes:
+        rank: the rank.
+        share: share of the time during which the other ranks wait for it, on average.
+    """
 
     rank: int
     share: float
 
 
 class WaitClock:
-    """Measures for how long collectives block this rank in each step."""
+    """Measures for how long this rank is blocked in collectives in every step."""
 
     def __init__(self) -> None:
-        # Blocked seconds per step since the last `take`.
+        # Seconds blocked in every step since the last `take`.
         self._steps: list[float] = []
-        # Total blocked seconds at the last step or start.
+        # Total seconds blocked until the end of the last step, or until `start`.
         self._before = blocked_time.seconds
 
     def start(self) -> None:
-        """Reset the clock: time blocked since the last step, as in an evaluation, does not count."""
+        """Reset the clock: time blocked since the last step, such as in an evaluation, does not count."""
         self._before = blocked_time.seconds
 
     def record_step(self) -> None:
-        """Record a step."""
+        """Record the blocked time of a step that has just ended."""
         now = blocked_time.seconds
         self._steps.append(now - self._before)
         self._before = now
 
     def take(self, ranks: Ranks, seconds: float) -> Straggler | None:
-        """Return the straggler since the last call; None for a single rank. Collective.
+        """Return the straggler in the steps since the last call. Collective.
 
         Args:
             ranks: the ranks, from `join`.
             seconds: total time of the recorded steps.
+
+        Returns:
+            The straggler; None for a single rank, or if no rank waited.
         """
         steps, self._steps = self._steps, []
         if ranks.size == 1 or not steps:
@@ -53,16 +61,20 @@ class WaitClock:
 
 
 def straggler(blocked: Sequence[Sequence[float]], seconds: float) -> Straggler | None:
-    """Find the rank that others wait for.
+    """Find the straggler from blocked times; see [Note: who is waited for].
 
     Args:
         blocked: seconds blocked in collectives, by rank and step.
         seconds: total time of the steps.
+
+    Returns:
+        The straggler; None if no rank waited for another.
     """
+    # For how long the other ranks together waited for every rank.
     waited = [0.0] * len(blocked)
     for step in zip(*blocked, strict=False):
         least = min(step)
-        # All other ranks waited for this rank, for the time they were blocked longer.
+        # All other ranks waited for the rank with the shortest time, for as long as they were blocked longer.
         waited[step.index(least)] += sum(step) - len(step) * least
     if not any(waited) or seconds <= 0:
         return None

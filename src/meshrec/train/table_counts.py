@@ -1,4 +1,4 @@
-"""Counts of admitted, refused and evicted IDs in hashed tables, for metrics lines."""
+"""Count the admitted, refused and evicted IDs of hashed tables, for lines of metrics."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,13 @@ from meshrec.tables.module import TableModule
 from meshrec.train.ranks import Ranks
 
 PREFIX = "hashed/"
+"""Prefix of the metrics' names."""
+# Fields of a table's report; see `take`.
 _COUNTS = ("live", "new", "refused", "evicted", "read", "hits")
 
 
 class IdCounts:
-    """Counts the live, new, refused and evicted IDs of each hashed table, and the hit rate, between lines.
+    """Computes metrics about the IDs in every hashed table, for a line of metrics.
 
     Args:
         model: the model, with sharded tables.
@@ -27,14 +29,15 @@ class IdCounts:
             for module in model.modules()
             if isinstance(module, TableModule) and module.is_sharded and module.is_growable
         ]
-        # Totals at the last `take`: metrics lines report differences.
+        # Totals since the start at the last `take`, because a line reports differences.
         self._before = [dict.fromkeys(_COUNTS, 0.0) for _ in self._tables]
 
     def take(self) -> dict[str, float]:
-        """Return ``hashed/<table>/<what>``: current ``live``, and other counts since the last call.
-        Collective.
+        """Return metrics named ``hashed/TABLE/METRIC``, over all ranks. Collective.
 
-        ``hit_rate`` is the share of IDs read in training that had a row or were about to get one.
+        ``live`` is the current number of IDs with a row. ``new``, ``refused`` and ``evicted`` are numbers of
+        IDs since the last call. ``hit_rate`` is the share of IDs read in training that had a row or were
+        about to get one.
         """
         if not self._tables:
             return {}
@@ -42,7 +45,7 @@ class IdCounts:
         totals = iter(self._ranks.sum(counts))
         line = {}
         for table, before in zip(self._tables, self._before, strict=True):
-            # Replicas of the same keys report the same counts: divide by the number of copies.
+            # Replicas of the same keys report the same counts, so divide by the number of copies.
             copies = max(next(totals), 1e-9)
             now = {name: round(next(totals) / copies) for name in _COUNTS}
             since = {name: max(0, now[name] - before[name]) for name in _COUNTS}
@@ -56,8 +59,8 @@ class IdCounts:
 
 
 def _table_counts(module: TableModule) -> Iterable[float]:
-    """Return the share of keys on this rank, and counts for these keys."""
-    # Column shards of the same keys report the same counts: use only the first columns.
+    """Return the share of all keys that this rank holds, and the counts of these keys' table shards."""
+    # Column shards of the same keys report the same counts, so use only the shards with the first column.
     first = [table for table in module.tables if table.rectangle.c0 == 0]
     span = ALL_KEYS[1] - ALL_KEYS[0]
     share = sum(table.rectangle.r1 - table.rectangle.r0 for table in first) / span

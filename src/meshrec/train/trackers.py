@@ -1,4 +1,4 @@
-"""Observers for MLflow and Weights & Biases, and user-defined observers."""
+"""Observers that record a run in MLflow or Weights & Biases, and user-defined observers."""
 
 import logging
 import math
@@ -20,10 +20,11 @@ _MAX_PARAM_LENGTH = 500
 
 
 class MLflowObserver:
-    """Records a run's options and metrics in MLflow, under the folder name, in the recipe's experiment.
+    """Observer that records a run's options and metrics in MLflow.
 
-    The location is ``MLFLOW_TRACKING_URI``, or else the file ``mlflow.db`` next to the run folder. A resumed
-    run continues its MLflow run.
+    The MLflow experiment has the recipe's name, and the MLflow run the name of the run folder. The location
+    is ``MLFLOW_TRACKING_URI``, or if not set, the file ``mlflow.db`` next to the run folder. A resumed run
+    continues its MLflow run.
 
     Args:
         folder: run folder.
@@ -38,11 +39,11 @@ class MLflowObserver:
         )
         self._entities = needs("mlflow.entities", "mlflow")
         self._folder = folder
-        # MLflow run ID, set when the run starts.
+        # MLflow run ID. Set when the run starts.
         self._run = ""
 
     def __call__(self, event: Event) -> None:
-        """Record an event."""
+        """Record an event. Other events than start, metrics and end are ignored."""
         match event:
             case Started():
                 self._start(event)
@@ -59,7 +60,7 @@ class MLflowObserver:
                 self._client.set_terminated(self._run, status)
 
     def _start(self, event: Started) -> None:
-        """Continue the MLflow run of a resumed run, or create one with the recipe's options."""
+        """Continue the MLflow run if the run is resumed, else create one with the recipe's options."""
         experiment = self._client.get_experiment_by_name(event.recipe.name)
         number = (
             self._client.create_experiment(event.recipe.name)
@@ -83,10 +84,10 @@ class MLflowObserver:
 
 
 class WandbObserver:
-    """Records a run's options and metrics in Weights & Biases, in the recipe's project.
+    """Observer that records a run's options and metrics in Weights & Biases.
 
-    Environment variables for Weights & Biases apply; ``WANDB_MODE=offline`` keeps everything next to the run
-    folder. A resumed run continues its W&B run.
+    The project has the recipe's name. Environment variables for Weights & Biases apply. For example,
+    ``WANDB_MODE=offline`` keeps everything next to the run folder. A resumed run continues its W&B run.
 
     Args:
         folder: run folder.
@@ -98,12 +99,13 @@ class WandbObserver:
     def __init__(self, folder: RunFolder) -> None:
         self._wandb = needs("wandb", "wandb")
         self._folder = folder
-        # Open from Started to Finished.
+        # W&B run, from the event Started to the event Finished.
         self._run: Any = None
 
     def _id(self) -> str:
-        """Return the run's W&B ID. It is unique, because folders may have equal names, and survives a
-        resume.
+        """Return the run's W&B ID, which is stored in the run folder.
+
+        It is random, because run folders may have equal names. A resumed run finds it again.
         """
         path = self._folder.path / "wandb_id.txt"
         if not path.exists():
@@ -111,7 +113,7 @@ class WandbObserver:
         return path.read_text()
 
     def __call__(self, event: Event) -> None:
-        """Record an event."""
+        """Record an event. Other events than start, metrics and end are ignored."""
         match event:
             case Started():
                 self._run = self._wandb.init(
@@ -123,7 +125,8 @@ class WandbObserver:
                     resume="allow",
                 )
             case Logged(line) | Evaluated(line, _):
-                # Test metrics belong to an earlier step, and W&B wants steps to increase: use another axis.
+                # W&B requires increasing steps, but test metrics belong to an earlier step. So log the step
+                # as a value, which can be used as an axis.
                 self._run.log({**named_metrics(line), "trained_step": line["step"]})
             case Finished(summary):
                 self._run.summary.update({"state": summary["state"], "best_step": summary["best_step"]})
@@ -131,7 +134,12 @@ class WandbObserver:
 
 
 class _Tracker(NamedTuple):
-    """An observer's constructor, and the module it imports."""
+    """A known observer.
+
+    Attributes:
+        make: creates the observer for a run folder.
+        module: module that must be installed.
+    """
 
     make: Callable[[RunFolder], Observer]
     module: str
@@ -144,10 +152,14 @@ TRACKERS: Mapping[str, _Tracker] = {
 
 
 def make_trackers(names: str, folder: RunFolder) -> list[Observer]:
-    """Create observers from comma-separated names.
+    """Create the observers of a run.
 
-    A name is in `TRACKERS`, or your own file.py:function or package.module:function, which takes the
-    `RunFolder` and returns an observer.
+    If an observer fails later, a warning is logged, and the run continues without the observer.
+
+    Args:
+        names: comma-separated names. A name is in `TRACKERS`, or a user's ``file.py:function`` or
+            ``package.module:function``, which takes the `RunFolder` and returns an observer.
+        folder: run folder.
 
     Raises:
         ValueError: an observer does not exist.
@@ -157,8 +169,15 @@ def make_trackers(names: str, folder: RunFolder) -> list[Observer]:
 
 
 def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
-    """Return the functions that create the observers. Called before a run exists, so that wrong names fail
-    early; raises the same errors as `make_trackers`.
+    """Find the functions that create observers, without calling them.
+
+    Used before a run exists, so that wrong names fail early. Raises the same errors as `make_trackers`.
+
+    Args:
+        names: see `make_trackers`.
+
+    Returns:
+        Functions from a run folder to an observer, by name.
     """
     makers: dict[str, Callable[[RunFolder], Observer]] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -176,7 +195,7 @@ def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
 
 
 def named_metrics(line: Line) -> dict[str, float]:
-    """Return a line's finite metrics, as ``train/loss`` and so on."""
+    """Return the finite metrics in a line, by name with the kind as prefix, such as ``train/loss``."""
     kind = line.get("kind", "train")
     return {
         f"{kind}/{name}": value
@@ -186,8 +205,13 @@ def named_metrics(line: Line) -> dict[str, float]:
 
 
 class _SafeObserver:
-    """Wraps an observer so that errors do not end the run: after a single warning, the observer gets no
-    more events.
+    """Wraps an observer so that an error in it does not end the run.
+
+    After an error, a warning is logged, and the observer gets no more events.
+
+    Args:
+        name: name of the observer, for the warning.
+        observer: the observer.
     """
 
     def __init__(self, name: str, observer: Observer) -> None:
@@ -196,7 +220,7 @@ class _SafeObserver:
         self._observer: Observer | None = observer
 
     def __call__(self, event: Event) -> None:
-        """Pass an event on."""
+        """Pass an event to the observer."""
         if self._observer is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Training loop: steps, metrics, evaluations and checkpoints."""
+"""The training loop: steps, metrics, evaluations and checkpoints."""
 
 from collections.abc import Iterator
 
@@ -23,30 +23,30 @@ from meshrec.train.watch import LossError
 
 
 class Trainer:
-    """Trains a recipe on a dataset. Every rank has a trainer, and all ranks work in step.
+    """Trains a recipe's model on a dataset. Every rank has a trainer, and all ranks call it together.
 
     Args:
         recipe: the recipe.
         dataset: the dataset loaded from ``recipe.data``.
         ranks: the ranks, from `join`.
         folder: run folder; None: nothing is stored.
-        observer: receives run events, on every rank that passes an observer.
-        stop: stop request for an early end.
-        profile: trace a few steps.
-        keep: save checkpoints. If False, every rank keeps its part of the best weights in memory.
-        store: object store for checkpoints; None: the run folder.
+        observer: called with the events of the run. May be given on some ranks only.
+        stop: the user's request to stop, which ends the run early.
+        profile: whether to record a profiler trace of a few steps.
+        keep: whether to save checkpoints. If False, every rank keeps its part of the best weights in memory.
+        store: object store for checkpoints; None: they are saved in the run folder.
 
     Attributes:
         built: the model and the optimizers.
-        progress: training progress.
-        saver: checkpoints, deltas and best weights.
-        evaluator: metrics of the reported weights, and early stopping.
-        stopped: whether ``stop`` ended the run.
-        precision: dense precision in training.
-        loss_check: for bf16, the reported weights' loss in both precisions; None before the end.
+        progress: progress of the training.
+        saver: saves checkpoints, deltas and best weights.
+        evaluator: has the metrics of the reported weights, and early stopping.
+        stopped: whether a stop request ended the run.
+        precision: precision of the dense part in training.
+        loss_check: for bf16, the loss of the reported weights in both precisions; None before the end.
 
     Raises:
-        ValueError: these ranks cannot run the recipe; raised on every rank.
+        ValueError: the recipe cannot run on these ranks; raised on every rank.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Trainer:
         keep: bool = True,
         store: ObjectStore | None = None,
     ) -> None:
-        # Before anything is allocated.
+        # Check before the model is allocated.
         recipe.check(ranks.size)
         self.recipe, self.dataset, self.ranks = recipe, dataset, ranks
         self._observer = observer
@@ -71,13 +71,13 @@ class Trainer:
         training = recipe.training
         self._samples_per_step = training.batch_size * training.accumulate
         self.steps_per_epoch = -(-dataset.train.num_samples // self._samples_per_step)
-        """Number of steps per epoch; the last step may have fewer samples."""
+        """Number of steps per epoch. The last step of an epoch may have fewer samples."""
         self.num_scheduled_steps = training.epochs * self.steps_per_epoch
         """Number of steps in the learning rate schedule."""
         if training.max_steps is not None:
             self.num_scheduled_steps = min(self.num_scheduled_steps, training.max_steps)
         self.num_steps = self.num_scheduled_steps
-        """Number of steps in the whole run, unless it ends early."""
+        """Number of steps in the whole run, unless it is stopped early."""
         if training.end_step is not None:
             self.num_steps = min(self.num_steps, training.end_step)
         self.built: BuiltModel = build(recipe, dataset, ranks)
@@ -119,7 +119,7 @@ class Trainer:
 
     @property
     def ended_because(self) -> str:
-        """Why training ended, or would end now, as a sentence."""
+        """Sentence that says why training ended, or would end now."""
         step = self.progress.step
         if self.stopped:
             return f"training stopped at step {step:,}, as requested."
@@ -130,7 +130,7 @@ class Trainer:
         return f"training stopped at step {step:,} of {self.num_steps:,}: {reason}"
 
     def resume(self) -> bool:
-        """Load the folder's newest intact checkpoint; return False if there is none. Collective."""
+        """Load the newest intact checkpoint in the run folder. Return whether there is one. Collective."""
         folder = self.saver.folder
         is_resumed = self.saver.resume()
         if is_resumed and folder is not None and self.ranks.is_first:
@@ -139,7 +139,10 @@ class Trainer:
         return is_resumed
 
     def run(self) -> dict[str, float]:
-        """Train to the end, or until an early stop; return the selected weights' validation metrics.
+        """Train to the end or until an early stop, and load the best weights into the model. Collective.
+
+        Returns:
+            Validation metrics of the reported weights.
 
         Raises:
             LossError: a loss is NaN or infinite on any rank; raised on every rank.
@@ -150,6 +153,7 @@ class Trainer:
             self._notify(Reported(self.precision.reason))
         is_fitted = self._fit_initial_weights()
         self.saver.start()
+        # With frozen objects, garbage collections during training do not visit the model again.
         with frozen_objects(), self._steps.profiled():
             if is_fitted or self._needs_evaluation():
                 self._evaluate()
@@ -166,23 +170,25 @@ class Trainer:
                 "warnings. Repair the data."
             )
         self._steps.phases.write()
-        # Save before the best weights replace the last ones: training can continue only from the latter.
+        # Save before the best weights replace the last weights, because training continues from the last
+        # ones.
         self.saver.finish()
         self._finish()
         return self.validation
 
     def evaluate(self, reader: Reader) -> dict[str, float]:
-        """Return metrics on other samples, such as ``dataset.open(paths, True)``. Collective."""
+        """Evaluate the model on other samples, such as ``dataset.open(paths, True)``. Collective."""
         return evaluate(self.built.model, reader, self.ranks, loss=self.recipe.loss)
 
     def predict(self, reader: Reader) -> Iterator[Scored]:
-        """Compute logits for this rank's part of ``reader``, in order. Collective until the iterator is
-        exhausted.
+        """Compute the logits of this rank's share of a reader's samples, in order; see `evaluation.score`.
+
+        Collective: every rank must exhaust the iterator.
         """
         return score(self.built.model, reader, self.ranks)
 
     def _fit_initial_weights(self) -> bool:
-        """Fit initial weights if this is the first step; return whether the model has such a fit."""
+        """Fit initial weights before the first step, if the model supports it. Return whether it did."""
         if self.progress.step:
             return False
         options = self.recipe.model.start(self.built.model, self.recipe, self.dataset, self.ranks)
@@ -190,7 +196,10 @@ class Trainer:
         return options is not None
 
     def _needs_evaluation(self) -> bool:
-        """Return whether a resumed run had ended an epoch but not evaluated it yet."""
+        """Return whether a resumed run must evaluate first.
+
+        This is so if the checkpoint is from the end of an epoch, but from before the epoch's evaluation.
+        """
         at_end = self.progress.step > 0 and self.progress.position.sample == 0
         between = (
             self.recipe.training.evaluate_every is None
@@ -199,11 +208,11 @@ class Trainer:
         return at_end and between and not self._is_over()
 
     def _is_over(self) -> bool:
-        """Return whether training ends: stop request, last step, or early stopping."""
+        """Return whether training ends now: by a stop request, after the last step, or by early stopping."""
         return self.stopped or self.progress.step >= self.num_steps or self.evaluator.early.is_over
 
     def _train_epoch(self) -> None:
-        """Train until the end of the epoch or run."""
+        """Train until the end of the epoch or of the run."""
         training, ranks = self.recipe.training, self.ranks
         train = self.dataset.train
         if training.balance and ranks.size > 1:
@@ -223,20 +232,23 @@ class Trainer:
                     if self.progress.position.sample == 0:
                         break
             finally:
-                self._steps.step.reset()  # batches in flight have not been trained on
+                # Drop batches that were read ahead. The next epoch reads from the position of trained
+                # samples.
+                self._steps.step.reset()
         if training.evaluate_every is None:
             self._evaluate()
-            # After the evaluation: the checkpoint of an epoch's last step includes the evaluation result.
+            # Save after the evaluation, so that the checkpoint includes its result.
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        """Save a checkpoint if one is due."""
+        """Save a checkpoint if one is due at this step."""
         if self.saver.is_due(self.progress.step):
-            self._log_remaining()  # a run that resumes here has lost these metrics
+            # Metrics that are not reported before the checkpoint would be missing after a resume from it.
+            self._log_remaining()
             self.saver.save()
 
     def _train_step(self, batches: Iterator[Batch]) -> bool:
-        """Train a step; return False if no data was left for it."""
+        """Run a training step, and the work that is due after it. Return False if no data was left."""
         progress, training = self.progress, self.recipe.training
         in_epoch = self.dataset.train.num_samples
         num_samples = min(
@@ -251,12 +263,13 @@ class Trainer:
         self._notify(Stepped(step, num_samples))
         logs = step % training.log_every == 0
         evaluates = training.evaluate_every is not None and step % training.evaluate_every == 0
-        # The last step of an epoch is saved after the evaluation.
+        # Without `evaluate_every`, the last step of an epoch is saved by `_train_epoch`, after the
+        # evaluation.
         saves = progress.position.sample > 0 or training.evaluate_every is not None
         saves = saves and self.saver.is_due(step)
         ends_epoch = progress.position.sample == 0
         publishes = training.publish_every is not None and step % training.publish_every == 0
-        # All ranks must know that the step succeeded before anything of it is reported or stored.
+        # All ranks must know that the step succeeded before its results are reported or stored.
         agreed = self._stop.exchange(
             self.ranks,
             failed=self._steps.step.failure is not None,
@@ -277,8 +290,8 @@ class Trainer:
         return True
 
     def _raise_first_failure(self) -> None:
-        """Raise the first error from any rank, on every rank."""
-        # All ranks pick the earliest step, so that they raise the same error.
+        """Raise a LossError for the first failed step, the same on every rank. Collective."""
+        # All ranks choose the earliest step, so that they raise the same error.
         failures = [
             failure for failure in self.ranks.collect(self._steps.first_failure) if failure is not None
         ]
@@ -291,18 +304,21 @@ class Trainer:
         )
 
     def _log(self) -> None:
-        """Report training metrics for the samples and the time since the last line."""
+        """Report a line of training metrics for the steps since the last line. Collective."""
         self._notify(Logged(self._lines.take()))
         self._steps.phases.write()
         self._lines.start_clock()
 
     def _log_remaining(self) -> None:
-        """Report metrics for remaining samples since the last line."""
+        """Report a line of training metrics, if there were steps since the last line. Collective."""
         if not self._lines.is_empty:
             self._log()
 
     def _evaluate(self) -> None:
-        """Evaluate the current weights on the validation data, and save them if they are the best."""
+        """Evaluate the current weights on the validation data, and save them if they are the best so far.
+
+        Collective. Without validation data, only report training metrics.
+        """
         self._log_remaining()
         if self.dataset.validation is None:
             return
@@ -315,7 +331,7 @@ class Trainer:
         self._lines.start_clock()
 
     def _finish(self) -> None:
-        """Load the best weights and evaluate them on the test data. A stopped run evaluates nothing."""
+        """Load the best weights, and evaluate them on test data unless the run was stopped. Collective."""
         evaluator, step = self.evaluator, self.progress.step
         if not self.stopped and evaluator.last_step != step:
             self._evaluate()
@@ -347,7 +363,7 @@ class Trainer:
             self._check_precision()
 
     def _check_precision(self) -> None:
-        """Compare the reported weights' loss in bf16 and fp32."""
+        """Compute the loss of the reported weights in bf16 and in fp32, and report both. Collective."""
         reader = self.dataset.train if self.dataset.validation is None else self.dataset.validation
         self.loss_check = check_loss(self.built.model, reader, self.ranks, self.recipe.loss)
         if self.loss_check is not None:
@@ -365,7 +381,7 @@ class Trainer:
             self._observer(event)
 
     def _started(self) -> Started:
-        """Return the event for the start of the run."""
+        """Return the event that announces the start of the run."""
         tables, dense = self.built.num_parameters()
         validation = self.dataset.validation
         return Started(

@@ -1,4 +1,4 @@
-"""LightGBM as a baseline: gradient-boosted trees on the model's inputs."""
+"""LightGBM as a baseline: gradient-boosted trees on the same inputs as the model."""
 
 import importlib.util
 import os
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
     Matrix = np.typing.NDArray[np.float32]
 
-_ROUNDS = 2000  # upper limit, which early stopping rarely reaches
+# Maximum number of trees. Early stopping usually ends the fit long before.
+_ROUNDS = 2000
+# Number of trees without a better AUC after which early stopping ends the fit.
 _PATIENCE = 50
 _MAX_IDS = 64
-"""Number of frequent list IDs with a separate column."""
+"""Maximum number of indicator columns for a feature with ID lists: its most frequent IDs."""
 _MAX_CATEGORIES = 10_000
 """Maximum number of categories in a column. All rarer IDs share one more category."""
 
 
 _SAMPLES_PER_THREAD = 10_000
-"""Number of samples that justifies another thread."""
+"""Number of samples per thread. With fewer, threads wait longer for one another than they work."""
 
 
 def has_trees() -> bool:
@@ -37,16 +39,16 @@ def has_trees() -> bool:
 
 
 class TreeBaseline:
-    """LightGBM model fitted to training samples; called with a batch, it returns logits.
+    """LightGBM model, fitted to training samples on creation. Called with a batch, it returns logits.
 
-    Dense values are inputs as they are, and single IDs are categories. A list becomes indicators for its most
-    frequent IDs. Trees are added until the validation AUC has not improved for 50 trees; without validation
-    data, there are 200 trees.
+    The inputs are dense values as they are, and IDs of single-ID features as categories. A feature with lists
+    becomes an indicator column for each of its most frequent IDs. Trees are added until the validation AUC
+    has not improved for 50 trees. Without validation data, there are 200 trees.
 
     Args:
-        dataset: describes the samples, and has the validation data.
-        train: the training samples.
-        read: reads all batches from a reader, with the labels of a single task.
+        dataset: the dataset, which has the features and the validation data.
+        train: training samples.
+        read: function that reads all batches of a reader, with the labels of a single task.
         tell: called with the finished share of the work.
     """
 
@@ -78,8 +80,7 @@ class TreeBaseline:
             "objective": "binary",
             "metric": "auc",
             "learning_rate": 0.1,
-            # Only rank 0 computes baselines, while the others wait, so it takes all cores. For few samples,
-            # more threads would wait for each other longer than they work.
+            # Use all cores, because only rank 0 computes baselines, while the other ranks wait.
             "num_threads": min(os.cpu_count() or 1, 1 + len(train.labels) // _SAMPLES_PER_THREAD),
             "seed": 0,
             "verbosity": -1,
@@ -97,7 +98,7 @@ class TreeBaseline:
             columns = np.concatenate([self.matrix(batch) for batch in batches])
             labels = torch.cat([batch.labels for batch in batches])
             weights = concat_weights([(batch.weights, len(batch)) for batch in batches])
-            # The same test as for the metrics: without both classes, early stopping has no AUC.
+            # Without samples of both classes, there is no AUC for early stopping.
             if area_under_curve(labels, labels, weights) is not None:
                 of_samples = None if weights is None else weights.numpy()
                 judged = [lightgbm.Dataset(columns, labels.numpy(), weight=of_samples, reference=data)]
@@ -116,8 +117,10 @@ class TreeBaseline:
         return torch.from_numpy(self._model.predict(self.matrix(batch), raw_score=True))
 
     def matrix(self, batch: "Batch") -> "Matrix":
-        """Return an input matrix, float32: dense columns, a column per single ID (NaN if missing), then list
-        indicators.
+        """Return a batch's input matrix, float32 [B, columns].
+
+        The columns are the dense values, a category per single-ID feature (NaN if the ID is missing), and the
+        indicators of features with lists.
         """
         columns = [batch.dense.numpy()]
         lists = []
@@ -141,7 +144,14 @@ class TreeBaseline:
         return np.concatenate([*columns, *lists], axis=1).astype(np.float32)
 
     def _category(self, name: str, values: Tensor) -> Tensor:
-        """Return the category of each ID: its rank among frequent IDs, or one category for all others."""
+        """Return the category of every ID.
+
+        Frequent IDs have separate categories, numbered by frequency. All other IDs share one category.
+
+        Args:
+            name: feature name.
+            values: IDs [n].
+        """
         frequent = self._frequent.get(name)
         if frequent is None:
             return values

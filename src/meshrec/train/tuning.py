@@ -1,4 +1,4 @@
-"""Hyperparameter search: trials proposed by Optuna, stored in a file, and pruned when they lag behind."""
+"""Hyperparameter search. Optuna proposes trials, stores them in a file, and prunes those that lag behind."""
 
 import contextlib
 import dataclasses
@@ -30,12 +30,12 @@ Tell = Callable[[str], None]
 
 
 class Range(NamedTuple):
-    """Search space from ``low`` to ``high``, inclusive; integers if both are integers.
+    """Search space of an option: all values from ``low`` to ``high``, integers only if both are integers.
 
     Attributes:
         low: smallest value.
-        high: largest value.
-        log: whether values are uniform in the logarithm.
+        high: largest value, inclusive.
+        log: whether values are drawn uniformly on a logarithmic scale.
     """
 
     low: float
@@ -43,19 +43,19 @@ class Range(NamedTuple):
     log: bool
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
-        """Draw a value for a trial."""
+        """Let Optuna propose a value for a trial."""
         if isinstance(self.low, int) and isinstance(self.high, int):
             return trial.suggest_int(name, self.low, self.high, log=self.log)
         return trial.suggest_float(name, self.low, self.high, log=self.log)
 
 
 class Choices(NamedTuple):
-    """Search space of listed values."""
+    """Search space of an option: listed values."""
 
     values: tuple[Any, ...]
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
-        """Draw a value for a trial."""
+        """Let Optuna propose a value for a trial."""
         return trial.suggest_categorical(name, self.values)
 
 
@@ -63,7 +63,13 @@ Space = Mapping[str, Range | Choices]
 
 
 class Spread(NamedTuple):
-    """Mean and standard deviation of a metric over several seeds."""
+    """Mean and standard deviation of a metric over several seeds.
+
+    Attributes:
+        mean: mean value.
+        deviation: standard deviation.
+        values: value per seed.
+    """
 
     mean: float
     deviation: float
@@ -71,9 +77,16 @@ class Spread(NamedTuple):
 
 
 def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choices]:
-    """Parse the options to search, such as ``tables.lr=1e-4..1e-1:log`` or ``model.embedding_dim=8,16,32``.
+    """Parse the command-line description of a search space.
 
-    Without words, search both learning rates, from a tenth to ten times the recipe's values.
+    Args:
+        words: a description per option, such as ``tables.lr=1e-4..1e-1:log`` or
+            ``model.embedding_dim=8,16,32``. If empty, search both learning rates, from a tenth to ten times
+            the recipe's values.
+        recipe: the recipe, which must have the options.
+
+    Returns:
+        Search space by option name.
 
     Raises:
         ValueError: a word has another form, or the recipe has no such option.
@@ -94,7 +107,12 @@ def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choice
 
 
 def _parse_values(text: str, word: str) -> Range | Choices:
-    """Parse ``LOW..HIGH``, ``LOW..HIGH:log`` or ``A,B,C``; ``word`` is the whole argument, for errors."""
+    """Parse the values of an option: ``LOW..HIGH``, ``LOW..HIGH:log`` or ``A,B,C``.
+
+    Args:
+        text: the values.
+        word: the whole argument, for errors.
+    """
     ends, _, scale = text.partition(":")
     low, dots, high = ends.partition("..")
     if not dots:
@@ -116,7 +134,7 @@ def _parse_literal(text: str) -> Any:
 
 
 def get_option(recipe: Recipe, name: str) -> Any:
-    """Return a recipe's option by dotted name.
+    """Return the value of a recipe option by dotted name, such as "tables.lr".
 
     Raises:
         ValueError: the option does not exist.
@@ -135,7 +153,12 @@ def get_option(recipe: Recipe, name: str) -> Any:
 
 
 def _option_names(holder: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all recipe options."""
+    """Yield the dotted names of all options in a recipe, or in a part of a recipe.
+
+    Args:
+        holder: recipe, or a dataclass in it.
+        prefix: prefix of the names, such as "tables.".
+    """
     for field in dataclasses.fields(holder):
         value, name = getattr(holder, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -145,10 +168,14 @@ def _option_names(holder: Any, prefix: str = "") -> Iterator[str]:
 
 
 def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with new values for some options, by dotted name.
+    """Return a copy of a recipe with other values for some options.
+
+    Args:
+        recipe: the recipe.
+        values: new values by dotted option name.
 
     Raises:
-        ValueError: the option does not exist.
+        ValueError: an option does not exist.
     """
     for name, value in values.items():
         get_option(recipe, name)
@@ -157,7 +184,13 @@ def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def _with_value(holder: Any, path: Sequence[str], value: Any) -> Any:
-    """Return nested dataclasses with a new value for the field at a path."""
+    """Return a copy of nested dataclasses with a new value for the field at a path.
+
+    Args:
+        holder: outer dataclass.
+        path: field names from the outside to the inside.
+        value: new value.
+    """
     first, *inner = path
     new = _with_value(getattr(holder, first), inner, value) if inner else value
     return dataclasses.replace(holder, **{first: new})
@@ -168,9 +201,9 @@ class BestTrial(NamedTuple):
 
     Attributes:
         values: option values by name.
-        worth: the trial's value; higher is better.
+        worth: result of the trial; higher is better.
         trial: number of the trial.
-        num_trials: number of trials in the study.
+        num_trials: number of all trials in the study.
     """
 
     values: dict[str, Any]
@@ -189,27 +222,31 @@ def tune(
     seed: int = 0,
     tell: Tell = lambda text: None,
 ) -> BestTrial:
-    """Train up to ``trials`` variants, and record the value of each in ``storage``. Collective.
+    """Search for the best option values: train variants of a recipe (trials), and record their results.
 
-    An existing study continues, and its finished trials count. A trial's value is the best validation AUC, or
-    the negative loss for numeric labels. A trial that lags behind the others is pruned.
+    Collective. If the file has a study of this recipe, it is continued, and its finished trials count. The
+    result of a trial is the best validation AUC, or the negative loss for numeric labels. A trial that lags
+    behind the others is pruned (ended early).
 
     Args:
         recipe: the recipe to tune.
-        ranks: the ranks, which train all trials together; rank 0 proposes the values.
-        space: the search space, see `read_space`.
-        trials: number of trials in the study, including those from earlier calls.
-        storage: an SQLite file.
+        ranks: the ranks, which train all trials together. Rank 0 proposes the values.
+        space: search space by option name; see `read_space`.
+        trials: number of trials in the study, including those of earlier calls.
+        storage: SQLite file for the study.
         seed: seed for the proposals.
         tell: prints a line for the user.
 
+    Returns:
+        The best trial, equal on all ranks.
+
     Raises:
-        ValueError: a number is out of range.
+        ValueError: ``trials`` is below 1, the file is not a study, or the recipe has no validation data.
     """
     if trials < 1:
         raise ValueError(f"--trials is {trials}; it must be at least 1.")
     search = needs("optuna", "tune")
-    # One load serves all trials, unless trials change the data.
+    # Load the data once for all trials, unless trials change data options.
     dataset = None if any(name.startswith("data.") for name in space) else recipe.data.load()
 
     def train(values: Mapping[str, Any], trial: "optuna.Trial | None" = None) -> float:
@@ -217,7 +254,8 @@ def tune(
         variant.check(ranks.size)
         return _train_trial(variant, dataset or variant.data.load(), ranks, trial)
 
-    # Other ranks follow rank 0: they train values until it shares None, then receive the result.
+    # Other ranks follow rank 0: they train the values that it shares until it shares None, and then the
+    # result.
     if not ranks.is_first:
         while (values := ranks.share(None)) is not None:
             train(values)
@@ -234,7 +272,7 @@ def tune(
             # Pruning starts after five trials, and after the first evaluation of a trial.
             pruner=search.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
         )
-    # Interrupted trials do not count.
+    # Trials that were interrupted in an earlier call do not count.
     num_finished = sum(trial.state.is_finished() for trial in study.trials)
 
     def objective(trial: "optuna.Trial") -> float:
@@ -253,7 +291,10 @@ def tune(
 
 @contextlib.contextmanager
 def _named_errors(storage: Path) -> Iterator[None]:
-    """Add the file name to SQLite errors: raise an OSError for a full disk, else a ValueError."""
+    """Context manager that converts SQLite errors: to an OSError if the disk is full, else to a ValueError.
+
+    Both name the file.
+    """
     try:
         yield
     except Exception as error:
@@ -271,7 +312,8 @@ def _named_errors(storage: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _preserved_logging() -> Iterator[None]:
-    """Keep Optuna from configuring logging, which would disable all other loggers."""
+    """Context manager that keeps Optuna from configuring logging, which would disable other loggers."""
+    # It configures logging only if the root logger has no handler.
     handler = logging.NullHandler()
     logging.getLogger().addHandler(handler)
     try:
@@ -281,10 +323,24 @@ def _preserved_logging() -> Iterator[None]:
 
 
 def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial | None") -> float:
-    """Train one trial; return its best validation metric on rank 0, and 0 on ranks without a ``trial``."""
+    """Train a variant of the recipe for a trial. Collective.
+
+    Args:
+        recipe: the variant.
+        dataset: the data.
+        ranks: the ranks, from `join`.
+        trial: Optuna's trial on rank 0; None on other ranks.
+
+    Returns:
+        Best validation metric on rank 0; 0 on other ranks.
+
+    Raises:
+        optuna.TrialPruned: the trial lags behind others. Raised on rank 0 only.
+        ValueError: the recipe has no validation data. Raised on rank 0 only.
+    """
     search = needs("optuna", "tune")
     best: list[float] = []
-    # Pruning is an early stop, on which all ranks agree.
+    # Pruning uses a stop request, so that all ranks stop at the same step.
     stop = StopRequest()
 
     def observe(event: Event) -> None:
@@ -311,16 +367,18 @@ def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optun
 def train_seeds(
     recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: None
 ) -> dict[str, Spread]:
-    """Train with ``num`` seeds; return mean and standard deviation per test metric.
+    """Train a recipe with several seeds, to measure how much the metrics vary. Collective.
 
-    Without test data, validation metrics are used. The seed determines initial weights and sample order; the
-    data is the same.
+    The seed determines initial weights and sample order. The data is the same.
 
     Args:
         recipe: the recipe.
         ranks: the ranks, from `join`.
         num: number of seeds, at least 2.
         tell: prints a line for the user.
+
+    Returns:
+        Mean and standard deviation of every test metric, or without test data, of every validation metric.
 
     Raises:
         ValueError: ``num`` is below 2.
@@ -344,7 +402,7 @@ def train_seeds(
 
 
 def _format_values(values: Mapping[str, Any]) -> str:
-    """Format values by name on a line."""
+    """Format values by name on a single line."""
     return "  ".join(
         f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in values.items()

@@ -1,4 +1,7 @@
-"""Configuration of the wide & deep model, which `meshrec inspect` proposes, and the fit of its start."""
+"""Configuration of the wide & deep model, and the fit of its initial weights.
+
+`meshrec inspect` proposes this model for click data.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,42 +36,42 @@ if TYPE_CHECKING:
     from meshrec.train.ranks import Ranks
 
 
-# Folds for out-of-fold scores, see `_out_of_fold_samples`.
+# Number of folds for out-of-fold scores; see `_out_of_fold_samples`.
 _FOLDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class WideDeepConfig(ModelConfig):
-    """Wide & deep model: linear terms, pairwise products, and MLPs; numbers have embeddings too."""
+    """Wide & deep model: a sum of linear terms, pairwise products and MLPs. Numbers have embeddings, too."""
 
     embedding_dim: int = 8
-    """Embedding width, the same for every table; the first column is the linear weight."""
+    """Embedding width, the same for every table. The first column is the ID's linear weight."""
     table_std: float | None = 0.01
-    """Standard deviation of initial table values; if none, small values that depend on the number of rows."""
+    """Standard deviation of initial table values. None: small values whose size depends on the row count."""
     layers: tuple[int, ...] = (128, 64)
     """Hidden layer sizes of the MLPs."""
     members: int = 1
-    """Number of MLPs in the ensemble; they share most weights."""
+    """Number of MLPs in the ensemble. They share most weights."""
     dropout: float = 0.3
     """Dropout rate for hidden values in training."""
     id_dropout: float = 0.1
     """Dropout rate for ID embeddings in training."""
     wide_scale: float = 1.0
-    """Factor for the linear ID weights: with Adam, they learn this many times as fast as embeddings."""
+    """Factor for the linear ID weights. With Adam, they learn this many times as fast as embeddings."""
     fit_wide: bool = False
-    """Start with linear weights from a logistic regression; the embeddings learn the residual."""
+    """Whether to start with linear weights from a logistic regression. Embeddings then learn the residual."""
     fit_trees: int = 0
-    """Maximum number of boosted trees next to the regression from fit_wide; 300 are enough. They need
+    """Maximum number of boosted trees in addition to the regression from fit_wide; 300 are enough. They need
     LightGBM: pip install "meshrec[lightgbm]".
     """
     fit_penalty: float | None = None
-    """L2 penalty for the regression from fit_wide; if none, validation data selects it."""
+    """L2 penalty for the regression from fit_wide. If not set, validation data selects it."""
     fit_tree_counts: tuple[int, int] | None = None
-    """Number of trees that learn the regression's residual, and that learn without it; if none, validation
-    data selects both.
+    """Number of trees that learn the regression's residual, and number of trees that learn without it. If not
+    set, validation data selects both.
     """
     shrinkage: float = 0.0
-    """L2 penalty per table row, over the whole training data: weights for rare IDs stay near 0."""
+    """L2 penalty per table row, over the whole training data. It keeps the weights of rare IDs near 0."""
 
     def __post_init__(self) -> None:
         for name in ("dropout", "id_dropout"):
@@ -114,17 +117,20 @@ class WideDeepConfig(ModelConfig):
     def start(
         self, model: nn.Module, recipe: Recipe, dataset: "Dataset", ranks: "Ranks"
     ) -> dict[str, Any] | None:
-        """Fit linear weights and trees on rank 0, if ``fit_wide`` is set, and load them on all ranks.
+        """Fit linear weights and trees on rank 0, and load them into the model on all ranks. Collective.
+
+        Does nothing unless ``fit_wide`` is set. See `ModelConfig.start`.
 
         Args:
-            model: the new model, maybe wrapped for data parallelism.
+            model: the new model, sharded or not.
             recipe: the recipe.
             dataset: the dataset.
             ranks: the ranks, from `join`.
 
         Raises:
-            ValueError: the loss is not `BinaryCrossEntropy`, or weight decay on tables would change scores.
-            ModuleNotFoundError: there are trees, and LightGBM is not installed.
+            ValueError: the loss is not `BinaryCrossEntropy`, or weight decay on tables would change the row
+                scores on which trees split.
+            ModuleNotFoundError: trees are to be fitted, but LightGBM is not installed.
         """
         if not self.fit_wide:
             return None
@@ -137,7 +143,8 @@ class WideDeepConfig(ModelConfig):
         wide = getattr(model, "module", model)
         assert isinstance(wide, WideDeep)
         if wide.trees is not None:
-            needs("lightgbm", "lightgbm")  # on every rank, although the first one fits
+            # Check on every rank, although only rank 0 fits, so that all ranks raise the error.
+            needs("lightgbm", "lightgbm")
             if getattr(recipe.tables, "weight_decay", 0):
                 raise ValueError(
                     f"model.fit_trees is {self.fit_trees}, and tables.weight_decay is "
@@ -153,8 +160,10 @@ class WideDeepConfig(ModelConfig):
         return {"fit_penalty": fitted.penalty} | ({"fit_tree_counts": fitted.counts} if wide.trees else {})
 
     def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
-        """Return the penalty per lookup, by feature: the row penalty divided by the expected lookups
-        per row.
+        """Return the L2 penalty per lookup, for every feature in table order; empty without shrinkage.
+
+        The loss sees a row once per lookup, so the row's penalty is divided by its expected number of
+        lookups in an epoch.
         """
         if not self.shrinkage:
             return []
@@ -169,26 +178,37 @@ class WideDeepConfig(ModelConfig):
 
 
 class _InitialValues(NamedTuple):
-    """Initial values of a wide & deep model, fitted to the first training samples."""
+    """Initial values of a wide & deep model, fitted to the first training samples.
+
+    Attributes:
+        linear: weights of the regression: one per table row, per bin of a number, and per number, and then
+            the bias. Hashed tables have no weights.
+        scores: row scores per table (see `row_scores`), without hashed tables; empty without trees.
+        trees: boosted trees.
+        penalty: L2 penalty of the regression.
+        counts: number of residual trees and of independent trees; see `fit_boosted`.
+    """
 
     linear: Tensor
-    """A weight per table row, bin and number, and the bias; hashed tables have no weights."""
     scores: list[Tensor]
-    """Row scores by table, without hashed tables; empty without trees."""
     trees: list[Branch | Leaf]
     penalty: float
-    """L2 penalty of the regression."""
     counts: tuple[int, int]
-    """Number of residual trees, and of independent trees; see `fit_boosted`."""
 
 
 def _fit_initial_values(
     model: WideDeep, dataset: "Dataset", config: WideDeepConfig, seed: int
 ) -> _InitialValues:
-    """Fit the linear weights, and trees if the model has them, on the first training samples.
+    """Fit the linear weights, and trees if the model has any, to the first training samples.
 
-    Without validation data, a tenth of these samples selects the penalty and the number of trees, unless the
-    configuration sets them.
+    Validation data selects the penalty and the number of trees, unless the configuration sets them. Without
+    validation data, a tenth of the training samples is held out for this.
+
+    Args:
+        model: the new model.
+        dataset: the dataset.
+        config: the model configuration.
+        seed: seed for the trees.
     """
     train = first_samples(dataset.train)
     validation = None if dataset.validation is None else first_samples(dataset.validation)
@@ -196,7 +216,8 @@ def _fit_initial_values(
     def labelled(samples: Batch) -> LabelledSamples:
         encoding = model.numbers.encoding
         shares = encoding(samples.dense.to(encoding.scale.device)).cpu()
-        # A line through all bins in addition to a weight per bin: the penalty then prefers straight lines.
+        # Add an input that is linear over all bins to the inputs per bin. The penalty then prefers straight
+        # lines to other functions of a number.
         dense = torch.cat([shares.flatten(1), (shares * encoding.widths.cpu()).sum(-1)], dim=1)
         return LabelledSamples.of(samples, design_matrix(dataset, samples, dense, shared=True))
 
@@ -206,7 +227,7 @@ def _fit_initial_values(
     linear = torch.from_numpy(fit.weights)
     if model.trees is None:
         return _InitialValues(linear.float(), [], [], fit.penalty, (0, 0))
-    # Samples that select the number of trees must not contribute to the scores that trees split.
+    # Samples that select the number of trees must not contribute to the scores on which trees split.
     uses_all = validation is not None or config.fit_tree_counts is not None
     learns = torch.from_numpy(~validation_mask(len(train)) | uses_all)
     scores = _table_row_scores(dataset, train, learns)
@@ -235,10 +256,18 @@ def _fit_initial_values(
 def _out_of_fold_samples(
     dataset: "Dataset", samples: Batch, learnt: LabelledSamples, fit: Regression, learns: Tensor
 ) -> TreeSamples:
-    """Return training samples with scores and logits from fits on the other folds.
+    """Return training samples for trees, with row scores and logits that were fitted without the sample.
 
-    Scores and weights fitted on a sample's own label predict it better than they predict new samples, so
-    trees would rely on them too much.
+    Every sample belongs to a fold, and gets scores and logits from a fit to the other folds. If the sample's
+    own label had contributed to them, they would predict it better than new labels, and trees would rely on
+    them too much.
+
+    Args:
+        dataset: the dataset.
+        samples: training samples.
+        learnt: the same samples as inputs for the regression.
+        fit: the regression fitted to all samples.
+        learns: which samples may contribute to fits, bool [B].
     """
     folds = torch.arange(len(samples)) % _FOLDS
     inputs, logits = [], []
@@ -257,7 +286,10 @@ def _out_of_fold_samples(
 
 
 def _table_row_scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
-    """Return row scores by table, from samples where ``learns`` [B] is True."""
+    """Compute the row scores of every table (see `row_scores`), from samples where ``learns`` [B] is True.
+
+    Hashed tables are left out.
+    """
     table_scores, weights = [], weights_of(samples)
     for table in dataset.tables(1):
         if table.keys is not None:
@@ -272,7 +304,16 @@ def _table_row_scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> lis
 
 
 def _tree_inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
-    """Return tree inputs [B, N + F]: numbers, then pooled ID scores per feature; 0 for hashed tables."""
+    """Return the inputs of the trees, [B, N + F].
+
+    These are the N numbers, and for every one of F features, the row scores of its IDs, pooled like
+    embeddings. Features with hashed tables have 0.
+
+    Args:
+        dataset: the dataset.
+        samples: the samples.
+        scores: row scores by table, from `_table_row_scores`.
+    """
     inputs, remaining = [samples.dense], iter(scores)
     for table in dataset.tables(1):
         of_rows = None if table.keys is not None else next(remaining)[:, None]
@@ -287,7 +328,13 @@ def _tree_inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Te
 
 
 def _initial_state(model: WideDeep, fit: _InitialValues, seed: int) -> dict[str, Tensor]:
-    """Return a state dict with the fitted values, and a deep part whose output is 0."""
+    """Return a state dict with the fitted values, and with weights that make the deep part's output 0.
+
+    Args:
+        model: the new model.
+        fit: fitted values.
+        seed: seed for the other initial values of tables.
+    """
     state: dict[str, Tensor] = {}
     # The fitted weights follow the order in `design_matrix`: table rows, bins, lines, bias.
     encoding, start, fitted, scores = model.numbers.encoding, 0, fit.linear, iter(fit.scores)
@@ -306,7 +353,7 @@ def _initial_state(model: WideDeep, fit: _InitialValues, seed: int) -> dict[str,
     number_weights = model.numbers.weight.detach().cpu().clone()
     number_weights[:, :, 0] = bins.view(encoding.N, encoding.T) + lines[:, None] * encoding.widths.cpu()
     state["numbers.weight"] = number_weights
-    # A zero head: before the first step, the model predicts as the regression does.
+    # With a head of zeros, the model gives the same predictions as the fitted values before the first step.
     state["mlp.head"] = torch.zeros_like(model.mlp.head)
     state["mlp.bias"] = torch.full_like(model.mlp.bias, float(fitted[-1]))
     return state

@@ -1,6 +1,7 @@
-"""YAML recipes: `Recipe` fields, with ``type`` naming the class where several are possible.
+"""Read and write recipes as YAML.
 
-Only MeshRec classes are created, and nothing in a file is executed.
+A YAML recipe has the fields of `Recipe`, and a ``type`` with the class name where several classes are
+possible. Only MeshRec classes are created, and nothing in a file is executed.
 """
 
 import dataclasses
@@ -19,15 +20,15 @@ from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import to_json
 
 SUFFIXES = (".yaml", ".yml")
-# Feature defaults that YAML leaves out.
+# Default values in the JSON of features, which YAML leaves out.
 _FEATURES = {"version": 1, "joins": [], "weight": None}
 _REMEDY = "Correct this line; `meshrec recipe to-yaml RECIPE` writes a file to begin with"
-# YAML 1.1 reads 1e-3 as a string: it requires 1.0e-3.
+# YAML 1.1 reads 1e-3 as a string, because it requires 1.0e-3. This pattern makes it a float.
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
 
 
 def from_yaml(path: Path) -> Recipe:
-    """Read a recipe.
+    """Read a recipe from a YAML file.
 
     Raises:
         ValueError: the file does not exist, is not YAML, or has a field or a value that a recipe cannot have.
@@ -52,7 +53,11 @@ def from_yaml(path: Path) -> Recipe:
 
 
 def recipe_of(saved: Any, where: str) -> Recipe:
-    """Make a recipe from plain values, such as those from `to_json`. ``where`` names them in errors.
+    """Create a recipe from plain values, such as the output of `to_json`.
+
+    Args:
+        saved: plain values.
+        where: name of the values in errors, such as the file name.
 
     Raises:
         ValueError: a field or a value is not allowed in a recipe.
@@ -62,7 +67,7 @@ def recipe_of(saved: Any, where: str) -> Recipe:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Write a recipe as YAML, without default values.
+    """Return a recipe as YAML, without fields that have their default values.
 
     Raises:
         ValueError: YAML cannot hold the recipe: it has in-memory tables, or a class outside MeshRec.
@@ -72,7 +77,16 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _build_object(kind: Any, saved: Any, where: str) -> Any:
-    """Create an object of a class, or of the subclass named by ``saved``."""
+    """Create an object of a class, or of the subclass that ``saved["type"]`` names.
+
+    Args:
+        kind: dataclass of the object, such as `DataSource`.
+        saved: plain values by field name.
+        where: name of the object in errors.
+
+    Raises:
+        ValueError: a field or a value is not allowed.
+    """
     if not isinstance(saved, Mapping):
         raise ValueError(
             f"{where} is {saved!r:.100}, and it must have the fields of {kind.__name__}. {_REMEDY}."
@@ -111,12 +125,12 @@ def _build_object(kind: Any, saved: Any, where: str) -> Any:
 
 
 def _build_field(hint: Any, value: Any, where: str, *, name: str) -> Any:
-    """Convert a YAML value to a recipe field.
+    """Convert a plain value from YAML to the value of a recipe field.
 
     Args:
-        hint: type of the field.
+        hint: type annotation of the field.
         value: plain value.
-        where: field for errors.
+        where: name of the field in errors.
         name: field name.
     """
     if name == "features" and isinstance(value, Mapping):
@@ -126,7 +140,7 @@ def _build_field(hint: Any, value: Any, where: str, *, name: str) -> Any:
             return Features.from_json(_FEATURES | dict(value))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{where}: {error}. {_REMEDY}.") from error
-    # An optional field, such as None or X, has the dataclass among the type arguments.
+    # If the field is optional (X | None), the dataclass X is among the type's arguments.
     kind = next((argument for argument in typing.get_args(hint) if dataclasses.is_dataclass(argument)), hint)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return _build_object(kind, value, where)
@@ -134,13 +148,13 @@ def _build_field(hint: Any, value: Any, where: str, *, name: str) -> Any:
 
 
 def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
-    """Convert a plain value from `to_json` to a field's type.
+    """Convert a plain value, from `to_json` or YAML, to the type of a field.
 
     Args:
-        hint: type of the field.
+        hint: type annotation of the field.
         saved: the plain value.
-        where: field name for errors.
-        remedy: advice for errors.
+        where: name of the field in errors.
+        remedy: advice to append to errors.
 
     Raises:
         ValueError: the value does not fit the type.
@@ -180,14 +194,22 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
 
 
 def _concrete_classes(kind: Any) -> list[Any]:
-    """Return a class and all MeshRec subclasses, without abstract classes."""
+    """Return a class and all its subclasses in MeshRec, without abstract classes."""
     classes = [] if getattr(kind, "__abstractmethods__", None) else [kind]
     below = [subclass for child in kind.__subclasses__() for subclass in _concrete_classes(child)]
     return [*classes, *(subclass for subclass in below if subclass.__module__.startswith("meshrec."))]
 
 
 def _to_plain(value: Any, declared: Any) -> Any:
-    """Convert an object to plain values. It includes the class name unless the declared type implies it."""
+    """Convert a recipe, or an object in it, to plain values, without fields that have their default values.
+
+    Args:
+        value: the object.
+        declared: type annotation of the field with the object. If the class differs, its name is included.
+
+    Raises:
+        ValueError: YAML cannot represent the object.
+    """
     kind = type(value)
     if hasattr(value, "from_json"):
         return {name: item for name, item in value.to_json().items() if _FEATURES.get(name) != item}
@@ -217,7 +239,7 @@ def _to_plain(value: Any, declared: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether YAML can hold a value."""
+    """Return whether YAML can represent a value."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, str | int | float | Path | Enum)
