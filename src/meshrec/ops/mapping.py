@@ -50,6 +50,7 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
         # torch opens files by name. This name refers to the open descriptor, even if the path was replaced.
         name = f"/proc/self/fd/{descriptor}" if os.path.isdir("/proc/self/fd") else f"/dev/fd/{descriptor}"
         return Mapping(torch.from_file(name, shared=False, size=num_bytes, dtype=torch.uint8), -1)
+    # -1: the mapping has no guard.
     guard = ctypes.c_int(-1)
     # The kernel reports a failure as a null address.
     ctypes.set_errno(0)

@@ -79,6 +79,7 @@ def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     if type(small) is not Tensor or not small.is_cpu or num_bytes == 0 or _NO_RESERVE is None:
         return None
     try:
+        # Without a swap reservation, the range may exceed the physical memory.
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     except (OSError, OverflowError):
         return None

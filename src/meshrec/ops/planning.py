@@ -146,6 +146,7 @@ def anneal(
 
 def _unchanged(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
     """Return the initial plan. The implementation without compiled kernels."""
+    # The remaining arguments are numbers.
     candidates, starts, groups, ranks, amounts = (a for a in arguments if isinstance(a, Tensor))
     totals = torch.tensor([float("inf"), 0.0], dtype=torch.float64)
     # New tensors, because an operator must not return its inputs.

@@ -33,6 +33,7 @@ class GrowingRegion:
     """
 
     def __init__(self, memory: Tensor, row_bytes: float, offset: int = 0) -> None:
+        # A weak reference, which does not keep a dropped table alive.
         self._memory, self._offset, self.row_bytes = ref(memory), offset, row_bytes
         # Populated bytes from the region start. Initially up to the first whole page: the
         # partial page before it belongs to the neighboring region too.
@@ -78,6 +79,7 @@ class PagePrefaulter:
         new, self._num_rows = num_rows - self._num_rows, num_rows
         if new <= 0:
             return
+        # Pages that the new rows fill, over all regions.
         needed = new * self._row_bytes / HUGE_PAGE
         self._pages_owed += 1.25 * needed  # 25 % more than needed, to build up a lead
         if self._pages_owed < 1:

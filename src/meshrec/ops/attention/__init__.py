@@ -118,6 +118,7 @@ def jagged_attention(
         _check(query_MHQ, key_NHQ, value_NHV, offsets_B1, queries, max_length=max_length, bias=bias)
     # The operator takes no optional target counts, so pass zeros.
     targets = torch.zeros_like(offsets_B1[1:]) if num_targets_B is None else num_targets_B
+    # Timestamps matter only with a time bias.
     has_time = bias.time_T is not None
     out: Tensor = operators.jagged_attention(
         query_MHQ,

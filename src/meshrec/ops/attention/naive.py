@@ -51,6 +51,7 @@ def jagged_attention(
     parts, log_sums = [], []
     for sample in _samples(query_MHQ, key_NHQ, offsets_B1, query_offsets_B1, _Options(*options)):
         values = value_NHV[sample.tokens].transpose(0, 1)
+        # Back to tokens first.
         parts.append((sample.weights() @ values).transpose(0, 1))
         log_sums.append(sample.scores.logsumexp(2).T)
     is_softmax = _Options(*options).softmax
@@ -169,6 +170,7 @@ def _samples(
         row = column[length - num_queries :, None]
         distance = bucket = None
         if options.position_P is not None:
+            # 0 to 2 L - 2, because positions differ by less than L.
             distance = options.max_length - 1 + column - row
             scores = scores + options.position_P[distance]
         if options.time_T is not None:
@@ -261,6 +263,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
         return (None,) * num_inputs
     saved = ctx.saved_tensors
     *token_grads, position_grad, time_grad = operators.jagged_attention_grad(grad, *saved, *ctx.options)
+    # Saved tensors end with position, time, timestamps.
     position, time = saved[-3:-1]
     bias_grads = (None if position is None else position_grad, None if time is None else time_grad)
     # No gradient for offsets, query offsets, target counts, timestamps and options.

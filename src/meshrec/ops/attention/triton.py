@@ -69,6 +69,7 @@ def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -
     num_queries, num_heads, _ = query.shape
     out = value.new_empty(num_queries, num_heads, value.shape[2])
     is_softmax = launch.constants["SOFTMAX"]
+    # SiLU needs none, because its gradient only needs scores.
     log_sums = query.new_empty(num_queries if is_softmax else 0, num_heads)
     grid, samples = launch.grid_and_samples(num_queries, len(options[0]) - 1, num_heads)
     if out.numel():
@@ -140,6 +141,7 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
             **launch.constants,
             BUCKETS=max(16, 1 << (size - 1).bit_length()) if is_time else 0,
         )
+        # In a fixed order, so equal calls give equal bits.
         total.add_(parts.sum(0))
     return total
 

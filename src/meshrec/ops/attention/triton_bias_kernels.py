@@ -59,6 +59,7 @@ def _sum_over_heads(
     """Return the score gradients for a tile, summed over all heads: [BLOCK, BLOCK]."""
     first_query, index, is_row = rows
     first, column, is_key = keys
+    # Bias and mask are equal for all heads.
     bias, allowed, max_length = shared_state
     sums = tl.zeros([BLOCK, BLOCK], tl.float32)
     for head in range(tokens.num_heads):
@@ -138,6 +139,7 @@ def bias_gradients(
         histogram = tl.zeros([BUCKETS], tl.float32)
     else:
         num_positions = 2 * biases.max_length - 1
+        # int64, because parts may have more than 2^31 elements.
         positions = parts + 2 * program.to(tl.int64) * num_positions
     for n in range(num):
         first_column = nth_block(n, contextual, past, num_before, targets) * BLOCK

@@ -410,6 +410,7 @@ def attend(
         VALUE_WIDTH: value width, padded to a power of two.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks
+    # Programs are numbered by sample, then by head, then by block.
     head = program // num_blocks % tokens.num_heads
     number = program // num_blocks // tokens.num_heads
     first, length, history, first_query, queries = load_sample(samples, number)
@@ -417,6 +418,7 @@ def attend(
     start = (num_blocks - 1 - program % num_blocks) * BLOCK
     if start >= queries:
         return
+    # Tokens before the first query.
     before = length - queries
     index = start + tl.arange(0, BLOCK)
     is_row, row = index < queries, index + before
@@ -429,6 +431,7 @@ def attend(
     )
     sums = tl.zeros([BLOCK, VALUE_WIDTH], tl.float32)
     maxima = tl.full([BLOCK], _MASKED_SCORE, tl.float32)
+    # Sum over exp(score - maximum) for every query.
     total = tl.zeros([BLOCK], tl.float32)
     for n in range(num):
         column = nth_block(n, contextual, past, num_before, targets) * BLOCK + tl.arange(0, BLOCK)

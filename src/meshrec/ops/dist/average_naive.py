@@ -37,6 +37,7 @@ def average_ranks(
     # A copy, because ``mean`` may be a term, and is written only at the end.
     total = terms[0].to(torch.float64 if mean.dtype == torch.float64 else torch.float32, copy=True)
     for term in terms[1:]:
+        # One rank after another: the order decides the rounding.
         total += term
     # Multiply once by the reciprocal, as the kernels do: a division could round differently.
     mean.copy_(total.mul_(1 / num_ranks))

@@ -56,6 +56,7 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
         groups = _pack_run(run)
         parts += groups
         sizes.append(sum(map(len, groups)))
+    # torch.cat needs at least one tensor.
     empty = ids.new_empty(0, dtype=torch.uint8)
     return torch.cat([*parts, empty]), torch.tensor(sizes, dtype=torch.int64, device=ids.device)
 
@@ -95,6 +96,7 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
             last_id, position = int(part[-1]), position + 1 + size
     if position != len(message):
         raise _corrupt_message(message, counts)
+    # torch.cat needs at least one tensor.
     empty = message.new_empty(0, dtype=torch.int64)
     return torch.cat([*parts, empty]).to(torch.int64 if wide else torch.int32)
 

@@ -165,10 +165,12 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # If all uses have the same bag count, the header holds it. Otherwise each message starts with the counts.
     batches = {ids.lengths_B.numel() for ids in uses}
     batch = batches.pop() if len(batches) == 1 else (-1 if batches else 0)
+    # Status 0: this version raises errors instead.
     header = torch.zeros(num_ranks, 4, dtype=torch.int64)
     header[:, 3] = batch
     counts = torch.zeros(len(plan.routes), dtype=torch.int64)
     payload: list[Tensor] = [torch.empty(0, dtype=torch.int32, device=values.device)]
+    # In rank order, as the all-to-all sends them.
     for rank in range(num_ranks):
         parts: list[list[Tensor]] = [[], [], [], []]
         for route, (_, use, first_row) in enumerate(plan.routes):
@@ -296,6 +298,7 @@ def gather_pooled(*arguments: Any) -> Tensor:
     if local is not None:
         # The last source, with the number R.
         sources.append(local)
+    # The pieces cover all columns, so nothing needs zeroing.
     out = received.new_empty(batch, out_dim, dtype=torch.float32)
     for source, source_column, width, column, add, mean_use in pieces.tolist():
         part = sources[source][:, source_column : source_column + width]
@@ -314,6 +317,7 @@ def gather_coded(*arguments: Any) -> Tensor:
     """
     rows, (starts, widths, formats, *_) = PooledRows.split(arguments)
     ops = torch.ops.meshrec
+    # Through the dispatcher, which selects a kernel if there is one.
     values = ops.wire_decode(rows.received, [rows.batch] * len(rows.dims), starts, widths, formats)
     out: Tensor = ops.gather_pooled(*rows._replace(received=values))
     return out
@@ -362,6 +366,7 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
         if mean_use >= 0:
             part = part * _inverse_lengths(offsets, segments, num_keys, keys[mean_use])
         sources[source][:, source_column : source_column + width] = part
+    # The last source stays on this rank, in fp32.
     return torch.cat([source.view(-1) for source in sources[:-1]]).to(dtype), sources[-1]
 
 
@@ -472,6 +477,7 @@ def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]]
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _parse_router(router)
     uses = [_ids_of_use(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
+    # A use that is left out has width 0, so it takes no elements.
     sizes = [ids.rows.numel() * dim for ids, dim in zip(uses, dims, strict=True)]
     starts = list(accumulate(sizes, initial=0))
     positions, element = [], 0

@@ -123,6 +123,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         *arguments
     )
     device, num_ids = values.device, values.numel()
+    # Kernels index these tensors as flat arrays.
     values, offsets = values.contiguous(), offsets.contiguous()
     weights = None if weights is None else weights.contiguous()
     routes, bags = cached_routes(router), UseBags.from_offsets(offsets, segments, num_keys, keys)
@@ -265,6 +266,7 @@ def gather_pooled(*arguments: Any) -> Tensor:
     out = torch.empty(batch, out_dim, dtype=torch.float32, device=received.device)
     # A program handles a tile with _TILE elements: narrow groups leave room for more rows.
     columns = 1 << (groups.max_columns - 1).bit_length()
+    # Row tiles by column groups. CUDA refuses a grid with a dimension 0.
     grid = ceil_div(batch, _TILE // columns), len(groups.groups)
     if 0 not in grid:
         triton_kernels.gather_columns[grid](
@@ -272,6 +274,7 @@ def gather_pooled(*arguments: Any) -> Tensor:
             groups.parts,
             _first_columns(dims, received.device),
             received.contiguous(),
+            # Without local tables, no piece reads this argument, so any tensor will do.
             out if local is None else local.contiguous(),
             offsets,
             _first_bags(groups, received.device, offsets, segments, num_keys, keys),
@@ -380,6 +383,7 @@ def _copy_sequences(
         target,
         scale,
         GATHER=gather,
+        # A program copies a row at full width.
         BLOCK=1 << (max(width for *_, width in rows) - 1).bit_length(),
     )
 
@@ -410,6 +414,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
     fields = [
         (first, len(key_routes)) for first, key_routes in zip(firsts, routes_by_key.values(), strict=False)
     ]
+    # Zeros, because routes add to it, and some IDs are on no route.
     out = torch.zeros(values.numel(), dtype=torch.float32, device=device)
     if num_sent:
         triton_kernels.sum_weight_grads[slots.grid(len(fields))](

@@ -84,6 +84,7 @@ def count_ids(
     inside = lanes < bags
     first_row, end_row, rows = tl.load(fields + 2), tl.load(fields + 3), tl.load(fields + 4)
     start, end = _bags(fields, offsets, lanes, inside, num_ids)
+    # A counter per bag.
     count = tl.zeros([BLOCK], tl.int32)
     outside = tl.zeros([BLOCK], tl.int32)
     wrong = tl.zeros([BLOCK], tl.int32)
@@ -194,6 +195,7 @@ def write_messages(
     ids_of_rank = tl.load(starts + tl.load(rank + 1)) - first_id
     message = words + tl.load(rank + 3) + first_id * words_per_id
     ids_at = message + tl.load(rank + 2)
+    # IDs in earlier slots, which gives the position in the message.
     before = tl.load(starts + slots, inside, 0)
     if (tl.load(rank + 4) < 0) & (tl.program_id(0) == 0):
         # The first program of a route writes the bag count at the front of the message.
@@ -490,6 +492,7 @@ def sum_weight_grads(
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < bags
     start, end = _bags(fields, offsets, lanes, inside, num_ids)
+    # Lanes advance together, until the longest bag ends.
     max_length = tl.max(tl.where(inside, end - start, 0), 0)
     for number in range(num_routes):
         fields = routes + tl.load(routes_of_keys + first + number) * _FIELDS

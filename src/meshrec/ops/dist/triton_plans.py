@@ -38,6 +38,7 @@ class PlanRoutes:
         """Compute the routes from the five ``router`` tensors; ``naive`` documents these."""
         cut_start, cuts, interval_start, interval_routes, flat = (tensor.tolist() for tensor in router)
         routes = [flat[i : i + 3] for i in range(0, len(flat), 3)]
+        # ends: end row per route, from the last interval on the route.
         ends, max_routes, interval = [0] * len(routes), [], 0
         num_rows = []
         for start, end in pairwise(cut_start):
@@ -49,6 +50,7 @@ class PlanRoutes:
                     ends[route] = cuts[cut]  # a route's intervals are consecutive
             max_routes.append(use_max)
             num_rows.append(cuts[end - 1])
+        # Ranks after the last rank with a route are left out.
         num_ranks = max((rank for rank, *_ in routes), default=-1) + 1
         num_routes = [0] * num_ranks
         rows, seen = [], set[int]()

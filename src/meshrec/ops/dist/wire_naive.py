@@ -176,6 +176,7 @@ def wire_encode(
     first = torch.full((), none, device=values.device)
     for block in blocks:
         values_ND = block.view_of(values, block.row_elements, block.element)
+        # A view, so that writing to it fills the message.
         coded = block.view_of(message, block.row_bytes, block.byte)
         row = torch.arange(len(values_ND), device=values.device)
         for column in block.columns:
@@ -187,6 +188,7 @@ def wire_encode(
             coded[:, column.bytes] = encode_column(column_values, formats[column.number], noise)
             if formats[column.number] & ~STOCHASTIC not in _CASTS:
                 bad = ~column_values.isfinite().all(1)
+                # Stays on the device, because the report must not synchronize.
                 count += bad.sum()
                 positions = block.element + row * block.row_elements + column.elements.start
                 first = torch.minimum(first, torch.where(bad, positions, none).amin() if len(bad) else first)
@@ -391,11 +393,13 @@ def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
     if kind in _CASTS:
         return _cast_to_fp32(coded.contiguous().view(_CASTS[kind])).view(len(coded), dim)
     params = coded[:, :PARAM_BYTES].contiguous().view(torch.float32).view(-1, 2)
+    # The two lowest bits are the flags.
     raw = params[:, 0].contiguous().view(torch.int32)
     scale, flags = (raw & ~3).view(torch.float32), raw & 3
     codes, top = coded[:, PARAM_BYTES:].contiguous(), 127
     if kind == INT4:
         codes, top = torch.stack([codes & 15, codes >> 4], 2).view(len(coded), -1)[:, :dim], 7
+        # 4-bit codes are stored as code + 8.
         signed = codes.long() - 8
     else:
         signed = codes.view(torch.int8).long()

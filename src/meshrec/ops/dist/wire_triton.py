@@ -49,6 +49,7 @@ def wire_encode(
     blocks = list(naive.block_ranges(rows, starts, widths, formats))
     size = sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True))
     if max(widths, default=0) > _MAX_WIDTH or values.dtype != torch.float32 or values.numel() != size:
+        # The plain version also raises the error for a wrong size.
         return naive.wire_encode(values, rows, starts, widths, formats, *options)
     values = values.contiguous()
     message = values.new_empty(
@@ -98,6 +99,7 @@ def wire_decode(
     blocks = list(naive.block_ranges(rows, starts, widths, formats))
     size = sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True))
     if max(widths, default=0) > _MAX_WIDTH or message.dtype != torch.uint8 or message.numel() != size:
+        # The plain version also raises the error for a wrong size.
         return naive.wire_decode(message, rows, starts, widths, formats)
     message = message.contiguous()
     values = message.new_empty(

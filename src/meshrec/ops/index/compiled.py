@@ -28,9 +28,11 @@ _SLOTS_PER_SHARD, _MAX_SHARD_BITS = 1 << 20, 4
 _INITIAL_SLOTS, _INITIAL_BUCKETS = 1 << 12, 64
 _BUCKETS_PER_ID = 25 / 126  # see buckets_for in csrc/index/shard.h
 _PAGE_BUCKETS = (1 << 21) // _BUCKET_BYTES  # buckets per huge page
+# Addresses: header, buckets, tags, free slots.
 _pointers = ctypes.c_void_p * 4
 
 
+# Order and types must equal those in C, because ctypes cannot check them.
 class AssignArgs(ctypes.Structure):
     """Arguments for an index in a ``meshrec_index_give`` call; C struct in csrc/index/hash_index.h."""
 
@@ -97,6 +99,7 @@ class CompiledIndex:
         header[_MAX_SLOTS], header[_SHARD_BITS] = max_slots, shard_bits
         # Per shard: no keys, then the bucket count before and after a resize, and the resize's progress.
         header[_HEADER_WORDS:].view(-1, _SHARD_WORDS)[:, 1:] = _MIN_BUCKETS
+        # The header first: _set_room reads and updates it.
         self.memory = [header, *(torch.empty(0, dtype=torch.uint8) for _ in range(3))]
         # Read header words through ctypes: tensor indexing takes 2 us per word, and every lookup reads
         # several words per table.
@@ -313,4 +316,5 @@ def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tens
         item.status = Status.NO_MEMORY
     _library.meshrec_index_free(arguments, len(indexes))
     statuses = [Status(item.status) for item in arguments]
+    # SUCCESS is 0, hence false.
     return list(statuses) if any(statuses) else list(ids)

@@ -178,6 +178,7 @@ class HashIndex:
         if status is Status.NOT_ASCENDING:
             reason = "the IDs to insert must be distinct and ascending; use unique()."
         elif status is Status.PRESENT:
+            # Searched again just for the message, because failures are rare.
             present = given_N[self.find(given_N) >= 0]
             reason = f"ID {int(present[0])} has a slot already; insert only IDs that find() misses."
         elif status is Status.FULL:
@@ -252,6 +253,7 @@ def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int
         Slots inside spans (-1 for an ID without a slot) and unchanged IDs elsewhere, int64 [N]; and per span
             the number of IDs without a slot.
     """
+    # Distinct indexes, by identity.
     indexes = list({id(span.owner): span.owner for span in spans}.values())
     compiled_indexes = [index._index for index in indexes if isinstance(index._index, CompiledIndex)]
     # The kernel only searches compiled indexes. Python indexes are searched span by span.
@@ -296,6 +298,7 @@ def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
     assert len({id(index) for index in implementations}) == len(implementations)
     compiled_indexes = [index for index in implementations if isinstance(index, CompiledIndex)]
     naive_indexes = [index for index in implementations if isinstance(index, NaiveIndex)]
+    # The library decides, so all indexes are compiled or none is.
     assert not (compiled_indexes and naive_indexes)
     results = (
         compiled.free(compiled_indexes, slots_by_index)

@@ -99,6 +99,7 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     shard_bits, room = int(header[3]), int(header[4])
     keys = mix(ids_N, seed)
     shards = _shift_right(keys, 64 - shard_bits) if shard_bits else torch.zeros_like(keys)
+    # Eight header words, then four words per shard.
     _, before, after, moved = header[8:].view(-1, 4)[shards].unbind(1)
     # The high bits select the shard. The remaining bits, as a fraction of 2^64, select the bucket.
     fractions = keys << shard_bits
@@ -114,6 +115,7 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
         low, high = bytes_N[:, :56].contiguous().view(torch.int64), bytes_N[:, 56:63].long()
         equal = ((low ^ keys[pending, None]) << extra[:, None]) == 0
         equal &= torch.arange(7, device=keys.device) < count[:, None]
+        # At most one entry matches.
         is_match, entry = equal.max(1)
         entry_slots = (high << extra[:, None]) | (_shift_right(low, 1) >> (63 - extra[:, None]))
         entry_slots = entry_slots.gather(1, entry[:, None])[:, 0]
@@ -226,6 +228,7 @@ class NaiveIndex:
         return torch.tensor(slots, dtype=torch.int64)
 
     def insert(self, ids_N: Tensor, given_N: Tensor | None = None) -> Tensor | Status:
+        # All checks come first: a failed call changes nothing.
         if bool((ids_N[1:] <= ids_N[:-1]).any()):
             return Status.NOT_ASCENDING
         ids = ids_N.tolist()

@@ -143,6 +143,7 @@ def first_left(
         positions = (is_current & ~torch.isin(slot, torch.cat(protected))).nonzero()[:limit, 0]
         # The kernel stops reading once it has enough, so count stale candidates only up to there.
         num_read = int(positions[-1]) + 1 if len(positions) == limit > 0 else len(slot) if limit else 0
+        # cumprod is 1 only for candidates before the first current one.
         num_stale.append(int(is_current[:num_read].logical_not().cumprod(0).sum()))
         results.append(positions)
     return [*results, torch.tensor(num_stale, dtype=torch.int64)]

@@ -129,6 +129,7 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
         low, step = firsts[2 * k : 2 * k + 2]
         first = first_rows(ids[unknown], seeds[2 * k + 1], low, step, 0, dim)
         first = nbit.nbit_quantize(first, bits[table], None) if bits[table] else first.to(row.dtype)
+        # Row numbers after the last table row.
         slots[unknown] = torch.arange(len(row), len(row) + len(first))
         return torch.cat([row, first]), slots
 

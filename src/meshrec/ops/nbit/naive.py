@@ -119,6 +119,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
     """
     lookups, options = Lookups.split(arguments)
     check_tables(weights, bits, lookups)
+    # check_tables has ensured equal widths for features that share a table.
     widths = dict(zip(lookups.tables, lookups.dims, strict=True))
     # The whole table is dequantized: this version is a reference, not meant to be fast.
     floats = [
@@ -189,6 +190,7 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
     spread = codes.new_zeros(num_rows, code_bytes(dim, bits), per_byte)
     spread.flatten(1)[:, :dim] = codes
     for position in range(per_byte):
+        # Padding bits stay 0.
         rows[:, PARAM_BYTES : PARAM_BYTES + spread.shape[1]] |= spread[:, :, position] << (bits * position)
     return rows
 

@@ -40,6 +40,7 @@ def _transfer(
     Returns:
         Failures, int64 [number of failures, 2]: index in ``keys``, and cause. Empty if all went well.
     """
+    # Parts may be parameters, which autograd protects from in-place writes.
     memory = [part.detach() for part in parts]
     return operator(file, list(layout), keys, memory, slots, in_flight, ring)
 

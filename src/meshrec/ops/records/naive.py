@@ -83,6 +83,7 @@ def records_read(
             # A block per key. The kernels join requests for blocks close together in the file.
             block = os.pread(file, geometry.block_bytes, geometry.position(key))
         except OSError as error:
+            # Report it, and continue with the next key.
             failures.append((position, error.errno or 0))
             continue
         if len(block) < geometry.block_bytes:
@@ -97,6 +98,7 @@ def records_read(
         # The record has the row parts in this order.
         for part in memory:
             width = part.shape[1]
+            # bytearray, because frombuffer wants writable memory.
             part[slot] = torch.frombuffer(bytearray(content[:width]), dtype=torch.uint8)
             content = content[width:]
     return torch.tensor(failures, dtype=torch.int64).view(-1, 2)

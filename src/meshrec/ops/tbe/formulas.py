@@ -171,6 +171,7 @@ def _moments_step(rows: Rows, h: Hyper) -> Tensor:
     """
     g, (m, v) = decayed_gradient(rows, h), rows.slots
     square = g.square() if v.dim() == 2 else _mean_of_squares(rows, h, g)
+    # In place: the caller stores the modified slots.
     m.mul_(h.beta1).add_(g, alpha=1 - h.beta1)
     v.mul_(h.beta2).add_(square, alpha=1 - h.beta2)
     scale = (v / (1 - h.beta2**h.step)).sqrt() + h.eps
@@ -193,6 +194,7 @@ def _lamb(rows: Rows, h: Hyper) -> Tensor:
     r = _lamb_direction(rows, h)
     weight_norm = rows.sum_of_squares(RowSum.WEIGHT, rows.weight).sqrt()
     step_norm = rows.sum_of_squares(RowSum.DIRECTION, r).sqrt()
+    # Quotients with a zero norm are discarded below.
     either_zero = (weight_norm == 0) | (step_norm == 0)
     ratio = torch.where(either_zero, torch.ones_like(step_norm), weight_norm / step_norm)
     return rows.weight - h.lr * ratio[:, None] * r
@@ -208,6 +210,7 @@ def _lars(rows: Rows, h: Hyper) -> Tensor:
     decay = h.weight_decay if h.decay_mode == L2_DECAY else 0.0
     weight_norm = rows.sum_of_squares(RowSum.WEIGHT, rows.weight).sqrt()
     grad_norm = rows.sum_of_squares(RowSum.GRADIENT, g).sqrt()
+    # Quotients with a zero norm are discarded below.
     either_zero = (weight_norm == 0) | (grad_norm == 0)
     local = h.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + h.eps)
     local_lr = h.lr * torch.where(either_zero, torch.ones_like(local), local)
@@ -230,6 +233,7 @@ def _ftrl(rows: Rows, h: Hyper) -> Tensor:
     n += g.square()
     root = n.sqrt()
     z += g - g.square() / (root + before + _TINY) / h.lr * rows.weight
+    # Weights are 0 where |z| is at most l1, which makes the table sparse.
     over = (z.abs() - h.l1).clamp(min=0)
     return torch.where(over > 0, -z.sign() * over / ((h.beta + root) / h.lr + h.l2), 0.0)
 
@@ -244,6 +248,7 @@ def _rowwise_rmsprop_ar(rows: Rows, h: Hyper) -> Tensor:
     g, (v, prev_iter) = decayed_gradient(rows, h), rows.slots
     v.mul_(h.beta2).add_(_mean_of_squares(rows, h, g), alpha=1 - h.beta2)
     gap = torch.where(prev_iter == 0, 1.0, h.step - prev_iter)
+    # State is fp32, which represents steps exactly up to 2^24.
     prev_iter.fill_(h.step)
     shrinkage = (1 - h.lr * h.ar_alpha * gap).clamp(h.min_shrinkage, 1)
     return shrinkage[:, None] * _decayed_weight(rows, h) - (h.lr / (v.sqrt() + h.eps))[:, None] * g

@@ -112,6 +112,7 @@ def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tup
         lookups: the batch.
         num_rows: row count per table.
     """
+    # Rows and gradients alternate in this list.
     flat = operators.tbe_sparse_grad(grad, *lookups, num_rows)
     return list(zip(flat[::2], flat[1::2], strict=True))
 
@@ -139,6 +140,7 @@ def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups
         weights: ``[rows, D]`` per table.
         lookups: the batch.
     """
+    # The gradient of the per-sample weights does not depend on these weights.
     values, offsets, _, segments, *options = lookups
     result: Tensor = operators.tbe_sample_weight_grad(
         grad, list(weights), values, offsets, segments, *options
@@ -192,14 +194,17 @@ class _FusedLookup(torch.autograd.Function):
         check_unchanged(BATCH_TENSORS, ctx.lookups[:4], ctx.versions)
         ctx.updater.check_tables(ctx.foreign_writes)
         sample_grad = None
+        # Only on request, because it reads all rows again.
         if ctx.needs_input_grad[1]:
             sample_grad = sample_weight_grad(grad, ctx.weights, ctx.lookups)
         dense_grads: list[Tensor] = []
         if ctx.dense_tables:
+            # of_tables renumbers the tables to match this list.
             dense_weights = [ctx.weights[table] for table in ctx.dense_tables]
             dense_grads = dense_grad(grad, dense_weights, ctx.lookups.of_tables(ctx.dense_tables))
         # Last, because dense and sample weight gradients must see the weights before the update.
         ctx.updater.take(grad, ctx.lookups)
+        # A gradient per forward argument: anchor, sample weights, five without a gradient, dense weights.
         return (None, sample_grad, None, None, None, None, None, *dense_grads)
 
 
@@ -243,6 +248,7 @@ def _run_fused(
     options: LookupOptions,
 ) -> Tensor:
     """Run a fused lookup outside of tracing; the implementation of ``fused_forward``."""
+    # _apply skips the check in Function.apply, so check here.
     if torch._C._are_functorch_transforms_active():
         raise ValueError(
             "a fused collection was called inside a torch.func transform (grad, vmap, ...), which cannot "

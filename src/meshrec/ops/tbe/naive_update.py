@@ -43,6 +43,7 @@ def update_rows(
     # Indexing copies. The formula modifies the copies, which are written back below.
     slots = [slot[rows_U] for slot in state]
     updated = formula_of(optimizer).apply(Rows(weight[rows_U].float(), gradient_UD, slots, stats_U3), h)
+    # Rows do not repeat, so the write order does not matter.
     weight[rows_U] = _round_to_dtype(
         updated, weight.dtype, rows_U + origin[0] if keys_U is None else keys_U, h, origin[1]
     )
@@ -54,6 +55,7 @@ def _round_to_dtype(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, 
     """Convert updated rows to the table dtype: stochastically if ``h.seed`` is not 0, else to nearest."""
     if dtype == torch.float32 or h.seed == 0:
         return x_UD.to(dtype)
+    # Column numbers in the whole table.
     columns_D = torch.arange(first_column, first_column + x_UD.shape[1], device=x_UD.device)
     return stochastic_round(x_UD, dtype, random_bits(rows_U, columns_D, h.seed, h.step))
 
@@ -84,6 +86,7 @@ def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tens
         step: number of the update, so that every update rounds differently.
     """
     start = to_signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
+    # int64 products wrap modulo 2^64, like those in uint64.
     x = rows_U.long()[:, None] * to_signed(0x9E3779B97F4A7C15)
     x = x + columns_D * to_signed(0xC2B2AE3D27D4EB4F) + start
     x = (x ^ shift_right(x, 30)) * to_signed(0xBF58476D1CE4E5B9)

@@ -67,6 +67,7 @@ def look_up(
     Returns:
         The output, or None if the check found invalid offsets, IDs or weights.
     """
+    # Imported late, because Triton may be missing.
     from meshrec.ops.tbe import triton_kernels
 
     lookups, values = position_lookups(batch, out_size), batch.values
@@ -249,6 +250,7 @@ def _make_entries(
     else:
         # Sorted rows, their entry numbers, and run numbers, from tbe_row_squares.
         rows, order, _ = runs.view(3, -1)
+    # Kernels find a gradient row by its first element, so the tensor must be flat.
     grad = grad.float().contiguous().view(-1)
     return _Entries(
         grad, rows, order, starts, factors, tables_of, first_rows, align=_alignment(batch.dims, [])
@@ -287,6 +289,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         [*batch.dims, *(weight.shape[1] for weight in weights)],
         [tensor.data_ptr() for tensor in (*weights, *state)],
     )
+    # Only floating-point tables are trained: 0 bits.
     kinds = _group_by_dtype(weights, [0] * num_tables)
     for (dtype, _), selected in kinds.items():
         subset = lookups.of_tables(selected)
@@ -334,6 +337,7 @@ def _update_runs(
     """Launch the update kernel, which sums the gradients of every row and updates the row."""
     from meshrec.ops.tbe import triton_update_kernels
 
+    # Programs without the first entry in a run return at once.
     num_entries, runs_at_once = entries.rows.numel(), _runs_at_once(constants["BLOCK"])
     triton_update_kernels.update_runs[(-(-num_entries // runs_at_once),)](
         *entries[:6],
@@ -375,6 +379,7 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
     """
     summed, entries, run_ids = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
+    # On the CPU, where the sizes are already known.
     counts = torch.tensor([len(table_squares) for table_squares in squares], dtype=torch.int64)
     return torch.cat(squares), counts, torch.cat([entries.rows.long(), entries.order, run_ids])
 
@@ -391,8 +396,10 @@ def _summed_rows(
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
     lookups = position_lookups(batch, grad.numel())
+    # Widths come from the features. A table without a feature gets 0.
     width_of = dict(zip(batch.tables, batch.dims, strict=True))
     widths = [width_of.get(table, 0) for table in range(num_tables)]
+    # First pass: kernels only read widths and row numbers, so all addresses are 0.
     no_slots = [[0] * num_tables]
     fields = _table_fields([0] * num_tables, no_slots, widths, num_rows=num_rows, origins=[], device=device)
     entries = _make_entries(grad, lookups, batch, fields, num_rows=num_rows)
@@ -401,6 +408,7 @@ def _summed_rows(
     is_first[1:] = entries.rows[1:] != entries.rows[:-1]
     is_first &= entries.rows < entries.end_of_rows
     runs_before = torch.cat([is_first.new_zeros(1, dtype=torch.int64), is_first.cumsum(0)])
+    # searchsorted needs equal dtypes.
     first_rows = cached_on_device(device, entries.first_rows).to(entries.rows.dtype)
     # The number of runs before a table's first row is the number of the table's first run.
     first_of_table = torch.searchsorted(entries.rows, first_rows)
@@ -433,6 +441,7 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     """
     batch = Lookups(*arguments)
     lookups = position_lookups(batch, grad.numel())
+    # Untouched rows have gradient 0. Sums are in fp32, also for half-precision tables.
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     widths, num_rows = [weight.shape[1] for weight in weights], [weight.shape[0] for weight in weights]
     targets = [[total.data_ptr() for total in totals]]

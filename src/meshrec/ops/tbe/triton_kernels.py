@@ -134,6 +134,7 @@ def look_up(
         BAGS: bags per program.
         BLOCK: row width, padded to a power of two.
     """
+    # LOOKUP_FIELDS integers per lookup.
     fields = lookups + tl.program_id(1) * 7
     # The grid is sized for the lookup with the most bags.
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
@@ -151,6 +152,7 @@ def look_up(
     # All False, with the shape of is_bag.
     bad = is_bag & False
     for offset in range(0, tl.max(end - start, 0), _AT_ONCE):
+        # Unrolled, to have several row loads in flight.
         for unrolled in tl.static_range(_AT_ONCE):
             at = start + offset + unrolled
             is_id = at < end
@@ -258,8 +260,10 @@ def run_starts(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
         end_of_rows: row number for padding entries.
         RUNS: entries per program.
     """
+    # int64, because there may be more than 2^31 entries.
     entry = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     row = tl.load(rows + entry, entry < num_entries, end_of_rows).to(tl.int64)
+    # -1 before the first entry, so that it starts a run.
     previous = tl.load(rows + entry - 1, (entry > 0) & (entry < num_entries), -1).to(tl.int64)
     return entry, row, (row < end_of_rows) & (previous != row)
 
@@ -286,6 +290,7 @@ def _sum_part(
     """
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([RUNS, BLOCK], tl.float32)
+    # Up to the end of the part: sum_parts handles later entries.
     end = tl.where(active, tl.minimum((at // _PART + 1) * _PART, num_entries), 0)
     while tl.max(active.to(tl.int32), 0) > 0:
         for _ in tl.static_range(_AT_ONCE):

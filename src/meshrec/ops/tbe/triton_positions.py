@@ -54,6 +54,7 @@ def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLooku
             are counted on the device, so the caller must know the size.
     """
     offsets, segments, device = batch.offsets, batch.segments, batch.offsets.device
+    # Tuples and numbers, which can be cache keys. segments is on the CPU, so reading it does not synchronize.
     positioned, bounds = _positions(
         offsets.numel() - 1,
         None if segments is None else tuple(segments.tolist()),
@@ -129,6 +130,7 @@ def _positions(
     features = list(range(len(keys))) * len(bags_RF)
     max_bags = int(bags_RF.max()) if bags_RF.numel() else 0
     table_of_lookup = [tables[feature] for feature in features]
+    # The stream is part of the cache key, because the copy is only ordered before kernels on this stream.
     positioned = PositionedLookups(copy_to_device(fields, device), features, table_of_lookup, max_bags, shape)
     return positioned, copy_to_device(bounds, device)
 

@@ -285,6 +285,7 @@ def update_runs(
     at, row, first = run_starts(rows, num_entries, end_of_rows, RUNS)
     if tl.max(first.to(tl.int32), 0) == 0:
         return
+    # All entries in a run read the same table, so the first entry tells the table.
     entry = tl.load(order + at, first, 0)
     fields = tables + tl.load(tables_of + entry, first, 0) * 7
     width = tl.multiple_of(tl.load(fields + 3, first, 0), [ALIGN])
@@ -306,6 +307,7 @@ def update_runs(
     at0, at1, row0, row1 = slot0[:, None] + element, slot1[:, None] + element, slot0 + local, slot1 + local
     stats = row_stats
     if STATS:
+        # By entry number. All entries in a run have the same statistics.
         stats = row_stats + entry * 3
     # LARS adds the decay after it computed the norms.
     if (DECAY == _L2) & (OPTIMIZER != _LARS):
@@ -341,6 +343,7 @@ def update_runs(
     if WEIGHT == tl.float32:
         tl.store(target, w, inside)
     else:
+        # Loaded as float64, because fp32 would round them.
         seed, step = tl.load(hyper + _SEED).to(tl.int64), tl.load(hyper + _STEP).to(tl.int64)
         # Positions in the whole table, so that a shard rounds like the whole table.
         whole_row = tl.load(fields + 5, first, 0) + local
