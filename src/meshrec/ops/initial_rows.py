@@ -32,6 +32,7 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
     # Hash the ID to 64 bits once, then hash the column with these bits in 32-bit arithmetic, which is faster.
     bits_N = mix(ids, seed)
     lower_N, upper_N = bits_N & _WORD, (bits_N >> 32) & _WORD
+    # 2^32 divided by the golden ratio, so that adjacent columns get very different bits.
     columns_D = torch.arange(c0, c1, device=ids.device) * 0x9E3779B9
     x_ND = ((lower_N[:, None] + columns_D) & _WORD) ^ upper_N[:, None]
     # The 32-bit finalizer "lowbias32", which csrc/index/first_rows.cpp vectorizes with 32-bit products. Here

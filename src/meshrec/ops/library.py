@@ -37,6 +37,7 @@ def schemas() -> list[str]:
 def _load() -> torch.library.Library | None:
     """Load the compiled kernels and return None. Without kernels, return a torch library with all schemas."""
     if _KERNELS.exists():
+        # The library declares the schemas and registers the CPU kernels itself.
         torch.ops.load_library(str(_KERNELS))
         return None
     _logger.warning(

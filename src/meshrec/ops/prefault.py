@@ -47,6 +47,7 @@ class GrowingRegion:
     def mark_populated(self, num_rows: int) -> None:
         """Note that writes to the first ``num_rows`` rows have populated the pages under these rows."""
         missing = max(0.0, num_rows * self.row_bytes - self._populated)
+        # Whole pages, rounded up.
         self._populated += -int(-missing // HUGE_PAGE) * HUGE_PAGE
 
     def populate(self) -> bool:

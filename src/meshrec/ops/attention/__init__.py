@@ -55,6 +55,7 @@ class Bias(NamedTuple):
     """Timestamp of every token in seconds, int64 [N]. Required with ``time_T``."""
 
 
+# Default arguments, created once.
 _CAUSAL, _NO_BIAS = Mask(), Bias()
 _logger = logging.getLogger("meshrec")
 

@@ -73,6 +73,7 @@ class AttentionResults(NamedTuple):
 @triton.jit
 def load_sample(samples, number):
     """Return a sample's first token, length, length without targets, first query, and number of queries."""
+    # int64, because element positions may exceed 2^31.
     first = tl.load(samples.offsets + number)
     length = (tl.load(samples.offsets + number + 1) - first).to(tl.int32)
     first_query = tl.load(samples.query_offsets + number)
@@ -301,6 +302,7 @@ def key_blocks(
         CONTEXTUAL: see `Mask`.
         BLOCK: tokens per block.
     """
+    # Key positions [low, high) that the mask allows for these queries, apart from targets.
     low = 0
     high = end if CAUSAL else length
     contextual = 0
@@ -339,6 +341,7 @@ def _query_blocks(
     The ranges are contextual tokens, and the other queries. The result holds: the end of the first range, the
     start of the second, and the total number of blocks.
     """
+    # Query positions [low, high) that see these keys.
     low = start if CAUSAL else 0
     high = length
     if WINDOW > 0:
@@ -515,6 +518,7 @@ def query_gradients(
         start + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
     )
     sums = tl.zeros([BLOCK, QUERY_WIDTH], tl.float32)
+    # Index in the [M, H] tensors.
     position = (first_query + index) * tokens.num_heads + head
     for n in range(num):
         column = nth_block(n, contextual, past, num_before, targets) * BLOCK + tl.arange(0, BLOCK)

@@ -172,6 +172,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     payload: list[Tensor] = [torch.empty(0, dtype=torch.int32, device=values.device)]
     # In rank order, as the all-to-all sends them.
     for rank in range(num_ranks):
+        # Bag counts, lengths, IDs, weights.
         parts: list[list[Tensor]] = [[], [], [], []]
         for route, (_, use, first_row) in enumerate(plan.routes):
             if plan.routes[route][0] != rank:
@@ -227,6 +228,7 @@ def unpack_ids(
     lengths, values, weights = [], [], []
     bags: list[int] = []
     for rank in blocks:
+        # A message starts with bag counts only if these differ between uses.
         message, prefix = messages[rank], num_routes if batches[rank] < 0 else 0
         block_bags = message[:prefix].tolist() if prefix else [batches[rank]] * num_routes
         ids_start = prefix + sum(block_bags)
@@ -481,6 +483,7 @@ def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]]
     sizes = [ids.rows.numel() * dim for ids, dim in zip(uses, dims, strict=True)]
     starts = list(accumulate(sizes, initial=0))
     positions, element = [], 0
+    # Lookups are ordered by rank, like the rows in the message.
     for route, use, column, width in lookups.tolist():
         intervals = torch.tensor(plan.intervals[route], device=values.device)
         # A column vector, which broadcasts against the columns.

@@ -133,6 +133,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_offsets[(ceil_div(max(num_bags, 1), _TILE),)](offsets, num_bags, num_ids, slots.is_bad, BLOCK=_TILE)
     # An ID takes one or two words, and a weight one more.
     words_per_id = (2 if wide else 1) + (weights is not None)
+    # -1: bag counts differ, so each message lists them.
     batches = set(bags.number)
     batch = batches.pop() if len(batches) == 1 else (-1 if batches else 0)
     ranks, before = [], 0
@@ -362,6 +363,7 @@ def _copy_sequences(
     for route, use, column, _ in rows:
         if column == 0:  # a table's shards contain column 0 of every row exactly once
             ids_of_use[use] += ids_of_route[route]
+    # First element per use in the result.
     first = list(accumulate((n * dim for n, dim in zip(ids_of_use, dims, strict=True)), initial=0))
     # The parts of rows are in the message in the order of the lookups.
     fields, message_offset = [], 0

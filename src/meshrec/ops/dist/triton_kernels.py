@@ -76,6 +76,7 @@ def count_ids(
         CHECK: whether to set ``is_bad``.
         BLOCK: bags per program.
     """
+    # A program handles a route and a range of bags.
     fields = routes + tl.program_id(1) * _FIELDS
     bags = tl.load(fields + 8)
     if tl.program_id(0) * BLOCK >= bags:
@@ -138,6 +139,7 @@ def write_header(
     first = tl.load(starts + tl.load(fields, inside, 0), inside, 0)
     num_ids = tl.load(starts + tl.load(fields + 1, inside, 0), inside, 0) - first
     words = tl.load(fields + 2, inside, 0) + num_ids * words_per_id
+    # The same status in all headers, so that all ranks see it.
     status = tl.load(is_bad).to(tl.int64) + tl.zeros([BLOCK], tl.int64)
     tl.store(header + lanes * 4, status, inside)
     tl.store(header + lanes * 4 + 1, words, inside)
@@ -264,6 +266,7 @@ def unpack_messages(
         low = tl.load(ids + 2 * lanes, inside, 0).to(tl.int64) & 0xFFFFFFFF
         high = tl.load(ids + 2 * lanes + 1, inside, 0).to(tl.int64)
         tl.store(values + first + lanes, (high << 32) | low, inside)
+        # Weights follow the wide IDs, which take two words each.
         ids += num_ids
     else:
         tl.store(values + first + lanes, tl.load(ids + lanes, inside, 0), inside)
@@ -317,6 +320,7 @@ def gather_columns(
         ROWS: rows per program.
         BLOCK: columns per program.
     """
+    # A program handles a column group and a range of rows.
     group = groups + tl.program_id(1) * 4
     column, width, first, num_parts = (
         tl.load(group),
@@ -387,6 +391,7 @@ def scatter_columns(
         ROWS: rows per program.
         BLOCK: columns per program.
     """
+    # A program handles a piece and a range of rows.
     piece = pieces + tl.program_id(1) * 5
     source, source_column, width = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
     column, use = tl.load(piece + 3), tl.load(piece + 4)
@@ -438,6 +443,7 @@ def copy_sequences(
         GATHER: copy from the message; otherwise to the message.
         BLOCK: width, padded to a power of two.
     """
+    # A program handles a bag in a lookup.
     lookup = lookups + tl.program_id(1) * 6
     fields = routes + tl.load(lookup) * _FIELDS
     bag = tl.program_id(0)
@@ -485,8 +491,10 @@ def sum_weight_grads(
         out: output, fp32 [N], zeros.
         BLOCK: bags per program.
     """
+    # A program handles a key and a range of bags.
     key = keys + tl.program_id(1) * 2
     first, num_routes = tl.load(key), tl.load(key + 1)
+    # All routes with this key have the same bags, so take them from the first route.
     fields = routes + tl.load(routes_of_keys + first) * _FIELDS
     bags = tl.load(fields + 8)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

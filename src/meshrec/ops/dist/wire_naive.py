@@ -40,6 +40,7 @@ PARAM_BYTES = 8
 """Bytes for scale and midpoint per row of an int8 or int4 column."""
 # At least 2^-110, so that scale * code stays a normal fp32 number.
 MIN_SCALE = 2.0**-110
+# Formats that are plain casts.
 _CASTS = {FLOAT: torch.float32, HALF: torch.float16, BFLOAT16: torch.bfloat16}
 
 
@@ -274,6 +275,7 @@ class Noise(NamedTuple):
         return (x ^ shift_right(x, 31)) & _MASK
 
 
+# For 32-bit arithmetic in int64.
 _MASK = 0xFFFFFFFF
 
 

@@ -11,6 +11,7 @@ next_power_of_2 = triton.next_power_of_2
 @triton.jit
 def _store_word(message, at, word):
     """Store a 32-bit word at any byte position, lowest byte first."""
+    # Byte by byte, because the position may be unaligned.
     for k in tl.static_range(4):
         tl.store(message + at + k, ((word >> (8 * k)) & 255).to(tl.uint8))
 
@@ -147,11 +148,13 @@ def encode_rows(
             low = _row_bits(start.to(tl.int64), key, scale_bits.to(tl.int64) & 0xFFFFFFFF)
             high = _row_bits(start.to(tl.int64), key, (midpoint_bits.to(tl.int64) & 0xFFFFFFFF) + 4294967296)
             codes = (codes + _noise(low, high, (origin + lanes).to(tl.int64))) >> 16
+        # Rounding may exceed the range by 1.
         codes = tl.minimum(tl.maximum(codes, -TOP), TOP)
         codes = tl.where(finite | (lanes >= dim), codes, -TOP - 1)
         up = tl.max(((x == float("inf")) & inside).to(tl.int32), 0)
         down = tl.max(((x == float("-inf")) & inside).to(tl.int32), 0)
         nan = tl.max(((x != x) & inside).to(tl.int32), 0)
+        # 1 infinity, 2 minus infinity, 3 NaN or several kinds.
         kind = tl.where((nan > 0) | (up + down > 1), 3, up + 2 * down)
         _store_word(message, at, scale_bits | kind)
         _store_word(message, at + 4, midpoint_bits)

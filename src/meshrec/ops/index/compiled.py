@@ -203,6 +203,7 @@ class CompiledIndex:
     def marked(self, marks: Tensor, max_id: int) -> tuple[Tensor, Tensor]:
         assert _library is not None
         ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
+        # The kernel returns how many entries it has written.
         count = _library.meshrec_index_marked(
             self._addresses, self.seed, marks.data_ptr(), max_id, ids.data_ptr(), slots.data_ptr()
         )
@@ -255,6 +256,7 @@ class CompiledIndex:
         free_bytes = 8 * (num_words + num_words // 64 + 1)
         sizes: list[tuple[int, ...]] = [(num_shards, room, _BUCKET_BYTES), (_TAG_BYTES * slot_room + 1,)]
         sizes.append((free_bytes,))
+        # Allocate everything first, so that a failure changes nothing.
         new = []
         for size in sizes:
             memory = (

@@ -75,6 +75,7 @@ def permute_jagged(
     offsets = torch.cat([lengths_B.new_zeros(1, dtype=torch.int64), lengths_B.cumsum(0, dtype=torch.int64)])
     # Where the values for each key start. A single transfer; on a GPU it synchronizes.
     ids = offsets[torch.tensor(bags, device=offsets.device)].tolist()
+    # Checked per key, so that the message names the key.
     for key in range(num_keys):
         # A key can only shrink the offset if some length is negative.
         if ids[key + 1] < ids[key]:

@@ -70,6 +70,7 @@ def forward(
     # The operator takes flat lists: three tensors, two seeds and two floats per keyed table.
     key_tensors = [tensor for index in keyed.values() for tensor in index[:3]]
     seeds = [seed for index in keyed.values() for seed in (index.seed, index.first.seed)]
+    # Kernels take the distance between values instead of the upper bound.
     firsts = [
         x
         for _, low, high in (index.first for index in keyed.values())

@@ -195,7 +195,7 @@ def _look_up_by_table(
     if layout.out_size != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {layout.out_size}.")
     out = torch.zeros(lookups.output_shape(out_size), dtype=out_dtype, device=lookups.values.device)
-    # Each call gets the names of its own features, so that errors name the right one.
+    # A call gets only the names of its features, so that errors name the right feature.
     lines = bytes(names.tolist()).splitlines(keepends=True)
     for table in sorted(set(lookups.tables)):
         features = [f for f, read in enumerate(lookups.tables) if read == table]

@@ -73,6 +73,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
         )
     # From the rounded parameters, which a lookup will use.
     scale, bias = params.float().unbind(1)
+    # Multiplied by the reciprocal, as in FBGEMM: a division could round differently.
     codes = ((values - bias[:, None]) * (1 / scale)[:, None]).clamp(0, top).round().to(torch.uint8)
     return join_rows(codes, params, bits)
 

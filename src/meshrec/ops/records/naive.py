@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshrec.ops.library import implement
 
-# N keys
+# Shape legend: N keys.
 
 DAMAGED = -1
 """Failure cause: the checksum does not match."""

@@ -329,6 +329,7 @@ class Formula(NamedTuple):
         return FORMULAS.index(self)
 
 
+# First and second moments in Adam and LAMB: all per element, or with a second moment per row.
 _MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
 _ROW_MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq", per_row=True))
 
@@ -347,6 +348,7 @@ FORMULAS = (
         slots=(Slot("sum", per_row=True, initial="initial_accumulator_value"),),
         row_sums=frozenset({RowSum.GRADIENT}),
     ),
+    # All per element, so column shards need no whole-row sums.
     Formula(OptimizerKind.ADAM, "Adam", _adam, slots=_MOMENTS),
     Formula(
         OptimizerKind.PARTIAL_ROW_WISE_ADAM,
@@ -368,6 +370,7 @@ FORMULAS = (
         "PartialRowWiseLAMB",
         _lamb,
         slots=_ROW_MOMENTS,
+        # The row-wise second moment adds the gradient sum to those that LAMB needs.
         row_sums=frozenset(RowSum),
         direction=_lamb_direction,
     ),

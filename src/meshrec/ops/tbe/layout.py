@@ -243,6 +243,7 @@ def make_layout(
             ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
             num_rows = ids.stop - ids.start if pooling[feature] == NONE else high - low
             end_element = first_element + num_rows * dim
+            # rows and columns apply to a 2-D output, flat to a 1-D output. Both are always set.
             pieces.append(
                 FeaturePiece(
                     feature=feature,

@@ -57,6 +57,7 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
         ValueError: invalid offsets; or, with ``check_ids``, an ID outside its table or a NaN weight.
     """
     *shared, out_size, out_dtype, check_ids, names = arguments
+    # The operator gets no widths, because weights have them.
     lookups = Lookups._make([*shared, [weights[table].shape[1] for table in shared[6]]])
     values, sample_weights = lookups.values, lookups.per_sample_weights
     layout = _layout(lookups)
@@ -183,6 +184,7 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
         weights: ``[rows, D]`` per table.
         arguments: the ``Lookups`` fields.
     """
+    # fp32 sums, rounded once at the end.
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     for part in _id_gradients(grad, Lookups(*arguments), [weight.shape[0] for weight in weights]):
         totals[part.table].index_add_(0, part.rows_n, part.gradient_nD)
@@ -277,6 +279,7 @@ def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> It
     table -1 are skipped.
     """
     layout = _layout(lookups)
+    # layout.out_size counts rows if the output is 2-D.
     out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(lookups.dims)
     if grad.numel() != out_size:
         raise ValueError(f"the gradient has {grad.numel()} elements; the forward gave {out_size}.")

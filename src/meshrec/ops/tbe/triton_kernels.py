@@ -30,7 +30,9 @@ OFFSETS_AT_ONCE = 1024
 """Offsets that a program of ``check_offsets`` checks."""
 PART = 64
 """Entries per part. If a run spans several parts, several programs sum it: a program per part."""
+# Kernels may only read global constants with the type tl.constexpr.
 _PART: tl.constexpr = tl.constexpr(PART)
+# Pooling modes, as in layout.py.
 _MEAN: tl.constexpr = tl.constexpr(1)
 _NONE: tl.constexpr = tl.constexpr(2)
 
@@ -235,6 +237,7 @@ def list_entries(
     for offset in range(0, tl.max(end - start, 0), IDS):
         at = (start + offset)[:, None] + tl.arange(0, IDS)[None, :]
         is_id = at < end[:, None]
+        # Entry numbers.
         slot = entries + at
         row = tl.load(ids + at, is_id, 0).to(tl.int64)
         tl.store(rows + slot, (first_row + row).to(rows.dtype.element_ty), is_id)
@@ -467,7 +470,9 @@ def sum_runs(
         target_row = local
     else:
         target_row = tl.load(run_ids + at, first, 0)
+        # Row numbers go to the address in place of the second state slot.
         tl.store(tl.load(fields + 2, first, 0).to(tl.pointer_type(tl.int64)) + target_row, local, first)
+    # Sums go to the address in the first state slot field.
     sums = tl.load(fields + 1, first, 0).to(tl.pointer_type(tl.float32))
     elements = (sums + target_row * width)[:, None] + columns[None, :]
     tl.store(elements, total, first[:, None] & (columns[None, :] < width[:, None]))

@@ -15,6 +15,7 @@ from meshrec.ops.tbe import formulas
 from meshrec.ops.tbe.formulas import Hyper, OptimizerKind, RowSum
 from meshrec.ops.tbe.triton_kernels import run_starts, sum_of_runs
 
+# Triton kernels may only read global constants with the type tl.constexpr.
 _L2: tl.constexpr = tl.constexpr(formulas.L2_DECAY)
 _DECOUPLED: tl.constexpr = tl.constexpr(formulas.DECOUPLED_DECAY)
 _SGD: tl.constexpr = tl.constexpr(OptimizerKind.SGD.code)
@@ -313,6 +314,7 @@ def update_runs(
     if (DECAY == _L2) & (OPTIMIZER != _LARS):
         g += _load_hyper(hyper, _WEIGHT_DECAY) * w
 
+    # Compile-time branches: a compiled kernel contains a single formula.
     if OPTIMIZER == _SGD:
         w = _sgd(w, g, hyper, DECAY)
     elif OPTIMIZER == _ADAGRAD:
