@@ -48,10 +48,12 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
     problem = build_problem(model, inputs.constraints)
     placements = from_plan(plan, inputs.tables)
     estimate = evaluate_placements(placements, model)
+    # The target is irrelevant here: set_exponent sets the scale for every table.
     state = State(problem, np.ones(problem.load_PK.shape[1]))
     load_RK = estimate.load_RF @ problem.merge_FK
     # Phases which no piece uses are not in the problem, but data-parallel tables may cost time there.
     unmerged = estimate.load_RF[:, ~problem.merge_FK.any(axis=1)].max(axis=0).sum()
+    # Pricing takes time for every table and rank, so only the largest tables are priced.
     order = sorted(range(len(inputs.tables)), key=lambda index: -inputs.tables[index].num_bytes)[:most_tables]
     by_table = {}
     for index in order:

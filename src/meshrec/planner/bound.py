@@ -51,6 +51,7 @@ class LowerBound:
         self.scale = float(problem.mean_load_CK().sum() + problem.common_C.max(initial=0.0)) or 1.0
         self._problem, self._allowed_C, self._type_C = problem, allowed_C, problem.type_C
         self._largest_CK = problem.largest_load_CK() / self.scale
+        # One linear program for all boxes: it keeps its basis and cuts, so later boxes are solved faster.
         self._relaxation = Relaxation(problem, self.scale, deadline)
         self._count = itertools.count()
         # Open boxes by bound; the counter breaks ties.
@@ -59,8 +60,11 @@ class LowerBound:
         self._closed = INFINITY
         num_phases = problem.load_PK.shape[1]
         nothing_K, everything_K = np.zeros(num_phases), np.full(num_phases, INFINITY)
+        # If a type has no allowed candidate, no plan exists. Then no box is opened, and the bound is
+        # infinite.
         if len(np.unique(self._type_C[allowed_C])) == int(self._type_C[-1]) + 1:
             self._open(0.0, nothing_K, everything_K, allowed_C, cutoff=INFINITY, rounds=_ROOT_ROUNDS)
+        # Kept after it has been split, because starting plans are measured by the root's T.
         self._root = self.best_box
 
     @property
@@ -69,6 +73,7 @@ class LowerBound:
 
         Infinite if no plan exists, or if it is proven that none is faster than the best known plan.
         """
+        # Boxes that were dropped have no plan below the cutoff, so they do not count.
         least = min(self._heap[0][0] if self._heap else INFINITY, self._closed)
         return least * self.scale if least < INFINITY else np.inf
 
@@ -100,6 +105,7 @@ class LowerBound:
         if leaves_room:
             piece_C = self._problem.piece_bytes_C() / self._problem.memory_cap
             excess_C = np.maximum(excess_C, piece_C * _PIECES_IN_MEMORY)
+        # A candidate with excess up to 1 is small enough in every phase.
         excess_C[~self._allowed_C] = np.inf
         least_Y = np.full(int(self._type_C[-1]) + 1, np.inf)
         np.minimum.at(least_Y, self._type_C, excess_C)
@@ -151,6 +157,7 @@ class LowerBound:
         if (lower_K <= upper_K).all():
             box = self._relaxation.solve(lower_K, upper_K, admitted_C, cutoff, rounds)
         if box is not None:
+            # The cuts which gave the enclosing box its bound may have been removed since.
             box = box._replace(bound=max(bound, box.bound))
             heapq.heappush(self._heap, (box.bound, next(self._count), box))
 

@@ -90,6 +90,7 @@ def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> St
         The complete plan, or None if memory does not suffice.
     """
     choice_T = round_choice(problem, share_C)
+    # The relaxation's mean loads tell which phases will matter, before any table is placed.
     state = State(problem, share_C @ problem.mean_load_CK())
     for table in table_order(problem, choice_T):
         rounded, alternatives = choice_T[table : table + 1], candidates_Y[problem.type_T[table]]
@@ -152,7 +153,7 @@ def most_even_plan(
         seconds: `State.seconds` is the fullest rank's bytes.
     """
     deadline = time.perf_counter() + seconds
-    # The same problem with bytes in place of seconds, as the only phase, to minimize memory.
+    # The same problem with bytes in instead of seconds, as the only phase, to minimize memory.
     in_bytes = problem._replace(
         memory_cap=_NO_CAP,
         common_C=problem.common_bytes_C,
@@ -161,12 +162,14 @@ def most_even_plan(
     )
     fits_C = problem.can_fit_C() if allowed_C is None else allowed_C & problem.can_fit_C()
     starts: list[tuple[State, list[Ints]]] = []
+    # Several piece sizes, because none is best for all inputs; all candidates come last.
     for some_C in (*(_thrifty(problem, fits_C, part) for part in _PARTS), fits_C):
         candidates_Y = candidates_by_type(problem, some_C)
         state = _spread(in_bytes, candidates_Y, problem.memory_cap)
         if state.seconds <= problem.memory_cap:
             return state
         starts.append((state, candidates_Y))
+    # The most even plan is annealed first.
     starts.sort(key=lambda start: start[0].seconds)
     best = starts[0][0]
     for start, candidates_Y in starts:
@@ -187,6 +190,7 @@ def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
             smallest piece of the type is the maximum.
     """
     piece_C, mean_C = problem.piece_bytes_C(), problem.mean_bytes_C()
+    # Candidates are sorted by type, so the last candidate has the largest type index.
     num_types = int(problem.type_C[-1]) + 1
     least_Y, thrifty_Y = np.full(num_types, np.inf), np.full(num_types, np.inf)
     np.minimum.at(least_Y, problem.type_C[fits_C], piece_C[fits_C])
@@ -199,6 +203,7 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
     """Place all tables, with bytes even over ranks, largest pieces first; the plan may exceed `cap`."""
     state = State(in_bytes, np.array([float(cap)]))
     size_C = in_bytes.largest_load_CK()[:, 0]
+    # Large pieces first: small pieces fill the gaps afterwards.
     for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in in_bytes.type_T], kind="stable"):
         assign_table(state, int(table), candidates_Y[in_bytes.type_T[table]])
     return state

@@ -70,6 +70,7 @@ class Rounding:
         num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
         count_C = np.bincount(problem.candidate_P, count_P, num_candidates).astype(np.float64)
         mean_CK = problem.mean_load_CK() * problem.num_ranks / scale / np.maximum(count_C, 1.0)[:, None]
+        # The candidate's smallest possible piece, in an uneven split.
         least_CK = np.full((num_candidates, num_phases), np.inf)
         np.minimum.at(least_CK, problem.candidate_P, problem.least_load_PK() / scale)
         least_CK = np.minimum(least_CK, mean_CK)
@@ -92,6 +93,7 @@ class Rounding:
             factor_Q = phase.factors(upper, share_U.astype(np.float64))
             if not len(factor_Q):
                 continue
+            # The cut summed over all ranks: every rank holds at most the rounded limit.
             limit_Q = self._ranks * np.floor(factor_Q * upper + _NEAR)
             value_QU = phase.rounded(factor_Q, upper)
             best = int((value_QU @ share_U / limit_Q).argmax())
@@ -141,11 +143,13 @@ class _Phase(NamedTuple):
             upper: limit on a rank's load.
             share_U: number of tables per kind in the relaxation.
         """
+        # For so many kinds, the arrays [Q, U] would be large.
         if len(share_U) > _MOST_KINDS:
             return np.zeros(0)
         load_U = share_U * self.count_U * self.mean_U
         most = np.argsort(-load_U)[:_MOST_SIZES]
         size_N = self.mean_U[most[load_U[most] > _NEAR]]
+        # Scales piece sizes to 1, 2, ...
         multiples = (np.arange(1, _MOST_MULTIPLE + 1)[:, None] / size_N).ravel()
         rooms = multiples * upper
         fraction = rooms - np.floor(rooms + _NEAR)
@@ -177,6 +181,7 @@ def _most_lost(total: Floats, count: Floats, fraction_Q: Floats, slope_Q: Floats
     pieces sum to that of `total` plus an integer, and equal parts are optimal. So the result is the larger
     value of two: at the last possible sum up to count * rest, and at the first sum above it.
     """
+    # From here, the sum of the fractional parts.
     total = total % 1.0
     total += np.floor(np.maximum(count * fraction_Q - total, 0.0))
     falling = (count - total) * (fraction_Q * slope_Q)
@@ -219,6 +224,7 @@ class LargestPieces:
         cuts = []
         for phase, lower in enumerate(lower_K):
             above_C = np.maximum(self._largest_CK[admitted, phase] - lower, 0.0)
+            # The cut is violated if the relaxed excess of the pieces is above the excess of T.
             room = float(slowest_K[phase] - lower) + least
             excess_Y = np.bincount(type_C, part_C * above_C, self._num_types) > room
             mine = np.flatnonzero(excess_Y[type_C] & (above_C > 0))

@@ -192,6 +192,7 @@ def _more_ranks(
 
     Ranks are added in whole nodes. The global batch stays the same, so there are fewer samples per rank.
     """
+    # The global batch, which stays the same.
     samples = batch_size * topology.world_size
     step = topology.local_size
 

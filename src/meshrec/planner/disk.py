@@ -95,6 +95,7 @@ class _Law:
     def __init__(self, num_rows: int, exponent: float) -> None:
         edges = np.unique(np.geomspace(1, num_rows + 1, _BINS).astype(np.int64))
         self.sizes = np.diff(edges).astype(np.float64)
+        # The geometric mean of the first and last rank in the bin represents all rows in it.
         middles = np.sqrt(edges[:-1] * np.maximum(edges[1:] - 1, edges[:-1]).astype(np.float64))
         weights = middles**-exponent
         self.chances = weights / (weights * self.sizes).sum()
@@ -194,6 +195,7 @@ def place_rows(
     waiting = set(range(len(sizes)))
     while waiting:
         best = max(waiting, key=lambda i: sizes[i].gain())
+        # A table leaves the competition when its next step does not fit, or nothing is left to cache.
         size = sizes[best]
         if size.step * size.row_bytes > left or size.cached >= size.table.num_embeddings:
             waiting.discard(best)
@@ -202,12 +204,14 @@ def place_rows(
     _keep_nearly_whole_tables_in_memory(sizes)
     placed = [size.placed() for size in sizes]
     num_nodes = topology.world_size // topology.local_size
+    # Files are on the disks of all nodes.
     needed = sum(table.file_bytes for table in placed)
     if needed > disk.num_bytes * num_nodes:
         raise ValueError(
             f"the table files take {needed / 2**30:,.1f} GiB, but the disks have "
             f"{disk.num_bytes * num_nodes / 2**30:,.1f} GiB. Give more memory or disk, or more nodes."
         )
+    # A row that is read is also written back once it is evicted from the cache, so writes equal reads.
     reads = sum(table.reads for table in placed) / num_nodes
     per_read, per_write = _rates(topology)
     return StoragePlan(placed, reads / per_read + reads / per_write)

@@ -60,6 +60,7 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
     """
     allowed = constraints.allowed_types
     num_nodes = num_ranks // node_size
+    # Column splits are useful in column-wise and grid shardings.
     splits = _column_splits(table.embedding_dim, _min_partition(constraints))
     whole = (table.embedding_dim,)
     result: list[Layout] = []
@@ -80,11 +81,13 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
             most = min(num_ranks, table.num_embeddings)
             parts = [most] if num_nodes == 1 or most < num_ranks else []
         result += [Layout(Scope.RANKS, whole, part) for part in parts]
+    # Node layouts occupy whole nodes, so they are not offered if the user restricts the ranks.
     if num_nodes > 1 and constraints.ranks is None and table.num_embeddings >= node_size:
         by_nodes = _node_layouts(table, allowed, splits, num_nodes, node_size)
         result += [
             layout for layout in by_nodes if not constraints.all_ranks or _is_everywhere(layout, num_nodes)
         ]
+    # On a single node, table-row-wise means all ranks, which row-wise includes if it is allowed.
     elif num_nodes == 1 and num_ranks > 1 and _TWRW in allowed and ShardingType.ROW_WISE not in allowed:
         result.append(Layout(Scope.RANKS, whole, min(num_ranks, table.num_embeddings)))
     if num_ranks > 1 and ShardingType.GRID_SHARD in allowed and num_nodes == 1:
@@ -151,6 +154,7 @@ def _node_layouts(
     whole = (table.embedding_dim,)
     # Node counts: powers of two, and all nodes. More would multiply the candidates of large clusters.
     powers = [1 << power for power in range(num_nodes.bit_length()) if 1 << power < num_nodes] + [num_nodes]
+    # Every rank should hold at least a row.
     counts = [count for count in powers if count * node_size <= table.num_embeddings]
     result = []
     if _TWRW in allowed:
@@ -211,11 +215,13 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     least_columns = np.where(by_columns_P, 0, pieces.columns)
     fixed_PF = model.rectangle_loads(table_P, least_rows, least_columns, pieces.in_node)
     merge_FK = _merge_phases(load_PF, fixed_PF)
+    # Receive buffers exist on every rank, wherever the pieces are, so they are common costs.
     received_P = ranks_P * model.received_bytes(table_P, pieces.rows, pieces.columns, pieces.in_node)
     everywhere_C = np.array([layout.scope is Scope.EVERYWHERE for layout in layouts_C], bool)
     common_CF = np.where(everywhere_C[:, None], model.replicated_loads(table_C), 0.0)
     common_bytes_C = np.where(everywhere_C, model.replicated_bytes(table_C), 0.0)
     np.add.at(common_bytes_C, pieces.candidate, received_P)
+    # In half duplex, every rank also pays the mean load over ranks, which does not depend on placement.
     mean_PF = load_PF * (ranks_P / model.num_ranks)[:, None]
     mean_CF = np.zeros((len(layouts_C), NUM_PHASES))
     np.add.at(mean_CF, pieces.candidate, mean_PF)

@@ -174,7 +174,9 @@ class CostModel:
         if self.replicas > 1:
             loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
         distinct = self._distinct(table, ids, share)
+        # Tables whose optimizer needs no row statistics have 0 bytes here.
         sums = distinct * a.row_statistics_bytes_T[table]
+        # An all-reduce sends every byte twice: to the summing rank, and back.
         statistics = 2 * sums * self._routes.wire
         is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
         # Row statistics are exchanged between the sum of gradients and the update.
@@ -304,6 +306,7 @@ class CostModel:
         loads[:, _IDS] = ids * p.route_id_seconds
         passes = a.outputs_T[table] * columns * VALUE_BYTES * 2 / p.stream_bandwidth
         loads[:, _OUTPUT] = loads[:, _GRADIENT] = passes
+        # Data-parallel tables are replicated over all ranks, including other replica groups.
         world = self.topology.world_size
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, one, world)
         summed = a.rows_T[table] * columns * VALUE_BYTES
@@ -322,6 +325,7 @@ class CostModel:
         columns = a.columns_T[table].astype(np.float64)
         row = columns * self._column_bytes(table) + self._row_bytes(table)
         touched = np.minimum(a.rows_T[table], a.ids_T[table] * self.topology.world_size)
+        # Gradients of data-parallel tables are stored for the touched rows only.
         held = a.rows_T[table] * a.in_memory_T[table] * row
         held = held + touched * columns * VALUE_BYTES * a.trained_T[table]
         return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
@@ -510,6 +514,7 @@ class CostModel:
         Lookups are modeled as uniform draws from the effective rows, see `Table.effective_rows`. `share` is
         the fraction of a table's rows in the rectangle.
         """
+        # rows * (1 - exp(-ids / rows)): the limit of draws with replacement for many rows.
         rows = np.maximum(self.arrays.effective_rows_T[table] * share, 1e-9)
         distinct: Floats = rows * -np.expm1(-ids / rows)
         return distinct

@@ -112,6 +112,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
             f"the plan uses ranks {rank_N.min()}..{rank_N.max()}; the topology has [0, {model.num_ranks}) "
             "per replica group. Call evaluate() with the topology of the plan."
         )
+    # Costs depend only on the size of a rectangle.
     rows_N = placements.row_end_N - placements.row_start_N
     columns_N = placements.column_end_N - placements.column_start_N
     in_node_N = _summed_in_node(placements, model)
@@ -121,6 +122,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     load_RF += model.shared_loads(load_RF.mean(axis=0))
     bytes_R = np.zeros(model.num_ranks)
     np.add.at(bytes_R, rank_N, model.rectangle_bytes(table_N, rows_N, columns_N))
+    # Receive buffers are the same on every rank.
     bytes_R += model.received_bytes(table_N, rows_N, columns_N, in_node_N).sum()
     whole = np.flatnonzero(placements.replicated_T)
     if len(whole):
@@ -139,6 +141,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     stands_N = rank_N % model.node_size if model.rows_across else rank_N
     inside_N, across_N = sent["ids"]
     sent["ids"] = Sent(inside_N / _sharing(placements, stands_N), across_N / _sharing(placements, rank_N))
+    # The part of the ID phase that a pipeline can hide: transit, without packing and routing.
     travel_R = np.zeros(model.num_ranks)
     shares_N = rows_N / model.arrays.rows_T[table_N]
     np.add.at(travel_R, rank_N, model.id_travel_seconds(table_N, shares_N))
@@ -184,6 +187,7 @@ def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
     )
     _, group_N = np.unique(key_N4, axis=0, return_inverse=True)
     group_N = group_N.ravel()
+    # Distinct pairs of group and rank, as single integers.
     pairs = np.unique(group_N * model.num_ranks + placements.rank_N)
     ranks_G = np.bincount(pairs // model.num_ranks)
     complete: Bools = ranks_G[group_N] == model.node_size
@@ -337,6 +341,7 @@ def _row_cuts(rows: int, amount_N: Floats) -> Ints:
     ends = np.cumsum(amount_N)
     cuts = np.concatenate(([0], np.rint(rows * ends / ends[-1]))).astype(np.int64)
     if rows >= len(amount_N):
+        # Rounding may leave a part empty: push cuts apart to at least one row, then back below the end.
         floor = np.arange(len(cuts))
         cuts = np.maximum.accumulate(cuts - floor) + floor
         cuts = np.minimum(cuts, rows - floor[::-1])

@@ -104,6 +104,7 @@ def compare_pipelined(
     Raises:
         ValueError: `whole` is empty.
     """
+    # The planner does not know the dense part, so the measured duration is used.
     predicted = plan.estimate().pipelined_seconds(_slowest(whole).get(DENSE, 0.0))
     return Comparison("step, pipelined", predicted, _step_seconds(hidden))
 

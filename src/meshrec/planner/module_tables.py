@@ -238,6 +238,7 @@ def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str,
     Raises:
         ValueError: the batches lack a feature of the model.
     """
+    # Totals over all batches, by feature.
     num_ids: dict[str, int] = {}
     num_bags: dict[str, int] = {}
     # All IDs of the sample are kept, because distinct IDs do not add up over batches.
@@ -269,9 +270,11 @@ def _effective_rows(draws: int, distinct: int, rows: int) -> float:
 
     The result is at most `rows`, the table's row count. It is found by bisection.
     """
+    # Without a repeated ID, the sample shows no skew.
     if draws == 0 or distinct >= draws:
         return float(rows)
     low, high = float(distinct), float(rows)
+    # Even uniform lookups repeat this often.
     if _expected_distinct(high, draws) <= distinct:
         return high
     for _ in range(60):

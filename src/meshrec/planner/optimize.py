@@ -77,6 +77,7 @@ def optimize(
     for replicas in topology.replicate:
         model = CostModel(tables, topology, batch_size=batch_size, replicas=replicas)
         problem = build_problem(model, constraints or {})
+        # The best plan so far is the cutoff, so the search for another size ends early if it cannot win.
         solution = _solve(problem, model, effort, np.inf if best is None else best.estimate.seconds)
         # The result's bound is the lowest over all group sizes: no size may beat it.
         bounds.append(solution.lower_bound)
@@ -108,12 +109,14 @@ def _solve(
     """
     collective_sets = _collective_sets(problem, model)
     solution = solve(problem, collective_sets, effort, cutoff=cutoff)
+    # The bound of the first search is kept: it holds for the actual cap, later ones only for lower caps.
     bound, cap = solution.lower_bound, problem.memory_cap
     for _ in range(_MOST_RETRIES):
         # The search splits tables at fractional rows; whole rows may need slightly more memory.
         excess = _excess_bytes(problem, model, solution) if solution.parts_T else 0.0
         if excess <= 0:
             break
+        # Twice the excess, so that a single retry usually suffices.
         cap -= 2 * excess
         solution = solve(problem._replace(memory_cap=cap), collective_sets, effort, cutoff=cutoff)
     else:
@@ -173,5 +176,6 @@ def _evaluated(
         sharding_type(problem.layouts_C[parts.candidate], constraints.get(table.name))
         for parts, table in zip(solution.parts_T, model.tables, strict=True)
     ]
+    # Evaluated again, because whole rows differ slightly from the solver's fractional rows.
     estimate = evaluate_placements(placements, model)
     return Optimized(placements, types, estimate, solution.lower_bound, model.replicas)

@@ -34,6 +34,7 @@ class PlannerInputs:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON types, with all values of the hardware profile instead of the profile's name."""
         topology = {f.name: getattr(self.topology, f.name) for f in fields(Topology)}
+        # The values instead of a name: profiles may change between releases.
         topology["hardware"] = self.topology.profile.to_json()
         topology["replicate"] = list(self.topology.replicate)
         return {

@@ -71,6 +71,7 @@ class Relaxation:
         self._cost = np.concatenate((problem.common_C / scale, np.ones(num_phases)))
         self._rows = _rows(problem, scale)
         self._solver = Solver(self._cost, self._rows)
+        # Two families of cuts, see cuts.py.
         self._rounding = Rounding(problem, scale)
         self._largest = LargestPieces(problem, scale)
         # In the order in which they were added to the solver.
@@ -102,6 +103,7 @@ class Relaxation:
             self._earlier_work += self._solver.work
             # Start over without cuts, because the program has grown too large.
             self._solver, self._cuts = Solver(self._cost, self._rows), []
+        # A plan with a piece above the upper limit is not in this box.
         admitted_C = (self._largest_CK <= upper_K * (1 + 1e-9)).all(axis=1) & admitted_C
         most_C = np.where(admitted_C, self._tables_C, 0.0)
         self._solver.set_bounds(np.append(0 * most_C, lower_K), np.append(most_C, upper_K))
@@ -114,6 +116,8 @@ class Relaxation:
             is_late = time.perf_counter() >= self._deadline
             if optimum is None or is_late or not self._add_cuts(optimum, lower_K, upper_K, admitted_C):
                 break
+            # Stop when a round of cuts gains little: every round makes the program larger for all later
+            # boxes.
             before, optimum = optimum.objective, self._solver.solve()
             if optimum is not None and optimum.objective < before * (1 + _LEAST_GAIN):
                 break
@@ -173,7 +177,9 @@ def _rows(problem: Problem, scale: float) -> ProgramRows:
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)
     tables_Y = np.bincount(problem.type_T).astype(np.float64)
     rows = ProgramRows()
+    # Every table of a type uses exactly one candidate.
     rows.add_many(problem.type_C, candidate, 1.0, tables_Y, tables_Y)
+    # T_k is at least the mean load in phase k.
     mean_CK = problem.mean_load_CK() / scale
     rows.add_many(
         np.append(np.tile(phase, num_candidates), phase),
@@ -182,5 +188,7 @@ def _rows(problem: Problem, scale: float) -> ProgramRows:
         np.full(num_phases, -INFINITY),
         np.zeros(num_phases),
     )
+    # Only the mean memory is limited, because ranks have no variables. Whether each rank fits is checked when
+    # plans are constructed.
     rows.add(candidate, problem.mean_bytes_C() / problem.memory_cap, -INFINITY, 1.0)
     return rows

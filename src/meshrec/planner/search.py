@@ -145,6 +145,7 @@ class Search:
         Returns:
             Step time of the resulting plan in seconds, without latencies.
         """
+        # Every attempt uses another seed, so that repeating a start explores other plans.
         self._seed += 1
         seconds = max(0.0, self._deadline - time.perf_counter())
         parts_T, work = start.annealer.improve(

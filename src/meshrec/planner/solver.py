@@ -169,6 +169,7 @@ class _Candidate:
         Returns:
             The start, or None if no plan was constructed or annealing is not available.
         """
+        # First without reserving memory for other tables, which excludes fewer candidates.
         for leaves_room in (False, True):
             box = self.bound.squeezed(factor, leaves_room=leaves_room)
             start = None if box is None else self.search.add_start(box, box.admitted_C)
@@ -187,6 +188,7 @@ class _Candidate:
         best plan so far.
         """
         box = None if self._bound is None else self._bound.best_box
+        # Boxes with the same rounded shares count as the same start.
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
         start = None
         if box is not None and key not in self._tried:
@@ -203,6 +205,7 @@ class _Candidate:
             best_seconds: best plan's step time so far, with latencies. Boxes above it are dropped.
         """
         started = time.perf_counter()
+        # The first access to `bound` solves the root box, which is a step by itself.
         is_begun = self._bound is not None
         bound = self.bound
         self.is_exhausted = is_begun and not bound.branch(best_seconds - self.fixed_seconds)
@@ -244,6 +247,7 @@ class _HalvingSearch:
         cutoff: float,
         deadline: float,
     ) -> None:
+        # The set with the most candidates comes first, because its bound may hold for all sets.
         widest, *remaining = sorted(
             collective_sets, key=lambda collectives: -np.count_nonzero(collectives.allowed_C)
         )
@@ -253,6 +257,7 @@ class _HalvingSearch:
         floor = self._candidates[0].bound.value if has_all else 0.0
         self._candidates += [_Candidate(problem, collectives, deadline, floor) for collectives in remaining]
         self._effort, self._cutoff, self._deadline = effort, cutoff, deadline
+        # Half of the work is for plans, see the module docstring. The time limit counts as work, too.
         self._plan_work = min(effort.max_work, WORK_PER_SECOND * effort.time_limit) / 2
         self._least_work = _WORK_PER_TABLE * len(problem.type_T)
         # Generator that runs one attempt per next(), so that `step` can interleave bound steps.
@@ -298,6 +303,7 @@ class _HalvingSearch:
             return False
         candidate = min(self._candidates, key=lambda candidate: candidate.value)
         can_prove = self.best_seconds < np.inf and not candidate.is_exhausted and candidate.has_time
+        # Whichever of the two has done less work goes next.
         is_bounds_turn = self._bound_work <= self._search_work - self._first_work
         if can_prove and (is_bounds_turn or not self._has_attempts):
             candidate.improve(self.best_seconds)
@@ -380,6 +386,7 @@ class _HalvingSearch:
             attempts += mine
             best = _best(attempts, _RETRIED_STARTS)
             kinds = [(attempt.factor, (attempt.settings,)) for attempt in best] or kinds
+        # Nothing fits so far: spend more time on a plan that balances memory.
         if self.best_seconds == np.inf:  # the set with most candidates spreads memory best
             candidate = max(self._candidates, key=lambda candidate: np.count_nonzero(candidate.allowed_C))
             start = candidate.start_from_memory()
@@ -393,6 +400,7 @@ class _HalvingSearch:
     def solution(self) -> Solution:
         """Return the best plan and the lower bound so far."""
         best = min(self._candidates, key=lambda candidate: candidate.seconds)
+        # A plan within the tolerance of the bound may be slightly below it.
         bound = min(self.value, best.seconds)
         return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work)
 

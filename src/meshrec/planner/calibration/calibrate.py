@@ -88,6 +88,7 @@ def calibrate(
             nodes, _ = dist.new_subgroups(local_size)
             intra, intra_source = _link(nodes, device, measured, full_duplex=not on_cpu)
         base_profile = replace(base_profile, intra=intra, inter=inter)
+    # ShardingEnv.from_process_group has no node axis, so nothing is summed within nodes.
     topology = Topology(
         world_size=num_ranks, compute_device=device.type, local_world_size=local_size, sum_in_node=False
     )
@@ -132,6 +133,7 @@ def _link(
             lambda sent: dist.all_reduce(sent, dist.ReduceOp.MAX, group=group),
         ]
         for row, call in enumerate(calls):
+            # All ranks time every call, and the slowest rank counts.
             taken = _seconds(call, elements, group, device)
             # The minimum for small messages: scheduler noise is many times their duration.
             times[row, column] = min(taken) if column == 0 else statistics.median(taken)
@@ -248,6 +250,7 @@ def measure_disk(folder: Path, *, num_rows: int = 500_000, batches: int = 8) -> 
         for transfer in (file.read, file.write):
             seconds = rows = 0.0
             for _ in range(batches):
+                # Distinct, sorted keys, as a table reads and writes them.
                 keys = torch.randint(0, num_rows, (_DISK_BATCH,), generator=generator).unique()
                 start = time.perf_counter()
                 transfer(keys, zeros, torch.arange(len(keys)))

@@ -72,11 +72,13 @@ def fit(
     # The other figures are tiny instead of 0 and leave traces in the sums.
     amounts[amounts < _NOTHING] = 0.0
     seconds = np.array([[times.get(phase, 0.0) for phase in PHASES] for times in measured])
+    # Phases that were not measured, or do not depend on any figure, give no equation.
     some = (seconds > 0) & amounts.any(axis=-1)
     share = np.broadcast_to(seconds / np.maximum(seconds.sum(axis=1, keepdims=True), _LEAST), seconds.shape)
     before = np.array([_cost_of(base, name) for name in names])
     least = np.array([_LEAST_OF_LINK if name in _LINK else 0.0 for name in names])
     used = amounts[some]
+    # The value at which a figure alone would explain the whole phase.
     most = np.divide(seconds[some][:, None], used, where=used > 0, out=np.full_like(used, np.inf))
     fallback = np.minimum(before, most.min(axis=0, initial=np.inf))
     values, dropped = _determined(used, seconds[some], share[some], fallback, least)
@@ -194,6 +196,7 @@ def _determined(
         values = before.copy()
         fixed_seconds = amounts @ np.where(np.isin(np.arange(len(before)), free), 0.0, before)
         values[free] = _closest(amounts[:, free], seconds, share, fixed_seconds)
+        # The largest fraction of any measured phase that a figure accounts for.
         parts = (amounts * values / seconds[:, None]).max(axis=0, initial=0.0)
         unclear = [i for i in free.tolist() if parts[i] < _LEAST_SHARE or values[i] < least[i]]
         if not unclear:
@@ -224,6 +227,7 @@ def _closest(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Flo
         # weight of a phase predicted near 0.
         weights = np.sqrt(share / (seconds * np.maximum(predicted, seconds / 10)))
         scaled = amounts * weights[:, None]
+        # Columns are normalized, because figures differ by many orders of magnitude.
         size = np.maximum(np.linalg.norm(scaled, axis=0), np.finfo(float).tiny)
         gram = (scaled / size).T @ (scaled / size)
         values = (

@@ -104,6 +104,7 @@ def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
         (16, 128, 3, half),
         (16, 64, 1, few),
     ):
+        # Rounded up, so that every rank holds equally many tables.
         for_all = -(-num_tables // num_ranks) * num_ranks
         rows = min(_ROWS_PER_ID * bag * batch * num_ranks, _MOST_ROWS)
         for kind in _KINDS if num_ranks > 1 else _KINDS[:1]:
@@ -196,6 +197,7 @@ def _take_steps(trial: Trial, env: ShardingEnv, dense: Tensor, steps: int) -> li
         )
         for name in (table.name for table in trial.tables())
     ]
+    # On meta, so that only the shards are allocated.
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     sharder = EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=1e-3))
     module = sharder.shard(collection, trial.plan(env.shard.size), env, device)
