@@ -22,6 +22,7 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     The transfer waits for the device. CPU tensors are returned unchanged.
     """
+    # Nothing to transfer.
     if tensors[0].is_cpu:
         return list(tensors)
     # One transfer instead of several, each of which would wait for the device.

@@ -27,6 +27,7 @@ class ValueBags(Protocol):
     def lengths(self) -> Tensor: ...
 
 
+# Only the methods needed elsewhere; KeyedJaggedTensor has more.
 class KeyedBags(ValueBags, Protocol):
     """Methods of KeyedJaggedTensor, documented there."""
 

@@ -55,6 +55,7 @@ class KeyedTensor:
         offset_per_key: list[int] | None = None,
         index_per_key: dict[str, int] | None = None,
     ) -> None:
+        # Also in tracing: list lengths are known there.
         if len(keys) != len(length_per_key):
             raise ValueError(f"KeyedTensor: {len(keys)} keys need as many lengths, got {len(length_per_key)}")
         # Symbolic sizes under tracing would turn the comparison into a guard.

@@ -29,6 +29,7 @@ def check_layout(
     Raises:
         ValueError: A shape, dtype or device does not match, or neither lengths nor offsets are given.
     """
+    # Users may pass lists, so check the type first, for a clear message.
     if not isinstance(values, Tensor) or values.dim() < 1:
         raise ValueError(f"{name}: values must be a tensor of at least 1 dimension, got {describe(values)}")
     if lengths is None and offsets is None:
@@ -38,6 +39,7 @@ def check_layout(
             continue
         if not isinstance(counts, Tensor) or counts.dtype not in _COUNT_DTYPES:
             raise ValueError(f"{name}: {kind} must be an int32 or int64 tensor, got {describe(counts)}")
+        # A kernel gets all tensors of a batch on a single device.
         if counts.device != values.device:
             raise ValueError(f"{name}: {kind} are on {counts.device}, values on {values.device}; move one")
     if offsets is not None:

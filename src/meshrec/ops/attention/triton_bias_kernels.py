@@ -162,6 +162,7 @@ def bias_gradients(
                 totals = _sums_by_distance(sums, half * BLOCK - (BLOCK - 1), BLOCK)
                 inside = (distance >= 0) & (distance < num_positions)
                 tl.store(positions + half * num_positions + distance, totals, inside)
+    # The position bias has already been written, tile by tile.
     if BUCKETS:
         bucket = tl.arange(0, BUCKETS)
         part = parts + program.to(tl.int64) * biases.num_buckets

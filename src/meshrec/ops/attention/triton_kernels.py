@@ -190,6 +190,7 @@ def _buckets(biases, apart):
     """
     seconds = tl.maximum(tl.abs(apart).to(tl.float32), 1.0)
     last = biases.num_buckets - 1
+    # The estimate may be off by one near a boundary.
     bucket = tl.minimum((tl.log(seconds) * (1.0 / 0.301)).to(tl.int32), last)  # BUCKET_WIDTH in naive.py
     bucket -= (tl.load(biases.starts + bucket) > seconds).to(tl.int32)
     following = tl.minimum(bucket + 1, last)
@@ -227,6 +228,7 @@ def tile_bias_and_mask(
         WINDOW: see `Mask`.
         CONTEXTUAL: see `Mask`.
     """
+    # Positive if the key is earlier than the query.
     apart = row[:, None] - column[None, :]
     allowed = (apart >= 0) if CAUSAL else (apart == apart)
     if WINDOW > 0:
@@ -443,6 +445,7 @@ def attend(
         bias, _, allowed = tile_bias_and_mask(
             biases, first, length, history, row, is_row, times, column, CAUSAL, WINDOW, CONTEXTUAL
         )
+        # Masked scores are replaced below, so their bias does not matter.
         score = tl.dot(queries_BQ, tl.trans(keys_BQ), input_precision=PRECISION) * tokens.scale + bias
         if SOFTMAX:
             score = tl.where(allowed, score, _MASKED_SCORE)
@@ -463,6 +466,7 @@ def attend(
         sums = sums / total[:, None]
         tl.store(log_sums + (first_query + index) * tokens.num_heads + head, maxima + tl.log(total), is_row)
     else:
+        # SiLU weights are divided by the maximum length, once at the end.
         sums = sums / biases.max_length
     _store(out, first_query, index, tokens.num_heads, head, tokens.value_width, is_row, sums, VALUE_WIDTH)
 

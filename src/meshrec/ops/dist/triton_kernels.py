@@ -83,6 +83,7 @@ def count_ids(
         return
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < bags
+    # Row range in the shard, and row count in the table.
     first_row, end_row, rows = tl.load(fields + 2), tl.load(fields + 3), tl.load(fields + 4)
     start, end = _bags(fields, offsets, lanes, inside, num_ids)
     # A counter per bag.
@@ -100,6 +101,7 @@ def count_ids(
         if WEIGHTED and CHECK:
             weight = tl.load(weights + start + i, is_id, 0.0)
             wrong += (is_id & (weight != weight)).to(tl.int32)
+    # Slots on a route are adjacent, so lane i writes slot i of the route.
     tl.store(lengths + tl.load(fields + 9) + lanes, count, inside)
     if tl.load(fields + 5) != 0:  # several routes see the same IDs; only the first counts them
         num_outside = tl.sum(outside, 0)
@@ -195,6 +197,7 @@ def write_messages(
     first_slot = tl.load(rank)
     first_id = tl.load(starts + first_slot)
     ids_of_rank = tl.load(starts + tl.load(rank + 1)) - first_id
+    # Earlier messages take their words before the IDs, and words_per_id words for every ID.
     message = words + tl.load(rank + 3) + first_id * words_per_id
     ids_at = message + tl.load(rank + 2)
     # IDs in earlier slots, which gives the position in the message.
@@ -349,6 +352,7 @@ def gather_columns(
         if MEANS:
             if use >= 0:
                 x = x * _inverse_lengths(offsets, first_bags, use, lanes, lanes < batch)[:, None]
+        # In part order, so the sum is the same in every run.
         total += x
     tl.store(out + rows * out_dim + column + columns[None, :], total, inside)
 

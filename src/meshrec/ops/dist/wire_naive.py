@@ -185,6 +185,7 @@ def wire_encode(
             noise = None
             if formats[column.number] & STOCHASTIC:
                 row_keys = row + first_keys[column.block] if keys is None else keys[block.rows]
+                # By row key and whole-table column, so that shards round like the whole table.
                 noise = Noise(seeds[column.number], step, row_keys, origins[column.number])
             coded[:, column.bytes] = encode_column(column_values, formats[column.number], noise)
             if formats[column.number] & ~STOCHASTIC not in _CASTS:
@@ -220,6 +221,7 @@ def wire_decode(
         coded = block.view_of(message.reshape(-1), block.row_bytes, block.byte)
         for column in block.columns:
             dim = column.elements.stop - column.elements.start
+            # A view, so that writing to it fills the values.
             values_ND[:, column.elements] = decode_column(coded[:, column.bytes], formats[column.number], dim)
     return values
 
@@ -304,6 +306,7 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
     top = 127 if kind == INT8 else 7
     finite = values_ND.isfinite()
     limit = torch.finfo(torch.float32).max
+    # Rows without a finite value have no minimum.
     empty = ~finite.any(1)
     # Over finite values only. A row without finite values gets the range 0.
     minimum = torch.where(finite, values_ND, limit).amin(1).masked_fill(empty, 0.0)
@@ -406,6 +409,7 @@ def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
     else:
         signed = codes.view(torch.int8).long()
     values = signed.float() * scale[:, None] + params[:, 1:]
+    # Indexed by flag; 0.0 is never used, because a marked row has a flag.
     kinds = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan], device=coded.device)[flags.long()]
     # The lowest code means a non-finite value only if the row has a flag.
     marked = (signed == -top - 1) & (flags != 0)[:, None]

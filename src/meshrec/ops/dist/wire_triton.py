@@ -45,6 +45,7 @@ def wire_encode(
     """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
+    # Only stochastic rounding reads these.
     options = seeds, origins, first_keys, keys, step
     blocks = list(naive.block_ranges(rows, starts, widths, formats))
     size = sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True))
@@ -60,6 +61,7 @@ def wire_encode(
     report = torch.tensor([0, none], device=values.device)
     for block, column, dim in _columns(blocks, widths):
         c = column.number
+        # A column belongs to a block, so pass the keys for the rows in this block.
         row_keys = None if keys is None else keys[block.rows].contiguous()
         kernels.encode_rows[(block.rows.stop - block.rows.start,)](
             values,
@@ -78,6 +80,7 @@ def wire_encode(
             STOCHASTIC=bool(formats[c] & naive.STOCHASTIC),
             BLOCK=kernels.next_power_of_2(dim),
         )
+    # On the device, because the report must not synchronize.
     report[1] = torch.where(report[1] == none, -1, report[1])
     return message, report
 
@@ -122,6 +125,7 @@ def wire_decode(
 
 def _columns(blocks: list[Any], widths: list[int]) -> Iterator[tuple[Any, Any, int]]:
     """Yield the columns that have rows and values, as (block, column, width)."""
+    # Empty blocks and columns would need an empty launch grid, which CUDA refuses.
     for block in blocks:
         for column in block.columns:
             if block.rows.stop > block.rows.start and widths[column.number]:

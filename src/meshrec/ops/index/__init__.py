@@ -78,6 +78,7 @@ def mix_spans(ids_N: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
         ids_N: int64.
         spans: start, end (exclusive) and mix seed per span, in ascending order.
     """
+    # The operator takes a list per field.
     starts, ends, seeds = ([span[k] for span in spans] for k in range(3))
     mixed: Tensor = operators.index_mix_parts(ids_N, starts, ends, list(map(_signed, seeds)))
     return mixed

@@ -38,8 +38,10 @@ class HashIndex:
     """
 
     def __init__(self, max_slots: int, *, seed: int = 0, name: str = "the index") -> None:
+        # Slots have at most 33 bits in a bucket entry.
         if not 0 < max_slots < 1 << 32:
             raise ValueError(f"{name}: max_slots is {max_slots:,}; it must lie in [1, 2^32).")
+        # Set once. The index itself holds all state that changes.
         self.max_slots, self.seed, self.name = max_slots, seed, name
         # As a signed integer, because operators take int64 seeds.
         index_seed = ((seed ^ _SEED) & ((1 << 63) - 1)) - (seed & 1 << 63)
@@ -149,6 +151,7 @@ class HashIndex:
         Raises:
             ValueError: the marks have another type or shape, or are too few.
         """
+        # The kernel reads a mark for every slot up to the highest ever assigned.
         num = self.num_slots
         if marks.dtype != torch.bool or marks.dim() != 1 or not marks.is_cpu or len(marks) < num:
             raise ValueError(
@@ -189,6 +192,7 @@ class HashIndex:
         elif status is Status.CROWDED:
             reason = "too many IDs have hashes close to each other; choose another seed."
         elif status is Status.ABSENT:
+            # The first missing ID, to name it.
             absent = given_N[self.find(given_N) < 0]
             reason = f"there is no ID {int(absent[0])}, so it cannot be removed."
         elif status is Status.REPEATS:
@@ -218,6 +222,7 @@ class HashIndex:
             ValueError: the IDs are not ascending, or a slot is out of range.
         """
         index = HashIndex(max_slots, seed=seed, name=name or "the index")
+        # Bypasses HashIndex.insert, which would assign the lowest free slots.
         result = index._index.insert(index._validated(ids_N), index._validated(slots_N))
         if not isinstance(result, Tensor):
             index._raise_for_status(result, ids_N)

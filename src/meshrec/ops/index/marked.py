@@ -58,6 +58,7 @@ def marked_between(values_N: Tensor, marks_N: Tensor | None, min_value: int, max
     """
     # As int64, because the bounds may exceed int32.
     selected = (values_N.long() >= min_value) & (values_N.long() <= max_value)
+    # nonzero() returns the indices in ascending order.
     return (selected if marks_N is None else selected & marks_N).nonzero()[:, 0]
 
 

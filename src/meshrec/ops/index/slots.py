@@ -97,6 +97,7 @@ def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) 
     counts = []
     for table_pins, table_alive, table_slots in zip(pins, alive, slots, strict=True):
         free = []
+        # One by one, because a slot may occur several times.
         for slot in table_slots.tolist():
             table_pins[slot] -= 1
             # A live row keeps its slot without pins. A removed row keeps it until the last pin is gone.

@@ -51,6 +51,7 @@ def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> 
 
 def _vectors(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
     """Return all vectors of each sample, the dense vector first: [B, V, D]."""
+    # Tables return fp32 also if the dense part is bf16.
     if sparse_BFD.dtype != dense_BD.dtype:
         sparse_BFD = sparse_BFD.to(dense_BD.dtype)
     return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)

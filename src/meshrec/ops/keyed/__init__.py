@@ -105,6 +105,7 @@ def hashed_forward(
     memory: list[Tensor] = []
     seeds: list[int] = []
     for index, mix_seed in indexes.values():
+        # Without compiled kernels, the caller finds the slots in Python.
         if index.kernel_tensors is None:
             return None
         tensors, seed = index.kernel_tensors

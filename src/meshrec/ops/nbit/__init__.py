@@ -115,7 +115,9 @@ def from_fbgemm_bytes(fused: Tensor, bits: int, dim: int) -> Tensor:
         ValueError: the rows have another length or dtype.
     """
     num_bytes = code_bytes(dim, bits)
+    # No padding in this format.
     _check_rows(fused, num_bytes + PARAM_BYTES, f"FBGEMM's rows of {dim} {bits}-bit values")
+    # Zeros, which leaves the padding 0.
     rows = fused.new_zeros(len(fused), row_bytes(dim, bits))
     rows[:, :PARAM_BYTES] = fused[:, num_bytes:]
     rows[:, PARAM_BYTES : PARAM_BYTES + num_bytes] = fused[:, :num_bytes]

@@ -171,6 +171,7 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
     # Bit positions of the codes within a byte.
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
     codes = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
+    # contiguous(), because a view with another dtype needs adjacent bytes.
     params = rows[:, :PARAM_BYTES].contiguous().view(torch.float16)
     return codes.flatten(1)[:, :dim], params
 
@@ -184,6 +185,7 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
         bits: bits per code.
     """
     num_rows, dim = codes.shape
+    # Codes never cross a byte boundary.
     per_byte = 8 // bits
     rows = codes.new_zeros(num_rows, row_bytes(dim, bits))
     rows[:, :PARAM_BYTES] = params.contiguous().view(torch.uint8)

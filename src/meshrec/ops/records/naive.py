@@ -131,6 +131,7 @@ def records_write(
     memory = [_as_bytes(part) for part in parts]
     for position, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         content = b"".join(bytes(part[slot].tolist()) for part in memory)
+        # The checksum comes last, as records_read expects.
         record = content + geometry.checksum(key, content).to_bytes(4, "little")
         try:
             start = geometry.position(key)
@@ -182,6 +183,7 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
     # Without this limit, the hand would circle forever once all unpinned slots are selected.
     free = int((pins == 0).sum())
     while len(victims) < min(num_victims, free):
+        # The hand moves on in any case, also past selected slots.
         slot, hand = hand, (hand + 1) % size
         if pins[slot] != 0 or slot in selected:
             continue

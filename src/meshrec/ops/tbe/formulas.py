@@ -150,6 +150,7 @@ def _sgd(rows: Rows, h: Hyper) -> Tensor:
 
 def _adagrad(rows: Rows, h: Hyper) -> Tensor:
     """Apply s += g^2; w -= lr * g / (sqrt(s) + eps)."""
+    # Slots are in the order of Formula.slots.
     g, (total,) = decayed_gradient(rows, h), rows.slots
     total += g.square()
     return _decayed_weight(rows, h) - h.lr * g / (total.sqrt() + h.eps)
@@ -407,6 +408,7 @@ def formula_of(optimizer: int | OptimizerKind) -> Formula:
     Raises:
         ValueError: unknown code or kind.
     """
+    # A kind without a formula, such as NONE, falls through to the error.
     if isinstance(optimizer, OptimizerKind) and optimizer in _BY_KIND:
         return _BY_KIND[optimizer]
     if isinstance(optimizer, int) and 0 <= optimizer < len(FORMULAS):

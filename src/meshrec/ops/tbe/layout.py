@@ -146,6 +146,7 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
     """Raise ValueError unless the offsets start at 0, never decrease, and end at ``num_ids``."""
     if offsets.dim() != 1 or offsets.numel() == 0:
         raise ValueError("values and offsets must have one dimension, and offsets at least one entry.")
+    # Reads the tensor: only the plain torch versions call this on a GPU.
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise ValueError(f"offsets start at {first}, not at 0. Pass offsets made from the lengths.")
@@ -176,6 +177,7 @@ def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> lis
     Raises:
         ValueError: the bounds do not match the bag count or key count.
     """
+    # On the CPU by contract, so tolist() does not synchronize.
     if segments is not None:
         bounds: list[int] = segments.tolist()
         if not bounds or num_keys == 0 or (len(bounds) - 1) % num_keys != 0:
@@ -225,6 +227,7 @@ def make_layout(
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     pieces: list[FeaturePiece] = []
     first_row = first_element = 0
+    # A block has a segment per key.
     for first_segment in range(0, len(bounds) - 1, num_keys):
         # All features of a 2-D output share their rows, so the bag count of the first key is the row count.
         block_rows = bounds[first_segment + 1] - bounds[first_segment]
@@ -254,6 +257,7 @@ def make_layout(
                     flat=slice(first_element, end_element),
                 )
             )
+            # The next feature follows in the same rows (2-D), or after these elements (1-D).
             column, first_element = column + dim, end_element
         first_row += block_rows
     return OutputLayout(pieces, first_element if flat else first_row)

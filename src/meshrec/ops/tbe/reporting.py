@@ -22,6 +22,7 @@ def report_clamped(total: Tensor, counts: Tensor, names: Tensor) -> None:
     """
     # Synchronizes if the counts are on a GPU.
     num_clamped = int(counts.sum())
+    # Only the first time, as long as the total is 0.
     if num_clamped and not int(total):
         table, feature = bytes(names.tolist()).decode().split("\n")[int(counts.argmax())].split("\t")
         _logger.warning(

@@ -470,7 +470,7 @@ def sum_runs(
         target_row = local
     else:
         target_row = tl.load(run_ids + at, first, 0)
-        # Row numbers go to the address in place of the second state slot.
+        # Row numbers go to the address in the second state slot field.
         tl.store(tl.load(fields + 2, first, 0).to(tl.pointer_type(tl.int64)) + target_row, local, first)
     # Sums go to the address in the first state slot field.
     sums = tl.load(fields + 1, first, 0).to(tl.pointer_type(tl.float32))

@@ -119,6 +119,7 @@ def _sum_of_squares(x, stats, first, column: tl.constexpr, STATS: tl.constexpr):
 def _mean_square(g, stats, first, hyper, width, STATS: tl.constexpr):
     """Return the mean squared gradient for each whole row."""
     whole = _load_hyper(hyper, _ROW_DIM)
+    # 0: the weight has whole rows.
     whole = tl.where(whole == 0, width.to(tl.float32), whole)
     return _sum_of_squares(g, stats, first, _GRADIENT_SUM, STATS) / tl.where(first, whole, 1.0)
 
@@ -290,10 +291,12 @@ def update_runs(
     entry = tl.load(order + at, first, 0)
     fields = tables + tl.load(tables_of + entry, first, 0) * 7
     width = tl.multiple_of(tl.load(fields + 3, first, 0), [ALIGN])
+    # The row within the weight; rows are numbered across all tables.
     local = row - tl.load(fields + 4, first, 0)
     columns = tl.arange(0, BLOCK)
     inside = first[:, None] & (columns[None, :] < width[:, None])
     element = (local * width)[:, None] + columns[None, :]
+    # Tables are separate tensors, so every run has a base address.
     target = _pointers(fields, first, WEIGHT, ALIGN)[:, None] + element
     w = tl.load(target, inside, 0.0).to(tl.float32)  # load early, to overlap with the gradient sum
     g = sum_of_runs(
