@@ -123,7 +123,7 @@ class KeyedJaggedTensor(Jagged):
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
         self._jt_dict = jt_dict
-        # Wrong counts would make split() return wrong bags without an error.
+        # Wrong counts could make split() return wrong bags without an error.
         if length_per_key or offset_per_key or lengths_offset_per_key:
             check_given_counts(self)
 

@@ -38,7 +38,6 @@ class HashIndex:
     """
 
     def __init__(self, max_slots: int, *, seed: int = 0, name: str = "the index") -> None:
-        # Slots have at most 33 bits in a bucket entry.
         if not 0 < max_slots < 1 << 32:
             raise ValueError(f"{name}: max_slots is {max_slots:,}; it must lie in [1, 2^32).")
         # Set once. The index itself holds all state that changes.
