@@ -1,13 +1,17 @@
-"""Select a data type per table, with a bounded loss increase on validation data.
+"""Selection of a data type per table that saves bytes, with a bounded loss increase on validation data.
 
-The same samples are scored with the original and the quantized model. The log loss change of a sample has
-much lower variance than the loss, so a few thousand samples reveal rises below a per mille. Normalized
-entropy is log loss divided by a data constant, so both rise by the same fraction.
+The *rise* is the relative increase of the log loss, and the *budget* is the greatest rise allowed. The same
+samples are scored with the original and the quantized model. The loss change of a sample has a much lower
+variance than the loss itself, so a few thousand samples reveal rises below 0.1 %. (Normalized entropy is log
+loss divided by a constant of the data, so it rises by the same fraction.)
 
-Every table is quantized alone, to 4 bits, then to 2 bits, or to 8 bits if 4 bits alone exceed the budget. The
-rise with several quantized tables is predicted by summing their per-sample changes. Greedily, the type change
-saving the most bytes per rise comes next. Then all selected types are measured together. While
-the rise exceeds the budget, the table with the largest predicted rise gets the next larger type.
+1. Measure every table alone, quantized to 4 bits, and then to 2 bits, or to 8 bits if 4 bits alone exceed the
+   budget.
+2. Predict the rise with several quantized tables from the sum of their per-sample changes. Repeatedly make
+the
+   type change that saves the most bytes per rise, while the prediction stays within the budget.
+3. Measure all selected types together. While the rise exceeds the budget, give the table with the largest
+   predicted rise the next larger type, and measure again.
 """
 
 import math
@@ -30,28 +34,30 @@ from meshrec.quant.quantize import quantize
 INT8, INT4, INT2, FP16, FP32 = DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32
 
 _QUANTILE = 1.6448536269514722
-"""95 % quantile of the normal distribution."""
+"""95 % quantile of the standard normal distribution, for one-sided confidence bounds."""
 _STEPS = 17
-"""Quantization step with 4 bits, relative to the step with 8 bits: 255 / 15."""
+"""How many times larger the quantization step is with 4 bits than with 8 bits: 255 / 15."""
 
 
 class Rise(NamedTuple):
-    """Relative loss increase: mean, and upper bound with 95 % confidence. 0.001 is 0.1 %."""
+    """Relative increase of the log loss; 0.001 is 0.1 %."""
 
     mean: float
+    """Mean over the validation samples."""
     bound: float
+    """Upper bound with 95 % confidence."""
 
 
 class Choice(NamedTuple):
-    """Result from ``choose_precision``.
+    """Result of ``choose_precision``. Table names are unique in the model; see ``optim.table_names``.
 
     Attributes:
-        types: selected data type per table.
-        num_bytes: bytes by table and data type.
-        rises: rise with only this table in this data type, where it was measured.
-        rise: measured rise with all selected types.
-        budget: maximum rise.
-        num_evaluations: calls to ``losses``.
+        types: selected data type by table name.
+        num_bytes: bytes of the rows by table name and data type.
+        rises: rise with only this table in this data type, by table name and data type, where measured.
+        rise: measured rise with all selected types together.
+        budget: greatest rise allowed.
+        num_evaluations: number of calls to ``losses``.
     """
 
     types: dict[str, DataType]
@@ -69,14 +75,15 @@ def choose_precision(
     max_loss: float,
     rounding: Rounding = "search",
 ) -> Choice:
-    """Select data types to save bytes while the measured loss increase stays within the budget.
+    """Select a data type per table that saves bytes while the loss increase stays within a budget.
 
-    Takes at most three evaluations per table, plus two.
+    Calls ``losses`` at most three times per table, plus three times. The module docstring describes the
+    search.
 
     Args:
-        model: unsharded, unquantized model.
-        losses: returns a model's log loss per validation sample, [N]; always in the same order.
-        max_loss: maximum relative loss increase: 0.0002 is 0.02 %.
+        model: unsharded, unquantized model. It is not changed.
+        losses: returns the log loss of a model per validation sample, [N], always in the same order.
+        max_loss: greatest relative increase of the log loss; 0.0002 is 0.02 %.
         rounding: see ``quantize``.
 
     Raises:
@@ -91,7 +98,7 @@ def choose_precision(
 
 
 class _Search:
-    """State of one ``choose_precision`` call."""
+    """A running search, for ``choose_precision``, which describes the arguments."""
 
     def __init__(
         self, model: nn.Module, losses: Callable[[nn.Module], Tensor], budget: float, rounding: Rounding
@@ -116,17 +123,15 @@ class _Search:
             for name, config, num_rows in tables
         }
         self._num_evaluations = 1
-        # Kept for the whole search: every candidate is compared with it, sample by sample.
+        # Losses of the original model, fp64 [N]. Every candidate is compared with them, sample by sample.
         self._before = losses(model).double()
         if self._before.numel() < 2:
             raise ValueError("there are fewer than two validation samples. Give the run validation data.")
 
     def run(self) -> Choice:
         """Run the search; see the module docstring."""
-        # The first question is whether fp16 may replace fp32 everywhere, because shrinking starts
-        # there.
+        # Start from fp16 in all tables if this is within the budget, otherwise from fp32.
         halves = self._measure(dict.fromkeys(self._num_bytes, FP16))
-        # If fp16 alone exceeds the budget, tables which are not quantized stay fp32.
         first = FP16 if self._relative_rise(halves).bound <= self._budget else FP32
         changes = {name: self._changes_of(name) for name in self._num_bytes}
         rises = {
@@ -135,16 +140,16 @@ class _Search:
         }
         for table_changes in changes.values():
             if INT8 not in table_changes:
-                # Not measured: the error is proportional to the quantization step. A measurement would cost
-                # an evaluation.
+                # Estimate the change with 8 bits, to save an evaluation: the error is proportional to the
+                # quantization step.
                 table_changes[INT8] = table_changes[INT4] / _STEPS
             table_changes[first] = torch.zeros(())
         common = halves if first is FP16 else torch.zeros_like(halves)
         types = dict.fromkeys(self._num_bytes, first)
         self._shrink(types, changes, common)
         rise = Rise(0.0, 0.0)
-        # Predictions add per-table changes, but tables interact, so the sum is only a proposal. Every round
-        # moves one table back by a step.
+        # The sum of per-table changes is only a prediction, because tables interact. Measure, and move a
+        # single table back by a step per round.
         for _ in range(len(types) + 1):
             if all(data_type is FP32 for data_type in types.values()):
                 rise = Rise(0.0, 0.0)
@@ -160,7 +165,11 @@ class _Search:
         return Choice(types, self._num_bytes, rises, rise, self._budget, self._num_evaluations)
 
     def _changes_of(self, name: str) -> dict[DataType, Tensor]:
-        """Measure per-sample loss changes with two data types for one table: INT4, and INT2 or INT8."""
+        """Measure the per-sample loss changes with a single quantized table, in two data types.
+
+        Returns:
+            Changes, fp64 [N], with INT4, and with INT2 if INT4 alone is within the budget, else with INT8.
+        """
         other_types = dict.fromkeys(self._num_bytes, FP32)
         changes = {INT4: self._measure({**other_types, name: INT4})}
         more = INT2 if self._relative_rise(changes[INT4]).bound <= self._budget else INT8
@@ -170,12 +179,12 @@ class _Search:
     def _shrink(
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]], total: Tensor
     ) -> None:
-        """Give tables smaller types, as long as the bound on the summed changes stays within the budget.
+        """Give tables smaller data types, while the bound of the predicted rise stays within the budget.
 
         Args:
-            types: data type per table; modified.
-            changes: per-sample change by table and type.
-            total: per-sample change common to all tables.
+            types: present data type by table name; changed in place.
+            changes: per-sample loss change by table name and data type.
+            total: per-sample loss change with the present types.
         """
         while True:
             rise = self._relative_rise(total).bound
@@ -185,12 +194,12 @@ class _Search:
                     saved = self._num_bytes[name][now] - self._num_bytes[name][data_type]
                     if saved <= 0:
                         continue
-                    # Per-sample changes are summed before the bound is taken: noise from different tables
-                    # partly cancels.
+                    # Sum the per-sample changes before taking the bound, because the noise of different
+                    # tables partly cancels.
                     after = total - changes[name][now] + change
                     bound = self._relative_rise(after).bound
-                    # Noise can make a change look free or helpful. The floor keeps such a table from winning
-                    # without saving much.
+                    # Noise can make a change look free or even helpful. The lower limit of the rise keeps
+                    # such a change from winning if it does not save much.
                     value = saved / max(bound - rise, 1e-3 * self._budget)
                     if bound <= self._budget and (best is None or value > best[0]):
                         best = (value, name, data_type, after)
@@ -201,7 +210,15 @@ class _Search:
     def _step_back(
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]]
     ) -> bool:
-        """Give the table with the largest rise the next larger type. Returns False if none is quantized."""
+        """Give the quantized table with the largest predicted rise the next larger data type.
+
+        Args:
+            types: present data type by table name; changed in place.
+            changes: per-sample loss change by table name and data type.
+
+        Returns:
+            Whether there was a quantized table.
+        """
         small = [name for name, candidate in types.items() if candidate.bits]
         if not small:
             return False
@@ -215,13 +232,13 @@ class _Search:
         return True
 
     def _measure(self, types: dict[str, DataType]) -> Tensor:
-        """Measure the per-sample loss change with these data types, fp64 [N]."""
+        """Evaluate the model with these data types, and return the loss change per sample, fp64 [N]."""
         self._num_evaluations += 1
         quantised = quantize(self._model, FP32, per_table=types, output_dtype=FP32, rounding=self._rounding)
         return self._losses(quantised).double() - self._before
 
     def _relative_rise(self, change: Tensor) -> Rise:
-        """Return the loss increase, given per-sample changes."""
+        """Return the relative loss increase, given the loss change per sample."""
         mean = float(change.mean())
         error = float(change.std()) / math.sqrt(change.numel())
         loss = float(self._before.mean())

@@ -1,4 +1,4 @@
-"""Embedding collections with the same tables in other data types."""
+"""Embedding collections, and row blocks, with the same tables in other data types."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -23,13 +23,13 @@ from meshrec.tables.table import RowBlock, Span
 def empty_like(
     module: Any, types: Mapping[str, DataType], bounds_check: BoundsCheckMode, output_dtype: DataType | None
 ) -> TableCollection:
-    """Create an unsharded collection on ``meta`` with the ``module`` tables in other data types.
+    """Create an unsharded, frozen collection on ``meta`` with the same tables in other data types.
 
     Args:
-        module: collection, sharded or not.
-        types: data type by table name.
-        bounds_check: what happens to IDs outside a table.
-        output_dtype: output data type.
+        module: original collection, sharded or not.
+        types: new data type by table name.
+        bounds_check: how the new collection treats IDs outside a table.
+        output_dtype: output data type of the new collection.
     """
     if hasattr(module, "embedding_bag_configs"):
         collection: TableCollection = EmbeddingBagCollection(
@@ -50,7 +50,7 @@ def empty_like(
 
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
-    """Return row counts by table; for a hashed table, the present count."""
+    """Return the number of rows by table name. A hashed table counts with its present rows."""
     hashed = module.hashed_tables()
     return {
         config.name: hashed[config.name].num_alive if config.name in hashed else config.num_embeddings
@@ -61,13 +61,16 @@ def rows_by_table(module: TableCollection) -> dict[str, int]:
 def converted_blocks(
     stored: Iterable[tuple[Tensor, Tensor]], storage: HashedRows, data_type: DataType, rounding: Rounding
 ) -> Iterator[RowBlock]:
-    """Yield unsharded hashed table rows in another data type, block by block.
+    """Convert the rows of an unsharded hashed table to another data type, block by block.
 
     Args:
-        stored: IDs [n] and rows [n, D], in key order.
-        storage: target table storage.
-        data_type: target data type.
+        stored: blocks of IDs, int64 [n], and rows, [n, D], sorted by key.
+        storage: description of the new table.
+        data_type: new data type.
         rounding: see ``quantize``.
+
+    Yields:
+        Row blocks for the new table.
 
     Raises:
         ValueError: a value is NaN, infinite or out of range; the error names table and ID.
@@ -78,13 +81,13 @@ def converted_blocks(
 
 
 def make_block(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -> RowBlock:
-    """Return a row block, given rows already in the ``storage`` memory format.
+    """Return a row block for a hashed table, given rows that already have the table's memory format.
 
     Args:
-        rows: rows [n, ...].
-        keys: keys, int64 [n].
-        storage: target table storage.
-        columns: table columns in ``rows``, start and end.
+        rows: rows as they lie in memory, [n, elements per row].
+        keys: key per row, int64 [n].
+        storage: description of the table.
+        columns: first and end table column in ``rows``.
     """
     form = storage.form
     parts = zip(form.row_parts, form.parts(rows, columns[1] - columns[0]), strict=True)
@@ -92,9 +95,10 @@ def make_block(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -
 
 
 def _with_data_type(config: Any, types: Mapping[str, DataType]) -> Any:
-    """Return the config with the table's new data type, in memory."""
+    """Return a copy of the config with the new data type, and with rows in memory instead of a file."""
     assert isinstance(config, BaseEmbeddingConfig)
     keys = config.keys
-    if keys is not None:  # with max_bytes, another row size would change max_rows and the initial rows
+    if keys is not None:
+        # With max_bytes, another row size would change max_rows and so the initial rows.
         keys = replace(keys, max_rows=config.num_embeddings, max_bytes=None)
     return replace(config, data_type=types[config.name], storage=None, keys=keys)

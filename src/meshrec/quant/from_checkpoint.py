@@ -1,4 +1,7 @@
-"""Quantization directly from a checkpoint: tables pass through memory in blocks."""
+"""Quantization directly from a checkpoint.
+
+Tables pass through memory in blocks, so they never need to fit.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,23 +34,24 @@ def quantize_checkpoint(
     rounding: Rounding = "minmax",
     entry: str = "model",
 ) -> nn.Module:
-    """Quantize a model whose weights are in a checkpoint, saved under any plan; see ``quantize``.
+    """Build a quantized copy of a model with weights from a checkpoint; see ``quantize``.
 
-    Tables are processed in blocks, so in addition to the result this needs only tens of megabytes.
+    The checkpoint may have been saved under any plan. Tables are read in blocks, so in addition to the result
+    this needs only tens of megabytes of memory.
 
     Args:
         path: checkpoint, or run folder; see ``meshrec.checkpoint.find_checkpoint``.
-        model: unsharded model; unchanged. Only tables may be on ``meta``.
+        model: unsharded model, which is not changed. Tables may be on ``meta``; other modules must not be.
         weights: see ``quantize``.
         per_table: see ``quantize``.
         output_dtype: see ``quantize``.
         dense: see ``quantize``.
         rounding: see ``quantize``.
-        entry: name of the model's state in the checkpoint.
+        entry: name under which the checkpoint has the model's state dict.
 
     Raises:
-        ValueError: as in ``quantize``, or a tensor is missing from the checkpoint or has another shape.
-        DamagedCheckpointError: damaged data.
+        ValueError: as in ``quantize``, or the checkpoint lacks a tensor or has it in another shape.
+        DamagedCheckpointError: the data is damaged.
     """
     check_rounding(rounding)
     folder = find_checkpoint(path)
@@ -67,12 +71,12 @@ def quantize_checkpoint(
         _, holders = target_module.table_holders()
         for name, (config, _) in target_module.tables().items():
             full = f"{where}.{name}" if where else name
-            # Table tensor names: the state dict loop below skips them and handles the dense part.
+            # The loop over the state dict below treats the dense part, and skips these names.
             tables.add(full)
             size = (config.num_embeddings, config.embedding_dim)
             module = target_module.table_modules().get(config.name)
             if module is not None and is_growable(module.storage):
-                # The collection is on meta until here.
+                # ``empty_like`` has built the collection on meta.
                 module.to_empty(device="cpu")
                 stored = _hashed_blocks(folder, manifest, f"{entry}.{full}", module.storage)
                 module.tables[0].load(converted_blocks(stored, module.storage, config.data_type, rounding))
@@ -84,7 +88,7 @@ def quantize_checkpoint(
     for name, tensor in result.state_dict().items():
         if name in other_names:
             first = 0
-            # Blocks are slices along the first dimension, which a scalar lacks.
+            # Blocks are slices along the first dimension. A scalar lacks this dimension, so view it as [1].
             target = tensor.view(1) if tensor.dim() == 0 else tensor
             for block in _blocks(folder, manifest, f"{entry}.{name}", tuple(tensor.shape)):
                 target[first : first + len(block)] = block
@@ -96,7 +100,22 @@ def quantize_checkpoint(
 def _hashed_blocks(
     folder: Path, manifest: Manifest, name: str, storage: HashedRows
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield hashed table IDs and rows in blocks, by key. A fixed table has row numbers as IDs."""
+    """Read the rows for a hashed table from a checkpoint, in blocks.
+
+    The checkpoint may also hold a fixed table. Its row numbers then are the IDs.
+
+    Args:
+        folder: checkpoint.
+        manifest: manifest of the checkpoint.
+        name: name of the table's ``weight`` in the checkpoint.
+        storage: description of the hashed table.
+
+    Yields:
+        IDs, int64 [n], and rows, [n, D], sorted by key within a block.
+
+    Raises:
+        ValueError: the checkpoint lacks the table, or it does not fit.
+    """
     record, prefix = manifest.tensors.get(name), name.removesuffix("weight")
     if record is None or len(record.shape) != 2 or not _is_within(record.shape, storage):
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
@@ -108,19 +127,28 @@ def _hashed_blocks(
     for rows in whole_blocks(folder, manifest, name, record):
         span = (first, first + len(rows))
         ids = read_rows(folder, manifest, f"{prefix}{IDS}", span) if has_ids else torch.arange(*span)
-        # load() expects blocks in key order, and a key is the mixed ID.
+        # HashedTable.load expects blocks with ascending keys, and a key is the hash of the ID.
         order = mix(ids, storage.keys.seed).argsort()
         first = span[1]
         yield ids[order], rows[order]
 
 
 def _is_within(shape: Sequence[int], storage: HashedRows) -> bool:
-    """Return whether a saved table with this shape fits into the hashed table."""
+    """Return whether a saved table with this shape (rows, columns) fits into a hashed table."""
     return shape[0] <= storage.max_rows and shape[1] == storage.dim
 
 
 def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:
-    """Return a whole table in its new data type, given its rows in blocks."""
+    """Convert a whole fixed table to its new data type, given the rows in consecutive blocks.
+
+    Args:
+        config: table config with the new data type.
+        blocks: rows, [n, D].
+        rounding: see ``quantize``.
+
+    Returns:
+        Row memory of the table.
+    """
     storage, first = storage_of(config), 0
     rows = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), None)
     for block in blocks:
@@ -131,7 +159,17 @@ def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], roundi
 
 
 def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Return blocks from a saved tensor. Raises ValueError if the checkpoint lacks it or shapes differ."""
+    """Read a tensor from a checkpoint in blocks of consecutive rows.
+
+    Args:
+        folder: checkpoint.
+        manifest: manifest of the checkpoint.
+        name: name of the tensor.
+        shape: expected shape.
+
+    Raises:
+        ValueError: the checkpoint lacks the tensor, or has it in another shape.
+    """
     record: TensorRecord | None = manifest.tensors.get(name)
     if record is None or tuple(record.shape) != shape:
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"
@@ -143,10 +181,15 @@ def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...])
 
 
 def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
-    """Describe a quantized model for a manifest.
+    """Describe a quantized model, for the manifest of a package.
 
-    It has the data type, bytes and padding bits per row of every table, and the ``source`` items, such as
-    the model's run and step.
+    Args:
+        model: quantized model.
+        source: further entries, such as the run and step that the model comes from.
+
+    Returns:
+        The data type, bytes, and padding bits per row of every table under ``tables``, and the further
+            entries.
     """
     tables = {}
     for module in model.modules():
@@ -154,6 +197,7 @@ def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
             num_rows = rows_by_table(module)
             for config, weight in module.tables().values():
                 storage = storage_of(config, weight)
+                # 32 bits below: scale and bias, fp16.
                 used = config.embedding_dim * (config.data_type.bits or 8 * storage.dtype.itemsize)
                 tables[config.name] = {
                     "data_type": str(config.data_type),

@@ -1,4 +1,4 @@
-"""HTML page with bytes, loss increase and selected data type per table."""
+"""HTML page with the result of ``choose_precision``: bytes, loss increase and data type per table."""
 
 from html import escape
 
@@ -15,7 +15,12 @@ _STYLE = (
 
 
 def html_page(choice: Choice, title: str) -> str:
-    """Return a selection result as a self-contained HTML page."""
+    """Return a self-contained HTML page that shows the result of ``choose_precision``.
+
+    Args:
+        choice: result to show.
+        title: title of the page.
+    """
     head = "".join(f"<th>{data_type}</th>" for data_type in _TYPES)
     rows = "".join(
         f"<tr><td>{escape(name)}</td>{''.join(_cell(choice, name, data_type) for data_type in _TYPES)}</tr>"
@@ -31,7 +36,7 @@ def html_page(choice: Choice, title: str) -> str:
 
 
 def summary(choice: Choice) -> str:
-    """Return a selection in one text line: bytes before and after, and the loss increase."""
+    """Return a sentence with the bytes before and after, and the loss increase with all selected types."""
     before = sum(by_type[DataType.FP32] for by_type in choice.num_bytes.values())
     after = sum(choice.num_bytes[name][data_type] for name, data_type in choice.types.items())
     return (
@@ -42,7 +47,7 @@ def summary(choice: Choice) -> str:
 
 
 def _cell(choice: Choice, name: str, data_type: DataType) -> str:
-    """Return the HTML table cell for an embedding table in one data type: bytes and loss increase."""
+    """Return the HTML table cell for an embedding table in a data type, with bytes and loss increase."""
     rise = choice.rises[name].get(data_type)
     rise_text = "" if rise is None else f"<br><small>{rise.mean:+.4%}, &lt; {rise.bound:+.4%}</small>"
     mark = " class=chosen" if choice.types[name] is data_type else ""

@@ -1,4 +1,4 @@
-"""Table row conversion to a data type, and checks for row values."""
+"""Conversion of table rows to another data type, and checks of the row values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -14,27 +14,27 @@ from meshrec.quant.search import search_params
 # Shape legend: D width.
 
 Rounding = Literal["minmax", "search"]
-"""How row scale and bias are chosen: "minmax" takes minimum and maximum, as FBGEMM does; "search"
-reduces the squared error.
+"""How the scale and bias of a quantized row are chosen: "minmax" takes the row's minimum and maximum, as
+FBGEMM does; "search" looks for values with a lower squared error.
 """
 
-# Values per block in the search (16 MiB as fp32), and rows per block in the check, which bound the
-# temporaries.
+# Values per block in the search (16 MiB as fp32), and rows per block in the check. They bound the memory for
+# temporary tensors.
 _BLOCK_VALUES, _BLOCK_ROWS = 1 << 22, 1 << 16
 
 
 def types_by_table(
     tables: Mapping[str, Sequence[str]], weights: DataType, per_table: Mapping[str, DataType] | None
 ) -> dict[str, dict[str, DataType]]:
-    """Return data types by module path and table name.
+    """Return the data type of every table, by module path and table name.
 
     Args:
         tables: table names by module path.
-        weights: default data type.
-        per_table: data types for some tables.
+        weights: data type of tables that are not in ``per_table``.
+        per_table: data types by table name; see ``optim.table_names``. None: none.
 
     Raises:
-        ValueError: not a DataType, or an unknown or ambiguous table name.
+        ValueError: a value is not a DataType, or a table name is unknown or ambiguous.
     """
     per_table = per_table or {}
     for where, data_type in [("weights", weights), *((f"per_table[{n!r}]", t) for n, t in per_table.items())]:
@@ -65,15 +65,19 @@ def encode_rows(
     first_row: int = 0,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """Convert whole rows [n, D] to another data type. Rows already in this type are not copied.
+    """Convert rows to another data type.
 
     Args:
-        values: rows [n, D].
-        data_type: target type.
-        rounding: see ``quantize``.
-        table: table name for errors.
-        first_row: index of the first row, for errors.
-        ids: row IDs in a hashed table, for errors.
+        values: whole rows, [n, D].
+        data_type: new data type.
+        rounding: how quantized rows get a scale and a bias; see ``Rounding``.
+        table: table name in messages.
+        first_row: number of the first row, for messages.
+        ids: ID per row of a hashed table, int64 [n], for messages; None for a fixed table.
+
+    Returns:
+        Rows as they lie in memory: [n, D], or uint8 [n, bytes] for quantized types. Not a copy if the rows
+            already have this type.
 
     Raises:
         ValueError: a value is NaN, infinite or out of range; the error names table and row.
@@ -86,8 +90,8 @@ def encode_rows(
     try:
         return _quantize_rows(values, data_type.bits, rounding)
     except ValueError:
-        # The kernel's error does not name the row. Scale and bias are fp16, so a row outside that range is at
-        # fault.
+        # The kernel's error does not name the row. Find it: scale and bias are fp16, so the cause is a value
+        # outside the fp16 range.
         check_rows(values.half(), data_type, table, first_row=first_row, ids=ids)
         raise
 
@@ -95,14 +99,17 @@ def encode_rows(
 def check_rows(
     rows: Tensor, data_type: DataType, table: str, *, first_row: int = 0, ids: Tensor | None = None
 ) -> None:
-    """Raise ValueError if a row contains NaN or infinity.
+    """Check that rows, already converted, contain neither NaN nor infinity.
 
     Args:
         rows: rows [n, D].
-        data_type: data type to name in the error.
-        table: table name for errors.
-        first_row: index of the first row, for errors.
-        ids: row IDs in a hashed table, for errors.
+        data_type: data type to name in the message.
+        table: table name in messages.
+        first_row: number of the first row, for messages.
+        ids: ID per row of a hashed table, int64 [n], for messages; None for a fixed table.
+
+    Raises:
+        ValueError: a value is NaN or infinite. The message names the table and the row.
     """
     for first, block in zip(range(0, len(rows), _BLOCK_ROWS), rows.split(_BLOCK_ROWS), strict=True):
         bad = ~block.isfinite().all(1)
@@ -117,12 +124,13 @@ def check_rows(
 
 
 def _quantize_rows(values: Tensor, bits: int, rounding: Rounding) -> Tensor:
-    """Return quantized rows, uint8 [n, row_bytes(D, bits)]."""
+    """Quantize rows [n, D]. Returns rows as they lie in memory, uint8 [n, row_bytes(D, bits)]."""
     if rounding == "minmax":
         return nbit.quantize(values, bits)
     blocks = values.split(max(1, _BLOCK_VALUES // values.shape[1]))
     rows = torch.empty(len(values), nbit.row_bytes(values.shape[1], bits), dtype=torch.uint8)
     for block, target in zip(blocks, rows.split([len(block) for block in blocks]), strict=True):
+        # The search starts from the result with minimum and maximum.
         first = nbit.quantize(block, bits)
         target.copy_(nbit.quantize(block, bits, search_params(block, first, bits)))
     return rows

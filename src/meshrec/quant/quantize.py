@@ -1,4 +1,4 @@
-"""Quantization for embedding tables in a trained model."""
+"""Quantization of the embedding tables in a trained model, for inference."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,25 +27,25 @@ def quantize(
     dense: DataType | None = None,
     rounding: Rounding = "minmax",
 ) -> nn.Module:
-    """Return a copy of a model for inference, with quantized embedding tables.
+    """Return a copy of a trained model for inference, with quantized embedding tables.
 
-    EmbeddingBagCollections and EmbeddingCollections are replaced by ones with the same tables in other
-    data types. No table is copied as fp32: a table with unchanged type shares memory with ``model``.
+    The copy has the same EmbeddingBagCollections and EmbeddingCollections, with tables in other data types. A
+    table that keeps its type is not copied, but shares memory with ``model``.
 
     Args:
         model: a model with embedding collections (fused or not), a collection, or a
             DistributedModelParallel. A DistributedModelParallel must be passed on all ranks: every rank
             quantizes the local shards without gathering, and the copy keeps the plan.
-        weights: data type for tables not named in ``per_table``.
-        per_table: data types for some tables, by table name, or by ``path.name`` if tables in several modules
+        weights: data type of tables that are not in ``per_table``.
+        per_table: data types of some tables, by table name, or by ``path.name`` if tables in several modules
             have the same name.
-        output_dtype: collection output data type: FP32, FP16 or BF16. None: FP32.
+        output_dtype: data type of the collections' outputs: FP32, FP16 or BF16. None: FP32.
         dense: BF16 stores and computes ``nn.Linear`` layers in bf16; None leaves them unchanged.
-        rounding: see ``Rounding``.
+        rounding: how the scale and bias of a row are chosen; see ``Rounding``.
 
     Raises:
-        ValueError: no collections; an unknown or already quantized table; an unknown data type; or a row with
-            NaN or infinity (the error names table and row).
+        ValueError: the model has no collection; a table is unknown or already quantized; a data type is
+            unknown; or a row has NaN or infinity (the message names table and row).
     """
     check_rounding(rounding)
     output_dtype = output_dtype or DataType.FP32
@@ -81,12 +81,15 @@ def checked_types(
     weights: DataType,
     per_table: Mapping[str, DataType] | None,
 ) -> dict[str, dict[str, DataType]]:
-    """Return data types by module path and table name; see ``quantize`` for errors.
+    """Check the arguments of ``quantize``, and return the new data type by module path and table name.
 
     Args:
-        configs: table configs by module path.
-        weights: default data type.
-        per_table: data types for some tables.
+        configs: configs of the original tables by module path.
+        weights: see ``quantize``.
+        per_table: see ``quantize``.
+
+    Raises:
+        ValueError: a table is already quantized, or see ``types_by_table``.
     """
     if quantised := [
         config for module_configs in configs.values() for config in module_configs if config.data_type.bits
@@ -100,13 +103,13 @@ def checked_types(
 
 
 def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """Deep-copy a model, with replacements for some modules.
+    """Return a deep copy of a model in which other modules replace some of its modules.
 
     Optimizers, which ``meshrec.fuse`` stores as module attributes, are left out.
 
     Args:
         model: model to copy.
-        replaced: replacement module by ``id`` of the original.
+        replaced: replacement by ``id`` of the original module. Replacements are not copied.
     """
     optimizers = {
         (path, name): value
@@ -114,7 +117,7 @@ def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Modul
         for name, value in vars(module).items()
         if isinstance(value, torch.optim.Optimizer) and id(module) not in replaced
     }
-    # deepcopy looks objects up by id here, so replaced modules and optimizers are not copied.
+    # deepcopy takes objects that it finds here by id, instead of copying them.
     memo: dict[int, Any] = {**replaced, **{id(value): None for value in optimizers.values()}}
     result = copy.deepcopy(model, memo)
     for path, name in optimizers:
@@ -124,18 +127,18 @@ def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Modul
 
 
 class BFloat16Linear(nn.Linear):
-    """Linear layer with bf16 weights and bf16 arithmetic. The output has the input's dtype."""
+    """Linear layer with bf16 weights and arithmetic. Its output has the dtype of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(torch.bfloat16)).to(input.dtype)
 
 
 def in_bfloat16(model: nn.Module) -> None:
-    """Replace every ``nn.Linear`` inside ``model`` by a ``BFloat16Linear``, in place."""
+    """Replace every ``nn.Linear`` inside a model by a ``BFloat16Linear`` with the same weights, in place."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                # On meta, because the weights are replaced below and initializing them would draw random
+                # Build it on meta: the weights are replaced below, and initializing them would draw random
                 # numbers.
                 replacement = BFloat16Linear(child.in_features, child.out_features, device="meta")
                 replacement._parameters.update(
@@ -148,17 +151,27 @@ def in_bfloat16(model: nn.Module) -> None:
 
 
 def finish_copy(model: nn.Module, dense: DataType | None) -> None:
-    """Convert linear layers of a quantized copy to bf16 if requested, and switch to evaluation mode."""
+    """Finish the result of ``quantize``: convert linear layers to bf16 if requested, and call ``eval()``.
+
+    Args:
+        model: quantized copy; changed in place.
+        dense: see ``quantize``.
+    """
     if dense is DataType.BF16:
         in_bfloat16(model)
     model.eval()
 
 
 def table_bytes(model: nn.Module) -> dict[str, int]:
-    """Return row bytes by table, without optimizer state.
+    """Return the bytes that the rows of each table take, without optimizer state.
 
-    A hashed table counts its current rows. The result is keyed by table name, or by ``path.name`` if tables
-    in several modules have the same name.
+    A hashed table counts with its present rows.
+
+    Args:
+        model: model with embedding collections, quantized or not.
+
+    Returns:
+        Bytes by table name, or by ``path.name`` if tables in several modules have the same name.
     """
     collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
     tables = {path: [config.name for config, _ in m.tables().values()] for path, m in collections.items()}
@@ -179,16 +192,25 @@ def _quantize_collection(
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> TableCollection:
-    """Return a collection with the ``module`` tables in other data types."""
+    """Return a copy of a collection with tables in other data types.
+
+    Args:
+        module: original collection.
+        types: new data type by table name.
+        output_dtype: output data type of the copy.
+        rounding: see ``quantize``.
+    """
     collection = empty_like(module, types, module.bounds_check, output_dtype)
     _, holders = collection.table_holders()
     hashed = module.hashed_tables()
     for config, weight in module.tables().values():
+        # A table on meta has no rows to convert; the copy stays on meta, too.
         if weight.is_meta:
             continue
         if (table := hashed.get(config.name)) is not None:
             target = collection.table_modules()[config.name]
             assert is_growable(target.storage)
+            # Same row format: use the original's rows without a copy.
             if target.storage.form == table.storage.form:
                 target.share(table)
             else:
@@ -200,15 +222,15 @@ def _quantize_collection(
             values, data_type = weight.detach(), types[config.name]
             rows = encode_rows(values, data_type, rounding, config.name)
             holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
-    # finish_copy() switches to eval later. Until then the copy has the original's mode.
+    # The copy keeps the mode of the original until finish_copy() switches to evaluation mode.
     collection.train(module.training)
     return collection
 
 
 def _rows_with_ids(table: HashedTable) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield hashed table IDs and rows in blocks, in key order."""
+    """Yield the IDs, int64 [n], and rows, [n, D], of a hashed table in blocks, sorted by key."""
     for block in table.stream():
-        # Blocks without weights are admission counts, which inference does not need.
+        # Blocks without weights have counts of IDs waiting for admission, which inference does not need.
         if "weight" in block.parts:
             assert isinstance(block.keys, Tensor)
             yield table.ids_of(block.keys), block.parts["weight"]

@@ -1,9 +1,10 @@
-"""Search for row scales and biases with a lower squared error than minimum and maximum give.
+"""Search for the scale and bias of quantized rows, with a lower squared error than minimum and maximum give.
 
-Outliers stretch all quantization steps. The search therefore starts from ranges shrunk by several factors,
-and alternates two steps, both reducing the squared error: assign values to the nearest codes, then fit
-scale and bias to the codes (linear regression from codes to values). This is Lloyd's algorithm for a uniform
-quantizer.
+A quantized value is ``code * scale + bias``, with a scale and a bias per row and an integer code per value.
+If they follow from minimum and maximum, a single outlier makes the quantization steps of the whole row
+larger. The search therefore starts from ranges that are smaller by several factors. From every start it
+alternates two steps, which both reduce the squared error: assign values to the nearest codes, then fit scale
+and bias to the codes by linear regression. This is Lloyd's algorithm for a uniform quantizer.
 """
 
 import torch
@@ -13,21 +14,23 @@ from meshrec.ops.nbit.naive import split_rows
 
 # Shape legend: D width.
 
-_SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)  # factors by which the initial range is shrunk
-# Alternations per starting range; more gain little.
-_TURNS = 4
+_SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)  # starting ranges, relative to the range from minimum to maximum
+_TURNS = 4  # alternations per starting range; more gain little
 
 
 def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
-    """Return the best scale and bias found per row, fp16 [n, 2]; never worse than in ``rows``.
+    """Search for a scale and a bias per row with a low squared error.
 
     Args:
-        original: rows [n, D].
-        rows: rows quantized by minimum and maximum.
+        original: row values, [n, D].
+        rows: the same rows, quantized from minimum and maximum.
         bits: bits per code.
+
+    Returns:
+        Scale and bias per row, fp16 [n, 2]. The error is never larger than with those in ``rows``.
     """
     values32, top = original.float(), (1 << bits) - 1
-    # Starts from the minimum and maximum, so the result is never worse.
+    # The best parameters so far are at first those in ``rows``, so the result is never worse.
     best = split_rows(rows, bits, original.shape[1])[1].clone()
     least_error = _error(values32, best, top)
     scale, bias = best.float().unbind(1)
@@ -38,8 +41,8 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
             error = _error(values32, params, top)
             better = error < least_error
             best[better], least_error = params[better], torch.minimum(error, least_error)
-            # The last fit's error is checked after the loop.
             params = _fit_params(values32, params, top)
+        # The loop has not checked the error of the last fit.
         error = _error(values32, params, top)
         better = error < least_error
         best[better], least_error = params[better], torch.minimum(error, least_error)
@@ -49,28 +52,34 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
 def _to_half(scale: Tensor, bias: Tensor) -> Tensor:
     """Return scale and bias in fp16, [n, 2]."""
     scale = scale.half()
-    # Rounded to fp16 before the error is measured, because the rows store fp16. A zero scale would divide by
-    # zero.
+    # Round before the error is measured, because rows store fp16. Replace a scale of 0, by which ``_codes``
+    # would divide.
     return torch.stack([torch.where(scale == 0, torch.ones_like(scale), scale), bias.half()], 1)
 
 
 def _codes(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Return the nearest code per value, 0 to ``top``, as floats."""
+    """Return the nearest code per value, an integer from 0 to ``top``, as fp32 [n, D]."""
     scale, bias = params.float().unbind(1)
     return ((values - bias[:, None]) * (1 / scale)[:, None]).clamp_(0, top).round_()
 
 
 def _error(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Return the squared error per row; infinite if scale or bias is NaN."""
+    """Return the squared quantization error per row, fp32 [n]; infinite if scale or bias is NaN."""
     scale, bias = params.float().unbind(1)
     error = (_codes(values, params, top) * scale[:, None] + bias[:, None] - values).square_().sum(1)
     return error.nan_to_num_(nan=torch.inf)
 
 
 def _fit_params(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """Fit scale and bias to the present codes by least squares.
+    """Fit scale and bias per row to the present codes, by least squares.
 
-    Rows whose codes are all equal keep ``params``.
+    Args:
+        values: row values, fp32 [n, D].
+        params: present scale and bias, fp16 [n, 2], which give the codes.
+        top: greatest code.
+
+    Returns:
+        New scale and bias, fp16 [n, 2]. Rows in which all codes are equal keep the present ones.
     """
     codes = _codes(values, params, top)
     code_mean, value_mean = codes.mean(1, keepdim=True), values.mean(1, keepdim=True)

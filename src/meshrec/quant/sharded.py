@@ -1,4 +1,4 @@
-"""Quantization for sharded tables under the same plan: every rank quantizes the local shards."""
+"""Quantization of sharded tables. The plan stays the same, and every rank quantizes its shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,15 +28,16 @@ from meshrec.tables.table import RowBlock, Table
 
 # Shape legend: R rows in a block.
 
+# Rows for which the ranks exchange minima and maxima at once, which bounds the size of messages.
 _BLOCK_ROWS = 1 << 18
 _NAME = "quantising"
-"""Collective name in errors."""
+"""Name of the collectives in messages."""
 
 Sharded = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
 def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
-    """Return a sharded module's table configs."""
+    """Return the configs of the tables in a sharded embedding module."""
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     result: list[BaseEmbeddingConfig] = configs()
     return result
@@ -48,13 +49,16 @@ def quantised_shards(
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> dict[str, Any]:
-    """Return sharded modules with quantized tables, by path. Collective.
+    """Build copies of sharded embedding modules with tables in other data types. Collective.
 
     Args:
-        modules: sharded modules by path.
-        types: data types by path and table name.
-        output_dtype: output data type.
+        modules: sharded modules by path in the model.
+        types: new data type by path and table name.
+        output_dtype: output data type of the new modules.
         rounding: see ``quantize``.
+
+    Returns:
+        The new modules by path.
 
     Raises:
         ValueError: a row cannot be quantized, or the plan splits columns within a byte. Like all other
@@ -65,8 +69,8 @@ def quantised_shards(
             raise ValueError(
                 "the model is split over several devices of one process. Quantize it first, then shard it."
             )
-        # Both checks depend on arguments which are equal on all ranks, so all raise alike, before any
-        # collective.
+        # Both checks depend only on arguments that are equal on all ranks. So all ranks raise the same error,
+        # before any collective.
         check_cuts(_storages(module, types[path]), module.plan)
         _check_search(module, types[path], rounding)
     return {
@@ -78,7 +82,18 @@ def quantised_shards(
 
 
 class _QuantizedTables:
-    """One module's tables on this rank, quantized. The constructor is collective."""
+    """The shards of an embedding module on this rank in new data types. The constructor is collective.
+
+    Args:
+        built: parts of the original module.
+        types: new data type by table name.
+        rounding: see ``quantize``.
+
+    Attributes:
+        storages: new row storage per table.
+        split: new shards of tables split over ranks.
+        local: new shards of other tables.
+    """
 
     def __init__(self, built: ModuleParts, types: Mapping[str, DataType], rounding: Rounding) -> None:
         self._types, self._rounding, self._built = types, rounding, built
@@ -87,8 +102,8 @@ class _QuantizedTables:
             for table, storage in zip(built.routing.tables, built.storages, strict=True)
         ]
         split, local = built.tables.split.held, built.tables.local.held
-        # Scale and bias belong to whole rows, so the ranks must agree on them where columns are split. Every
-        # rank visits the same tables in the same order, because every visit is a collective.
+        # Scale and bias belong to whole rows, so if columns are split, the ranks must agree on them first.
+        # All ranks treat the same tables in the same order, because the treatment is collective.
         cut = [t for t, is_cut in enumerate(_cut_by_columns(built.routing)) if is_cut]
         self._by_key: dict[int, _RowParams] = {}
         params = {}
@@ -100,15 +115,20 @@ class _QuantizedTables:
                 self._by_key[t] = _params_by_key(tables, storage, built.env)
             elif storage.bits:
                 params[t] = self._params_of_whole_rows(split, t)
-        # An error on one rank is raised on all ranks. Otherwise the other ranks would wait in the next
+        # Raise an error on all ranks if any rank fails. Otherwise the others would wait in the next
         # collective.
         with together(built.env.world, _NAME):
             self.split, self.local = self._convert(split, params), self._convert(local, {})
 
     def _params_of_whole_rows(self, held: LocalShards, table: int) -> Tensor:
-        """Return whole-row scale and bias, fp16 [rows, 2], from the columns on all ranks.
+        """Compute the scale and bias of whole rows from the columns on all ranks. For a fixed table. Collective.
 
-        Collective.
+        Args:
+            held: original shards.
+            table: table number.
+
+        Returns:
+            Scale and bias of every row in the table, fp16 [rows, 2].
         """
         env, num_rows = self._built.env, self._built.routing.tables[table].num_rows
         here = held.of_table(table)
@@ -121,9 +141,11 @@ class _QuantizedTables:
         return nbit.params_of(least, greatest, self.storages[table].bits)
 
     def _convert(self, held: LocalShards, params: Mapping[int, Tensor]) -> LocalShards:
-        """Return shards in the new data types.
+        """Convert shards to the new data types.
 
-        ``params``: scales and biases for tables split by columns.
+        Args:
+            held: original shards.
+            params: scales and biases, fp16 [rows, 2], by table number, for tables split by columns.
         """
         converted: list[LocalShard] = []
         for shard in held.held:
@@ -147,7 +169,7 @@ class _QuantizedTables:
         return LocalShards(converted)
 
     def _convert_hashed(self, held: LocalShard, storage: HashedRows) -> LocalShard:
-        """Return a hashed table shard in the new data type."""
+        """Convert the shard of a hashed table to the new data type."""
         packing = Packing(held.packing.rectangles, storage)
         rows = storage.allocate(0, packing.shape[1], None)
         tables = [storage.table(rectangle, None, None) for rectangle in packing.rectangles]
@@ -157,15 +179,16 @@ class _QuantizedTables:
         return table_shard(nn.Parameter(rows, requires_grad=False), packing, tables)
 
     def _converted_blocks(self, table: HashedTable, storage: HashedRows) -> Iterator[RowBlock]:
-        """Yield hashed table rows in the new data type, block by block."""
+        """Convert the rows of a hashed table rectangle to the new data type, and yield them in blocks."""
         data_type, columns = self._types[storage.name], table.rectangle.columns
         if table.storage.form == storage.form:
-            # Same format: rows are passed through, without optimizer state.
+            # The format stays: pass the rows through, but without optimizer state.
             names = {"waiting", *(part.name for part in storage.row_parts)}
             for block in table.stream():
                 yield block._replace(parts={n: part for n, part in block.parts.items() if n in names})
             return
         for block in table.stream():
+            # Blocks without weights have counts of waiting IDs, which a table that is not trained ignores.
             if "weight" not in block.parts:
                 continue
             assert isinstance(block.keys, Tensor)
@@ -181,7 +204,13 @@ class _QuantizedTables:
             yield make_block(rows, block.keys, storage, columns)
 
     def _encode_block(self, table: int, block: RowBlock, params: Mapping[int, Tensor]) -> Tensor:
-        """Return the rows of a fixed table block in the new data type."""
+        """Convert the rows in a block of a fixed table to the new data type.
+
+        Args:
+            table: table number.
+            block: original rows.
+            params: scales and biases by table number, for tables split by columns.
+        """
         assert isinstance(block.keys, range)
         weights, first = block.parts["weight"], block.keys.start
         name = self._built.routing.tables[table].name
@@ -195,14 +224,25 @@ class _QuantizedTables:
 
 
 class _RowParams(NamedTuple):
-    """Whole-row scale and bias, fp16 [n, 2], and row keys, int64 [n] ascending."""
+    """Scale and bias of whole rows in a hashed table, for the rows on this rank."""
 
     keys: Tensor
+    """Row keys, ascending, int64 [n]."""
     params: Tensor
+    """Scale and bias per row, fp16 [n, 2]."""
 
 
 def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEnv) -> _RowParams:
-    """Return whole-row scale and bias, for the keys on this rank. Collective."""
+    """Compute the scale and bias of whole rows in a hashed table split by columns. Collective.
+
+    Args:
+        tables: the table's rectangles on this rank.
+        storage: description of the new table.
+        env: the ranks.
+
+    Returns:
+        Scale and bias for the keys on this rank.
+    """
     with together(env.world, _NAME):
         extremes = [(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))]
         for table in tables:
@@ -212,7 +252,7 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
                     rows = block.parts["weight"].float()
                     extremes.append((block.keys, rows.amin(1), rows.amax(1)))
         keys, least, greatest = _merge_extremes(extremes)
-    # Key ranges bound the gathered message size, whatever the table's size.
+    # Exchange minima and maxima for an interval of keys at once, so that messages stay small.
     for first in range(0, storage.max_rows, _BLOCK_ROWS):
         span = [key_at(min(row, storage.max_rows), storage.max_rows) for row in (first, first + _BLOCK_ROWS)]
         inside = in_span(keys, (span[0], span[1]))
@@ -224,7 +264,14 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
 
 
 def _merge_extremes(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge (keys, minima, maxima): return distinct keys, with minimum and maximum per key."""
+    """Merge lists of keys with a minimum and a maximum per key, such as those of several ranks.
+
+    Args:
+        parts: tuples (keys, minima, maxima).
+
+    Returns:
+        Distinct keys, ascending, int64 [n]; minimum and maximum per key, fp32 [n].
+    """
     keys, least, greatest = (torch.cat(part) for part in zip(*parts, strict=True))
     distinct, inverse = torch.unique(keys, return_inverse=True)
     low = torch.full((len(distinct),), torch.inf).scatter_reduce_(0, inverse, least, "amin")
@@ -233,7 +280,17 @@ def _merge_extremes(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Ten
 
 
 def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -> Tensor:
-    """Return minimum and maximum per row in [first, end) over all ranks, fp32 [2, R]."""
+    """Return the minimum and maximum of whole rows in a fixed table split by columns. Collective.
+
+    Args:
+        tables: the table's rectangles on this rank.
+        first: first row.
+        end: end row.
+        env: the ranks.
+
+    Returns:
+        Minima and maxima over the columns on all ranks, fp32 [2, R].
+    """
     with together(env.world, _NAME):
         local = torch.stack([torch.full((end - first,), torch.inf), torch.full((end - first,), -torch.inf)])
         for table in tables:
@@ -250,7 +307,14 @@ def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -
 def _build_module(
     module: Sharded, quantised: _QuantizedTables, types: Mapping[str, DataType], output_dtype: DataType | None
 ) -> Sharded:
-    """Build the sharded module with quantized tables."""
+    """Build a copy of a sharded module with tables in the new data types. Collective.
+
+    Args:
+        module: original module.
+        quantised: the new tables.
+        types: new data type by table name.
+        output_dtype: output data type.
+    """
     old = module.built
     options = replace(old.options, optimizer=None, optimizer_tables=None, output_dtype=output_dtype)
     num_tables = len(quantised.storages)
@@ -276,7 +340,7 @@ def _build_module(
 
 
 def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorage]:
-    """Return new storages by table name."""
+    """Return the new row storage by table name."""
     built = module.built
     return {
         table.name: _storage(types[table.name], storage)
@@ -285,7 +349,12 @@ def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorag
 
 
 def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
-    """Return a table's storage in the new data type, given the present storage."""
+    """Return the row storage of a table in the new data type.
+
+    Args:
+        data_type: new data type.
+        before: present storage.
+    """
     if is_growable(before):
         return replace(before, dtype=data_type.dtype, bits=data_type.bits, file=None)
     stays = before.dtype == data_type.dtype and before.rows_in_parameter
@@ -293,7 +362,11 @@ def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
 
 
 def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding) -> None:
-    """Raise ValueError if "search" is requested for a table split by columns."""
+    """Check that "search" is not requested for a table split by columns: a rank would need whole rows.
+
+    Raises:
+        ValueError: "search" is requested for such a table.
+    """
     for table, is_cut in zip(module.built.routing.tables, _cut_by_columns(module.built.routing), strict=True):
         if is_cut and rounding == "search" and types[table.name].bits:
             raise ValueError(
@@ -303,7 +376,7 @@ def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding
 
 
 def _cut_by_columns(routing: Routing) -> list[bool]:
-    """Return, per table, whether a rank has only some row columns."""
+    """Return per table whether it is split by columns, that is, whether a rank has only a part of a row."""
     cut = [False] * len(routing.tables)
     for work in routing.work:
         for rectangle in work.rectangles:

@@ -1,4 +1,4 @@
-"""Check that a sharded model trains like the unsharded model."""
+"""Check that a sharded model trains like the same model without sharding."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -15,9 +15,9 @@ from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.module import TableModule
 from meshrec.tables.updates import update_rows
 
-# R ranks, U touched rows
+# Shape legend: U touched rows.
 
-# Function from the dense parameters to an optimizer.
+# Function that takes the dense parameters and returns a torch optimizer for them.
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -34,18 +34,18 @@ def assert_equal_to_unsharded(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Train a model sharded by ``plan`` and the unsharded model, and check whether they stay equal.
+    """Train a sharded and an unsharded copy of a model on the same batches, and check that they stay equal.
 
-    Call this function on every rank. A rank trains the sharded model on the rank's batches, and a copy of the
-    unsharded model on the batches from all ranks. Losses are compared in every step, tables and dense
-    parameters after the last.
+    Call this function on every rank. A rank trains the sharded copy on its batches, and the unsharded copy on
+    the batches from all ranks. Losses are compared in every step, tables and dense parameters after the last
+    step.
 
     Args:
         make_model: Returns a new model, with the same weights in every call. Optimizers attached with
             ``apply_optimizer_in_backward`` are used.
-        plan: Plan to check.
+        plan: Sharding plan to check.
         batches: ``batches[step][rank]`` is the argument tuple for the model's forward.
-        loss: Maps the model output to the loss on a rank. The global loss is the mean over ranks.
+        loss: Returns the loss on a rank, given the model output. The global loss is the mean over ranks.
         sharders: As for DistributedModelParallel. Tables without an attached optimizer use the sharder's.
             Tables with ``update="on_step"`` are updated after every backward pass.
         env: As for DistributedModelParallel.
@@ -55,8 +55,8 @@ def assert_equal_to_unsharded(
         atol: Absolute tolerance.
 
     Raises:
-        AssertionError: A loss, table or dense parameter differs. The message names the first difference, with
-            the count of different values and the largest difference.
+        AssertionError: A loss, table or dense parameter differs. The message names the first that differs,
+            with the number of different values and the largest difference.
     """
     env = default_env() if env is None else env
     reference = _Reference(make_model(), sharders, dense_optimizer)
@@ -81,12 +81,12 @@ def assert_equal_to_unsharded(
 
 
 def compare(actual: Tensor, expected: Tensor, name: str, rtol: float, atol: float) -> None:
-    """Check whether two tensors have equal shapes and close values.
+    """Check that two tensors have equal shapes and close values.
 
     Args:
-        actual: Sharded model result.
-        expected: Unsharded model result.
-        name: Name in the message.
+        actual: Result of the sharded model.
+        expected: Result of the unsharded model.
+        name: Name of the tensor in messages.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
 
@@ -105,9 +105,15 @@ def compare(actual: Tensor, expected: Tensor, name: str, rtol: float, atol: floa
 
 
 class _Reference:
-    """Unsharded model, trained with plain gradients on the batches from all ranks.
+    """The unsharded model, trained on the batches from all ranks without fused kernels.
 
-    Fused optimizers update only the rows looked up by a step, as in the sharded model.
+    Autograd computes dense gradients of the tables. Where the sharded model has a fused optimizer, the same
+    formula is applied to the rows that the step has looked up.
+
+    Args:
+        module: Unsharded model.
+        sharders: As for DistributedModelParallel.
+        dense_optimizer: Builds the optimizer for parameters without a fused optimizer.
     """
 
     def __init__(
@@ -135,10 +141,18 @@ class _Reference:
         self._optimizer = dense_optimizer(dense_parameters) if dense_parameters else None
 
     def step(self, ranks: Sequence[tuple[Any, ...]], loss: Callable[[Any], Tensor]) -> list[Tensor]:
-        """Train on the batches from all ranks, given as argument tuples, and return the loss per rank."""
+        """Run a training step on the batches from all ranks.
+
+        Args:
+            ranks: Argument tuple for the model's forward, per rank.
+            loss: Returns the loss on a rank, given the model output.
+
+        Returns:
+            Loss per rank, before the step.
+        """
         self.module.zero_grad()
         losses = [loss(self.module(*batch)) for batch in ranks]
-        # The mean over ranks, as the sharded model averages gradients.
+        # Take the mean over ranks, because the sharded model averages gradients over ranks.
         (sum(losses, torch.zeros(())) / len(losses)).backward()
         self._steps += 1
         parameters = dict(self.module.named_parameters())
@@ -151,14 +165,14 @@ class _Reference:
         return [value.detach() for value in losses]
 
     def _update(self, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> None:
-        """Apply a fused optimizer to the table rows looked up by this step.
+        """Apply a fused optimizer to the rows of a table that this step has looked up.
 
         Args:
             name: Parameter name.
-            weight: Table [rows, dim], with the gradient.
+            weight: Table [rows, dim], with a dense gradient.
             spec: Fused optimizer.
         """
-        # Removed from the parameter, as a fused table's backward pass leaves no gradient either.
+        # Remove the gradient from the parameter, so that the dense optimizer does not see it.
         gradient, weight.grad = weight.grad, None
         if gradient is None:
             return
@@ -168,12 +182,12 @@ class _Reference:
         update_rows(weight.detach(), self._state[name], rows_U, grad, optimizer=spec.code, hyper=hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
-        """Register a hook recording the IDs looked up in a module's tables with fused optimizers.
+        """Register a hook on an embedding collection that records the IDs looked up in fused tables.
 
         Args:
-            path: Module path.
+            path: Path of the collection in the model.
             module: Embedding collection.
-            sharder: Sharder with the optimizer for tables without an optimizer.
+            sharder: Sharder for the collection. Its optimizer serves tables without an attached optimizer.
         """
         tables: dict[str, tuple[str, list[str]]] = {}
         children = dict(module.named_parameters())
@@ -195,7 +209,7 @@ class _Reference:
 
 
 def _compare_parameters(model: nn.Module, reference: nn.Module, rtol: float, atol: float) -> None:
-    """Check whether tables and dense parameters in both models are close.
+    """Check that tables and dense parameters in both models are close.
 
     Args:
         model: Sharded model.

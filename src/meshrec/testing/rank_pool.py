@@ -1,6 +1,6 @@
-"""Processes in a process group, kept alive between calls.
+"""Pool of processes that form a torch.distributed process group, and stay alive between calls.
 
-Starting a process and importing torch takes seconds. Tests sharing a pool wait for this only once.
+To start a process and import torch takes seconds. Tests that share a pool wait for this only once.
 """
 
 import contextlib
@@ -23,24 +23,27 @@ from meshrec.interpreter import SAFE_PATH_VARIABLE
 
 
 class _Call(NamedTuple):
-    """A function call sent to a rank: the function's module and file, qualified name, arguments."""
+    """A function call, as sent to a rank."""
 
     module: str
+    """Name of the module that defines the function."""
     file: str
+    """File of this module."""
     name: str
+    """Qualified name of the function."""
     args: tuple[Any, ...]
 
 
 class _Outcome(NamedTuple):
-    """A rank's answer: the result, or the traceback if the function raised.
-
-    ``num_groups`` is the rank's process group count after the call; 0 if the function destroyed the
-    default group, or the rank died.
-    """
+    """The answer of a rank to a call."""
 
     result: Any
+    """What the function has returned; None after an error."""
     error: str | None
+    """Traceback or reason if the call failed; otherwise None."""
     num_groups: int = 0
+    """Number of process groups on the rank after the call. 0 if the function has destroyed the default group,
+    or if the rank died."""
 
 
 # Modules imported once, before ranks fork. torch._dynamo is listed because an optimizer's first step imports
@@ -52,8 +55,8 @@ PRELOADED = (
     "meshrec.distributed.sharded_tables",
     "meshrec.checkpoint",
 )
-# Every gloo group has a thread waking 100 times a second, so processes with more groups are replaced by
-# new ones. Destroying groups instead would not help, because torch's caches keep meshes alive.
+# Process groups per rank above which the pool starts new processes: every gloo group has a thread that wakes
+# up 100 times a second. Destroying groups instead would not help, because torch's caches keep meshes alive.
 _MAX_GROUPS = 12
 
 
@@ -62,18 +65,19 @@ class RankError(RuntimeError):
 
 
 class RankPool:
-    """``world_size`` single-threaded processes in a gloo process group.
+    """Pool of single-threaded processes (ranks) in a gloo process group, on which to run functions.
 
     ``run(function, *args)`` calls a module-level function on every rank, and returns the results by rank.
-    Ranks import the function by file and name, so tests can pass functions from a test file. Arguments and
-    results are pickled. The pool replaces the processes when functions have created many process groups or
+    Ranks import the function by file and name, so tests can pass functions defined in a test file. Arguments
+    and results are pickled. The pool starts new processes after functions have created many process groups or
     destroyed the default group.
 
     Args:
-        world_size: Process count.
-        timeout_seconds: Maximum wait in ``run`` for a rank's next answer. Collectives time out after half
-            this time, so ``run`` raises the collective's error.
-        preload: Additional modules to import before ranks fork. Only the first pool in a process applies it.
+        world_size: Number of ranks.
+        timeout_seconds: Time that ``run`` waits for the next answer. Collectives time out after half this
+            time, so that ``run`` can raise their error.
+        preload: Modules to import before ranks fork, in addition to ``PRELOADED``. Only the first pool in a
+            process applies this argument.
 
     Example::
 
@@ -92,9 +96,11 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        """Start all processes. Does not wait until they have joined the group."""
+        """Start all processes. Does not wait until they have joined the process group."""
+        # Holds the file in which the ranks meet. Removed by ``_kill``.
         self._folder = make_scratch("meshrec-pool")
-        # The server imports torch once. Ranks fork from it before any thread exists: forks lose threads.
+        # The server process imports torch once, and ranks fork from it. It starts no threads, which would be
+        # lost in a fork.
         context = get_context("forkserver")
         context.set_forkserver_preload(self._preload)
         pairs = [context.Pipe() for _ in range(self.world_size)]
@@ -106,7 +112,8 @@ class RankPool:
             )
             for rank, (_, theirs) in enumerate(pairs)
         ]
-        # The server starts with `python -c`, which would import a torch.py in the current folder.
+        # The server starts with `python -c`, which would import a stray torch.py in the current folder. This
+        # variable prevents it, and is restored because it would affect the caller's other child processes.
         safe_path = os.environ.get(SAFE_PATH_VARIABLE)
         os.environ[SAFE_PATH_VARIABLE] = "1"
         try:
@@ -123,9 +130,13 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on every rank, and return the results by rank.
 
+        Args:
+            function: Module-level function.
+            args: Arguments, which are pickled.
+
         Raises:
-            RankError: The function raised on a rank, or a rank died or timed out. After a death or timeout
-                the next call starts new processes, because a late answer could be taken for the new call's.
+            RankError: The function raised an error on a rank, or a rank died or timed out. After a death or
+                timeout, the next call starts new processes.
         """
         task = _Call(function.__module__, _file_of(function), function.__qualname__, args)
         if not self._processes:
@@ -136,7 +147,7 @@ class RankPool:
         lost = False
         while len(outcomes) < self.world_size:
             open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
-            # A closed pipe is ready too, so a dead rank is noticed at once.
+            # A closed pipe counts as ready, too, so a dead rank is noticed at once.
             ready = connection.wait(open_pipes, self._timeout)
             if not ready:
                 lost = True
@@ -151,6 +162,7 @@ class RankPool:
                     code = self._processes[rank].exitcode
                     outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
         groups = [outcome.num_groups for outcome in outcomes.values()]
+        # After a timeout, a late answer could be mistaken for the next call's.
         if lost or min(groups) == 0 or max(groups) > _MAX_GROUPS:
             self._kill()
         errors = [
@@ -161,7 +173,7 @@ class RankPool:
         return [outcomes[rank].result for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Stop all processes."""
+        """Stop all processes. The pool cannot be used afterward."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -187,21 +199,21 @@ class RankPool:
 
 
 def _file_of(function: Callable[..., Any]) -> str:
-    """Return the file imported by ranks to find a function."""
-    # For functions in notebook cells, inspect returns files which do not exist.
+    """Return the file which ranks import to find a function."""
+    # For functions defined in a notebook cell, inspect returns a file that does not exist.
     main = getattr(sys.modules["__main__"], "__file__", None)
     return main if function.__module__ == "__main__" and main else inspect.getfile(function)
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
-    """A rank's main function: run the calls arriving in the pipe, until it closes or sends None.
+    """Main function of a rank: run the calls that arrive in a pipe, until it is closed or sends None.
 
     Args:
-        pipe: Receives calls, sends outcomes.
-        rank: This process's rank.
-        world_size: Rank count.
-        store: FileStore path, where ranks meet.
-        timeout_seconds: The pool's timeout. Collectives time out after half this time.
+        pipe: Pipe to the pool, for calls and outcomes.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        store: Path of the FileStore in which the ranks meet.
+        timeout_seconds: Timeout of the pool. Collectives time out after half this time.
     """
     import torch
     import torch.distributed as dist
@@ -229,10 +241,14 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
 
 
 def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
-    """Import the module of a called function, and cache it in ``modules`` by file.
+    """Import the module that defines a called function.
 
-    Imports by name if this loads the function's file, because results can be pickled only if the class is
-    in an importable module. Otherwise loads the file.
+    Imports it by name if this loads the right file: results can be pickled only if their class is in an
+    importable module. Otherwise loads the file.
+
+    Args:
+        task: The call.
+        modules: Modules imported for earlier calls, by file. The module is added.
     """
     if task.file not in modules:
         modules[task.file] = _imported(task) or _from_file(task.file)
@@ -240,7 +256,7 @@ def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
 
 
 def _imported(task: _Call) -> ModuleType | None:
-    """Return the module of a called function's file, if it is loaded or importable by name."""
+    """Return the module that defines a called function if it is loaded or importable by name, else None."""
     loaded = [m for m in sys.modules.values() if getattr(m, "__file__", None) == task.file]
     if loaded:
         return loaded[0]
@@ -253,7 +269,7 @@ def _imported(task: _Call) -> ModuleType | None:
 
 
 def _from_file(file: str) -> ModuleType:
-    """Load a file as a module named after it."""
+    """Load a file as a module, under a name derived from the file name."""
     spec = importlib.util.spec_from_file_location(f"rank_pool_{Path(file).stem}", file)
     assert spec is not None
     assert spec.loader is not None
