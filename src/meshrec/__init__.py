@@ -45,7 +45,8 @@ __all__ = [
     "fuse",
 ]
 
-_EXPORTS = {  # public names by defining module
+# Public names by the module that defines them.
+_EXPORTS = {
     "meshrec.modules": [
         "BoundsCheckMode",
         "DataType",
@@ -60,7 +61,7 @@ _EXPORTS = {  # public names by defining module
     "meshrec.tables.hashed.keys": ["Hashed"],
     "meshrec.sparse": ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"],
 }
-# Never imported before they are used: they need packages that the core does not.
+# Imported only on first use, because they need packages that the core does not need.
 _ESTIMATORS = {"meshrec.estimators": ["Classifier", "Ranker", "Recommender", "Regressor"]}
 _import_export = importer(__name__, _EXPORTS | _ESTIMATORS)
 
@@ -73,10 +74,12 @@ def __getattr__(name: str) -> Any:
     return _import_export(name)
 
 
-# A program that imports meshrec gets it whole, its operators registered. The command, as `meshrec` or as
-# `python -m meshrec`, answers `--help` and Ctrl-C before torch is there, which takes seconds to import.
+# In a program that imports meshrec, import the public names now, which also registers the operators. But not
+# in the command (`meshrec` or `python -m meshrec`): it must answer `--help` and Ctrl-C at once, and importing
+# torch takes seconds.
 if sys.argv[:1] != ["-m"] and PurePath(sys.argv[0] if sys.argv else "").name != "meshrec":
     with without_gc():
         for _name in (name for names in _EXPORTS.values() for name in names):
             globals()[_name] = _import_export(_name)
-        import meshrec.comms.leaving  # noqa: F401  # so that programs end, see there
+        # Lets the threads of process groups end before the interpreter does; see there.
+        import meshrec.comms.leaving  # noqa: F401

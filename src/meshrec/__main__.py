@@ -1,9 +1,10 @@
-"""``python -m meshrec`` and the ``meshrec`` command, also for ``torchrun -m meshrec``."""
+"""Entry point for ``python -m meshrec``, the ``meshrec`` command, and ``torchrun -m meshrec``."""
 
 from meshrec.interpreter import SAFE_PATH_VARIABLE, drop_current_folder
 
 if __name__ == "__main__":
-    drop_current_folder()  # before the imports: a stray signal.py in it would run
+    # Before the imports below, which would run a stray signal.py in the current folder.
+    drop_current_folder()
 
 import atexit
 import os
@@ -17,12 +18,16 @@ from meshrec.cli.unread import has_no_reader
 from meshrec.lazy import declare_command
 
 _SIGPIPE_STATUS = 128 + 13
-"""Exit status which a shell reports for a program ended by SIGPIPE: the reader of a pipe has gone."""
+"""Exit status after writing to a pipe without a reader, as a shell reports it for SIGPIPE."""
 
 
 def main() -> int:
-    """Run the command line; if a package is missing, print which extra installs it."""
+    """Run the command line, and return the exit status.
+
+    If a package for the command line is missing, prints how to install it.
+    """
     try:
+        # Imported here, because it needs packages that may be missing.
         from meshrec.cli.__main__ import main as run
 
         return run()
@@ -42,7 +47,8 @@ def main() -> int:
             raise
         return _SIGPIPE_STATUS
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # in whose place rich raises it
+        # rich raises SystemExit where a pipe without a reader has raised BrokenPipeError.
+        if isinstance(ended.__context__, BrokenPipeError):
             return _SIGPIPE_STATUS
         if not isinstance(ended.code, int):
             raise
@@ -50,16 +56,19 @@ def main() -> int:
 
 
 def command() -> NoReturn:
-    """Run `main` as the whole program, and end the process at once.
+    """Run `main` as the whole program, and end the process without destroying Python objects.
 
-    Like the children of :mod:`multiprocessing`, it waits for threads, runs the exit functions and flushes its
-    output. It skips the destruction of torch's objects, which takes a second or two.
+    Like child processes in :mod:`multiprocessing`, the process waits for threads, runs the exit functions and
+    flushes its output. Destroying torch's objects would take another second or two.
     """
     declare_command()
-    os.environ.setdefault(SAFE_PATH_VARIABLE, "1")  # for compilers, trackers and launchers that torch starts
+    # For compilers, trackers and launchers started by torch.
+    os.environ.setdefault(SAFE_PATH_VARIABLE, "1")
+    # Leave any other setting, such as a background job's, which ignores SIGINT.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     code = main()
+    # The order of a normal interpreter exit: threads, exit functions, output.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
@@ -67,17 +76,23 @@ def command() -> NoReturn:
         sys.stderr.flush()
     except BrokenPipeError:
         os._exit(_SIGPIPE_STATUS)
-    except (OSError, ValueError):  # nobody reads any more, which Python itself knows how to say
+    except (OSError, ValueError):
+        # The output cannot be written. Let Python's normal exit report the error.
         sys.exit(code)
     os._exit(code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, or end the process at once while a module is being imported.
+    """Handle Ctrl-C: raise KeyboardInterrupt, or end the process at once while a module is being imported.
 
-    A library that tries to import another one may catch the interrupt: the command would then continue, or
-    fail later with an ImportError of a module that was half loaded.
+    A library may catch an interrupt while it tries to import another library. The command would then
+    continue, or fail later with an ImportError for a module that is only half loaded.
+
+    Args:
+        number: signal number.
+        frame: frame in which the signal arrived.
     """
+    # Python's import machinery is on the stack if a module is being imported.
     importing = frame
     while importing is not None and not importing.f_code.co_filename.startswith("<frozen importlib"):
         importing = importing.f_back
@@ -89,8 +104,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _print_stopped() -> None:
-    """Tell the user that Ctrl-C stopped the command."""
-    if "RANK" not in os.environ:  # a launcher speaks for the ranks
+    """Print that Ctrl-C stopped the command."""
+    # On a rank the launcher prints the message, once for all ranks.
+    if "RANK" not in os.environ:
         print("meshrec: stopped", file=sys.stderr)
 
 

@@ -1,7 +1,7 @@
-"""Estimators for Python programs and notebooks, with the defaults of `meshrec inspect` and `meshrec train`.
+"""scikit-learn estimators for Python programs and notebooks.
 
-`fit` runs the functions behind these two commands in a temporary folder, so that scores are equal to the bit.
-The folder is removed with the estimator.
+`fit` runs the functions behind `meshrec inspect` and `meshrec train` in a temporary folder, with the same
+defaults. So scores are bitwise equal to those from the commands. The folder is removed with the estimator.
 """
 
 import io
@@ -56,25 +56,30 @@ _base = needs("sklearn.base", "estimators")
 _checks = needs("sklearn.utils.validation", "estimators")
 _multiclass = needs("sklearn.utils.multiclass", "estimators")
 
-# n rows, C classes, d columns
+# Shape legend: n rows, C classes, d columns.
 
+# Names in the temporary folder: training data, run folder, and description for ``load``.
 _DATA, _RUN, _ABOUT = "data.parquet", "run", "estimator.json"
 E = TypeVar("E", bound="_Estimator")
 _logger = logging.getLogger("meshrec")
 
 
 class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
-    """Base class of estimators: `fit` trains a run in a temporary folder; pickles and `save` include it."""
+    """Base class for estimators.
+
+    `fit` trains a run in a temporary folder; pickles and `save` include the run.
+    """
 
     _folder: Path | None = None
-    """Temporary folder, from `fit` or `load` until the estimator is collected."""
+    """Temporary folder, set by `fit` or `load`. Removed when the estimator is garbage-collected."""
     _library = "pyarrow"
-    """Library of the data passed to `fit`."""
+    """Library of the data given to `fit`, which results also use: "pandas", "polars" or "pyarrow"."""
 
     @property
     def run_(self) -> Path:
-        """Folder of the trained run, for commands such as `meshrec export RUN --out model`. With
-        ``final="all"`` it is the folder of the refit on all rows.
+        """Folder with the trained run, for commands such as `meshrec export RUN --out model`.
+
+        With ``final="all"``, the folder with the refit on all rows.
         """
         _checks.check_is_fitted(self)
         assert self._folder is not None
@@ -85,8 +90,9 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return self._folder is not None
 
     def _new_folder(self) -> Path:
-        """Create the temporary folder, and remove the folder of an earlier `fit`."""
-        # Model, recipe, step and features: set by the first prediction, dropped by the next `fit`.
+        """Create a new temporary folder, and remove the folder from an earlier `fit`."""
+        # ``_opened``: model, recipe, step and features. Loaded by the first prediction, dropped by the next
+        # `fit`.
         before, self._opened = self._folder, list[Any]()
         folder = make_scratch("meshrec-estimator")
         weakref.finalize(self, remove_scratch, folder)
@@ -97,7 +103,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
 
     @contextmanager
     def _fit_folder(self) -> Iterator[Path]:
-        """Create the temporary folder, and remove it if `fit` fails."""
+        """Create a new temporary folder for `fit`, and remove it if the ``with`` block raises an error."""
         folder = self._new_folder()
         try:
             yield folder
@@ -107,27 +113,33 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             raise
 
     def _paths(self, data: Any, folder: Path) -> tuple[str, ...]:
-        """Return the training data files; a table is written to the temporary folder."""
+        """Return paths of the training data.
+
+        Args:
+            data: paths, which are made absolute, or a table, which is written to a file.
+            folder: folder for the file.
+        """
         if _are_paths(data):
             return tuple(_absolute_path(path) for path in ([data] if isinstance(data, str | Path) else data))
         pq.write_table(to_table(data), folder / _DATA)
         return (str(folder / _DATA),)
 
     def _train(self, text: str, folder: Path) -> None:
-        """Train a recipe with this estimator's options. Sets ``recipe_`` and ``summary_``.
+        """Train a recipe with this estimator's options, and set ``recipe_`` and ``summary_``.
 
         Args:
-            text: the recipe, as Python source.
-            folder: parent folder for the run folder.
+            text: recipe as Python source, which defines a function ``recipe``.
+            folder: folder in which to create the run folder.
         """
         names: dict[str, Any] = {}
-        # recipe_text or recipe_of_log generated this text.
+        # Safe, because recipe_text or recipe_of_log has generated this code.
         exec(compile(text, "recipe.py", "exec"), names)
         recipe = with_options(names["recipe"](), self.options or {})
-        # An estimator trains in this process.
+        # Check for a single rank: an estimator trains in this process.
         recipe.check(1)
         self.recipe_ = text
-        # A YAML source is not code: the configuration holds all of it, and `load` executes nothing.
+        # With a source that is not code, the run's configuration holds the whole recipe, and `load` executes
+        # no code.
         job = Job(
             recipe=recipe, source="recipe.yaml", name=_RUN, runs=folder, device=self.device, final=self.final
         )
@@ -135,7 +147,10 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             self.summary_ = run_rank(job, lambda _: _ProgressLine() if self.verbose else _silent)
 
     def _evaluate_run(self, data: Any) -> dict[str, float]:
-        """Return the run's metrics on labelled data; warn if the model was fitted on all rows of its data."""
+        """Compute metrics on labelled data.
+
+        Warns if the model was fitted on all rows, without held-out data.
+        """
         if (RunFolder(self.run_).read_json(CONFIG) or {}).get("all_rows"):
             _logger.warning(
                 "%s was fitted on all rows of its data: figures on these rows are too good. summary_ has "
@@ -148,7 +163,12 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return judged.metrics
 
     def _scorer(self, data: Any, *, labelled: bool) -> Scorer:
-        """Open data for the trained model, which is loaded only once."""
+        """Return a scorer for some data with the trained model. The model is loaded only once.
+
+        Args:
+            data: a table or paths.
+            labelled: whether the data must have the label.
+        """
         run = RunFolder(self.run_)
         paths = data if _are_paths(data) else to_table(data)
         if not self._opened:
@@ -160,7 +180,11 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return Scorer(model, recipe, dataset, step, features)
 
     def save(self, folder: str | Path) -> None:
-        """Write the trained model to a new folder, for `load`. The training data is not included."""
+        """Write the trained model to a new folder, for `load`. Training data is not included.
+
+        Args:
+            folder: folder to create. It must not exist, or be empty.
+        """
         about = {"class": type(self).__name__, "params": self.get_params(), "fitted": self._fitted()}
         run = self.run_
         with durable_folder(Path(folder)) as parts:
@@ -169,10 +193,13 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
 
     @classmethod
     def load(cls: type[E], folder: str | Path) -> E:
-        """Load a folder from `save`. No code in the folder is executed.
+        """Load an estimator from a folder written by `save`. No code in the folder is executed.
+
+        Args:
+            folder: the folder.
 
         Raises:
-            ValueError: another class saved the folder.
+            ValueError: an estimator of another class was saved there.
         """
         about = json.loads((Path(folder) / _ABOUT).read_text(encoding="utf-8"))
         if about["class"] != cls.__name__:
@@ -188,7 +215,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return estimator
 
     def _fitted(self) -> dict[str, Any]:
-        """Return the attributes which `fit` sets in addition to the run, for `save`."""
+        """Return the attributes that `fit` has set and `save` must store, by name."""
         names = ("_library", "_positive", "_target")
         return {
             name: value
@@ -197,7 +224,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         }
 
     def _to_library(self, table: pa.Table) -> Any:
-        """Convert a table to the library of the data passed to `fit`."""
+        """Convert an Arrow table to the library of the data given to `fit`."""
         if self._library == "pandas":
             return table.to_pandas()
         return needs("polars", "data").from_arrow(table) if self._library == "polars" else table
@@ -210,7 +237,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return tags
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickles leave out the loaded model: the archive below contains the weights.
+        # Leave out the loaded model, because the packed run contains the weights.
         state = {name: value for name, value in super().__getstate__().items() if name != "_opened"}
         if self._folder is not None:
             state["_folder"] = _pack_run(self.run_)
@@ -224,16 +251,16 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
 
 
 class _TableEstimator:
-    """Mixin for estimators that score table rows: a score per row, or one per row and class."""
+    """Mixin for estimators that learn a table column: they give a score per row, or per row and class."""
 
     def _fit(self: Any, X: Any, y: Any, task: Task | None, query: str | None = None) -> Any:
-        """Train on a table with a label; return the estimator.
+        """Propose a recipe for the data, train it, and return the estimator.
 
         Args:
             X: a table, an array or paths.
-            y: labels [n]; None: they are in ``X``.
-            task: label task for the proposal; None: infer it.
-            query: query column for ranking.
+            y: labels [n]; None: they are in ``X``, in the column ``label``.
+            task: kind of label; None: infer it from the data.
+            query: column that groups rows, for ranking.
         """
         self._target, self._library = self.label, _library_of(X)
         table = X if y is None else self._with_label(X, y)
@@ -263,7 +290,7 @@ class _TableEstimator:
         return self
 
     def _with_label(self: Any, X: Any, y: Any) -> pa.Table:
-        """Append the labels as a column to a feature table."""
+        """Return ``X`` as a table with the labels ``y`` as an additional column."""
         if _are_paths(X):
             raise ValueError(
                 "fit(X, y) takes a table or an array X. Name the column of a file's labels: label=..."
@@ -282,7 +309,12 @@ class _TableEstimator:
         )
 
     def _table(self: Any, X: Any, *, reset: bool) -> Any:
-        """Return the data as a table, or paths unchanged. Data that came with y is validated."""
+        """Return the data as a table. Paths, and tables that need no validation, are returned unchanged.
+
+        Args:
+            X: a table, an array or paths.
+            reset: whether to set the number and names of features (in ``fit``), or to check them.
+        """
         is_frame = hasattr(X, "__arrow_c_stream__") or type(X).__module__.split(".")[0] in (
             "pandas",
             "datasets",
@@ -302,22 +334,25 @@ class _TableEstimator:
         return pa.table({name: _to_arrow(array[:, number]) for number, name in enumerate(names)})
 
     def _scores(self: Any, X: Any) -> npt.NDArray[np.float32]:
-        """Return scores for all rows, [n], or [n, C] for several classes."""
+        """Return the model's scores for all rows, fp32 [n], or [n, C] for several classes."""
         _checks.check_is_fitted(self)
         scorer = self._scorer(self._table(X, reset=False), labelled=False)
         logits = Scored.concat(list(gather_scores(scorer, join(choose_device(self.device))))).logits_B
-        # Only Classifier sets curve_, with `calibration`.
+        # Only a Classifier with ``calibration`` has a curve.
         if getattr(self, "curve_", None) is not None:
             logits = Curve(*self.curve_).calibrate_logits(logits)
         scores: npt.NDArray[np.float32] = scorer.recipe.loss.scores(logits).float().numpy()
         return scores
 
     def evaluate(self: Any, data: Any, y: Any = None) -> dict[str, float]:
-        """Return the metrics from `meshrec evaluate` on labelled data.
+        """Compute metrics on labelled data, as `meshrec evaluate` does.
 
         Args:
-            data: a table with the label, or paths; with ``y``, a table or an array without it.
+            data: a table with the label, or paths. With ``y``: a table or an array without the label.
             y: labels [n]; None: they are in ``data``.
+
+        Returns:
+            Values by metric name.
         """
         _checks.check_is_fitted(self)
         if y is not None:
@@ -327,16 +362,18 @@ class _TableEstimator:
         return metrics
 
     def explain(self: Any, X: Any, *, background: Any = None, num_orders: int = 32) -> Any:
-        """Return each column's contribution to the prediction for each row, as Shapley values.
+        """Compute how much each column contributes to the prediction for each row, as Shapley values.
 
         Args:
             X: rows to explain: a table, an array or paths. A row costs some hundreds of predictions.
-            background: rows to compare with; None: the training data, which is unavailable after `load`.
-            num_orders: number of random column orders: four times as many halve the error.
+            background: rows to compare with. None: the training data, which is unavailable after `load`.
+            num_orders: number of random column orders. Four times as many halve the error.
 
         Returns:
-            A table with contributions by column, in logits or in label units, ``(base)`` and ``(output)``,
-            their sum; see `meshrec.runs.contributions`. It has the library of the data passed to ``fit``.
+            A table with a contribution per row and column, in logits or in label units. The columns
+            ``(base)``
+                and ``(output)`` hold the starting value, and the sum with all contributions; see
+                `meshrec.runs.contributions`. The table has the library of the data given to ``fit``.
         """
         _checks.check_is_fitted(self)
         rows = self._table(X, reset=False)
@@ -348,17 +385,18 @@ class _TableEstimator:
 
 
 class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: ignore[misc, name-defined]
-    """A classifier for rows with IDs, strings, lists, times and numbers.
+    """Classifier for table rows with IDs, strings, lists, times and numbers.
 
-    It trains the wide & deep model that `meshrec inspect` proposes. Two classes make a binary label, whatever
-    their type. A tenth of the rows is validation data, which selects the weights, and a tenth is test data
-    (``summary_["test"]``): the latest rows with ``time``, and random rows without.
+    It trains the wide & deep model that `meshrec inspect` proposes for the data. Any two values make a binary
+    label. A tenth of the rows is validation data, by which the best weights are selected. Another tenth is
+    test data, for the metrics in ``summary_["test"]``. With ``time`` these are the latest rows, otherwise
+    random rows.
 
     Args:
-        label: column to learn; None: ``fit`` gets ``y``.
-        time: column that orders the rows; None: rows are held out at random.
-        calibration: calibrate binary probabilities on the validation data, ``isotonic`` for thousands of rows
-            or ``platt``; None: no calibration.
+        label: column to learn; None: ``fit`` gets the classes as ``y``.
+        time: column with times, by which the held-out rows are selected; None: select them at random.
+        calibration: how to calibrate binary probabilities on the validation data: ``isotonic`` (for thousands
+            of rows) or ``platt``; None: no calibration.
         options: changes to the proposed recipe, by command-line name, such as ``{"training.epochs": 2}``.
         device: ``cpu`` or ``cuda``; None: ``cuda`` where torch sees a GPU.
         verbose: print progress.
@@ -399,11 +437,11 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
         self.device, self.verbose, self.final = device, verbose, final
 
     def fit(self, X: Any, y: Any = None) -> "Classifier":
-        """Inspect the data, and train.
+        """Propose a model for the data, and train it.
 
         Args:
             X: a pandas, polars or Arrow table, an array [n, d], or paths to Parquet or CSV files.
-            y: classes [n]; None: they are the column ``label``.
+            y: classes [n]; None: they are in the column ``label``.
 
         Raises:
             ValueError: the data cannot be learned from; the message says why.
@@ -420,7 +458,7 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
         return classes
 
     def predict_proba(self, X: Any) -> npt.NDArray[np.float32]:
-        """Return class probabilities in the order of ``classes_``, [n, C]."""
+        """Return the probability of every class in the order of ``classes_``, fp32 [n, C]."""
         scores = self._scores(X)
         if scores.ndim == 2 and scores.shape[1] > 1:
             return scores
@@ -429,33 +467,33 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
         return pair if self._positive else pair[:, ::-1]
 
     def _calibrate(self) -> None:
-        """Fit the calibration on the run's validation data."""
+        """Fit the calibration curve on the validation data, and set ``curve_``; None without calibration."""
         self.curve_ = None
         if self.calibration is not None:
             assert self._folder is not None
-            # The first fit did not learn from the validation data.
+            # Use the first fit, not a refit on all rows, which has learned from the validation data.
             run, ranks = RunFolder(self._folder / _RUN), join(choose_device(self.device))
             data = load_recipe(run).data.train  # type: ignore[attr-defined]
             scorer = load_scorer(run, ranks, data, labelled=True)
             self.curve_ = tuple(fit_run_curve(run, scorer, ranks, self.calibration))
 
     def _set_classes(self, labels: Any, label: Any) -> None:
-        """Set ``classes_``, and the index in it of the positive class, which has label 1 in training.
+        """Set ``classes_``, and the position of the positive class in it (label 1 in training).
 
         Args:
             labels: label values in the data.
-            label: label of the proposed features.
+            label: description of the label in the proposed recipe.
         """
         self.classes_ = np.array(sorted(label.classes or labels.values.to_pylist()))
         self._positive = 1 if not label.classes else int(label.classes[-1] == self.classes_[-1])
 
 
 class Regressor(_base.RegressorMixin, _TableEstimator, _Estimator):  # type: ignore[misc, name-defined]
-    """A regressor for rows with IDs, strings, lists, times and numbers; see `Classifier` for arguments.
+    """Regressor for table rows with IDs, strings, lists, times and numbers; see `Classifier` for details.
 
     Args:
-        label: column to learn; None: ``fit`` gets ``y``.
-        time: column that orders the rows.
+        label: column to learn; None: ``fit`` gets the target values as ``y``.
+        time: column with times, by which the held-out rows are selected; None: select them at random.
         options: changes to the proposed recipe.
         device: ``cpu`` or ``cuda``.
         verbose: print progress.
@@ -488,11 +526,11 @@ class Regressor(_base.RegressorMixin, _TableEstimator, _Estimator):  # type: ign
         self.device, self.verbose, self.final = device, verbose, final
 
     def fit(self, X: Any, y: Any = None) -> "Regressor":
-        """Inspect the data, and train.
+        """Propose a model for the data, and train it.
 
         Args:
             X: a pandas, polars or Arrow table, an array [n, d], or paths to Parquet or CSV files.
-            y: target values [n]; None: they are the column ``label``.
+            y: target values [n]; None: they are in the column ``label``.
 
         Raises:
             ValueError: the data cannot be learned from; the message says why.
@@ -503,16 +541,16 @@ class Regressor(_base.RegressorMixin, _TableEstimator, _Estimator):  # type: ign
         return self
 
     def predict(self, X: Any) -> npt.NDArray[np.float32]:
-        """Return a value per row, [n]."""
+        """Return the predicted value per row, fp32 [n]."""
         return self._scores(X).reshape(-1)
 
 
 class Ranker(_TableEstimator, _Estimator):
-    """A model that ranks rows within a query, session or user by grade.
+    """Model that ranks the rows in a group, such as a query, session or user, by their expected grade.
 
     Args:
-        label: column with the grades.
-        query: column that groups the rows to rank.
+        label: column with the grades to learn.
+        query: column that groups the rows: rows with equal values are ranked together.
         options: changes to the proposed recipe; see `Classifier`.
         device: ``cpu`` or ``cuda``.
         verbose: print progress.
@@ -548,25 +586,33 @@ class Ranker(_TableEstimator, _Estimator):
         self.device, self.verbose, self.final = device, verbose, final
 
     def fit(self, X: Any, y: None = None) -> "Ranker":
-        """Inspect the table or the files, and train. ``y`` exists only for scikit-learn pipelines."""
+        """Propose a model for the data, and train it.
+
+        Args:
+            X: a pandas, polars or Arrow table, or paths to Parquet or CSV files.
+            y: must be None; exists only for scikit-learn pipelines.
+
+        Raises:
+            ValueError: ``y`` is given, or the data cannot be learned from.
+        """
         if y is not None:
             raise ValueError("Ranker takes its grades from the column `label`. Leave y out.")
         self._fit(X, None, None, query=self.query)
         return self
 
     def predict(self, X: Any) -> npt.NDArray[np.float32]:
-        """Return a score per row, [n]: larger scores come first within a query."""
+        """Return a score per row, fp32 [n]. Rows with larger scores come first within a query."""
         return self._scores(X).reshape(-1)
 
 
 class Recommender(_Estimator):
-    """A next-item model for users, trained on a log with users, items and times.
+    """Model that predicts the next item of a user, trained on a log with a user, an item and a time per row.
 
     Args:
-        user: user column.
-        item: item column.
-        time: time column.
-        model: hstu, sasrec, gru4rec, bert4rec or two_tower.
+        user: column with users.
+        item: column with items.
+        time: column with times.
+        model: architecture: hstu, sasrec, gru4rec, bert4rec or two_tower.
         options: changes to the proposed recipe; see `Classifier`.
         device: ``cpu`` or ``cuda``.
         verbose: print progress.
@@ -602,11 +648,11 @@ class Recommender(_Estimator):
         self.options, self.device, self.verbose, self.final = options, device, verbose, final
 
     def fit(self, X: Any, y: None = None) -> "Recommender":
-        """Inspect the log, and train.
+        """Propose a model for the log, and train it.
 
         Args:
             X: a pandas, polars or Arrow table, or paths to Parquet or CSV files.
-            y: exists only for scikit-learn pipelines.
+            y: must be None; exists only for scikit-learn pipelines.
 
         Raises:
             ValueError: the log cannot be learned from; the message says why.
@@ -628,13 +674,14 @@ class Recommender(_Estimator):
         """Return the best items for users, as `meshrec recommend` does.
 
         Args:
-            users: user values; None: all users in the log.
+            users: users, as in the log; None: all users in the log.
             k: number of items per user.
-            data: another log with the histories; None: the log passed to `fit`.
-            keep_seen: also recommend items that a user has had; None: unless repeats are rare in the log.
+            data: another log with the users' histories; None: the log given to `fit`.
+            keep_seen: whether to recommend items that are already in the user's history. None: yes, unless
+                repeated items are rare in the log.
 
         Returns:
-            A table with user, rank, item and score, in the library of the data passed to ``fit``: pandas,
+            A table with user, rank, item and score, in the library of the data given to ``fit``: pandas,
                 polars or Arrow.
         """
         _checks.check_is_fitted(self)
@@ -646,26 +693,33 @@ class Recommender(_Estimator):
         return self._to_library(pa.concat_tables(recommendation_tables(recommender, best)))
 
     def similar(self, items: Any, k: int = 10) -> Any:
-        """Return the most similar items for each item, by vector cosine.
+        """Return the most similar items for each given item, by the cosine between item vectors.
 
         Args:
-            items: item values from the log.
+            items: items, as in the log.
             k: number of similar items per item.
 
         Returns:
-            A table with item, rank, similar and score, in the library of the data passed to ``fit``.
+            A table with item, rank, similar item and score, in the library of the data given to ``fit``.
         """
         _checks.check_is_fitted(self)
         return self._to_library(similar_items(RunFolder(self.run_), pa.array(_to_list(items)), k))
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Return metrics on each user's last item in another log, a table or paths."""
+        """Compute metrics for predicting each user's last item in another log.
+
+        Args:
+            data: the log, a table or paths.
+
+        Returns:
+            Values by metric name.
+        """
         _checks.check_is_fitted(self)
         log = data if _are_paths(data) else self._paths(data, self._subfolder("other"))
         return self._evaluate_run(log)
 
     def _subfolder(self, name: str) -> Path:
-        """Return a folder for another log, inside the temporary folder."""
+        """Return a folder for another log inside the temporary folder. Creates it if necessary."""
         assert self._folder is not None
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
@@ -673,10 +727,10 @@ class Recommender(_Estimator):
 
 
 class _ProgressLine:
-    """Progress on a single standard error line, which terminals and notebooks overwrite."""
+    """Training observer that prints the progress on a single line of standard error, overwritten in place."""
 
     def __init__(self) -> None:
-        # Steps in total, last validation metric, and last shown percentage.
+        # Total number of steps, last validation metric, and percentage shown last.
         self._num_steps, self._quality, self._shown = 0, "", -1
 
     def __call__(self, event: Event) -> None:
@@ -703,12 +757,12 @@ class _ProgressLine:
 
 
 def _silent(event: Event) -> None:
-    """Show nothing."""
+    """Training observer that prints nothing."""
 
 
 @contextmanager
 def _preserved_random_state() -> Iterator[None]:
-    """Preserve the program's random state: training seeds Python, NumPy and torch."""
+    """Restore the random state of Python, NumPy and torch after a ``with`` block: training seeds them."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -719,7 +773,7 @@ def _preserved_random_state() -> Iterator[None]:
 
 
 def _are_paths(data: Any) -> bool:
-    """Return whether data is a path or a nonempty list of paths, rather than a table or array."""
+    """Return whether data is a path or a nonempty list of paths, and not a table or an array."""
     if isinstance(data, str | Path):
         return True
     return (
@@ -730,17 +784,17 @@ def _are_paths(data: Any) -> bool:
 
 
 def _absolute_path(path: str | Path) -> str:
-    """Return an absolute path; addresses such as ``s3://...`` unchanged."""
+    """Return a path as an absolute path. Addresses such as ``s3://...`` are returned unchanged."""
     return str(path) if is_address(str(path)) else os.path.abspath(path)
 
 
 def _library_of(data: Any) -> str:
-    """Return the name of the library that defines the data's type, such as ``pandas``."""
+    """Return the name of the library that defines the type of some data, such as ``pandas``."""
     return type(data).__module__.partition(".")[0]
 
 
 def _has_training_data(run: RunFolder) -> bool:
-    """Return whether a run's training data still exists."""
+    """Return whether the training data of a run still exists. Addresses and patterns are not checked."""
     paths = load_recipe(run).data.train  # type: ignore[attr-defined]
     return all(is_address(path) or os.path.exists(path) or "*" in path for path in paths)
 
@@ -763,7 +817,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _pack_run(run: Path) -> bytes:
-    """Return a run folder as a tar archive."""
+    """Return a run folder as a tar archive in memory."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         archive.add(run, _RUN)
@@ -771,6 +825,6 @@ def _pack_run(run: Path) -> bytes:
 
 
 def _unpack_run(packed: bytes, folder: Path) -> None:
-    """Extract an archived run into a folder."""
+    """Extract a run from a tar archive, as a subfolder of ``folder``."""
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")

@@ -1,7 +1,8 @@
-"""New Python interpreters that do not import modules of the current folder.
+"""Python interpreters that do not import modules from the current folder.
 
-``python -c`` and ``python -m`` put the current folder first in ``sys.path``, so that a stray ``torch.py`` in
-it would run. PYTHONSAFEPATH prevents that from Python 3.11 on, for programs that we do not start ourselves.
+``python -c`` and ``python -m`` put the current folder first in ``sys.path``, so a stray ``torch.py`` in this
+folder would run. From Python 3.11 on, the environment variable PYTHONSAFEPATH prevents this in all child
+processes, also those started by other libraries.
 """
 
 import os
@@ -9,18 +10,24 @@ import sys
 from collections.abc import Sequence
 
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
-# Copied at import: a recipe adds its folder to sys.path later, and its ranks do so themselves, after torch.
+# ``sys.path`` at start, without the current folder. Copied now, because a recipe adds its folder to sys.path
+# later. The recipe's ranks add the folder themselves, after importing torch.
 _start_path = [path for path in sys.path if path]
 
 
 def interpreter_arguments(code: str, path: Sequence[str] = _start_path) -> list[str]:
-    """Return the arguments of a Python interpreter that runs ``code``, with ``path`` as its ``sys.path``."""
-    # Nothing is imported before sys.path is replaced: sys is built in.
+    """Return arguments for a Python interpreter that runs some code with a given ``sys.path``.
+
+    Args:
+        code: Python statements.
+        path: value for ``sys.path``; by default this process's, without the current folder.
+    """
+    # sys is built in, so nothing is imported from the current folder before sys.path is replaced.
     return ["-c", f"import sys; sys.path[:] = {list(path)!r}; {code}"]
 
 
 def drop_current_folder() -> None:
-    """Remove the current folder from ``sys.path`` if ``python -m`` has put it there."""
+    """Remove the current folder from ``sys.path`` if ``python -m`` has put it first. Call before imports."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated) and sys.path[:1] == [os.getcwd()]:
         del sys.path[0]
         _start_path.pop(0)

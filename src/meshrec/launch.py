@@ -1,3 +1,3 @@
-"""The old name of `meshrec.cluster`, for one release."""
+"""Old name of `meshrec.cluster`, which stays for a single release."""
 
 from meshrec.cluster import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Lazy imports of a package's public names, and imports without garbage collection."""
+"""Imports of public names on first use, and imports without garbage collection."""
 
 import gc
 import importlib
@@ -8,6 +8,7 @@ from typing import Any
 
 
 class _Process:
+    # Set by ``declare_command``, for the whole life of the process.
     is_command = False
 
 
@@ -15,22 +16,23 @@ _process = _Process()
 
 
 def declare_command() -> None:
-    """Declare that this process runs MeshRec's command only, so `without_gc` may freeze imported objects."""
+    """Declare that this process runs only MeshRec's command line. `without_gc` may then freeze objects."""
     _process.is_command = True
 
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Turn Python's garbage collection off while modules are imported.
+    """Turn Python's garbage collection off in a ``with`` block that imports modules.
 
-    Nearly all that they define stays, and the collector looks through it again and again: a quarter of the
-    time that torch takes to import.
+    Nearly all objects defined by modules stay, and the collector would inspect them again and again. This
+    takes a quarter of the time for importing torch.
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        # Exclude the objects from later collections, too. Not in other programs: their garbage would stay.
         if _process.is_command:
             gc.freeze()
         if was_on:
@@ -38,11 +40,11 @@ def without_gc() -> Iterator[None]:
 
 
 def importer(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package whose names are imported at their first use.
+    """Return a ``__getattr__`` for a package that imports public names on first use.
 
     Args:
-        package: the package's name.
-        homes: the names of each module of the package that is imported late.
+        package: name of the package.
+        homes: the names to import, by the module that defines them.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""DistributedModelParallel: a model with tables split over ranks and a data-parallel dense part."""
+"""DistributedModelParallel: a model with embedding tables split over ranks and a data-parallel dense part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,38 +27,41 @@ Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder
 
 
 def default_sharders() -> list[Sharder]:
-    """Return a sharder for each kind of embedding module, without an optimizer."""
+    """Return one sharder per type of embedding module, without an optimizer."""
     return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
 class DistributedModelParallel(nn.Module):
     """Model with embedding tables sharded over ranks, and a data-parallel dense part.
 
-    The embedding modules inside ``module`` are replaced in place by sharded ones.
+    The embedding modules inside ``module`` are replaced in place by sharded modules. All other modules are
+    the
+    *dense part*. Parameters keep their names.
 
-    Parameters keep the names of the unsharded model. Embedding modules on ``meta`` are allocated here, and
-    each rank allocates only the local part. Dense modules on ``meta`` are initialised by their
-    ``reset_parameters``, equally on all ranks. Buffers that a module names in its attribute
-    ``constant_buffers`` are not broadcast: they must be equal on all ranks, and never change in training.
+    Embedding modules on ``meta`` are allocated here; each rank allocates only its shards. Dense modules on
+    ``meta`` are initialised by their ``reset_parameters``, equally on all ranks. Buffers listed in a module's
+    attribute ``constant_buffers`` are not broadcast. They must be equal on all ranks and never change in
+    training.
 
     Args:
         module: the model, with or without embedding modules. Do not use it directly afterwards.
-        env: the ranks (default: those of the default process group; without a group, one process).
-        device: device of this rank's parameters (default: the device of the process group).
-        plan: placement of the tables. If none, the planner makes one.
-        sharders: one sharder for each kind of embedding module. They carry the optimizer of the tables.
-        init_data_parallel: whether to make the dense part data-parallel now; otherwise call
-            ``init_data_parallel``.
-        init_parameters: whether to initialise dense parameters on ``meta`` now; otherwise call
-            ``init_parameters``.
+        env: the ranks. None: all ranks in the default process group, or a single process without a group.
+        device: device for this rank's parameters. None: the device of the process group.
+        plan: placement of the tables on ranks. None: the planner makes a plan.
+        sharders: one sharder per type of embedding module, with the optimizer for the tables.
+        init_data_parallel: whether to make the dense part data-parallel now. If not, call
+            ``init_data_parallel`` later.
+        init_parameters: whether to initialise dense parameters on ``meta`` now. If not, call
+            ``init_parameters`` later.
         dense: ``"ddp"``, ``"fsdp2"`` (HSDP if there is a ``replicate`` axis), or None, which leaves the dense
             part as it is.
-        dense_gradients: format in which CPU and GPU ranks exchange dense gradients, ``"fp32"`` or ``"bf16"``;
-            with bf16 their mean is computed in fp32 on CPUs. It needs ``dense="ddp"`` and no hook of yours.
-        dense_options: further arguments of DistributedDataParallel, or of ``fully_shard``.
+        dense_gradients: data type in which ranks exchange dense gradients, ``"fp32"`` or ``"bf16"``. With
+            bf16, CPUs still compute the mean in fp32. bf16 needs ``dense="ddp"`` without a communication
+            hook.
+        dense_options: further arguments for DistributedDataParallel, or for ``fully_shard``.
 
     Raises:
-        ValueError: the plan does not fit the model, or differs between ranks. It is raised on every rank.
+        ValueError: the plan does not fit the model, or differs between ranks. Raised on every rank.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class DistributedModelParallel(nn.Module):
         sharders = default_sharders() if sharders is None else sharders
         embedding_modules = _embedding_modules(module, sharders)
         self._plan = self._checked_plan(plan, module, embedding_modules, sharders)
+        # Sharded modules by path. The modules stay for the model's whole life; ``reshard`` changes them
+        # inside.
         self._sharded: dict[str, Any] = {}
         seed_by_path({path: collection for path, (collection, _) in embedding_modules.items()})  # type: ignore[misc]
         for path, (collection, sharder) in embedding_modules.items():
@@ -102,9 +107,10 @@ class DistributedModelParallel(nn.Module):
         self._plan = _with_actual_kernels(self._plan, self._sharded)
         self._dmp_wrapped_module: nn.Module = module
         self._is_data_parallel = False
+        # Set by ``_init_ddp``. The first training step registers it as a communication hook, and sets None.
         self._dense_gradients: DenseGradients | None = None
         self.late_gradients: DenseGradients | None = None
-        """The averaging of dense gradients, which a pipeline may move behind the backward pass.
+        """Averages dense gradients over ranks. A pipeline may delay this until after the backward pass.
 
         None if something else averages them: FSDP2, a user's hook, or DistributedDataParallel without bucket
         views.
@@ -123,46 +129,48 @@ class DistributedModelParallel(nn.Module):
         ):
             self._dense_gradients = None
             wrapped = self._dmp_wrapped_module
-            if not wrapped._comm_hooks:  # a user's hook wins
+            # A hook that the user has registered takes precedence.
+            if not wrapped._comm_hooks:
                 state.ends_with_backward = not wrapped.static_graph
                 self.register_comm_hook(state, average_gradients)
         return self._dmp_wrapped_module(*args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
-        """The model itself, without DistributedDataParallel."""
+        """The model without the DistributedDataParallel wrapper."""
         wrapped = self._dmp_wrapped_module
         return wrapped.module if isinstance(wrapped, nn.parallel.DistributedDataParallel) else wrapped
 
     @property
     def env(self) -> ShardingEnv:
-        """The ranks and axes over which the tables are sharded."""
+        """The ranks over which the tables are sharded and replicated."""
         return self._env
 
     @property
     def plan(self) -> ShardingPlan:
-        """The placement of every table, and the kernel that updates it."""
+        """The placement of every table on ranks, and the kernel for its lookups and updates."""
         return self._plan
 
     @property
     def sharded_modules(self) -> dict[str, Any]:
-        """The sharded embedding modules, by path."""
+        """The sharded embedding modules, by path in the model."""
         return self._sharded
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """The optimizer that updates the tables during the backward pass."""
+        """Optimizer for all tables with a fused optimizer; see ``tables.FusedOptimizer``."""
         return CombinedOptimizer([(path, module.fused_optimizer) for path, module in self._sharded.items()])
 
     def init_parameters(self) -> None:
-        """Move dense parameters and buffers to the device, and initialize those on ``meta``.
+        """Move dense parameters and buffers to the device, and initialize them if they are on ``meta``.
 
-        Then copy rank 0's dense parameters to all ranks. Buffers are not copied. Collective.
+        Then copy the dense parameters of rank 0 to all ranks. Buffers are not copied. Collective.
 
         Raises:
             ValueError: a module on ``meta`` has no ``reset_parameters``.
         """
         tables = {tensor for module in self._sharded.values() for tensor in module.parameters()}
+        # Module by module, because ``reset_parameters`` initializes only a module's own tensors.
         for child in self.module.modules():
             tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
             if any(tensor.is_meta for tensor in tensors):
@@ -196,22 +204,22 @@ class DistributedModelParallel(nn.Module):
         if self._env.shard.group is not None:
             for name, parameter in self.module.named_parameters():
                 if name not in ignored:
-                    # Lets a rank without tables take part in the norm of all gradients.
+                    # So a rank without tables also takes part when gradient norms are summed over ranks.
                     mark_shard(parameter, self._env.shard.group, is_sharded=False)
 
     def reshard(self, plan: ShardingPlan) -> None:
-        """Move the tables and their optimizer state to another plan, over the network.
+        """Move the tables and their optimizer state to another plan, over the network. Collective.
 
-        Collective, between steps.
+        Call it between steps. Names, values, and hyperparameters in ``fused_optimizer`` stay the same. The
+        tables' parameters are new objects without gradients. During the move, a rank holds the old and the
+        new shards in memory.
 
-        Names, values, ``fused_optimizer``, and the values that schedulers hold stay the same. The parameters
-        of the tables are new objects without gradients. During the move, a rank holds the old and the new
-        part of every table.
+        Args:
+            plan: new placement of the tables on ranks.
 
         Raises:
-            ValueError: the plan does not fit the model or differs between ranks, or an optimizer outside the
-                tables holds their parameters. It is raised on every rank before anything moves, and the old
-                plan stays.
+            ValueError: the plan does not fit the model or differs between ranks, or a torch optimizer holds
+                parameters of the tables. Raised on every rank before any table moves; the old plan stays.
         """
         if self._env.devices:
             raise ValueError(
@@ -229,13 +237,15 @@ class DistributedModelParallel(nn.Module):
         self._plan = _with_actual_kernels(plan, self._sharded)
 
     def with_sharded(self, module: nn.Module, sharded: Mapping[str, Any]) -> "DistributedModelParallel":
-        """Return another model for inference over the same ranks and plan. The dense part is not data-
-        parallel.
+        """Return a DistributedModelParallel around another model that is already sharded by the same plan.
+
+        It is for inference: the dense part is not data-parallel.
 
         Args:
-            module: the model.
-            sharded: the sharded embedding modules in ``module``, by path.
+            module: the other model, which contains sharded embedding modules.
+            sharded: these sharded embedding modules, by path.
         """
+        # Without the constructor, which would shard the model.
         model = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(model)
         model._env, model._device, model._plan = (
@@ -251,7 +261,11 @@ class DistributedModelParallel(nn.Module):
         return model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to copy or pickle one rank's part of a model; a model of one process is copied whole."""
+        """Allow copies and pickles only in a single process, which has the whole model.
+
+        Raises:
+            ValueError: the model is split over several ranks.
+        """
         if self._env.world.group is not None:
             raise ValueError(
                 f"this DistributedModelParallel holds a part of a model, as rank {self._env.world.rank} of "
@@ -261,11 +275,14 @@ class DistributedModelParallel(nn.Module):
         return super().__reduce_ex__(protocol)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Register a communication hook with DistributedDataParallel, such as one that compresses dense
-        gradients.
+        """Register a communication hook with DistributedDataParallel, such as one to compress gradients.
 
-        Call it before the first training step. Without a hook, CPU ranks of one host use
-        ``dense_gradients.average_gradients``.
+        Call it before the first training step. Without a hook, CPU ranks on the same host average gradients
+        with ``dense_gradients.average_gradients``.
+
+        Args:
+            state: passed to the hook.
+            hook: see ``DistributedDataParallel.register_comm_hook``.
 
         Raises:
             ValueError: the dense part does not use DistributedDataParallel, or ``dense_gradients`` is bf16,
@@ -283,10 +300,10 @@ class DistributedModelParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of the dense part without averaging them over ranks.
+        """Accumulate the gradients of the dense part in a ``with`` block, without averaging them over ranks.
 
-        The backward pass after this context averages their sum. Tables do not wait: each backward pass
-        exchanges and applies, or accumulates, their gradients as always.
+        The first backward pass after the block averages their sum. Tables are not affected: every backward
+        pass exchanges their gradients, and applies or accumulates them, as always.
         """
         wrapped: Any = self._dmp_wrapped_module
         if self._dense == "fsdp2" and self._is_data_parallel:
@@ -301,10 +318,10 @@ class DistributedModelParallel(nn.Module):
                 yield
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell torch.distributed.checkpoint.state_dict how to map names.
+        """Tell torch.distributed.checkpoint.state_dict how parameter names differ from attribute names.
 
-        It returns the attribute that holds the model, and the child whose name does not appear in the names
-        of parameters.
+        The result maps the first part of a parameter name to the attribute to follow before this part is
+        looked up. The attributes among the values do not appear in parameter names.
         """
         model = self.module
         names = chain(model._modules, model._parameters, model._buffers)
@@ -313,8 +330,11 @@ class DistributedModelParallel(nn.Module):
     def sparse_grad_parameter_names(
         self, destination: list[str] | None = None, prefix: str = ""
     ) -> list[str]:
-        """Return the parameters with gradients of sparse layout: there are none, because table gradients are
-        dense.
+        """Return the names of parameters with sparse gradients, of which there are none.
+
+        Args:
+            destination: list to return; None: a new list.
+            prefix: unused.
         """
         return [] if destination is None else destination
 
@@ -322,10 +342,10 @@ class DistributedModelParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that this rank holds, under the names of the unsharded model.
+        """Yield the parameters on this rank, under the names of the unsharded model.
 
-        A table has one parameter even if this rank holds several rectangles of it. They lie one after the
-        other, see ``Packing``.
+        A table has a single parameter, even if this rank holds several parts of the table; see
+        ``tables.Packing``.
         """
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
@@ -337,13 +357,14 @@ class DistributedModelParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return tables (as DTensors if they are split) and dense values, under the names of the unsharded
-        model.
+        """Return tables and dense values under the names of the unsharded model.
+
+        Split tables are DTensors.
         """
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the result of ``state_dict``, or plain tensors of whole tables."""
+        """Load a result of ``state_dict``. Values for tables may also be plain tensors with whole tables."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def _checked_plan(
@@ -353,7 +374,14 @@ class DistributedModelParallel(nn.Module):
         embedding_modules: Mapping[str, tuple[nn.Module, Sharder]],
         sharders: Sequence[Sharder],
     ) -> ShardingPlan:
-        """Return the given plan, or one made by the planner, after checking it on all ranks. Collective."""
+        """Return the given plan, or else the planner's, after checking it on all ranks. Collective.
+
+        Args:
+            plan: given plan; None: run the planner.
+            module: the model.
+            embedding_modules: embedding modules and their sharders, by path.
+            sharders: all sharders.
+        """
         if plan is None:
             plan = self._make_plan(module, sharders) if embedding_modules else ShardingPlan({})
         verify_same_plan(plan, self._env.world.group)
@@ -372,12 +400,13 @@ class DistributedModelParallel(nn.Module):
         )
         planner = EmbeddingShardingPlanner(topology=topology)
         group = self._env.world.group
-        if group is None:  # this process trains alone, even if a default group exists
+        # This process trains alone, even if a default process group exists.
+        if group is None:
             return planner.plan(module, list(sharders))
         return planner.collective_plan(module, list(sharders), group)
 
     def _table_names(self) -> set[str]:
-        """Return the names of all parameters and buffers of sharded modules."""
+        """Return the names of all parameters and buffers in sharded embedding modules."""
         return {
             f"{path}.{name}" if path else name
             for path, module in self._sharded.items()
@@ -385,12 +414,16 @@ class DistributedModelParallel(nn.Module):
         }
 
     def _init_ddp(self, ignored: set[str]) -> None:
-        """Wrap the model in DistributedDataParallel, without the parameters and buffers in ``ignored``."""
+        """Wrap the model in DistributedDataParallel.
+
+        Args:
+            ignored: names of parameters and buffers that DistributedDataParallel must not touch.
+        """
         parallel = nn.parallel.DistributedDataParallel
-        # DistributedDataParallel broadcasts all other buffers in each training step.
+        # DistributedDataParallel would broadcast constant buffers in each training step.
         ignored = ignored | _constant_buffers(self._dmp_wrapped_module)
         parallel._set_params_and_buffers_to_ignore_for_model(self._dmp_wrapped_module, ignored)
-        # Bucket views avoid a second copy of the gradients.
+        # With bucket views, ``grad`` is a view into the memory that is exchanged: no second copy.
         options: dict[str, Any] = {"process_group": self._env.world.group, "gradient_as_bucket_view": True}
         if self._device.type == "cuda":
             options["device_ids"] = [self._device]
@@ -400,6 +433,7 @@ class DistributedModelParallel(nn.Module):
         group = wrapped.process_group
         axis = Axis(size=group.size(), rank=group.rank(), group=group)
         self._dense_gradients = DenseGradients.for_axis(axis, self._device, dtype=self._gradient_dtype)
+        # Late averaging changes the buckets after the backward pass, so ``grad`` must be a view into them.
         if wrapped.gradient_as_bucket_view:
             self.late_gradients = self._dense_gradients
 
@@ -414,7 +448,7 @@ class DistributedModelParallel(nn.Module):
 
 
 def _constant_buffers(model: nn.Module) -> set[str]:
-    """Return the buffers that their modules name in ``constant_buffers``."""
+    """Return the full names of all buffers listed in a module's attribute ``constant_buffers``."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -423,17 +457,21 @@ def _constant_buffers(model: nn.Module) -> set[str]:
 
 
 def _ddp_fqn_modifiers() -> dict[str, str]:
-    """Return the child of DistributedDataParallel whose name does not appear in the names of parameters."""
+    """Return the ``_fqn_modifiers`` of DistributedDataParallel: its child is not in parameter names."""
     return {"": "module"}
 
 
 def _embedding_modules(
     module: nn.Module, sharders: Sequence[Sharder]
 ) -> dict[str, tuple[nn.Module, Sharder]]:
-    """Return the embedding modules of a model and the sharder of each, by path.
+    """Return the embedding modules in a model and the sharder for each, by path.
+
+    Args:
+        module: the model.
+        sharders: one sharder per type of embedding module.
 
     Raises:
-        ValueError: an option of a sharder names no table, or a name that several modules have.
+        ValueError: a sharder has an option for an unknown table, or for a name that several modules have.
     """
     modules: dict[str, tuple[nn.Module, Sharder]] = {
         path: (collection, sharder)
@@ -450,12 +488,12 @@ def _embedding_modules(
 
 
 def _with_actual_kernels(plan: ShardingPlan, sharded: Mapping[str, Any]) -> ShardingPlan:
-    """Return the plan with the kernels which the sharded modules use, where the plan left the choice open."""
+    """Return the plan with the kernels that the sharded modules use, where it left the choice open."""
     return replace(plan, plan={path: module.plan for path, module in sharded.items()})
 
 
 def _replace_submodule(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
-    """Replace the submodule at a path, and return the root; the root itself is at the empty path."""
+    """Replace the submodule at a path in place, and return the root. The empty path stands for the root."""
     if not path:
         return module
     parent, _, name = path.rpartition(".")
@@ -464,9 +502,7 @@ def _replace_submodule(root: nn.Module, path: str, module: nn.Module) -> nn.Modu
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
-    """Return the model inside DistributedModelParallel and DistributedDataParallel. Other modules are
-    returned as they are.
-    """
+    """Return the model inside DistributedModelParallel and DistributedDataParallel wrappers, if any."""
     while isinstance(module, DistributedModelParallel | nn.parallel.DistributedDataParallel):
         module = module.module
     return module

@@ -121,7 +121,7 @@ class _QuantizedTables:
             self.split, self.local = self._convert(split, params), self._convert(local, {})
 
     def _params_of_whole_rows(self, held: LocalShards, table: int) -> Tensor:
-        """Compute the scale and bias of whole rows from the columns on all ranks. For a fixed table. Collective.
+        """Compute scale and bias for whole rows in a fixed table, from the columns on all ranks. Collective.
 
         Args:
             held: original shards.

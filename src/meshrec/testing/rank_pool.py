@@ -173,7 +173,7 @@ class RankPool:
         return [outcomes[rank].result for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Stop all processes. The pool cannot be used afterward."""
+        """Stop all processes. A later call to ``run`` would start new ones."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
