@@ -9,15 +9,15 @@ from meshrec.modules.linear import Linear
 
 
 class AttentionBlock(nn.Module):
-    """Pre-norm transformer block: self-attention and an MLP with residual connections.
+    """Pre-norm transformer block: self-attention and an MLP, both with residual connections.
 
     Args:
         width: Embedding width D.
         num_heads: Attention heads; must divide D.
         dropout: Dropout probability.
-        hidden: MLP hidden width; D if None.
-        activation: MLP activation class.
-        device: Parameter device.
+        hidden: Hidden width in the MLP; None: D.
+        activation: Activation class in the MLP.
+        device: Device for the parameters.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class AttentionBlock(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, values_BLD: Tensor, keys_BL: Tensor | None = None) -> Tensor:
-        """Apply attention and MLP with their residual connections; returns [B, L, D].
+        """Apply attention, then the MLP; return vectors with the shape of the input, [B, L, D].
 
         Args:
             values_BLD: Input vectors.
-            keys_BL: Bool mask, True for positions that can be attended to (not padding). None: causal
-                attention.
+            keys_BL: Bool mask for bidirectional attention: True for positions to attend to, False for
+                padding. None: causal attention.
         """
         # [B, L, 3, H, D / H]
         heads = self.projections(self.attention_norm(values_BLD)).unflatten(-1, (3, self._num_heads, -1))
@@ -72,12 +72,12 @@ class AttentionBlock(nn.Module):
 
 
 def check_heads(width: int, num_heads: int, num_blocks: int) -> None:
-    """Check the sizes of a stack of attention blocks.
+    """Check the sizes in a model with attention blocks.
 
     Args:
         width: Embedding width.
-        num_heads: Attention heads.
-        num_blocks: Blocks.
+        num_heads: Attention heads per block.
+        num_blocks: Number of blocks.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``width``, or a number is below 1.

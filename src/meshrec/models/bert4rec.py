@@ -1,8 +1,9 @@
-"""BERT4Rec: bidirectional self-attention over a user's history that predicts masked items.
+"""BERT4Rec: next-item model with bidirectional self-attention, trained to predict masked history items.
 
-Sun et al., "BERT4Rec: sequential recommendation with bidirectional encoder representations from transformer"
-(2019). The next item is an additional masked item at the end, in training as in evaluation; the paper masks
-it in some samples only. Loss: a sampled softmax, see `meshrec.models.sasrec`.
+See Sun et al., "BERT4Rec: sequential recommendation with bidirectional encoder representations from
+transformer" (2019). Two things differ from the paper. The next item is always an additional masked item at
+the end, in training and evaluation, while the paper trains on it in some samples only. The loss is a sampled
+softmax, as in `meshrec.models.sasrec`.
 """
 
 import torch
@@ -15,19 +16,19 @@ from meshrec.modules import EmbeddingCollection
 
 
 class BERT4Rec(HistoryModel):
-    """Next-item model with bidirectional self-attention, trained to predict masked items.
+    """Next-item model with bidirectional self-attention, trained to predict masked history items.
 
-    Positions are counted from the end of the history.
+    Position embeddings are counted from the end, so recent items have the same position in all histories.
 
     Args:
         embedding_collection: As in `HistoryModel`.
         features: As in `HistoryModel`.
-        max_length: Maximum history length.
-        num_blocks: Blocks. The MLP hidden width is four times the embedding width.
-        num_heads: Attention heads.
+        max_length: Maximum history length, in items.
+        num_blocks: Attention blocks. Their MLPs have a hidden width four times the embedding width.
+        num_heads: Attention heads per block.
         dropout: Dropout probability.
-        hidden: Fraction of history items masked in training.
-        options: Further arguments of `HistoryModel`: ``softmax``, ``items`` and ``device``.
+        hidden: Fraction of history items to mask in training.
+        options: Further arguments for `HistoryModel`: ``softmax``, ``items`` and ``device``.
 
     Raises:
         ValueError: The two features do not share exactly one table, or the sizes are invalid.

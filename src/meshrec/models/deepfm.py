@@ -1,6 +1,6 @@
-"""DeepFM: linear terms, a factorization machine and an MLP over shared embeddings.
+"""DeepFM: a linear term, a factorization machine and an MLP over the same embeddings.
 
-Guo et al.: "DeepFM: a factorization-machine based neural network for CTR prediction" (2017).
+See Guo et al.: "DeepFM: a factorization-machine based neural network for CTR prediction" (2017).
 """
 
 from collections.abc import Sequence
@@ -17,30 +17,35 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class FMInteractionArch(nn.Module):
-    """Factorization machine: the sum of dot products of all pairs of feature vectors.
+    """Factorization machine: adds up the dot products between all pairs of feature vectors.
 
-    Computed as half of (squared sum - sum of squares) per column, in O(F D) instead of O(F^2 D).
+    Takes O(F D) time, although there are O(F^2) pairs.
     """
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Map vectors [B, F, D] to the pairwise term [B, 1]."""
-        # Per column: (sum of vectors)^2 - sum of squares counts every pair twice.
+        """Return the sum over all pairs, [B, 1].
+
+        Args:
+            vectors: Feature vectors, [B, F, D].
+        """
+        # Per column, (sum of values)^2 - sum of squares counts every pair twice.
         pairs = vectors.sum(1).square() - vectors.square().sum(1)
         return 0.5 * pairs.sum(1, keepdim=True)
 
 
 class DeepFMModel(nn.Module):
-    """DeepFM: the sum of a linear, a factorization-machine and an MLP logit over shared embeddings.
+    """DeepFM: adds up three logits, from a linear term, a factorization machine and an MLP.
 
-    The dense input becomes another vector with width D. The paper's linear term has a weight per ID; here it
-    is a linear function of the embeddings, so that a single set of tables is enough.
+    All three read the same vectors: an embedding per feature, and a vector with width D for the dense values.
+    In the paper, the linear term has a weight per ID. Here it is a linear function of the vectors, which
+    needs no additional tables.
 
     Args:
         embedding_bag_collection: Tables with equal width D.
         dense_in_features: Dense input columns.
-        dense_arch_layer_sizes: MLP layer sizes for the dense input; the last must be D.
-        deep_layer_sizes: MLP layer sizes for all vectors; the last must be 1.
-        dense_device: Device for dense parameters.
+        dense_arch_layer_sizes: Layer sizes in the MLP for dense values; the last must be D.
+        deep_layer_sizes: Layer sizes in the MLP over all vectors; the last must be 1.
+        dense_device: Device for all parameters except the tables.
 
     Raises:
         ValueError: Table widths differ, or the last layer sizes are not D and 1.
@@ -67,7 +72,7 @@ class DeepFMModel(nn.Module):
         self.over_arch = OverArch(width, deep_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits [B, 1].
+        """Return the logits, [B, 1].
 
         Args:
             dense_features: Dense values, [B, dense_in_features].

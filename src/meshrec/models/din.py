@@ -1,6 +1,6 @@
-"""Deep interest network (DIN): attention over a user's history that depends on the candidate item.
+"""Deep interest network (DIN): click model that weights a user's history items by the candidate item.
 
-Zhou et al.: "Deep interest network for click-through rate prediction" (2018).
+See Zhou et al.: "Deep interest network for click-through rate prediction" (2018).
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 
 class InterestPooling(nn.Module):
-    """Weighted sum of history vectors, with weights from an MLP over history and candidate vectors.
+    """Pooling that adds up history vectors, weighted by an MLP that compares them with the candidate vector.
 
-    The weights are not normalized, because their sum carries the strength of the interest. Nothing is padded.
+    Weights are not normalized, because their sum shows how strong the user's interest is.
 
     Args:
         width: Vector width D.
-        layer_sizes: Hidden MLP layers. Input: history vector, candidate vector, difference, product.
+        layer_sizes: Hidden layer sizes in the MLP. Its input is the history vector, the candidate vector,
+            their difference and their product.
         device: Device for the MLP.
     """
 
@@ -33,11 +34,11 @@ class InterestPooling(nn.Module):
         self.weigh = OverArch(4 * width, [*layer_sizes, 1], device)
 
     def forward(self, history: JaggedTensor, candidate_BD: Tensor) -> Tensor:
-        """Pool history vectors per sample, [B, D].
+        """Return the pooled history per sample, [B, D]; zeros for an empty history.
 
         Args:
-            history: B bags of history vectors, values [N, D].
-            candidate_BD: Candidate vectors.
+            history: B bags with history vectors, values [N, D].
+            candidate_BD: Vector of the candidate item, per sample.
         """
         values_ND, lengths_B = as_activations(history.values()), history.lengths()
         # Read sizes from shapes: `len` would make them constants in an exported program.
@@ -55,16 +56,16 @@ class InterestPooling(nn.Module):
 
 
 class DIN(nn.Module):
-    """Deep interest network: click model over a history, a candidate item, other IDs and dense values.
+    """Deep interest network: click model that reads a history, a candidate item, other IDs and dense values.
 
     Args:
-        embedding_collection: Collection with a single table, read by the features ``history`` and ``item``.
-        embedding_bag_collection: Tables for all other IDs, or None.
-        history: Feature with earlier items.
-        item: Feature with the candidate item. If a bag has several IDs, the last is used.
+        embedding_collection: Collection with a single table, which ``history`` and ``item`` read.
+        embedding_bag_collection: Tables for all other features; None: there are none.
+        history: Feature with the user's earlier items.
+        item: Feature with the candidate item. If a sample has several IDs, the last is used.
         dense_in_features: Dense input columns.
-        attention: Hidden sizes of the MLP that weights history items.
-        over: MLP layer sizes for all vectors; the last must be 1.
+        attention: Hidden layer sizes in the MLP that weights history items.
+        over: Layer sizes in the final MLP; the last must be 1.
         device: Device for the MLPs.
 
     Raises:
@@ -102,7 +103,7 @@ class DIN(nn.Module):
         self.over = OverArch(3 * table.embedding_dim + pooled_width + dense_in_features, over, device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits [B, 1].
+        """Return the logits, [B, 1].
 
         Args:
             dense_features: Dense values, [B, dense_in_features].
@@ -121,7 +122,7 @@ class DIN(nn.Module):
 
 
 def _last_rows(bags: JaggedTensor) -> Tensor:
-    """Return the last row per bag, [B, D]; zeros for an empty bag."""
+    """Return the last row in every bag, [B, D]; zeros for an empty bag."""
     rows = bags.values()
     # Empty bags read the zero row appended below.
     last_B = torch.where(bags.lengths() > 0, bags.offsets()[1:] - 1, rows.shape[0])

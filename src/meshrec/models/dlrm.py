@@ -1,8 +1,8 @@
-"""DLRM and DLRM-DCN, from reusable parts.
+"""The models DLRM and DLRM-DCN, and their parts, with the names in TorchRec.
 
-Naumov et al.: "Deep learning recommendation model for personalization and recommendation systems" (2019).
-With a cross network instead of dot products: Wang et al., "DCN V2" (2021), as in the MLPerf training
-benchmark.
+DLRM is from Naumov et al.: "Deep learning recommendation model for personalization and recommendation
+systems" (2019). DLRM-DCN has a cross network instead of dot products, as in Wang et al.: "DCN V2" (2021), and
+in the MLPerf training benchmark.
 """
 
 import warnings
@@ -24,7 +24,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class ClickBatch(Protocol):
-    """Batch fields that DLRMTrain reads."""
+    """Protocol for a batch: the attributes that `DLRMTrain` reads. `meshrec.data.Batch` has them."""
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
@@ -32,15 +32,21 @@ class ClickBatch(Protocol):
 
 
 class TrainOutputs(NamedTuple):
-    """Detached values for metrics: loss, logits [B] and labels [B]."""
+    """Detached values for metrics, from `DLRMTrain`."""
 
     loss: Tensor
+    """Mean loss, a scalar."""
     logits: Tensor
+    """Logits, [B]."""
     labels: Tensor
+    """Labels, [B]."""
 
 
 class SparseArch(nn.Module):
-    """Embedding bags of all features, stacked to [B, F, D]; all tables have width D.
+    """Module that looks up all features, and returns their pooled embeddings as one tensor, [B, F, D].
+
+    Args:
+        embedding_bag_collection: Tables with equal width D.
 
     Raises:
         ValueError: Table widths differ.
@@ -61,13 +67,19 @@ class SparseArch(nn.Module):
         self.F: int = sum(len(config.feature_names) for config in configs)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return pooled embeddings, [B, F, D]."""
+        """Return the pooled embedding per sample and feature, [B, F, D]."""
         values: Tensor = self.embedding_bag_collection(features).values()
         return values.view(-1, self.F, self.D)
 
 
 class DenseArch(nn.Module):
-    """MLP over the dense features."""
+    """MLP that maps dense values to a vector.
+
+    Args:
+        in_features: Dense input columns.
+        layer_sizes: Layer sizes; the last is the width of the vector.
+        device: Device for the parameters.
+    """
 
     def __init__(
         self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
@@ -85,7 +97,13 @@ class DenseArch(nn.Module):
 
 
 class InteractionArch(nn.Module):
-    """Dense vector, followed by the dot products of all pairs of dense vector and embeddings."""
+    """DLRM's interaction: dot products between all pairs of vectors, after the dense vector itself.
+
+    The vectors are the dense vector and the F embeddings.
+
+    Args:
+        num_sparse_features: Number of embeddings, F.
+    """
 
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
@@ -98,7 +116,12 @@ class InteractionArch(nn.Module):
 
 
 class InteractionDCNArch(nn.Module):
-    """Cross network over the concatenation of dense vector and embeddings."""
+    """DLRM-DCN's interaction: a cross network over the concatenated dense vector and embeddings.
+
+    Args:
+        num_sparse_features: Number of embeddings, F.
+        crossnet: Cross network that maps [B, (F + 1) D] to [B, (F + 1) D].
+    """
 
     def __init__(self, num_sparse_features: int, crossnet: nn.Module) -> None:
         super().__init__()
@@ -114,7 +137,13 @@ class InteractionDCNArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """MLP with a linear last layer."""
+    """MLP whose last layer is linear, so that it can return logits.
+
+    Args:
+        in_features: Input columns.
+        layer_sizes: Layer sizes, two or more.
+        device: Device for the parameters.
+    """
 
     def __init__(
         self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
@@ -134,14 +163,14 @@ class OverArch(nn.Module):
 
 
 class DLRM(nn.Module):
-    """DLRM: embeddings and a dense vector, pairwise dot products, and an MLP.
+    """DLRM: an MLP over the dot products between all embeddings and a vector for the dense values.
 
     Args:
         embedding_bag_collection: Tables with equal width D.
         dense_in_features: Dense input columns.
-        dense_arch_layer_sizes: MLP layer sizes for the dense input; the last must be D.
-        over_arch_layer_sizes: Final MLP layer sizes; the last is the number of logits.
-        dense_device: Device for dense parameters.
+        dense_arch_layer_sizes: Layer sizes in the MLP for dense values; the last must be D.
+        over_arch_layer_sizes: Layer sizes in the final MLP; the last is the number of logits.
+        dense_device: Device for all parameters except the tables.
 
     Raises:
         ValueError: Table widths differ, or the layer sizes do not match them.
@@ -194,11 +223,11 @@ class DLRM_DCN(DLRM):
     Args:
         embedding_bag_collection: Tables with equal width D.
         dense_in_features: Dense input columns.
-        dense_arch_layer_sizes: MLP layer sizes for the dense input; the last must be D.
-        over_arch_layer_sizes: Final MLP layer sizes; the last is the number of logits.
-        dcn_num_layers: Cross layer count.
-        dcn_low_rank_dim: Rank of the cross layers.
-        dense_device: Device for dense parameters.
+        dense_arch_layer_sizes: Layer sizes in the MLP for dense values; the last must be D.
+        over_arch_layer_sizes: Layer sizes in the final MLP; the last is the number of logits.
+        dcn_num_layers: Number of cross layers.
+        dcn_low_rank_dim: Rank of the weights in a cross layer.
+        dense_device: Device for all parameters except the tables.
 
     Raises:
         ValueError: Table widths differ, or the layer sizes do not match them.
@@ -226,21 +255,30 @@ class DLRM_DCN(DLRM):
 
 
 class DLRMTrain(nn.Module):
-    """Wraps a model with logits [B, 1] and returns the binary cross-entropy with the labels [B]."""
+    """Wrapper for a model that returns the binary cross-entropy for a batch, for a training loop.
+
+    Args:
+        dlrm_module: Model that returns logits [B, 1] for dense values and IDs.
+    """
 
     def __init__(self, dlrm_module: nn.Module) -> None:
         super().__init__()
         self.model = dlrm_module
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, TrainOutputs]:
-        """Return the loss, and detached values for metrics."""
+        """Return the mean loss, and detached values for metrics."""
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float())
         return loss, TrainOutputs(loss.detach(), logits.detach(), batch.labels.detach())
 
 
 def check_widths(sparse_arch: SparseArch, dense_arch_layer_sizes: Sequence[int]) -> None:
-    """Raise ValueError unless the dense vector has the embedding width."""
+    """Raise ValueError if the dense vector and the embeddings have different widths.
+
+    Args:
+        sparse_arch: Embeddings.
+        dense_arch_layer_sizes: Layer sizes in the MLP for dense values.
+    """
     if dense_arch_layer_sizes[-1] != sparse_arch.D:
         raise ValueError(
             f"the last of dense_arch_layer_sizes {list(dense_arch_layer_sizes)} must be the embedding_dim "

@@ -1,8 +1,8 @@
-"""GRU4Rec: a recurrent network over a user's history that predicts the next item.
+"""GRU4Rec: next-item model with a recurrent network over the user's history.
 
-Hidasi et al., "Session-based recommendations with recurrent neural networks" (2016). Loss: a sampled softmax,
-which Hidasi and Karatzoglou found better in "Recurrent neural networks with top-k gains for session-based
-recommendations" (2018).
+See Hidasi et al., "Session-based recommendations with recurrent neural networks" (2016). The loss is a
+sampled softmax, which Hidasi and Karatzoglou found better in "Recurrent neural networks with top-k gains for
+session-based recommendations" (2018).
 """
 
 import torch
@@ -19,11 +19,11 @@ class GRU4Rec(HistoryModel):
     Args:
         embedding_collection: As in `HistoryModel`.
         features: As in `HistoryModel`.
-        max_length: Maximum history length.
+        max_length: Maximum history length, in items.
         num_layers: Recurrent layers.
-        hidden_dim: Width of the recurrent state; the embedding width if None.
+        hidden_dim: Width of the recurrent state; None: the embedding width.
         dropout: Dropout probability for item vectors and between layers.
-        options: Further arguments of `HistoryModel`: ``softmax``, ``items`` and ``device``.
+        options: Further arguments for `HistoryModel`: ``softmax``, ``items`` and ``device``.
 
     Raises:
         ValueError: The two features do not share exactly one table, or a size is below 1.

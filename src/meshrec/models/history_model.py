@@ -1,4 +1,8 @@
-"""Base class for next-item models over histories: lookups, training losses and evaluation."""
+"""Base class for next-item models: given a user's history of items, they score all items as the next one.
+
+The base class looks up embeddings, and computes training losses, evaluation results and recommendations. A
+subclass only encodes histories to vectors.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypedDict
@@ -28,42 +32,44 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 # B samples, L items in a history, N items in all histories, T targets, D embedding width, I catalogue items
 
-_EVALUATION_BLOCK = 256  # samples; evaluation rounds batches up to whole blocks
+_EVALUATION_BLOCK = 256
+"""Evaluation encodes a multiple of this many samples, see `HistoryModel._evaluate`."""
 _FREE_PADDING = 16
-"""Padding positions per sample which are cheaper than encoding another bucket."""
+"""Padding positions per sample that cost less than encoding another bucket."""
 
 
 class HistoryFeatures(NamedTuple):
-    """Feature names of a next-item model. ``history`` and ``item`` share a table.
+    """Feature names of a next-item model. The features ``history`` and ``item`` must share a table.
 
-    With t targets, the first follows the history's item L - t, and the last follows the whole history: a
-    history [1, 2, 3] and ``item`` [3, 4] train the prediction of 3 from [1, 2], and of 4 from [1, 2, 3]. In
-    evaluation ``item`` has a single item.
+    A sample may have several targets in training. They are aligned with the history at the end: the last
+    target follows the whole history, and the others follow shorter prefixes. For example, with the history
+    [1, 2, 3] and the targets [3, 4], the model learns to predict 3 from [1, 2], and 4 from [1, 2, 3].
     """
 
     history: str
-    """The user's items, oldest first."""
+    """Feature with the user's items, oldest first."""
     item: str
-    """Targets."""
+    """Feature with the target items; in evaluation, a single item."""
     seen: str | None = None
-    """Items that must not be recommended again. None: all items are ranked."""
+    """Feature with items that must not be recommended again. None: all items are ranked."""
     times: str | None = None
-    """History item times in seconds. Not looked up in a table."""
+    """Feature with a timestamp per history item, in seconds, which is not looked up in a table. None: the
+    model does not read timestamps."""
 
 
 class ItemCatalogue(NamedTuple):
-    """Items that a next-item model ranks."""
+    """Catalog: the I items that a next-item model ranks."""
 
     ids_I: Tensor
-    """IDs in the table, ascending, int64."""
+    """Item IDs in the embedding table, ascending, int64."""
     counts_I: Tensor | None = None
-    """Training targets per item, if known."""
+    """How many training targets are this item, per item; None: unknown."""
     new_user_scores_I: Tensor | None = None
-    """Item scores for users without a history, float32. None: the model encodes an empty history."""
+    """Score per item for users without a history, float32. None: the model encodes an empty history."""
 
 
 class HistoryOptions(TypedDict, total=False):
-    """Constructor options of `HistoryModel` that all next-item models have."""
+    """Keyword arguments that all next-item models pass on to `HistoryModel`."""
 
     softmax: SampledSoftmax
     items: ItemCatalogue | None
@@ -71,39 +77,45 @@ class HistoryOptions(TypedDict, total=False):
 
 
 class EncodedHistories(NamedTuple):
-    """Output of an encoder for B histories: a vector per position that predicts the item there."""
+    """Encoded histories for B samples: a vector per position, from which the item there is predicted.
+
+    A history with L items has L + 1 vectors. Vector ``l`` predicts item ``l``, counted from 0, and the last
+    vector predicts the next item.
+    """
 
     vectors: Tensor
-    """[n, D]: the vectors of one sample after the other. Vector ``l`` of a sample predicts item ``l``; a
-    history of L items has L + 1 vectors, the last for the next item, and possibly padding behind.
-    """
+    """Vectors for all samples, sample by sample, [n, D]. There may be padding after a sample's vectors."""
     first_B: Tensor
-    """Index in ``vectors`` of each sample's first vector."""
+    """Index of the first vector, per sample, int64."""
 
 
 class _Targets(NamedTuple):
-    """Targets of a training step: item ID, index of the sample, and position in that sample's history."""
+    """Training targets in a batch, int64 [T] each."""
 
     ids_T: Tensor
+    """Item ID to predict."""
     sample_T: Tensor
+    """Sample index in the batch."""
     position_T: Tensor
+    """Position in the sample's history whose encoded vector predicts the target; see `EncodedHistories`."""
 
 
 class HistoryModel(nn.Module):
-    """Base class for next-item models: an item's score is its similarity to the encoded history.
+    """Base class for next-item models. An item's score is the similarity between its vector and a query.
 
-    A subclass implements ``_encode_bucket`` if it pads histories, otherwise ``_encode``.
+    The query is the encoded history, see `EncodedHistories`. A subclass implements ``_encode_bucket`` if it
+    encodes padded histories, otherwise ``_encode``.
 
     Args:
         embedding_collection: Collection with a table that the features ``history`` and ``item`` read.
         features: Feature names.
-        max_length: Maximum history length.
-        softmax: Training loss.
-        items: Items to rank; None: all rows of the table.
-        hidden: None if vector ``l`` depends only on items before item ``l``. Otherwise the fraction of
-            history items masked in training and predicted from all other items: ``start`` replaces them, and
-            also the next item, which is always predicted.
-        device: Device for everything except the table.
+        max_length: Maximum history length, in items.
+        softmax: Training loss, and the similarity.
+        items: Items to rank; None: all table rows.
+        hidden: None for a causal model, in which vector ``l`` depends only on the items before item ``l``.
+            For a masked model, the fraction of history items to mask in training. The model predicts a masked
+            item from all other items, and also predicts the next item, which is always masked.
+        device: Device for all parameters except the table.
 
     Raises:
         ValueError: The two features do not share exactly one table, a size is below 1, or ``softmax.repeats``
@@ -138,7 +150,8 @@ class HistoryModel(nn.Module):
         self.embedding_collection = embedding_collection
         self.width: int = table.embedding_dim
         self.features, self._max_length, self._hidden = features, max_length, hidden
-        # Precedes every history, and replaces masked items. Trained.
+        # Trained vector: the start token before every history (causal models), or the input at masked
+        # positions (masked models).
         self.start = nn.Parameter(torch.zeros(self.width, device=device))
         self.similarity = softmax.build_similarity(self.width, device)
         # Training never predicts a user's first item, so the query of an empty history is untrained.
@@ -147,34 +160,44 @@ class HistoryModel(nn.Module):
             self.new_user_scores = NewUserScores(items.ids_I, items.new_user_scores_I.to(device))
         num_items = len(items.ids_I)
         self.repeats = RepeatScores(num_items, max_length, device=device) if softmax.repeats else None
-        # Also holds the catalogue that is ranked.
+        # Draws negatives in training. Also holds the catalog, which `_item_chunks` iterates over.
         self.draws = NegativeSampler(items.ids_I, softmax, counts_I=items.counts_I, device=device)
 
     def _encode(self, history: JaggedTensor, times: JaggedTensor | None) -> EncodedHistories:
-        """Encode histories. A sample's vector ``l`` depends on the first ``l`` items only.
+        """Encode the histories in a batch.
+
+        In a causal model, vector ``l`` must depend only on the first ``l`` items in the history.
 
         Args:
-            history: Item rows, values [N, D].
-            times: Item times, int64 [N]; None: the model has no ``times`` feature.
+            history: B bags with the table rows for history items, values [N, D].
+            times: B bags with timestamps in seconds, int64 [N]; None: the model does not read timestamps.
         """
         return encode_in_buckets(history, self._max_length, self._encode_bucket)
 
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
-        """Encode histories with similar lengths; see `encode_in_buckets`."""
+        """Encode a bucket: padded histories with similar lengths.
+
+        Args:
+            lengths: History lengths, [B].
+            rows: Padded table rows, [B, L, D].
+
+        Returns:
+            Vectors, [B, L + 1, D].
+        """
         raise NotImplementedError(
             f"{type(self).__name__} cannot encode histories. Write _encode or _encode_bucket in the subclass."
         )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Compute the training loss or, in evaluation mode, loss and rank of the targets.
+        """Return the training loss per sample or, in evaluation mode, the loss and rank per target.
 
         Args:
             dense_features: Ignored.
             sparse_features: IDs for all features.
 
         Returns:
-            In training, the loss per sample and 0, [B, 2]. In evaluation, the result of `evaluate_targets`,
-            [B, 3].
+            In training mode, [B, 2]: a column with the mean loss over the sample's targets, and a column with
+            zeros. In evaluation mode, the result from `evaluate_targets`, [B, 3].
         """
         items = sparse_features[self.features.item]
         return (
@@ -182,33 +205,38 @@ class HistoryModel(nn.Module):
         )
 
     def query_vectors(self, sparse_features: KeyedJaggedTensor, *, check: bool = True) -> Tensor:
-        """Return a query per history, [B, D].
+        """Return the query that scores items as the next one, per history, [B, D].
 
-        For a dot product or cosine, the dot product of a query and a row of `item_vectors` is the score times
-        the temperature.
+        For a dot product or cosine, an item's score is the dot product with its row in `item_vectors`,
+        divided by the temperature. If the model has `NewUserScores`, an empty history has a query with zeros.
 
         Args:
-            sparse_features: IDs; ``item`` may be empty.
-            check: Check history lengths; exported programs cannot.
+            sparse_features: IDs for all features; ``item`` may be empty.
+            check: Whether to check history lengths, which an exported program cannot do.
         """
         history = self._look_up(sparse_features, None)[0]
         query_BD = self._last_queries(sparse_features, history, check=check)
         return query_BD * (history.lengths() > 0)[:, None] if self.scores_new_users else query_BD
 
     def item_vectors(self) -> Tensor:
-        """Return all item vectors, converted by ``similarity.convert_items``, [I, D]."""
+        """Return the vectors for all catalog items, converted by ``similarity.convert_items``, [I, D].
+
+        Collective if tables are sharded.
+        """
         return torch.cat([chunk.vectors_CD for chunk in self._item_chunks()])
 
     def recommend(
         self, sparse_features: KeyedJaggedTensor, k: int, *, keep_seen: bool = False, seen: str | None = None
     ) -> TopItems:
-        """Return the K best items per history. Collective if tables are sharded.
+        """Return the K items with the highest scores as the next one, per history.
+
+        Collective if tables are sharded.
 
         Args:
-            sparse_features: IDs; ``item`` may be empty.
-            k: Item count K.
-            keep_seen: Also recommend items the user has seen.
-            seen: Feature with the seen items; None: the model's, if any.
+            sparse_features: IDs for all features; ``item`` may be empty.
+            k: Number of items to recommend, K.
+            keep_seen: Whether to recommend items that the user has seen, too.
+            seen: Feature with the seen items; None: ``features.seen``, if any.
         """
         name = self.features.seen if seen is None else seen
         hidden = None if name is None or keep_seen else sparse_features[name]
@@ -225,17 +253,29 @@ class HistoryModel(nn.Module):
         )
 
     def _repeated_items(self, history: JaggedTensor) -> RepeatedItems | None:
-        """Return the scores of history items, if the model scores them differently (``softmax.repeats``)."""
+        """Return how items in the users' histories are scored; None unless ``softmax.repeats`` is set.
+
+        See [Note: repeated items] in models/repeats.py.
+        """
         if self.repeats is None:
             return None
         return repeated_items(self.repeats.weight, self.repeats.chosen, history)
 
     def _new_users(self, lengths_B: Tensor) -> NewUsers | None:
-        """Return which samples have no history, with scores for them; None if the model lacks such scores."""
+        """Return which samples lack a history, and item scores for them; None without `NewUserScores`.
+
+        Args:
+            lengths_B: History lengths.
+        """
         return NewUsers(lengths_B == 0, self.new_user_scores) if self.scores_new_users else None
 
     def _losses(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        """Return the mean loss over a sample's targets, and 0, as [B, 2]."""
+        """Return the training result, see `forward`.
+
+        Args:
+            features: IDs for all features.
+            items: B bags with target items.
+        """
         # Targets per sample; the loss is averaged over them.
         counts_B, device = items.lengths(), items.values().device
         targets = self._targets(features[self.features.history], items)
@@ -273,6 +313,7 @@ class HistoryModel(nn.Module):
             history_items=history_items,
         )
         sums_B = losses_T.new_zeros(len(counts_B)).index_add(0, targets.sample_T, losses_T)
+        # Not counts_B: masked models have other targets, see `_targets`.
         nums_B = torch.zeros(len(counts_B), device=device).index_add(
             0, targets.sample_T, torch.ones_like(losses_T)
         )
@@ -289,15 +330,17 @@ class HistoryModel(nn.Module):
         queries_T: Tensor,
         drawn_N: Tensor,
     ) -> HistoryItems:
-        """Score the items of every target's history; see [Note: repeated items].
+        """Score the items in every target's history, for the training loss; see [Note: repeated items].
+
+        A target's history is the prefix before the target.
 
         Args:
-            weight_F: Weights of `RepeatScores`.
-            history: Item IDs.
-            item_rows: Table rows of the history items.
-            targets: Targets.
+            weight_F: ``RepeatScores.weight``.
+            history: B bags with item IDs.
+            item_rows: Table rows for the history items, [N, D].
+            targets: Training targets.
             queries_T: Converted query per target.
-            drawn_N: Sampled IDs.
+            drawn_N: Sampled item IDs.
         """
         lengths_B, sample_T, position_T = history.lengths(), targets.sample_T, targets.position_T
         stops_P = torch.arange(int(lengths_B.max()) + 1, device=drawn_N.device)
@@ -311,6 +354,7 @@ class HistoryModel(nn.Module):
         additions_TL = items.scores_BPL[sample_T, position_T]
         is_last_TL = items.is_last_BPL[sample_T, position_T]
         is_target_TL = is_last_TL & (items.ids_BL[sample_T] == targets.ids_T[:, None])
+        # Where a sampled item first occurs in the history: it is in all longer prefixes.
         is_drawn_BLN = items.ids_BL[:, :, None] == drawn_N
         first_BN = torch.where(is_drawn_BLN.any(1), is_drawn_BLN.int().argmax(1), len(stops_P))
         return HistoryItems(
@@ -321,7 +365,14 @@ class HistoryModel(nn.Module):
         )
 
     def _targets(self, history: JaggedTensor, items: JaggedTensor) -> _Targets:
-        """Return the training step's targets.
+        """Return the training targets.
+
+        For a causal model, they are all IDs in ``items``. For a masked model, they are randomly selected
+        history items, and the next item.
+
+        Args:
+            history: B bags with item IDs.
+            items: B bags with target IDs, aligned as in `HistoryFeatures`.
 
         Raises:
             ValueError: A sample has more targets than history items plus one.
@@ -356,7 +407,7 @@ class HistoryModel(nn.Module):
         )
 
     def _mask_history(self, history: JaggedTensor, targets: _Targets) -> JaggedTensor:
-        """Replace the rows of masked items, which are among the targets, by ``start``."""
+        """Replace the rows for masked items by ``start``. Masked items are those among the targets."""
         lengths_B, rows = history.lengths(), history.values()
         is_item = targets.position_T < lengths_B[targets.sample_T]
         index = (history.offsets()[targets.sample_T] + targets.position_T)[is_item]
@@ -364,7 +415,12 @@ class HistoryModel(nn.Module):
         return JaggedTensor(rows, lengths=lengths_B)
 
     def _evaluate(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        """Return `evaluate_targets` for the last target per sample."""
+        """Return the result from `evaluate_targets`, [B, 3], for the last target per sample.
+
+        Args:
+            features: IDs for all features.
+            items: B bags with target items.
+        """
         target_B = last_ids(items)
         has_target = target_B != NO_ITEM
         history, vectors = self._look_up(features, target_B[has_target])
@@ -392,28 +448,34 @@ class HistoryModel(nn.Module):
     def _last_queries(
         self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True
     ) -> Tensor:
-        """Return the query after the last item per history, [B, D]."""
+        """Encode histories, and return the converted query for the next item, per history, [B, D].
+
+        Args:
+            features: IDs for all features.
+            history: Table rows for the history items, for the batch or the first samples.
+            check: Whether to check history lengths.
+        """
         encoded = self._encode_rows(features, history, check=check)
         return self.similarity.convert_queries(encoded.vectors[encoded.first_B + history.lengths()])
 
     def _encode_rows(
         self, features: KeyedJaggedTensor, history: JaggedTensor, *, check: bool = True
     ) -> EncodedHistories:
-        """Check and encode the histories of a batch, or of the first samples."""
+        """Check and encode histories; see `_last_queries` for the arguments."""
         return self._encode(history, self._checked_times(features, history.lengths(), check=check))
 
     def _checked_times(
         self, features: KeyedJaggedTensor, lengths: Tensor, *, check: bool = True
     ) -> JaggedTensor | None:
-        """Check history lengths, and return the item times; None if the model has no times.
+        """Check history lengths, and return the timestamps; None if the model does not read timestamps.
 
         Args:
-            features: IDs and times.
-            lengths: History lengths of the batch, or of the first samples.
-            check: Check lengths; exported programs cannot.
+            features: IDs for all features, and timestamps.
+            lengths: History lengths, for the batch or the first samples.
+            check: Whether to check lengths, which an exported program cannot do.
 
         Raises:
-            ValueError: A history is too long, or has a different number of times.
+            ValueError: A history is too long, or has more or fewer timestamps than items.
         """
         # Read sizes from shapes: `len` would make them constants in an exported program.
         times = None
@@ -437,7 +499,10 @@ class HistoryModel(nn.Module):
         return times
 
     def _item_chunks(self) -> Iterator[ItemChunk]:
-        """Look up all items in chunks. Collective if tables are sharded: all ranks must iterate together."""
+        """Iterate over the catalog, and look up the items chunk by chunk.
+
+        Collective if tables are sharded, so all ranks must iterate together.
+        """
         for ids in self.draws.catalogue_I.split(CHUNK):
             # A single bag with the whole chunk; the history feature is empty.
             none = ids.new_zeros(1)
@@ -448,10 +513,14 @@ class HistoryModel(nn.Module):
             yield ItemChunk(ids, self.similarity.convert_items(rows))
 
     def _look_up(self, features: KeyedJaggedTensor, extra_ids: Tensor | None) -> tuple[JaggedTensor, Tensor]:
-        """Look up the histories, and extra IDs in the same collective lookup.
+        """Look up history items and further items in one lookup, which is collective if tables are sharded.
+
+        Args:
+            features: IDs for all features.
+            extra_ids: Further item IDs, or None.
 
         Returns:
-            Rows of the histories, and rows of ``extra_ids``.
+            Rows for the histories, B bags, and rows for ``extra_ids``.
         """
         history = features[self.features.history]
         ids, lengths = history.values(), history.lengths()
@@ -470,12 +539,14 @@ class HistoryModel(nn.Module):
 def encode_in_buckets(
     history: JaggedTensor, max_length: int, encode: Callable[[Tensor, Tensor], Tensor]
 ) -> EncodedHistories:
-    """Encode histories in buckets of similar lengths, padded to the longest in the bucket.
+    """Encode histories with a function for padded inputs, and with little padding.
+
+    Histories are divided into buckets with similar lengths. A bucket is padded to the longest history.
 
     Args:
-        history: B bags of item rows, values [N, D].
+        history: B bags with table rows for the history items, values [N, D].
         max_length: Length to which an exported program pads all histories, in a single bucket.
-        encode: Maps lengths [B] and padded rows [B, L, D] of a bucket to vectors [B, L + 1, D].
+        encode: Function that maps a bucket's lengths [b] and padded rows [b, L, D] to vectors [b, L + 1, D].
     """
     lengths_B, offsets = history.lengths(), history.offsets()
     # Bucket sizes depend on the data, which an exported program cannot branch on.
@@ -506,13 +577,13 @@ def encode_in_buckets(
 
 
 def _bucket_sizes(lengths: list[int]) -> list[int]:
-    """Return the number of samples per bucket.
+    """Divide histories into buckets, and return how many histories a bucket has.
 
-    A bucket pads samples to the longest. A sample of length L starts a new bucket if the longest has more
-    than ``2 * L + _FREE_PADDING`` positions.
+    A history with length L starts a new bucket if the bucket would pad it to more than
+    ``2 * L + _FREE_PADDING`` positions.
 
     Args:
-        lengths: Sample lengths, descending.
+        lengths: History lengths, descending.
     """
     # Lengths descend, so a new bucket starts when a sample is too short for the current one.
     sizes, longest = [0], lengths[0] if lengths else 0
@@ -525,10 +596,10 @@ def _bucket_sizes(lengths: list[int]) -> list[int]:
 
 
 def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) -> EmbeddingConfig:
-    """Return the table that both features read.
+    """Return the configuration for the table that both ``history`` and ``item`` read.
 
     Raises:
-        ValueError: There is not exactly one.
+        ValueError: No table, or more than one, has both features.
     """
     history, item = features.history, features.item
     tables = [

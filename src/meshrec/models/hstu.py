@@ -1,8 +1,8 @@
-"""HSTU: gated attention over a user's history that predicts the next item.
+"""HSTU: next-item model with gated attention over the user's history.
 
-Architecture and defaults: Zhai et al., "Actions speak louder than words: trillion-parameter sequential
-transducers for generative recommendations" (2024), and the public configurations for MovieLens: learned
-positions, layers without padding, unit-length vectors, and a sampled softmax with a temperature.
+The architecture is from Zhai et al., "Actions speak louder than words: trillion-parameter sequential
+transducers for generative recommendations" (2024). Defaults follow the paper and the public configurations
+for MovieLens: learned position embeddings, unit-length vectors, and a sampled softmax with a temperature.
 """
 
 import math
@@ -24,47 +24,56 @@ _DEFAULT_SOFTMAX = SampledSoftmax(num_negatives=128, similarity="cosine", temper
 
 
 class TokenCache(NamedTuple):
-    """KV cache: keys and values of the first tokens of B histories. Token 0 is the start, token l item l."""
+    """KV cache for B histories: attention keys and values for the first tokens in every history.
+
+    A history has a start token, token 0, and a token per item: token l is the l-th item.
+    """
 
     rows: Tensor
-    """Keys and values [L, K, S] of K tokens in L layers, sample by sample. A single sample may have spare
-    capacity at the end, which `HSTU.advance` fills instead of copying.
+    """Keys and values for all K cached tokens, sample by sample, [L, K, S]: L layers, S values per token.
+    With a single sample, there may be spare capacity at the end, which `HSTU.advance` fills in place.
     """
     lengths_B: Tensor
-    """Cached tokens per sample, int64; at most the number of history items."""
+    """Cached tokens per sample, int64; at most as many as the history has items."""
 
     @staticmethod
     def empty(shape: tuple[int, int], num_samples: int) -> "TokenCache":
-        """Return an empty cache for ``num_samples``; ``shape``: number of layers L and width S."""
+        """Return a cache without tokens.
+
+        Args:
+            shape: ``HSTU.cache_shape``: layers L, and values per token S.
+            num_samples: Samples B.
+        """
         num_layers, width = shape
         return TokenCache(torch.zeros(num_layers, 0, width), torch.zeros(num_samples, dtype=torch.int64))
 
 
 class AdvancedHistories(NamedTuple):
-    """Queries for B histories, and the updated cache."""
+    """Result of `HSTU.advance` for B histories."""
 
     query_BV: Tensor
+    """Query that scores items as the next one, per history."""
     cache: TokenCache
-    """All tokens except the last per history, whose result depends on the time of the next item. A single
-    sample has spare capacity at the end.
+    """Cache with all tokens except a history's last one, whose keys and values depend on the time of the next
+    item. With a single sample, there is spare capacity at the end.
     """
 
 
 class HSTU(HistoryModel):
-    """Next-item model with HSTU layers. By default the item score is a cosine.
+    """Next-item model with HSTU layers. By default, items are scored by the cosine.
 
-    Histories are not padded: the layers process the tokens of all samples together.
+    Histories are not padded: a layer processes the tokens from all samples as one tensor.
 
     Args:
         embedding_collection: As in `HistoryModel`.
-        features: Feature names; without ``times`` the layers have no time bias.
-        max_length: Maximum history length.
-        num_blocks: Layers.
-        num_heads: Attention heads.
-        attention_dim: Width of queries and keys per head; embedding width / ``num_heads`` if None.
-        hidden_dim: Width of values and gates per head; embedding width / ``num_heads`` if None.
+        features: Feature names. Without ``times``, attention has no bias that depends on time.
+        max_length: Maximum history length, in items.
+        num_blocks: Number of layers.
+        num_heads: Attention heads per layer.
+        attention_dim: Width of queries and keys per head; None: embedding width / ``num_heads``.
+        hidden_dim: Width of values and gates per head; None: embedding width / ``num_heads``.
         dropout: Dropout probability.
-        options: Further arguments of `HistoryModel`: ``softmax``, ``items`` and ``device``.
+        options: Further arguments for `HistoryModel`: ``softmax``, ``items`` and ``device``.
 
     Raises:
         ValueError: The two features do not share exactly one table, or a size is below 1.
@@ -108,12 +117,12 @@ class HSTU(HistoryModel):
 
     @property
     def cache_shape(self) -> tuple[int, int]:
-        """Layer count, and width of a token's cached keys and values per layer."""
+        """Shape of a KV cache: layers L, and values per token and layer S; see `TokenCache`."""
         return cache_shape(self.blocks)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Arguments that, with the table and the features, determine all weight shapes."""
+        """Constructor arguments that, together with table and features, determine all weight shapes."""
         # All blocks have equal sizes.
         block = self.blocks[0]
         assert isinstance(block, HSTUBlock)
@@ -127,15 +136,16 @@ class HSTU(HistoryModel):
         }
 
     def advance(self, sparse_features: KeyedJaggedTensor, cache: TokenCache) -> AdvancedHistories:
-        """Return a query per history, given a cache of the first tokens, without gradients.
+        """Return the query per history, as `query_vectors` does, but encode only items that are not cached.
 
-        The result equals `query_vectors`. Only items that are not cached are looked up and encoded.
+        Call it again with the returned cache when histories have grown. Computes no gradients.
 
         Args:
-            sparse_features: Whole histories.
-            cache: `AdvancedHistories.cache` from an earlier call for the same samples, whose histories had
-                the same first items at the same times. Spare capacity of a single sample is overwritten, so
-                that only the newest result derived from a cache is valid beyond its own tokens.
+            sparse_features: IDs and timestamps for the whole histories.
+            cache: ``AdvancedHistories.cache`` from an earlier call for the same samples, or an empty cache.
+                The cached items must still be the first items, with the same timestamps. With a single
+                sample, the call may overwrite spare capacity in this cache, so do not continue two different
+                histories from the same cache.
 
         Raises:
             ValueError: More tokens are cached than a history has items, or a history is too long.
@@ -151,6 +161,7 @@ class HSTU(HistoryModel):
                 f"{int(lengths_B[sample])} items: allowed are as many as it has items. Start without cached "
                 "tokens where a history is another one."
             )
+        # Tokens to encode: with the start token, a history has one more token than items.
         new_B = lengths_B + 1 - cached_B
         # A sample without cached tokens also encodes the start token, which is not looked up.
         items_B = new_B - (cached_B == 0).long()
@@ -196,12 +207,14 @@ class HSTU(HistoryModel):
         return EncodedHistories(tokens, first_B)
 
     def _new_tokens(self, rows: JaggedTensor, cached_B: Tensor, num_starts: int) -> Tensor:
-        """Return the new tokens of partially cached samples: the start, if not cached, and items.
+        """Return the input vectors for tokens that are not cached, sample by sample, [n, D].
+
+        These are the start token, if a sample has no cached tokens, and the new items.
 
         Args:
-            rows: Rows of the new items.
+            rows: B bags with table rows for the new items.
             cached_B: Cached tokens per sample.
-            num_starts: Samples without cached tokens.
+            num_starts: How many samples have no cached tokens.
         """
         lengths_B, num_items, device = rows.lengths().long(), rows.values().shape[0], cached_B.device
         samples = torch.arange(cached_B.shape[0], device=device)
@@ -218,14 +231,14 @@ class HSTU(HistoryModel):
         return embedded
 
     def _token_times(self, lengths_B: Tensor, times: JaggedTensor | None, num_items: int) -> Tensor | None:
-        """Return the timestamp of every token, int64 [B + N].
+        """Return the timestamp per token in seconds, int64 [B + N].
 
-        A history is a start token followed by its items. The start token gets the first item's time.
+        A start token has the first item's timestamp.
 
         Args:
             lengths_B: Items per history, without the start token.
-            times: Item timestamps in seconds. If None, there is no time bias, and the result is None.
-            num_items: N, the item count over all histories.
+            times: B bags with timestamps; None: the result is None, and attention has no time bias.
+            num_items: Items in all histories, N.
         """
         if times is None:
             return None
@@ -244,7 +257,7 @@ class HSTU(HistoryModel):
 
 
 def _tail_values(bags: JaggedTensor, nums_B: Tensor) -> Tensor:
-    """Return the last ``nums_B[b]`` values of every bag."""
+    """Return the last values in every bag, concatenated: ``nums_B[b]`` values from bag b."""
     lengths_B, values = bags.lengths().long(), bags.values()
     # The only bag is the whole tensor: slice instead of building a mask.
     if len(lengths_B) == 1:
@@ -255,14 +268,14 @@ def _tail_values(bags: JaggedTensor, nums_B: Tensor) -> Tensor:
 
 
 def _with_capacity(rows: Tensor, num_cached: int, num_tokens: int) -> Tensor:
-    """Return a single sample's cached keys and values with capacity for all tokens.
+    """Return a tensor with a single sample's cached keys and values, and room for new tokens.
 
-    Reallocates with 1/8 spare capacity if needed, so that appending has amortized constant cost.
+    This is ``rows`` itself if the capacity suffices, otherwise a larger copy.
 
     Args:
-        rows: Keys and values with spare capacity.
-        num_cached: Valid tokens.
-        num_tokens: Required capacity.
+        rows: Cached keys and values, [L, capacity, S].
+        num_cached: Tokens in ``rows`` that are valid.
+        num_tokens: Required capacity, in tokens.
     """
     # In place: the caller's rows share the memory.
     if rows.shape[1] >= num_tokens:

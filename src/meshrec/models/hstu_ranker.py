@@ -1,9 +1,10 @@
-"""HSTU as a ranker for candidates: the model of MLPerf's DLRM-v3 and v4.
+"""HSTU as a ranker: scores candidate items for a user, as the models DLRM-v3 and v4 in MLPerf do.
 
-Architecture: Zhai et al., "Actions speak louder than words: trillion-parameter sequential transducers for
-generative recommendations" (2024), and the benchmark's public reference. User attributes are contextual
-tokens. Every history item is a token that includes the user's action. Candidates are targets that attend to
-the history and themselves only, and a small MLP maps targets to logits.
+The architecture is from Zhai et al., "Actions speak louder than words: trillion-parameter sequential
+transducers for generative recommendations" (2024), and from the public MLPerf reference. A sample is a
+sequence of tokens: first a token per user attribute (contextual tokens), then a token per history item, which
+includes the user's action, then a token per candidate. A candidate attends to itself and to the tokens before
+the candidates, but not to other candidates. A small MLP maps the encoded candidates to logits.
 """
 
 from typing import NamedTuple
@@ -24,32 +25,34 @@ class RankerFeatures(NamedTuple):
     """Feature names for `HSTURanker`."""
 
     contextual: tuple[str, ...]
-    """User attributes, with a single ID per sample."""
+    """Features with a user attribute, such as the country: a single ID per sample."""
     history: tuple[str, ...]
-    """Item attributes of the history, oldest first; all have the same length."""
+    """Features with an attribute of the history items, such as item ID or category, oldest item first. All
+    have an ID per history item."""
     candidates: tuple[str, ...]
-    """Item attributes of the candidates, in the same order and with the same tables as ``history``. A sample
-    may have several candidates."""
+    """Features with an attribute of the candidates: the same attributes in the same order as ``history``,
+    with the same tables. All have an ID per candidate, and a sample may have several candidates."""
     actions: tuple[str, ...] = ()
-    """User actions on the history items."""
+    """Features with the user's action on the history items, such as a click: an ID per history item."""
     times: str | None = None
-    """History item times, then of the candidates, in seconds. Not looked up in a table."""
+    """Feature with a timestamp per history item, then per candidate, in seconds, which is not looked up in a
+    table. None: the model does not read timestamps."""
 
 
 class HSTURanker(nn.Module):
-    """Model that returns logits for candidates, given a user's attributes and history.
+    """Model that computes logits for candidate items, given a user's attributes and history.
 
     Args:
-        embedding_collection: Tables for all features except times.
+        embedding_collection: Tables for all features except ``times``.
         features: Feature names.
-        num_labels: Labels L.
-        max_length: Maximum history length.
+        num_labels: Logits per candidate, L, such as a click and a purchase.
+        max_length: Maximum history length, in items.
         max_candidates: Maximum candidates per sample.
         width: Token width E.
-        num_blocks: Layers.
-        num_heads: Attention heads.
-        attention_dim: Width of queries and keys per head; ``width / num_heads`` if None.
-        hidden_dim: Width of values and gates per head; ``width / num_heads`` if None.
+        num_blocks: Number of layers.
+        num_heads: Attention heads per layer.
+        attention_dim: Width of queries and keys per head; None: ``width / num_heads``.
+        hidden_dim: Width of values and gates per head; None: ``width / num_heads``.
         dropout: Dropout probability.
         device: Device for everything except the tables.
 
@@ -117,7 +120,7 @@ class HSTURanker(nn.Module):
         )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the logits of the last candidate per sample, [B, L]; zeros without candidates.
+        """Return the logits for the last candidate in every sample, [B, L]; zeros without candidates.
 
         Args:
             dense_features: Ignored.
@@ -133,7 +136,7 @@ class HSTURanker(nn.Module):
         )
 
     def logits(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits for all candidates, [M, L]."""
+        """Return the logits for all candidates, sample by sample, [M, L]."""
         rows_by_feature = self._look_up(sparse_features, self._keys)
         prefix_B = self._prefix_lengths(rows_by_feature)
         candidates, targets_B = self._candidate_tokens(rows_by_feature)
@@ -149,7 +152,7 @@ class HSTURanker(nn.Module):
         return logits
 
     def encode_prefix(self, sparse_features: KeyedJaggedTensor) -> TokenCache:
-        """Encode users and histories, and return the keys and values for `score`. Ignores candidates."""
+        """Encode user attributes and histories, and return a KV cache for `score`. Candidates are ignored."""
         names = [name for name in self._keys if name not in self.features.candidates]
         rows_by_feature = self._look_up(sparse_features, names)
         prefix_B = self._prefix_lengths(rows_by_feature)
@@ -161,15 +164,14 @@ class HSTURanker(nn.Module):
         return TokenCache(all_LNS, prefix_B)
 
     def score(self, sparse_features: KeyedJaggedTensor, cache: TokenCache) -> Tensor:
-        """Return logits for all candidates, [M, L], for users encoded by `encode_prefix`.
+        """Return the logits for all candidates, [M, L], with a KV cache for user attributes and history.
 
-        Equal to `logits`. All candidates of a user are scored together after the cached prefix (M-FALCON in
-        the paper), so that the history is encoded once for any number of candidates. Only the times of the
-        history are read.
+        The result equals `logits`, but a history is encoded only once for any number of candidates (M-FALCON
+        in the paper).
 
         Args:
-            sparse_features: Candidates, and times.
-            cache: Keys and values returned by `encode_prefix`.
+            sparse_features: Candidates, and timestamps for history items and candidates.
+            cache: Result from `encode_prefix` for the same samples.
         """
         rows_by_feature = self._look_up(sparse_features, list(self.features.candidates))
         candidates, targets_B = self._candidate_tokens(rows_by_feature)
@@ -181,7 +183,14 @@ class HSTURanker(nn.Module):
         return logits
 
     def _look_up(self, features: KeyedJaggedTensor, names: list[str]) -> dict[str, JaggedTensor]:
-        """Look up the features in ``names``; all other features of the tables get empty bags."""
+        """Look up some features, and return the table rows by feature.
+
+        A lookup needs all features that have a table, so other features get empty bags.
+
+        Args:
+            features: IDs.
+            names: Features to look up.
+        """
         stride = features.stride()
         none = torch.zeros(stride, dtype=features.lengths().dtype, device=features.device())
         bags = {name: features[name] for name in names}
@@ -195,12 +204,16 @@ class HSTURanker(nn.Module):
         return rows_by_feature
 
     def _prefix_lengths(self, rows_by_feature: dict[str, JaggedTensor]) -> Tensor:
-        """Check contextual features and histories, and return the number of prefix tokens, [B].
+        """Check user attributes and histories, and return the number of tokens before the candidates, [B].
+
+        A sample that pads the last batch has neither attributes nor a history, and so no tokens.
+
+        Args:
+            rows_by_feature: Table rows by feature.
 
         Raises:
-            ValueError: A sample lacks an ID of a contextual feature or has several, or the history is too
-                long or the features differ in length. A sample without a history may lack contextual IDs:
-                such samples pad the last batch.
+            ValueError: A sample does not have exactly one ID per user attribute, the history features differ
+                in length, or the history is too long.
         """
         lengths_B = rows_by_feature[self.features.history[0]].lengths().long()
         context_B = torch.ones_like(lengths_B)
@@ -221,7 +234,12 @@ class HSTURanker(nn.Module):
         return lengths_B + context_B * len(self.features.contextual)
 
     def _prefix_tokens(self, rows_by_feature: dict[str, JaggedTensor], prefix_B: Tensor) -> Tensor:
-        """Return user and history tokens, sample by sample, [B C + N, E]."""
+        """Return the input vectors for user attributes and history items, sample by sample, [B * C + N, E].
+
+        Args:
+            rows_by_feature: Table rows by feature.
+            prefix_B: Tokens before the candidates, per sample.
+        """
         contextual = [
             project(rows_by_feature[name].values())
             for project, name in zip(self.contextual, self.features.contextual, strict=True)
@@ -244,7 +262,10 @@ class HSTURanker(nn.Module):
         return tokens
 
     def _candidate_tokens(self, rows_by_feature: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
-        """Return candidate tokens, [M, E], and their number per sample, [B].
+        """Return the input vectors for candidates, [M, E], and the number of candidates per sample, [B].
+
+        Args:
+            rows_by_feature: Table rows by feature.
 
         Raises:
             ValueError: A sample has too many candidates, or their features differ in number.
@@ -263,15 +284,17 @@ class HSTURanker(nn.Module):
     def _times(
         self, features: KeyedJaggedTensor, prefix_B: Tensor, targets_B: Tensor | None
     ) -> Tensor | None:
-        """Return all token times. Contextual tokens have the time of the first history item, or 0.
+        """Return the timestamp per token in seconds, sample by sample; None without the feature ``times``.
+
+        Contextual tokens have the timestamp of the first history item, or 0 without a history.
 
         Args:
-            features: Features of a batch.
-            prefix_B: Contextual and history tokens per sample.
-            targets_B: Candidates per sample; None: without candidates.
+            features: Timestamps.
+            prefix_B: Tokens before the candidates, per sample.
+            targets_B: Candidates per sample; None: timestamps only for the tokens before the candidates.
 
         Raises:
-            ValueError: The number of times differs from the number of items and candidates.
+            ValueError: A sample has more or fewer timestamps than history items and candidates.
         """
         if self.features.times is None:
             return None
@@ -299,7 +322,7 @@ class HSTURanker(nn.Module):
 
 
 def _feature_widths(embedding_collection: EmbeddingCollection, features: RankerFeatures) -> dict[str, int]:
-    """Return the row width by feature.
+    """Check that all features have tables, and return the width of their table rows, by feature.
 
     Raises:
         ValueError: A feature has no table, or history and candidates differ in width.
@@ -322,11 +345,11 @@ def _feature_widths(embedding_collection: EmbeddingCollection, features: RankerF
 
 
 def _check_lengths(rows_by_feature: dict[str, JaggedTensor], expected: dict[str, Tensor]) -> None:
-    """Raise ValueError unless every feature has the expected number of IDs per sample.
+    """Raise ValueError if a sample has another number of IDs for a feature than expected.
 
     Args:
-        rows_by_feature: Rows by feature.
-        expected: IDs per sample by feature, [B].
+        rows_by_feature: Table rows by feature.
+        expected: Expected IDs per sample, [B], by feature.
     """
     for name, lengths_B in expected.items():
         given = rows_by_feature[name].lengths()

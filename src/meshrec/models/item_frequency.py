@@ -1,7 +1,7 @@
-"""Streaming estimate of item frequencies.
+"""Estimate of item frequencies in a stream of batches, for the correction in in-batch losses.
 
-After Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations" (2019),
-algorithm 2, with a counter per item where the paper hashes items into buckets.
+This is algorithm 2 in Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
+recommendations" (2019), but with an estimate per item, while the paper hashes items into buckets.
 """
 
 import torch
@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 
 class ItemFrequency(nn.Module):
-    """Estimates the share of samples with an item as 1 / (mean number of samples between occurrences).
+    """Module that estimates the share of samples with an item, from the intervals between occurrences.
 
-    The mean is plain over the first ``1 / rate`` occurrences and moving afterwards, so that it follows
-    changing data. An unseen item counts as if it occurred next.
+    If an item occurs in every n-th sample on average, the share is 1 / n. The average is the mean over the
+    first ``1 / rate`` batches with the item, and a moving mean afterwards, so it follows changing data. An
+    item without occurrences so far gets the share that it would have if it were in the next sample.
 
     Args:
-        num_items: Number of items I; IDs are in [0, I).
-        rate: Newest interval's weight in the moving mean, in (0, 1]; the paper's alpha.
+        num_items: Items I; IDs are in [0, I).
+        rate: Weight of the newest interval in the moving mean, in (0, 1]; alpha in the paper.
         device: Device for the estimates, which need 20 bytes per item.
 
     Raises:
@@ -44,7 +45,11 @@ class ItemFrequency(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids_B: Tensor) -> Tensor:
-        """Return the log share of samples per item, float32 [B]. Updates the estimates in training mode."""
+        """Return the logarithm of the share per item, float32 [B]. In training mode, count the items first.
+
+        Args:
+            ids_B: Item IDs in the batch.
+        """
         if self.training:
             self._update(ids_B)
         # Interval of an unseen item: as if it came next.
@@ -52,7 +57,11 @@ class ItemFrequency(nn.Module):
         return -share.log().float()
 
     def _update(self, ids_B: Tensor) -> None:
-        """Update the mean interval between occurrences, for every item in the batch (IDs [B])."""
+        """Update the mean interval between occurrences for all items in a batch.
+
+        Args:
+            ids_B: Item IDs in the batch.
+        """
         self.num_samples += len(ids_B)
         # Unique items, because assignment by duplicate index is nondeterministic.
         items, counts = ids_B.unique(return_counts=True)

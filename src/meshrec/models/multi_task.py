@@ -1,8 +1,8 @@
-"""Multi-task models: a shared bottom, or experts mixed by a gate per task.
+"""Multi-task models, which predict several labels: with a shared bottom, or with experts mixed per task.
 
-Ma et al.: "Modeling task relationships in multi-task learning with multi-gate mixture-of-experts" (2018);
-Tang et al.: "Progressive layered extraction (PLE): a novel multi-task learning model for personalized
-recommendations" (2020).
+See Ma et al.: "Modeling task relationships in multi-task learning with multi-gate mixture-of-experts" (2018),
+and Tang et al.: "Progressive layered extraction (PLE): a novel multi-task learning model for personalized
+recommendations" (2020). An expert is an MLP. A gate is a linear layer whose softmax weights the experts.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class Mixture(nn.Module, ABC):
-    """Base class for the part of a multi-task model that maps a shared input to a vector per task."""
+    """Base class for the middle of a multi-task model, which maps a shared input to a vector per task."""
 
     @abstractmethod
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
@@ -27,11 +27,11 @@ class Mixture(nn.Module, ABC):
 
 
 class SharedBottom(Mixture):
-    """An MLP with an output that all tasks share.
+    """Mixture in which all tasks get the same vector, from one MLP.
 
     Args:
         in_features: Input columns I.
-        layer_sizes: Layer sizes; the last is H.
+        layer_sizes: Layer sizes in the MLP; the last is H.
         num_tasks: Tasks T.
     """
 
@@ -46,11 +46,11 @@ class SharedBottom(Mixture):
 
 
 class MMoE(Mixture):
-    """Multi-gate mixture of experts: every task mixes all experts with the softmax of a gate.
+    """Multi-gate mixture of experts: all tasks share the experts, and every task mixes them with a gate.
 
     Args:
         in_features: Input columns I.
-        layer_sizes: Layer sizes per expert; the last is H.
+        layer_sizes: Layer sizes in every expert; the last is H.
         num_tasks: Tasks T.
         num_experts: Experts E.
     """
@@ -68,17 +68,18 @@ class MMoE(Mixture):
 
 
 class PLE(Mixture):
-    """Progressive layered extraction: layers of shared and task-specific experts.
+    """Progressive layered extraction: several layers with shared experts and experts for a single task.
 
-    Every task mixes the shared experts with task-specific experts.
+    In a layer, a task mixes the shared experts and the task's experts into the task's vector. A shared
+    vector, which mixes all experts, is the input for the shared experts in the next layer.
 
     Args:
         in_features: Input columns I.
-        layer_sizes: Layer sizes per expert; the last is H.
+        layer_sizes: Layer sizes in every expert; the last is H.
         num_tasks: Tasks T.
         num_shared: Shared experts per layer.
-        num_own: Task-specific experts per task and layer.
-        num_layers: Layers. Between layers the shared vector mixes all experts.
+        num_own: Experts per task and layer.
+        num_layers: Layers.
     """
 
     def __init__(
@@ -109,7 +110,11 @@ class PLE(Mixture):
 
 
 class _Extraction(nn.Module):
-    """A PLE layer: experts and gates. Inputs and outputs are T task vectors, then the shared vector."""
+    """Layer of `PLE`: experts and gates.
+
+    Input and output are lists with T task vectors and the shared vector. The last layer has no shared vector
+    in the output.
+    """
 
     def __init__(
         self,
@@ -155,14 +160,17 @@ class _Extraction(nn.Module):
 
 
 class MultiTask(nn.Module):
-    """Multi-task model: embeddings and dense values, a mixture, and a tower per task.
+    """Multi-task model: predicts a value per task from dense values and embeddings.
+
+    A mixture maps dense values and embeddings to a vector per task. A tower per task, which is an MLP, maps
+    this vector to the task's output.
 
     Args:
         embedding_bag_collection: Tables; their widths may differ.
-        mixture: Maps the concatenated dense values and embeddings to H columns per task.
-        tower_layer_sizes: Hidden layers of a tower.
+        mixture: Module that maps the concatenated dense values and embeddings to T vectors.
+        tower_layer_sizes: Hidden layer sizes in every tower.
         num_tasks: Tasks T.
-        mixture_out: Number of columns H per task.
+        mixture_out: Width H of the vectors from ``mixture``.
     """
 
     def __init__(
@@ -179,7 +187,7 @@ class MultiTask(nn.Module):
         self.towers = nn.ModuleList(OverArch(mixture_out, [*tower_layer_sizes, 1]) for _ in range(num_tasks))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return outputs [B, T].
+        """Return the outputs of all towers, [B, T].
 
         Args:
             dense_features: Dense values, [B, columns].
@@ -191,6 +199,11 @@ class MultiTask(nn.Module):
 
 
 def _mix_experts(scores_BE: Tensor, experts: list[Tensor]) -> Tensor:
-    """Mix expert outputs with the softmax of the scores; returns [B, H]."""
+    """Return the mean expert output, weighted by the softmax of the scores, [B, H].
+
+    Args:
+        scores_BE: Output of a gate.
+        experts: Outputs of E experts, [B, H] each.
+    """
     weights_BE = torch.softmax(scores_BE, dim=1)
     return torch.einsum("be,beh->bh", weights_BE, torch.stack(experts, dim=1))

@@ -1,8 +1,6 @@
-"""Loss, evaluation and recommendations for next-item models.
+"""Sampled softmax loss, evaluation and recommendations for next-item models.
 
-In evaluation a next-item model returns, per sample, the loss, the rank of the target item among all items,
-counted from 1, and the number of other items with the target's score, [B, 3]. The rank is 0 for samples
-without a target. In training it returns the loss and 0, [B, 2].
+The functions here get encoded histories, called queries, and item vectors. `HistoryModel` computes both.
 """
 
 import math
@@ -23,34 +21,35 @@ from meshrec.sparse import JaggedTensor
 # B samples, T targets, N negatives, I catalogue items, C items in a chunk, D vector width, L history items
 
 CHUNK = 4096
-"""Items compared with all samples at a time."""
+"""Catalog items that are looked up, and scored for all samples, at a time."""
 NO_ITEM = -(1 << 63)
-"""ID for a missing item, as in hashed tables."""
+"""ID that stands for a missing item. The same as the key for missing values in hashed tables."""
 _DOT_PRODUCT = DotProduct()
 _SHARE_BITS = 53  # mantissa of a float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSoftmax:
-    """Training loss of a next-item model: a softmax over the target and sampled negatives.
+    """Options for the training loss of a next-item model: a softmax over the target and sampled negatives.
 
     Raises:
         ValueError: ``num_negatives`` is below 1, or the temperature is not above 0.
     """
 
     negatives: Literal["uniform", "popular", "in_batch"] = "uniform"
-    """Negative distribution: uniform, proportional to training frequency, or the targets of the step on all
-    ranks. The loss is corrected for the distribution. All targets in a step share the negatives.
+    """How negative items are drawn: "uniform", "popular" (in proportion to the training frequency), or
+    "in_batch" (from the targets in the step, on all ranks). The loss is corrected for the distribution. All
+    targets in a step share the negatives.
     """
     num_negatives: int = 512
-    """Number of negatives per step; the maximum number with in_batch."""
+    """Negative items per step; with in_batch, the maximum."""
     similarity: Literal["dot", "cosine", "mixture"] = "dot"
-    """Item score: dot product, cosine, or a mixture of component cosines."""
+    """How an item is scored: dot product, cosine, or a mixture of cosines (see `MixtureOfLogits`)."""
     temperature: float = 1.0
-    """Divisor of the scores."""
+    """Number by which dot products or cosines are divided."""
     repeats: bool = False
-    """Whether the scores of history items also depend on how often and how recently the user had them, for
-    logs in which users take items again; see [Note: repeated items].
+    """Whether an item in the history is also scored by how often and how recently the user had it. For logs
+    in which users take items again; see [Note: repeated items].
     """
 
     def __post_init__(self) -> None:
@@ -61,38 +60,46 @@ class SampledSoftmax:
             )
 
     def build_similarity(self, width: int, device: torch.device | None = None) -> Similarity:
-        """Build the similarity for vectors of width ``width``."""
+        """Create the `Similarity` that these options select.
+
+        Args:
+            width: Width of queries and item vectors.
+            device: Device for parameters.
+        """
         if self.similarity == "mixture":
             return MixtureOfLogits(width, temperature=self.temperature, device=device)
         return DotProduct(normalise=self.similarity == "cosine", temperature=self.temperature)
 
 
 class ItemChunk(NamedTuple):
-    """A block of catalogue items: ascending IDs [C] and vectors [C, D]."""
+    """Consecutive catalog items, as the functions here read the catalog."""
 
     ids_C: Tensor
+    """Item IDs, ascending, int64."""
     vectors_CD: Tensor
+    """Item vectors, converted by ``similarity.convert_items``."""
 
 
 class Negatives(NamedTuple):
     """Negative items for a training step."""
 
     ids_N: Tensor
+    """Item IDs, int64; an item may occur several times."""
     log_expected_N: Tensor
-    """Log of the expected count per item among N draws."""
+    """Per negative, the logarithm of how often the item is expected among N draws."""
 
 
 class NegativeSampler(nn.Module):
-    """Sampler of negative items for a training step.
+    """Module that draws the negative items for every training step.
 
-    Draws are a function of the model's initial seed, the step number and, for in_batch, the targets on all
-    ranks. All ranks therefore draw the same items, and training does not depend on the number of ranks.
+    Draws depend only on the initial random seed, the step number and, for in_batch, the targets on all ranks.
+    So all ranks draw the same items, and training does not depend on the rank count.
 
     Args:
         catalogue_I: All item IDs, ascending, int64.
-        counts_I: Training targets per item; required unless draws are uniform.
-        softmax: Number and distribution of negatives.
-        device: Device of the sampled IDs.
+        counts_I: How many training targets are this item, per item; required unless draws are uniform.
+        softmax: How negatives are drawn, and how many.
+        device: Device for the sampled IDs.
 
     Raises:
         ValueError: ``counts_I`` is required and missing.
@@ -128,12 +135,21 @@ class NegativeSampler(nn.Module):
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64, device=device))
 
     def uniform(self, counters_N: Tensor) -> Tensor:
-        """Return pseudo-random values in [0, 1), float64 [N], from the counters, the step and the seed."""
+        """Return a pseudo-random value in [0, 1) per counter, float64 [N].
+
+        The value is a hash that depends on the counter, the step and the seed.
+        """
         hashed = mix(mix(counters_N.long(), self._seed) + self.num_steps, self._seed)
         return (hashed & ((1 << _SHARE_BITS) - 1)).double() * 2.0**-_SHARE_BITS
 
     def forward(self, targets_T: Tensor) -> Negatives:
-        """Draw negatives for the given targets, and advance the step."""
+        """Draw the negatives for a training step, and advance the step number.
+
+        Collective with in_batch, after the trainer has called ``samples.join``.
+
+        Args:
+            targets_T: Target IDs on this rank; only in_batch reads them.
+        """
         num_draws, num_items = self._softmax.num_negatives, len(self.catalogue_I)
         device = targets_T.device
         if self._softmax.negatives == "in_batch":
@@ -159,7 +175,7 @@ class NegativeSampler(nn.Module):
 
 
 class NewUserScores(nn.Module):
-    """Item scores for users without a history.
+    """Fixed item scores for users without a history, such as popularity.
 
     Args:
         ids_I: All item IDs, ascending, int64.
@@ -176,15 +192,15 @@ class NewUserScores(nn.Module):
         self.register_buffer("scores_I", scores_I)
 
     def forward(self, ids_N: Tensor) -> Tensor:
-        """Return scores for catalogue items; undefined for other IDs."""
+        """Return the score per item ID, float32 [N]; undefined for IDs that are not in the catalog."""
         return self.scores_I[torch.searchsorted(self.ids_I, ids_N).clamp(max=len(self.ids_I) - 1)]
 
 
 class NewUsers(NamedTuple):
-    """Which samples have no history, and the item scores for them.
+    """Samples without a history, which are scored by `NewUserScores` instead of a query.
 
     Attributes:
-        is_new_B: Bool, True for samples scored by ``scores`` instead of a query.
+        is_new_B: Bool mask for the samples without a history.
         scores: Item scores for these samples.
     """
 
@@ -193,14 +209,18 @@ class NewUsers(NamedTuple):
 
 
 class HistoryItems(NamedTuple):
-    """Scores of items in the users' histories, all of which the training loss contains, without sampling."""
+    """Scores for the items in a target's history, for the training loss; see [Note: repeated items].
+
+    The loss compares a target with all items in the history, and with sampled items outside the history.
+    """
 
     target_factors_T: Tensor
-    """Factor of each target's similarity; 1 for a target outside the history."""
+    """Factor for the target's similarity; 1 for a target outside the history."""
     target_additions_T: Tensor
-    """Term added to each target's score; 0 for a target outside the history."""
+    """Term added to the target's score; 0 for a target outside the history."""
     scores_TL: Tensor
-    """Scores of history items other than the target; -inf for padding and repeated occurrences."""
+    """Score per history position; -inf for the target, for padding, and for positions where the item occurs
+    again later."""
     is_in_history_TN: Tensor
     """Whether a sampled item is in the target's history."""
 
@@ -216,21 +236,22 @@ def sampled_softmax(
     similarity: Similarity = _DOT_PRODUCT,
     history_items: HistoryItems | None = None,
 ) -> Tensor:
-    """Compute the cross-entropy per target against sampled items, corrected to estimate the full softmax.
+    """Return the cross-entropy per target against sampled items, an estimate for the softmax over all items.
 
-    The correction subtracts a sampled item's log expected count from the item's logit. Draws equal to the
-    target are masked out. Source: Jean et al., "On using very large target vocabulary for neural machine
-    translation" (2015).
+    A sampled item's logit is its score minus ``log_expected_N``, which corrects for the sampling
+    distribution. Sampled items equal to the target are masked out. See Jean et al., "On using very large
+    target vocabulary for neural machine translation" (2015).
 
     Args:
-        queries_TD: Queries, converted by ``similarity.convert_queries``.
-        targets_TD: Target items, converted by ``similarity.convert_items``.
-        drawn_ND: Sampled items, converted by ``similarity.convert_items``.
+        queries_TD: Query per target, converted by ``similarity.convert_queries``.
+        targets_TD: Vector per target, converted by ``similarity.convert_items``.
+        drawn_ND: Vector per sampled item, converted by ``similarity.convert_items``.
         target_T: Target IDs.
         drawn_N: Sampled IDs.
-        log_expected_N: Log expected count per sampled item: log(N p) for N draws with probability p.
-        similarity: Item score.
-        history_items: Further items, which are not sampled.
+        log_expected_N: Logarithm of how often a sampled item is expected: log(N p) for N draws with the
+            probability p.
+        similarity: How items are scored.
+        history_items: Items in the targets' histories, if they are scored differently.
 
     Returns:
         Losses [T].
@@ -258,20 +279,24 @@ def evaluate_targets(
     new_users: NewUsers | None = None,
     repeated: RepeatedItems | None = None,
 ) -> Tensor:
-    """Return the loss, the target's rank among all unseen items, and the number of ties, as [B, 3].
+    """Rank every sample's target among all items that the user has not seen.
 
-    Ties are other items with the target's score. A tie adds 0.5 to the rank, so that a model with equal
-    scores for all items gets the middle rank and not the best.
+    An item with the target's score is a tie. A tie adds 0.5 to the rank, so a model with equal scores for all
+    items gets the middle rank and not the best.
 
     Args:
         query_BD: Queries, converted by ``similarity.convert_queries``.
-        target_BD: Target items, converted by ``similarity.convert_items``.
-        target_B: Target IDs; `NO_ITEM` for samples without a target, whose result is 0.
-        chunks: All items, chunk by chunk.
-        seen: B bags of IDs that must not be recommended again. The target is ranked even if it is among them.
-        similarity: Item score.
+        target_BD: Vector per target, converted by ``similarity.convert_items``.
+        target_B: Target IDs; `NO_ITEM` for a sample without a target.
+        chunks: The catalog, chunk by chunk.
+        seen: B bags with item IDs that are not ranked. The target is ranked even if it is among them.
+        similarity: How items are scored.
         new_users: Samples without a history, and the item scores for them.
-        repeated: Scores of history items.
+        repeated: How items in the users' histories are scored, if differently.
+
+    Returns:
+        Three columns, [B, 3]: the softmax loss over all ranked items; the target's rank, from 1; and the
+        number of ties. A sample without a target has 0 in all columns.
     """
     target_scores_B = similarity.score_pairs(query_BD, target_BD)
     if new_users is not None:
@@ -305,10 +330,10 @@ def evaluate_targets(
 
 
 class TopItems(NamedTuple):
-    """The K best items per sample, best first."""
+    """The K items with the highest scores per sample, best first."""
 
     ids_BK: Tensor
-    """IDs, int64. Entries with score -inf are padding: fewer than K items were left."""
+    """Item IDs, int64. An entry with the score -inf is padding, for a sample with fewer than K items left."""
     scores_BK: Tensor
 
 
@@ -322,16 +347,18 @@ def top_items(
     new_users: NewUsers | None = None,
     repeated: RepeatedItems | None = None,
 ) -> TopItems:
-    """Return the K items with the highest scores per sample, exactly; equal scores in catalog order.
+    """Return the K items with the highest scores per sample, by comparing all items in the catalog.
+
+    Items with equal scores are in catalog order.
 
     Args:
         query_BD: Queries, converted by ``similarity.convert_queries``.
-        chunks: All items, chunk by chunk.
-        k: Item count K.
-        seen: B bags of IDs that must not be recommended.
-        similarity: Item score.
+        chunks: The catalog, chunk by chunk.
+        k: Items per sample, K.
+        seen: B bags with item IDs that must not be recommended.
+        similarity: How items are scored.
         new_users: Samples without a history, and the item scores for them.
-        repeated: Scores of history items.
+        repeated: How items in the users' histories are scored, if differently.
     """
     # Merged with every chunk, so that memory does not grow with the catalogue.
     best_scores = query_BD.new_full((len(query_BD), k), float("-inf"))
@@ -349,7 +376,7 @@ def top_items(
 
 
 def last_ids(items: JaggedTensor) -> Tensor:
-    """Return the last ID of each bag, int64 [B]; `NO_ITEM` for an empty bag."""
+    """Return the last ID in every bag, int64 [B]; `NO_ITEM` for an empty bag."""
     lengths, values = items.lengths(), items.values()
     if not len(values):
         return lengths.new_full(lengths.shape, NO_ITEM, dtype=torch.int64)
@@ -365,14 +392,9 @@ def _chunk_scores(
     new_users: NewUsers | None,
     repeated: RepeatedItems | None,
 ) -> Tensor:
-    """Return scores for an item chunk per sample, [B, C].
+    """Return the score for every sample and every item in a chunk, [B, C].
 
-    Args:
-        query_BD: Converted queries.
-        chunk: Items.
-        similarity: Item score.
-        new_users: Samples without a history, and the item scores for them.
-        repeated: Scores of history items.
+    See `top_items` for the other arguments.
     """
     scores_BC = similarity.score_matrix(query_BD, chunk.vectors_CD)
     if new_users is not None:
@@ -381,12 +403,12 @@ def _chunk_scores(
 
 
 def add_repeat_scores(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems) -> Tensor:
-    """Replace the scores of (sample, history item) pairs by ``factor * score + addition``; returns [B, C].
+    """Return item scores in which items in a sample's history are scored by `RepeatedItems`, [B, C].
 
     Args:
-        scores_BC: Scores by similarity.
-        ids_C: IDs in the chunk, ascending.
-        repeated: Scores of history items, also of other chunks.
+        scores_BC: Score for every sample and every item in a chunk, by similarity.
+        ids_C: Item IDs in the chunk, ascending.
+        repeated: How history items are scored. Items outside the chunk are ignored.
     """
     index_N, is_inside_N = _search_ids(ids_C, repeated.ids_N)
     pairs = repeated.sample_N[is_inside_N], index_N[is_inside_N]
@@ -395,17 +417,17 @@ def add_repeat_scores(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems)
 
 
 def sample_indices(bags: JaggedTensor) -> Tensor:
-    """Return the sample of each ID, int64 [N]: bags of lengths [2, 1] give [0, 0, 1]."""
+    """Return the sample index per ID, int64 [N]. Example: bags with the lengths [2, 1] give [0, 0, 1]."""
     lengths = bags.lengths()
     return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
 
 
 def _mask_scores(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tensor) -> None:
-    """Set the scores of (sample, item) pairs to -inf, for items in this chunk.
+    """Set the scores for N pairs (sample, item) to -inf. Items outside the chunk are ignored.
 
     Args:
-        scores_BC: Scores, changed in place.
-        ids_C: IDs in the chunk, ascending.
+        scores_BC: Score for every sample and every item in a chunk, modified in place.
+        ids_C: Item IDs in the chunk, ascending.
         sample_N: Sample index per pair.
         ids_N: Item ID per pair.
     """
@@ -414,6 +436,11 @@ def _mask_scores(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tens
 
 
 def _search_ids(ids_C: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each ID in ``ids_C``, which ascends, and whether it is there; both [N]."""
+    """Search IDs [N] in ascending IDs [C].
+
+    Returns:
+        - Per ID, the index in ``ids_C``, int64 [N]; meaningless for an ID that is not there.
+        - Whether the ID is in ``ids_C``, bool [N].
+    """
     index_N = torch.searchsorted(ids_C, ids_N.to(ids_C.dtype)).clamp(max=len(ids_C) - 1)
     return index_N, ids_C[index_N] == ids_N

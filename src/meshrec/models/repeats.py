@@ -1,21 +1,27 @@
-"""Scores for repeated items: a learned function of how often and how recently a user had an item.
+"""Scores for items that a user had before, by how often and how recently the user had them.
 
 [Note: repeated items]
 
-A next-item model gives an item of the user's history the score ``g t similarity + w f + o``. ``f`` has six
-values: 1, the log of the item's count in the history, the log of two counts that decay with age, the log of
-its age, and whether it is the last item. Age is the number of later items in the history. ``g`` and ``w`` are
-learned. ``g`` starts at 0: then history items are ranked by the user's own counts, and the similarity, which
-fits the training histories first, has a part in it only as far as training and validation support it.
+In some logs users take items again, such as songs. With ``SampledSoftmax.repeats``, a next-item model scores
+an item outside the user's history by its similarity to the query, and an item in the history by
 
-Training compares the target with all items of its history, exactly, and with sampled other items. A sample
-almost never draws an item of the history, so sampling alone would not tell how many of them are not repeated.
-Evaluation, recommendations and packages compute the same values from the same history.
+    ``g * t * similarity + w @ f + o``
 
-``o`` is 0 and ``t`` is 1 in training. Similarities fit the training data better than other data, so that
-items outside the history get too much of the probability, and history items too much of their order from
-them. Every evaluation on validation data therefore chooses ``o`` and ``t`` by the ranking. With the largest
-``o`` and a ``t`` of 0, history items come first, in the order of ``w f``.
+``f`` has six values: 1, the log of the item's count in the history, the logs of two counts that decay with
+age, the log of 1 + age, and whether it is the last item. The age of an occurrence is the number of later
+items in the history; an item has the age of the last occurrence.
+
+``g`` and ``w`` are trained. ``g`` starts at 0: at first, history items are ranked only by the user's counts.
+The similarity gets a weight only as far as it helps.
+
+The training loss compares a target with all items in the history, and with sampled other items. Sampling
+alone would hardly ever draw an item from the history, and so would not teach the model how many of them are
+not repeated. Evaluation, recommendations and packages compute the same scores from the same history.
+
+``o`` and ``t`` are selected on validation data; in training they are 0 and 1. Similarities fit the training
+data better than other data. On other data, they give too much probability to items outside the history, and
+decide too much about the order within the history. A larger ``o`` and a smaller ``t`` correct this. With the
+largest ``o`` and with ``t = 0``, history items come first, ordered by ``w @ f``.
 """
 
 import math
@@ -30,39 +36,43 @@ from meshrec.sparse import JaggedTensor
 # B samples, L items in the longest history, P prefixes per history, N (sample, item) pairs
 
 _HALF_LIVES = (8.0, 32.0)
-"""Number of later items after which an occurrence counts half."""
+"""For the two decaying counts: how many later items halve the weight of an occurrence."""
 _WEIGHT_SCALE = 30.0
-"""Factor between the parameter and ``w``. Adam moves a parameter by its learning rate per step, and at 1e-3
-weights of the size of a log count would take a whole training run.
+"""``w`` is the trained parameter times this factor. Adam moves a parameter by about its learning rate per
+step. With a rate of 1e-3 and no factor, ``w`` would need a whole training run to reach the size of a log
+count.
 """
 _CANDIDATES = ((-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.0, 0.25, 0.5, 1.0))
-"""Candidate values of ``o``, and of ``t``, in `RepeatScores.choose`."""
-_PADDING_ID = -(1 << 63)  # no ID of an item
+"""Values for ``o``, and for ``t``, that `RepeatScores.choose` tries, ascending."""
+_PADDING_ID = -(1 << 63)
+"""ID at padded history positions, which is not an item's ID."""
 
 
 class PrefixItems(NamedTuple):
-    """Distinct items in P prefixes of each of B histories.
+    """Distinct items in history prefixes: P prefixes per history, for B histories.
 
-    An item is represented by its last position in the prefix: of history [7, 9, 7], prefix 2 has item 7 at
-    position 0, and prefix 3 has it at position 2.
+    An item is represented by the position of its last occurrence in the prefix. For example, in the history
+    [7, 9, 7], item 7 is at position 0 in the prefix with length 2, and at position 2 in the whole history.
     """
 
     ids_BL: Tensor
-    """Padded histories, int64."""
+    """Item IDs in the padded histories, int64."""
     is_last_BPL: Tensor
-    """Whether position l is in prefix p and holds the last occurrence of its item there."""
+    """Whether position l is in prefix p, and is holds the last occurrence of this item in the prefix."""
     scores_BPL: Tensor
-    """``w f`` of the item; undefined elsewhere."""
+    """``w @ f`` for the item at position l in prefix p; undefined where ``is_last_BPL`` is false."""
 
 
 class RepeatedItems(NamedTuple):
-    """Scores of history items: pair n has the score ``factor * similarity + additions_N[n]``.
+    """How the items in B histories are scored: N pairs of a sample and a history item.
+
+    Pair n has the score ``factor * similarity + additions_N[n]``, see [Note: repeated items].
 
     Attributes:
-        sample_N: Sample index, int64.
-        ids_N: Item ID, int64; a sample has an item at most once.
-        additions_N: Terms added to the scores.
-        factor: Factor of all similarities, a scalar.
+        sample_N: Sample index per pair, int64.
+        ids_N: Item ID per pair, int64. A sample has an item at most once.
+        additions_N: ``w @ f + o`` per pair.
+        factor: ``g * t``, a scalar.
     """
 
     sample_N: Tensor
@@ -72,31 +82,33 @@ class RepeatedItems(NamedTuple):
 
 
 class RepeatScores(nn.Module):
-    """Learned weights ``g`` and ``w``, and selected ``o`` and ``t``, of [Note: repeated items].
+    """Trained weights ``g`` and ``w``, and selected values ``o`` and ``t``; see [Note: repeated items].
 
     Args:
-        num_items: number of items that are ranked.
-        max_length: maximum history length.
-        device: device of the weights.
+        num_items: items that are ranked.
+        max_length: maximum history length, in items.
+        device: device for the weights.
     """
 
-    chosen: Tensor  # ``o`` and ``t``, from the last evaluation on validation data
+    chosen: Tensor  # ``o`` and ``t``, float32 [2]: set by `choose` in every evaluation on validation data
 
     def __init__(self, num_items: int, max_length: int, *, device: torch.device | None = None) -> None:
         super().__init__()
-        # At first, half of the probability is that of the history's items, shared by their recent counts.
+        # With these initial values, history items together get about half the probability, divided by their
+        # recent counts.
         bias = max(math.log(num_items / max_length), 0.0)
         initial = [bias, 0.0, *(1 / len(_HALF_LIVES) for _ in _HALF_LIVES), 0.0, 0.0]
+        # ``g``, then ``w`` divided by the scale, float32 [7].
         self.weight = nn.Parameter(
             torch.tensor([0.0, *(value / _WEIGHT_SCALE for value in initial)], device=device)
         )
         self.register_buffer("chosen", torch.tensor([0.0, 1.0], device=device))
 
     def choose(self, quality: Callable[[], float]) -> None:
-        """Select ``o``, then ``t``: hill climbing over `_CANDIDATES` from the current values.
+        """Select the best ``o``, then the best ``t``, by hill climbing from the current values in ``chosen``.
 
         Args:
-            quality: evaluates the model with the values set in ``chosen``; higher is better.
+            quality: function that evaluates the model with the current ``chosen``; higher is better.
         """
         for number, choices in enumerate(_CANDIDATES):
             # Neighbors of the current value only: every candidate costs an evaluation.
@@ -116,12 +128,12 @@ class RepeatScores(nn.Module):
 
 
 def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> PrefixItems:
-    """Return the distinct items of history prefixes, and the terms ``w f`` of their scores.
+    """Find the distinct items in history prefixes, and compute ``w @ f`` for them.
 
     Args:
-        weight_F: `RepeatScores.weight`: ``g``, then ``w`` divided by the scale; float32 [7].
-        history: B bags of item IDs, oldest first.
-        stops_BP: prefix lengths, int64.
+        weight_F: ``RepeatScores.weight``, float32 [7].
+        history: B bags with item IDs, oldest first.
+        stops_BP: lengths of P prefixes per history, int64.
     """
     ids, lengths_B = history.values().long(), history.lengths().long()
     longest, device = max(int(lengths_B.max()) if len(lengths_B) else 0, 1), ids.device
@@ -134,6 +146,7 @@ def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> P
     is_later_BLL = is_equal_BLL & (position_L > position_L[:, None])
     # The next occurrence of the item at l; the maximum where there is none.
     next_BL = torch.where(is_later_BLL.any(2), is_later_BLL.int().argmax(2), torch.iinfo(torch.int64).max)
+    # Number of later items in the prefix; negative behind the prefix.
     age_BPL = stops_BP[:, :, None] - 1 - position_L
     is_inside_BPL = age_BPL >= 0
     is_last_BPL = is_inside_BPL & is_item_BL[:, None] & (next_BL[:, None] >= stops_BP[:, :, None])
@@ -150,12 +163,12 @@ def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> P
 
 
 def repeated_items(weight_F: Tensor, chosen: Tensor, history: JaggedTensor) -> RepeatedItems:
-    """Return the scores of all items in whole histories.
+    """Return how the items in whole histories are scored.
 
     Args:
-        weight_F: `RepeatScores.weight`, float32 [7].
-        chosen: `RepeatScores.chosen`, float32 [2].
-        history: B bags of item IDs, oldest first.
+        weight_F: ``RepeatScores.weight``, float32 [7].
+        chosen: ``RepeatScores.chosen``, float32 [2].
+        history: B bags with item IDs, oldest first.
     """
     items = prefix_items(weight_F, history, history.lengths().long()[:, None])
     sample_N, position_N = items.is_last_BPL[:, 0].nonzero().unbind(1)

@@ -1,9 +1,9 @@
-"""SASRec: causal self-attention over a user's history that predicts the next item.
+"""SASRec: next-item model with causal self-attention over the user's history.
 
-Architecture: Kang, McAuley, "Self-attentive sequential recommendation" (2018), with causal attention, learned
-positions and a shared item table. Loss: the paper compares the target with a single negative; here every
-position is trained with a sampled softmax, after Klenitskiy, Vasilev, "Turning dross into gold loss: is
-BERT4Rec really better than SASRec?" (2023).
+The architecture is from Kang, McAuley, "Self-attentive sequential recommendation" (2018): causal attention,
+learned position embeddings, and one item table for histories and targets. In the paper, the loss compares a
+target with a single negative. Here it is a sampled softmax at every position, as in Klenitskiy, Vasilev,
+"Turning dross into gold loss: is BERT4Rec really better than SASRec?" (2023).
 """
 
 import torch
@@ -18,18 +18,16 @@ from meshrec.modules import EmbeddingCollection
 class SASRec(HistoryModel):
     """Next-item model with causal self-attention.
 
-    Histories with similar lengths are padded together, because torch's nested tensors lack causal attention
-    on the CPU. Padding is at the end, where causal attention does not look. Positions are counted from the
-    end.
+    Position embeddings are counted from the end, so recent items have the same position in all histories.
 
     Args:
         embedding_collection: As in `HistoryModel`.
         features: As in `HistoryModel`.
-        max_length: Maximum history length.
-        num_blocks: Blocks.
-        num_heads: Attention heads.
+        max_length: Maximum history length, in items.
+        num_blocks: Attention blocks.
+        num_heads: Attention heads per block.
         dropout: Dropout probability.
-        options: Further arguments of `HistoryModel`: ``softmax``, ``items`` and ``device``.
+        options: Further arguments for `HistoryModel`: ``softmax``, ``items`` and ``device``.
 
     Raises:
         ValueError: The two features do not share exactly one table, or the sizes are invalid.
@@ -60,6 +58,8 @@ class SASRec(HistoryModel):
 
     @override
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
+        # Padded, because torch's nested tensors lack causal attention on the CPU. Padding is at the end,
+        # where causal attention does not look.
         # The start token predicts the first item, so that vector l depends on items before l only.
         inputs = torch.cat([self.start.expand(lengths.shape[0], 1, -1), rows], dim=1)
         # Distance to the next item. Recent items get the same positions in short and long histories.

@@ -1,4 +1,4 @@
-"""Item scores for encoded histories: dot products, cosines, or mixtures of cosines."""
+"""Similarities, which score item vectors for query vectors: dot products, cosines, or mixtures of cosines."""
 
 from abc import ABC, abstractmethod
 
@@ -8,37 +8,39 @@ from torch import Tensor, nn
 # T queries, N items, D vector width, Q query components, X item components, V width of a component
 
 _QUERIES_PER_BLOCK = 256
-"""Queries per block of mixtures: a mixture needs Q X values per (query, item) pair."""
+"""Queries that a mixture scores at a time. It needs Q * X values per (query, item) pair."""
 
 
 class Similarity(nn.Module, ABC):
-    """Base class for item scores: functions of a query vector and an item vector, divided by a temperature.
+    """Base class for functions that score an item vector for a query vector.
 
-    Vectors are converted once, then scored: ``score_matrix(convert_queries(q), convert_items(i))``.
+    Scoring has two steps, so that work per vector is done once: vectors are converted, and then converted
+    vectors are scored, as in ``score_matrix(convert_queries(q), convert_items(i))``. Scores are divided by a
+    temperature.
     """
 
     @abstractmethod
     def convert_queries(self, vectors_TD: Tensor) -> Tensor:
-        """Convert query vectors [T, D] to the input of `score_pairs` and `score_matrix`."""
+        """Convert query vectors [T, D] to inputs for `score_pairs` and `score_matrix`, [T, any width]."""
 
     @abstractmethod
     def convert_items(self, vectors_ND: Tensor) -> Tensor:
-        """Convert item vectors [N, D] to the input of `score_pairs` and `score_matrix`."""
+        """Convert item vectors [N, D] to inputs for `score_pairs` and `score_matrix`, [N, any width]."""
 
     @abstractmethod
     def score_pairs(self, queries: Tensor, items: Tensor) -> Tensor:
-        """Score converted query t with converted item t, for all t: [T]."""
+        """Return the score for the converted query t and the converted item t, for all t, [T]."""
 
     @abstractmethod
     def score_matrix(self, queries: Tensor, items: Tensor) -> Tensor:
-        """Score every converted query with every converted item: [T, N]."""
+        """Return the score for every converted query and every converted item, [T, N]."""
 
     def score_within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
-        """Score all P queries of a sample with the sample's L items, for B samples: [B, P, L].
+        """Return the score for every query and every item in the same sample, [B, P, L].
 
         Args:
-            queries_BPV: Results of `convert_queries`, padded per sample.
-            items_BLV: Results of `convert_items`, padded per sample.
+            queries_BPV: P converted queries per sample, padded.
+            items_BLV: L converted items per sample, padded.
         """
         pairs = zip(queries_BPV, items_BLV, strict=True)
         return torch.stack([self.score_matrix(queries, items) for queries, items in pairs])
@@ -48,8 +50,8 @@ class DotProduct(Similarity):
     """Dot product or cosine, divided by a temperature.
 
     Args:
-        normalise: Normalize vectors to length 1 first.
-        temperature: Divisor.
+        normalise: Whether to normalize vectors to length 1 first, which gives the cosine.
+        temperature: Number by which scores are divided.
     """
 
     def __init__(self, *, normalise: bool = False, temperature: float = 1.0) -> None:
@@ -58,7 +60,7 @@ class DotProduct(Similarity):
 
     @property
     def options(self) -> tuple[bool, float]:
-        """``normalise`` and ``temperature``."""
+        """The arguments ``normalise`` and ``temperature``."""
         return self._normalise, self._temperature
 
     def convert_queries(self, vectors_TD: Tensor) -> Tensor:
@@ -78,18 +80,19 @@ class DotProduct(Similarity):
 
 
 class MixtureOfLogits(Similarity):
-    """A mixture of the cosines between Q query components and X item components.
+    """Mixture of cosines: queries and items are split into components, whose cosines are averaged by a gate.
 
-    The Q X weights are a softmax over the sum of three gates, computed from the query, the item and the
-    cosines. Source: Zhai et al., "Revisiting neural retrieval on accelerators" (2023), section 3.
+    A query has Q components and an item X components, computed by linear layers. The score is a weighted mean
+    over the Q * X cosines. The weights are a softmax over the sum of three MLPs, which read the query, the
+    item and the cosines. See Zhai et al., "Revisiting neural retrieval on accelerators" (2023), section 3.
 
     Args:
         width: Width D of queries and items.
-        num_query: Query components Q.
-        num_item: Item components X.
+        num_query: Components per query, Q.
+        num_item: Components per item, X.
         component: Component width V.
-        temperature: Cosine divisor.
-        device: Parameter device.
+        temperature: Number by which scores are divided.
+        device: Device for parameters.
     """
 
     def __init__(
@@ -139,29 +142,29 @@ class MixtureOfLogits(Similarity):
         return torch.cat(scores) if scores else queries.new_zeros(0, len(items))
 
     def _pack(self, vectors: Tensor, components: nn.Module, num_components: int, gate: nn.Module) -> Tensor:
-        """Concatenate normalized components and the gate per vector.
+        """Convert vectors to normalized components and gate values, concatenated in one tensor.
 
         Args:
-            vectors: [T, D].
-            components: Linear layer to the components.
-            num_components: Number of components.
-            gate: Gate MLP.
+            vectors: Queries or items, [T, D].
+            components: Linear layer that computes the components.
+            num_components: Components per vector.
+            gate: MLP that computes the gate values.
 
         Returns:
-            [T, components * V + Q X].
+            Components and gate values, [T, num_components * V + Q * X].
         """
         parts = components(vectors).unflatten(1, (num_components, -1))
         return torch.cat([nn.functional.normalize(parts, dim=2).flatten(1), gate(vectors)], dim=1)
 
     def _unpack(self, packed: Tensor, side: int) -> tuple[Tensor, Tensor]:
-        """Split vectors packed by `_pack` into components and gate.
+        """Split the result from `_pack` into components and gate values.
 
         Args:
-            packed: [T, components * V + Q X].
-            side: 0 for queries (Q components), 1 for items (X components).
+            packed: Components and gate values, [T, num_components * V + Q * X].
+            side: 0 for queries, 1 for items.
 
         Returns:
-            Components [T, components, V], and gate [T, Q X] with a value per component pair.
+            Components [T, num_components, V], and a gate value per component pair, [T, Q * X].
         """
         num_components, component = self._sizes[side], self._sizes[2]
         parts, gate = packed.tensor_split([num_components * component], dim=1)
@@ -169,6 +172,6 @@ class MixtureOfLogits(Similarity):
 
     # The pair gate depends on the cosines, so it cannot be precomputed in _pack.
     def _mix(self, cosines: Tensor, gate: Tensor) -> Tensor:
-        """Return the weighted sum of cosines [..., Q X], divided by the temperature."""
+        """Return scores [...] from cosines [..., Q * X], and gate values with the same shape."""
         weights = torch.softmax(gate + self.pair_gate(cosines), dim=-1)
         return (weights * cosines).sum(-1) / self._temperature

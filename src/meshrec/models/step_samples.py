@@ -1,4 +1,4 @@
-"""The samples of a training step on all ranks, which in-batch losses use as negatives."""
+"""Gathering samples from all ranks in a training step, for in-batch losses, which use them as negatives."""
 
 from typing import Any, NamedTuple
 
@@ -13,19 +13,19 @@ from meshrec.comms.mesh import Axis
 
 
 class GatheredRows(NamedTuple):
-    """Rows of all ranks, in rank order."""
+    """Tensors with a row per sample, gathered from all ranks."""
 
     rows: list[Tensor]
-    """Gathered tensors, [S, ...]."""
+    """Gathered tensors, [S, ...], in rank order."""
     first: int
-    """Index of this rank's first row."""
+    """Index of this rank's first sample."""
 
 
 class StepSamples(nn.Module):
-    """Gathers the samples of a training step over ranks, for in-batch losses.
+    """Module that gathers the samples in a training step from all ranks, for in-batch losses.
 
-    Without a call of `join`, only the samples of this rank. The trainer calls `join` with the ranks that
-    train together, so that an in-batch loss does not depend on the number of ranks.
+    The trainer calls `join` with the ranks that train together, so an in-batch loss does not depend on the
+    rank count. Before that, calls return only this rank's samples.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,14 @@ class StepSamples(nn.Module):
         self._axis = Axis()  # a single rank until join() is called
 
     def join(self, axis: Axis) -> None:
-        """Gather over all ranks of an axis. From then on every call is collective."""
+        """Gather samples from all ranks on a mesh axis from now on; calls become collective."""
         self._axis = axis
 
     def forward(self, *tensors: Tensor) -> GatheredRows:
-        """Gather tensors [B, ...] with a row per sample; B may differ between ranks.
+        """Gather tensors from all ranks. Differentiable: a row's gradient is summed over all ranks.
 
-        Differentiable: a row's gradient is summed over all ranks.
+        Args:
+            tensors: Tensors with a row per sample on this rank, [B, ...]. B may differ between ranks.
         """
         if self._axis.size == 1:
             return GatheredRows(list(tensors), 0)
@@ -51,7 +52,7 @@ class StepSamples(nn.Module):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Concatenate the rows of all ranks; rank r has ``sizes[r]`` rows."""
+    """Autograd function that concatenates the rows from all ranks; rank r has ``sizes[r]`` rows."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, axis: Axis, sizes: list[int]) -> Tensor:

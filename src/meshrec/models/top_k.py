@@ -1,4 +1,4 @@
-"""The largest scores, with a fixed order of equal scores."""
+"""Top-k selection with a fixed order for equal scores."""
 
 from torch import Tensor
 

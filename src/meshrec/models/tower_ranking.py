@@ -1,4 +1,4 @@
-"""Two-tower model for the trainer: in-batch loss in training, ranks in evaluation."""
+"""Two-tower model with the interface of next-item models, for the trainer."""
 
 from collections.abc import Iterator
 
@@ -16,20 +16,21 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class TowerRanking(nn.Module):
-    """Two-tower model for the trainer: in-batch loss in training, rank among all items in evaluation.
+    """Two-tower model for the trainer: an in-batch loss in training, and ranks among all items in evaluation.
 
-    The loss compares the target with the targets of all samples in the step, on all ranks, and is corrected
-    for item frequency; see `TwoTowerTrain`.
+    The training loss compares a sample's target with the targets in all samples of the step, on all ranks. It
+    is corrected for item frequency, as in `TwoTowerTrain`.
 
     Args:
         two_tower: The towers.
         item: Feature with the target item, a single ID per sample.
-        catalogue: A sample per item with all features of the item tower; IDs in ``item`` ascend.
+        catalogue: The catalog: a sample per item, with all features that the item tower reads. The IDs in
+            the feature ``item`` ascend.
         seen: Feature with items that must not be recommended again. None: all items are ranked.
-        temperature: Dot product divisor.
+        temperature: Number by which dot products are divided.
 
     Raises:
-        ValueError: The catalogue lacks a feature of the item tower.
+        ValueError: The catalog lacks a feature that the item tower reads.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class TowerRanking(nn.Module):
         self.samples = StepSamples()
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Compute the training loss or, in evaluation mode, loss and rank of the targets.
+        """Return the training loss per sample or, in evaluation mode, the loss and rank per target.
 
         Args:
             dense_features: Dense values, [B, dense_in_features].
             sparse_features: IDs for all features.
 
         Returns:
-            In training, the loss per sample and 0, [B, 2]. In evaluation, the result of `evaluate_targets`,
-            [B, 3].
+            In training mode, [B, 2]: a column with the loss, and a column with zeros. In evaluation mode,
+            the result from `evaluate_targets`, [B, 3].
         """
         query, item = self.model(dense_features, sparse_features)
         ids = last_ids(sparse_features[self._item])
@@ -90,13 +91,13 @@ class TowerRanking(nn.Module):
     def recommend(
         self, sparse_features: KeyedJaggedTensor, k: int, *, keep_seen: bool = False, seen: str | None = None
     ) -> TopItems:
-        """Return the K best items per sample; see `HistoryModel.recommend`.
+        """Return the K items with the highest scores per sample; see `HistoryModel.recommend`.
 
         Args:
             sparse_features: IDs for the query features.
-            k: Item count K.
-            keep_seen: Also recommend items the user has seen.
-            seen: Feature with the seen items; None: the model's, if any.
+            k: Number of items to recommend, K.
+            keep_seen: Whether to recommend items that the user has seen, too.
+            seen: Feature with the seen items; None: the feature given to the constructor, if any.
 
         Raises:
             ValueError: The query tower reads dense values.
@@ -115,18 +116,18 @@ class TowerRanking(nn.Module):
         return top_items(query, chunks, k, seen=hidden, similarity=self.similarity)
 
     def item_vectors(self) -> Tensor:
-        """Return all item vectors in catalogue order, [I, V]."""
+        """Return the vectors for all items, in catalog order, [I, V]."""
         return torch.cat([chunk.vectors_CD for chunk in self._item_chunks(self._ids_I.device)])
 
     def _item_chunks(self, device: torch.device) -> Iterator[ItemChunk]:
-        """Yield IDs and vectors of all items, `CHUNK` items at a time."""
+        """Iterate over the catalog, and compute item vectors, `CHUNK` items at a time."""
         for first in range(0, self._catalogue.stride(), CHUNK):
             features = _slice_samples(self._catalogue, first, first + CHUNK).to(device)
             yield ItemChunk(features[self._item].values().long(), self.model.embed_items(features))
 
 
 def _slice_samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
-    """Return the samples in ``[first, last)``."""
+    """Return the samples ``first`` to ``last``, exclusive."""
     parts = [(features[key].offsets(), features[key]) for key in features.keys()]  # noqa: SIM118
     last = min(last, features.stride())
     return KeyedJaggedTensor(

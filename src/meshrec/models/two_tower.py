@@ -1,6 +1,7 @@
-"""Two-tower retrieval: queries and items become vectors, and the dot product is the score.
+"""Two-tower retrieval: a tower maps queries to vectors, another maps items to vectors, and an item's score is
+the dot product.
 
-Yi et al.: "Sampling-bias-corrected neural modeling for large corpus item recommendations" (2019).
+See Yi et al.: "Sampling-bias-corrected neural modeling for large corpus item recommendations" (2019).
 """
 
 from collections.abc import Sequence
@@ -19,27 +20,30 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 
 class TowerVectors(NamedTuple):
-    """Unit-length query and item vectors, [B, V] each."""
+    """Output of `TwoTower` for B samples: vectors with length 1."""
 
     query_BV: Tensor
     item_BV: Tensor
 
 
 class RetrievalOutputs(NamedTuple):
-    """Detached values for metrics: loss, query vectors and item vectors."""
+    """Detached values for metrics, from `TwoTowerTrain`."""
 
     loss: Tensor
+    """Mean loss, a scalar."""
     query: Tensor
+    """Query vectors, [B, V]."""
     item: Tensor
+    """Item vectors, [B, V]."""
 
 
 class TowerArch(nn.Module):
-    """A tower: an MLP with output normalized to length 1.
+    """Tower: an MLP whose output vectors are normalized to length 1.
 
     Args:
-        in_features: Total number of embedding and dense columns.
+        in_features: Input columns: all embeddings and dense values together.
         layer_sizes: Layer sizes; the last is V.
-        device: Parameter device.
+        device: Device for the parameters.
     """
 
     def __init__(
@@ -49,20 +53,24 @@ class TowerArch(nn.Module):
         self.model = OverArch(in_features, layer_sizes, device)
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
-        """Concatenate the inputs to [B, in_features], and map them to [B, V]."""
+        """Return vectors with length 1, [B, V].
+
+        Args:
+            inputs: Tensors with B rows, and ``in_features`` columns in total.
+        """
         return nn.functional.normalize(self.model(torch.cat(inputs, dim=1)), dim=1)
 
 
 class TwoTower(nn.Module):
-    """A query tower and an item tower over shared tables.
+    """Model with a query tower and an item tower, which read embeddings from the same table collection.
 
     Args:
         embedding_bag_collection: Tables; their widths may differ.
-        query_features: Query tower features.
-        item_features: Item tower features.
-        layer_sizes: Layer sizes for both MLPs; the last is V.
-        dense_in_features: Dense input columns, read by the query tower.
-        dense_device: Device for dense parameters.
+        query_features: Features that the query tower reads.
+        item_features: Features that the item tower reads.
+        layer_sizes: Layer sizes in both MLPs; the last is V.
+        dense_in_features: Dense input columns, which only the query tower reads.
+        dense_device: Device for the towers.
 
     Raises:
         ValueError: A feature has no table, or a tower has no features.
@@ -114,7 +122,7 @@ class TwoTower(nn.Module):
         return self._dense_in
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> TowerVectors:
-        """Return query and item vectors, [B, V] each.
+        """Return a query vector and an item vector per sample, [B, V] each.
 
         Args:
             dense_features: Dense values, [B, dense_in_features].
@@ -128,20 +136,29 @@ class TwoTower(nn.Module):
         return TowerVectors(self.query_arch(query), self.item_arch(item))
 
     def embed_items(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return item vectors [I, V], given only the IDs of ``item_features``."""
+        """Return the item vectors for I samples, [I, V].
+
+        Args:
+            sparse_features: IDs for ``item_features``; other features may be missing.
+        """
         embeddings = self.embedding_bag_collection(self._add_missing_features(sparse_features)).to_dict()
         vectors: Tensor = self.item_arch([embeddings[name] for name in self.item_features])
         return vectors
 
     def embed_queries(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return query vectors [Q, V], given dense values and only the IDs of ``query_features``."""
+        """Return the query vectors for Q samples, [Q, V].
+
+        Args:
+            dense_features: Dense values, [Q, dense_in_features].
+            sparse_features: IDs for ``query_features``; other features may be missing.
+        """
         embeddings = self.embedding_bag_collection(self._add_missing_features(sparse_features)).to_dict()
         query = [embeddings[name] for name in self.query_features]
         vectors: Tensor = self.query_arch([*query, dense_features] if self._dense_in else query)
         return vectors
 
     def _add_missing_features(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Add empty bags for features that only the other tower reads."""
+        """Add empty bags for missing features, because a lookup needs all features that have a table."""
         missing = [name for name in self._features if name not in features.keys()]  # noqa: SIM118
         if not missing:
             return features
@@ -156,11 +173,11 @@ class TwoTower(nn.Module):
 
 
 class TwoTowerClicks(nn.Module):
-    """Two-tower model for click labels: the logit is the dot product divided by a temperature.
+    """Two-tower model that is trained on click labels: the logit is the dot product divided by a temperature.
 
     Args:
         two_tower: The towers.
-        temperature: Dot product divisor.
+        temperature: Number by which the dot product is divided.
     """
 
     def __init__(self, two_tower: TwoTower, *, temperature: float = 0.1) -> None:
@@ -182,19 +199,22 @@ def in_batch_softmax(
     log_q_B: Tensor | None = None,
     weights_B: Tensor | None = None,
 ) -> Tensor:
-    """Compute the mean cross-entropy of every query's item among all items in the batch.
+    """Return the in-batch softmax loss: a query's item should score higher than all other items in the batch.
+
+    The loss per query is the softmax cross-entropy with the query's item as the class, and all items in the
+    batch as the classes.
 
     Args:
         query_BV: Query vectors.
         item_BV: Item vectors; item b belongs to query b.
-        temperature: Dot product divisor.
-        item_ids_B: Item IDs. If given, repeated occurrences of the target item are masked out.
-        log_q_B: Log probability that an item is in a batch. Subtracting it from the logits corrects for
-            frequent items, which are negatives more often.
-        weights_B: Query weights. With labels as weights only clicks count.
+        temperature: Number by which dot products are divided.
+        item_ids_B: Item IDs. If given, the query's item is masked where it occurs again as a negative.
+        log_q_B: Logarithm of the item's sampling probability. It is subtracted from the logits, because
+            frequent items are negatives more often. None: no correction.
+        weights_B: Query weights; with labels as weights, only clicks count. None: equal weights.
 
     Returns:
-        Weighted mean; 0 if all weights are 0.
+        The weighted mean over queries; 0 if all weights are 0.
     """
     losses = in_batch_losses(
         query_BV, item_BV, temperature=temperature, item_ids_I=item_ids_B, log_q_I=log_q_B
@@ -214,15 +234,15 @@ def in_batch_losses(
     log_q_I: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Return the unreduced losses of `in_batch_softmax`, [B].
+    """Return the loss per query, [B], as in `in_batch_softmax`, but with more items than queries.
 
     Args:
         query_BV: Query vectors.
-        item_IV: Item vectors; item ``first + b`` belongs to query b, others are negatives only.
-        temperature: Dot product divisor.
-        item_ids_I: Item IDs, to mask repeated target items.
-        log_q_I: Log probability that an item is in a batch.
-        first: Index of the first query's item.
+        item_IV: Item vectors. Item ``first + b`` belongs to query b; other items are only negatives.
+        temperature: Number by which dot products are divided.
+        item_ids_I: Item IDs. If given, the query's item is masked where it occurs again as a negative.
+        log_q_I: Logarithm of the item's sampling probability; None: no correction.
+        first: Index of the first query's item in ``item_IV``.
     """
     products_BI = query_BV @ item_IV.T / temperature
     if log_q_I is not None:
@@ -237,20 +257,21 @@ def in_batch_losses(
 
 
 class TwoTowerTrain(nn.Module):
-    """Wraps a two-tower model and returns the in-batch loss over samples with label 1.
+    """Wrapper for a two-tower model that returns the loss from `in_batch_softmax`, for a training loop.
 
-    The candidates are the items of all samples in the batch.
+    Samples are weighted by their labels, so only clicks are learned; the items in all samples are negatives.
 
-    Frequent items are also frequent among in-batch negatives. Without a correction the model learns to avoid
-    popular items, and retrieves worse than a list of the most popular items. The correction in
-    `in_batch_softmax` is therefore the default, with item shares estimated from the batches of rank 0.
+    Frequent items are also frequent among the negatives in a batch. Without a correction, the model learns to
+    avoid popular items, and retrieves worse than a list with the most popular items. The correction for item
+    frequency is therefore the default, with shares estimated from the batches on rank 0.
 
     Args:
-        two_tower: Model with an ``embedding_bag_collection``.
-        item_feature: Feature with the item ID, one per sample.
-        temperature: Dot product divisor.
-        log_q: "estimated": estimate shares with `ItemFrequency`. A tensor [items]: known log shares. None: no
-            correction, for negatives not drawn by popularity.
+        two_tower: Model with an ``embedding_bag_collection``, which returns `TowerVectors`.
+        item_feature: Feature with the item ID, a single ID per sample.
+        temperature: Number by which dot products are divided.
+        log_q: Logarithm of the share of samples with an item, for the correction. "estimated": estimated by
+            `ItemFrequency`. A tensor [items]: known values. None: no correction, for negatives that are not
+            drawn by popularity.
 
     Raises:
         ValueError: No table reads the item feature, or ``log_q`` is invalid.
@@ -291,7 +312,11 @@ class TwoTowerTrain(nn.Module):
         return loss, RetrievalOutputs(loss.detach(), query.detach(), item.detach())
 
     def _log_q(self, ids_B: Tensor) -> Tensor | None:
-        """Return the log share of samples per item, [B]; None without a correction."""
+        """Return the logarithm of the share per item, [B]; None without a correction.
+
+        Args:
+            ids_B: Item IDs in the batch.
+        """
         if self.frequency is not None:
             log_q: Tensor = self.frequency(ids_B)
             return log_q
@@ -300,7 +325,11 @@ class TwoTowerTrain(nn.Module):
 
 
 def _num_items(two_tower: nn.Module, item_feature: str) -> int:
-    """Return the number of rows in the item feature's table."""
+    """Return how many rows the item feature's table has.
+
+    Raises:
+        ValueError: The item feature has no table.
+    """
     tables = [
         config
         for config in two_tower.embedding_bag_collection.embedding_bag_configs()  # type: ignore[union-attr, operator]
@@ -315,19 +344,21 @@ def _num_items(two_tower: nn.Module, item_feature: str) -> int:
 
 
 class Retrieved(NamedTuple):
-    """Best items per query, best first: scores and IDs, [Q, k] each."""
+    """The K items with the highest scores for each of Q queries, best first."""
 
     scores_QK: Tensor
+    """Dot products; -inf where fewer than K items were left."""
     ids_QK: Tensor
+    """Item IDs."""
 
 
 class BruteForceIndex:
-    """Exact retrieval that compares every query with all items.
+    """Index for exact retrieval, which compares a query with all items.
 
     Args:
         vectors_IV: Item vectors.
-        ids_I: Item IDs; 0, 1, ... if None.
-        chunk: Items compared at a time. Memory is bounded by Q x (chunk + k) products.
+        ids_I: Item IDs; None: 0, 1, ...
+        chunk: Items compared at a time. A search needs memory for Q * (chunk + k) dot products.
 
     Raises:
         ValueError: IDs and vectors differ in number, or chunk is below 1.
@@ -351,12 +382,12 @@ class BruteForceIndex:
 
     @torch.no_grad()
     def search(self, query_QV: Tensor, k: int, *, exclude: JaggedTensor | None = None) -> Retrieved:
-        """Return the ``k`` items with the largest dot products.
+        """Return the ``k`` items with the largest dot products, per query.
 
         Args:
             query_QV: Query vectors.
-            k: Items to return.
-            exclude: Q bags of item IDs to exclude, such as seen items. If fewer than ``k`` items are left,
+            k: Items per query.
+            exclude: Q bags with item IDs to exclude, such as seen items. If fewer than ``k`` items are left,
                 the remaining scores are -inf.
 
         Raises:
@@ -380,7 +411,12 @@ class BruteForceIndex:
 
 
 def _bag_mask(ids_I: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return a bool mask [Q, I]: whether an item is in a query's bag."""
+    """Return whether an item is in a query's bag, for all pairs, bool [Q, I].
+
+    Args:
+        ids_I: Item IDs.
+        bags: Q bags with item IDs.
+    """
     lengths = bags.lengths()
     # Item IDs may be in any order; searchsorted needs them sorted.
     order = torch.argsort(ids_I)

@@ -1,11 +1,11 @@
-"""Wide and deep: linear terms, boosted trees, pairwise products and MLPs over a single lookup.
+"""Wide & deep model: linear terms, boosted trees, pairwise products and MLPs, from one embedding lookup.
 
-Cheng et al.: "Wide & deep learning for recommender systems" (2016); Rendle: "Factorization machines" (2010);
-numeric embeddings and the ensemble from Gorishniy et al. (2022, 2024). He et al.: "Practical lessons from
-predicting clicks on ads at Facebook" (2014) apply boosted trees before a linear model; here they predict its
-residual.
+The parts are from Cheng et al.: "Wide & deep learning for recommender systems" (2016), Rendle:
+"Factorization machines" (2010), and Gorishniy et al. (2022, 2024: numeric embeddings, ensemble). He et al.:
+"Practical lessons from predicting clicks on ads at Facebook" (2014) apply boosted trees before a linear
+model. Here the trees predict the residual that the linear model leaves.
 
-Shape legend: B batch, F features, N numeric features, D width, T outputs, M members.
+Shape legend: B samples, F features with IDs, N numeric features, D width, T outputs, M ensemble members.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class _ShrinkGradient(torch.autograd.Function):
-    """Identity whose backward adds the gradient of an L2 penalty, ``strengths * values ** 2 / 2``.
+    """Autograd function: the identity, with a backward that adds the gradient of an L2 penalty.
 
-    The batch loss is a mean over samples, so the additional gradient is divided by the batch size.
+    The penalty is ``strengths * values ** 2 / 2``. The batch loss is a mean over samples, so the additional
+    gradient is divided by the batch size.
     """
 
     @staticmethod
@@ -34,8 +35,8 @@ class _ShrinkGradient(torch.autograd.Function):
 
         Args:
             ctx: Autograd context.
-            values: Rows, [B, F, D].
-            strengths: Shrinkage, [F, D].
+            values: Embedding rows, [B, F, D].
+            strengths: Penalty strength per feature and column, [F, D].
         """
         ctx.save_for_backward(values, strengths)
         return values.view_as(values)
@@ -47,28 +48,29 @@ class _ShrinkGradient(torch.autograd.Function):
 
 
 class WideDeep(nn.Module):
-    """Wide & deep model: the sum of linear terms, boosted trees, and an ensemble of MLPs over embeddings.
+    """Wide & deep model, whose logit is the sum of linear terms, boosted trees, and an ensemble of MLPs.
 
-    The first T columns of a row are the ID's linear weights, the remaining columns its embedding, so that a
-    single set of tables is enough. Numeric features have embeddings with the same layout. With trees, the
-    column after the linear weights is the ID's score, read by the trees only: they split numeric features and
-    ID scores. Scores and trees receive no gradient and stay as fitted.
+    A table row has several purposes, so one lookup is enough for all parts of the model. The first T columns
+    are the ID's linear weights. With trees, the next column is the ID's score, which only the trees read. The
+    other columns are the embedding. Numeric features have vectors with linear weights and an embedding, too.
+    The trees split numeric features and ID scores. Trees and scores receive no gradient, and stay as fitted.
 
     Args:
         embedding_bag_collection: Tables with equal width D.
         edges: Bin edges per numeric feature; see `meshrec.modules.PiecewiseLinear`.
-        layer_sizes: Hidden layer sizes of the MLPs.
-        num_outputs: Number of logits T: 1, or one per class.
-        num_members: Ensemble members M.
-        dropout: Dropout probability of hidden values.
-        id_dropout: Dropout probability of whole ID embeddings, which prepares the model for unseen IDs.
-        wide_scale: Factor for the linear weights of IDs. With optimizers such as Adam, whose steps do not
-            depend on the gradient scale, it scales how far an update moves the linear term.
-        shrink: Shrinkage per feature, applied to a row at every lookup in training; empty: none. The inverse
-            frequency of the feature's values gives all rows an L2 penalty as in logistic regression: rare
-            values stay near 0.
-        trees: Trees over numeric features [B, N], then ID scores [B, F]; None: neither trees nor scores.
-        dense_device: Device for dense parameters.
+        layer_sizes: Hidden layer sizes in the MLPs.
+        num_outputs: Number of logits, T: 1, or the number of classes.
+        num_members: MLPs in the ensemble, M.
+        dropout: Dropout probability for hidden values.
+        id_dropout: Dropout probability for whole ID embeddings, which prepares the model for unseen IDs.
+        wide_scale: Factor for the linear weights in table rows. Optimizers such as Adam take steps that do
+            not depend on the gradient scale, so the factor decides how fast the linear terms learn.
+        shrink: Strength of an L2 penalty per feature, applied to a row whenever it is looked up in training;
+            empty: no penalty. With a strength inverse to a value's mean frequency, all rows get the same
+            penalty, as in logistic regression, and rare values stay near 0.
+        trees: Trees over the numeric features, then the ID scores, [B, N + F]; None: neither trees nor
+            scores.
+        dense_device: Device for all parameters except the tables.
 
     Raises:
         ValueError: Table widths differ or are too small, or trees are combined with several outputs.
@@ -128,14 +130,15 @@ class WideDeep(nn.Module):
         )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return logits.
+        """Return the logits.
 
         Args:
             dense_features: Dense values, [B, N].
             sparse_features: IDs for all features.
 
         Returns:
-            In training the logits of every member, [B, T, M]; in evaluation their mean, [B, T].
+            In training mode, the logits from all ensemble members, [B, T, M]. In evaluation mode, or with a
+            single member, the mean over members, [B, T].
         """
         arch, num = self.sparse_arch, self.num_outputs
         # Lookup first, read last: sharded tables exchange embeddings while numeric features are encoded.
