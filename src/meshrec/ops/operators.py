@@ -60,6 +60,7 @@ def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(operator, assigned=("__doc__",), updated=())
     def call(*arguments: Any, **options: Any) -> Any:
+        """Call the operator, and translate its exceptions."""
         try:
             return operator(*arguments, **options)
         except (ValueError, MemoryError, RuntimeError) as error:

@@ -543,6 +543,7 @@ class KeyedJaggedTensor(Jagged):
         """Return a copy with ``change`` applied to all tensors. It shares the counts cached on the host."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
+            """Apply ``change`` to an optional tensor."""
             return None if tensor is None else change(tensor)
 
         inverse = self._inverse_indices
@@ -568,6 +569,7 @@ class KeyedJaggedTensor(Jagged):
         return result
 
     def _tensors(self) -> list[Tensor]:
+        """Return all existing tensors on the device, including the inverse indices."""
         inverse = self._inverse_indices
         # Host caches (segments, jt_dict) own no device memory.
         tensors = super()._tensors()
@@ -586,6 +588,7 @@ class KeyedJaggedTensor(Jagged):
 
     # The cache holds views, which pickle would store a second time.
     def __getstate__(self) -> dict[str, Any]:
+        """Return the fields to pickle, without cached views."""
         return {**self.__dict__, "_jt_dict": None, "_jt_dict_grad": None}
 
     def __str__(self) -> str:

@@ -265,6 +265,7 @@ class KeyedTensor:
 
     # The cache holds views, which pickle would store a second time.
     def __getstate__(self) -> dict[str, Any]:
+        """Return the fields to pickle, without cached views."""
         return {**self.__dict__, "_pieces": [], "_pieces_grad": None}
 
     def __str__(self) -> str:

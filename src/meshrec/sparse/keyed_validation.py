@@ -85,6 +85,7 @@ def check_keyed_values(kjt: KeyedBags) -> None:
         )
 
     def name_bag(bag: int) -> str:
+        """Return the name of a bag for error messages: key, and sample within the key."""
         # bisect_right: keys without bags share their start with the next key, which has the bag.
         index = bisect_right(bags, bag) - 1
         return f"key {kjt.keys()[index]!r}, sample {bag - bags[index]}"

@@ -115,6 +115,7 @@ def _format_weighted_bags(values: Tensor, weights: Tensor | None, offsets: list[
 
 
 def _format_shape(tensor: Tensor) -> str:
+    """Format dtype and shape, such as ``int64[3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -132,10 +133,12 @@ def _format_shortened(rows: Tensor) -> list[str]:
 
 
 def _insert_ellipsis(texts: list[str]) -> list[str]:
+    """Insert "..." after the first ``_EDGE_ITEMS`` items."""
     return [*texts[:_EDGE_ITEMS], "...", *texts[_EDGE_ITEMS:]]
 
 
 def _join_list(texts: list[str]) -> str:
+    """Join formatted items as a list in brackets."""
     return f"[{', '.join(texts)}]"
 
 

@@ -45,14 +45,17 @@ def _bag_leaves(jagged: Jagged) -> list[Tensor | None]:
 
 
 def _flatten_jagged(jt: JaggedTensor) -> tuple[list[Any], None]:
+    """Return the leaves of a JaggedTensor, which needs no context."""
     return _bag_leaves(jt), None
 
 
 def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
+    """Rebuild a JaggedTensor from its leaves."""
     return JaggedTensor.unchecked(*leaves)
 
 
 def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedContext]:
+    """Return the leaves and the context of a KeyedJaggedTensor."""
     strides, inverse = kjt._strides, kjt._inverse_indices
     # A leaf, not context: batch sizes in the context would make torch.compile recompile for every batch.
     if isinstance(strides, list):
@@ -65,6 +68,7 @@ def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedConte
 
 
 def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> KeyedJaggedTensor:
+    """Rebuild a KeyedJaggedTensor from leaves and context."""
     values, weights, lengths, offsets, strides, inverse = leaves
     # Unchecked, because tracing rebuilds tensors from placeholder leaves.
     return KeyedJaggedTensor.unchecked(
@@ -80,10 +84,12 @@ def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> Key
 
 
 def _flatten_keyed(kt: KeyedTensor) -> tuple[list[Any], DenseContext]:
+    """Return the values as the only leaf of a KeyedTensor, and the context."""
     return [kt._values], DenseContext(tuple(kt._keys), tuple(kt._length_per_key), kt._key_dim)
 
 
 def _unflatten_keyed(leaves: Iterable[Any], context: DenseContext) -> KeyedTensor:
+    """Rebuild a KeyedTensor from the values and the context."""
     (values,) = leaves
     return KeyedTensor.unchecked(list(context.keys), list(context.length_per_key), values, context.key_dim)
 
@@ -123,6 +129,7 @@ def register(
     """
 
     def flatten_with_keys(tensor: T) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+        """Return the leaves with their attribute names, and the context."""
         leaves, context = flatten(tensor)
         # Leaf paths such as ``.values``, for torch.export.
         return list(zip(map(pytree.GetAttrKey, leaf_names), leaves, strict=True)), context

@@ -53,7 +53,7 @@ class _Launch(NamedTuple):
 
 
 def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Compute ``naive.jagged_attention`` with Triton kernels.
+    """Compute attention within samples on a GPU, as ``naive.jagged_attention`` does.
 
     Args:
         query: [M, H, Q].
@@ -80,7 +80,7 @@ def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -
 def jagged_attention_grad(
     grad: Tensor, out: Tensor, log_sums: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    """Compute ``naive.jagged_attention_grad`` with Triton kernels.
+    """Compute the attention gradients on a GPU, as ``naive.jagged_attention_grad`` does.
 
     Args:
         grad: [M, H, V].

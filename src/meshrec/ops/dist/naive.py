@@ -312,10 +312,11 @@ def gather_pooled(*arguments: Any) -> Tensor:
 
 
 def gather_coded(*arguments: Any) -> Tensor:
-    """Run ``gather_pooled`` on rows that ``wire_encode`` has encoded: uint8, with a block per source.
+    """Assemble the pooled output like ``gather_pooled``, from rows encoded by ``wire_encode`` (uint8).
 
-    The fields of ``PooledRows`` are followed by ``starts`` (first column of each source, see ``wire_naive``),
-    ``widths`` and ``formats`` per column, and by ``link`` and ``exchange``.
+    A source is a block in the encoding. The fields of ``PooledRows`` are followed by ``starts`` (first column
+    of each source, see ``wire_naive``), ``widths`` and ``formats`` per column, and by ``link`` and
+    ``exchange``.
     """
     rows, (starts, widths, formats, *_) = PooledRows.split(arguments)
     ops = torch.ops.meshrec

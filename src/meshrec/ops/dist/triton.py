@@ -56,10 +56,10 @@ class _RouteSlots(NamedTuple):
     """1 if the input is invalid, int32 [1] on the device."""
 
     def grid(self, num: int | None = None) -> tuple[int, int]:
-        """Return a launch grid with a program for every ``_LANES`` bags of a route.
+        """Return a launch grid with a program for every route and ``_LANES`` bags.
 
         Args:
-            num: second grid dimension, if it is not the number of routes.
+            num: second grid dimension, instead of the route count.
         """
         return ceil_div(max(self.max_bags, 1), _LANES), self.fields.shape[0] if num is None else num
 
@@ -115,7 +115,10 @@ def _build_slots(
 
 
 def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``naive.route_ids`` with Triton kernels; the module docstring lists the differences."""
+    """Pack the IDs in a batch into a message per rank on a GPU, as ``naive.route_ids`` does.
+
+    The module docstring lists the differences.
+    """
     from meshrec.ops.dist import triton_kernels
     from meshrec.ops.tbe.triton_kernels import check_offsets
 
@@ -190,7 +193,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``naive.unpack_ids`` with Triton kernels.
+    """Unpack the messages from all ranks into a batch on a GPU, as ``naive.unpack_ids`` does.
 
     Args:
         received: see ``naive.unpack_ids``.
@@ -256,7 +259,10 @@ def _bags_of_routes(
 
 
 def gather_pooled(*arguments: Any) -> Tensor:
-    """Compute ``naive.gather_pooled`` with Triton kernels. ``link`` and ``exchange`` are ignored."""
+    """Assemble pooled output columns from all ranks on a GPU, as ``naive.gather_pooled`` does.
+
+    ``link`` and ``exchange`` are ignored.
+    """
     from meshrec.ops.dist import triton_kernels
 
     rows, _ = PooledRows.split(arguments)
@@ -292,7 +298,7 @@ def gather_pooled(*arguments: Any) -> Tensor:
 
 
 def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Compute ``naive.scatter_pooled`` with Triton kernels."""
+    """Split a pooled output gradient into columns for all ranks, as ``naive.scatter_pooled`` does."""
     from meshrec.ops.dist import triton_kernels
 
     gradient = PooledGradient(*arguments)
@@ -325,7 +331,7 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
-    """Compute ``naive.gather_sequence`` with Triton kernels."""
+    """Assemble sequence lookup rows from all ranks, as ``naive.gather_sequence`` does."""
     batch = SequenceRows(*arguments)
     num_elements = batch.num_elements()
     if received.numel() != num_elements:
@@ -337,7 +343,7 @@ def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
 
 
 def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
-    """Compute ``naive.scatter_sequence`` with Triton kernels."""
+    """Split a sequence gradient into parts for all ranks, as ``naive.scatter_sequence`` does."""
     *shared, scale, dtype = arguments
     batch = SequenceRows(*shared)
     num_elements = batch.num_elements()
@@ -391,7 +397,7 @@ def _copy_sequences(
 
 
 def gather_weight_grads(*arguments: Any) -> Tensor:
-    """Compute ``naive.gather_weight_grads`` with Triton kernels."""
+    """Sum per-sample weight gradients from all ranks, as ``naive.gather_weight_grads`` does."""
     from meshrec.ops.dist import triton_kernels
 
     received, values, offsets, segments, num_keys, keys, router, counts = WeightGradients(*arguments)

@@ -61,6 +61,7 @@ def count_ids(
 ):
     """Count the IDs per slot, and for every use the IDs outside the table.
 
+    A use is a pair of a feature and a table. A route connects a use to a shard. A slot is a bag on a route.
     With CHECK, an ID outside the table or a NaN weight sets ``is_bad``.
 
     Args:

@@ -91,6 +91,12 @@ class CompiledIndex:
     """
 
     def __init__(self, max_slots: int, seed: int) -> None:
+        """Reserve or allocate memory for an empty index.
+
+        Args:
+            max_slots: maximum slot count, below 2^32.
+            seed: seed for the hash that spreads IDs over buckets.
+        """
         self.seed = seed
         shard_bits = min(_MAX_SHARD_BITS, (max_slots // _SLOTS_PER_SHARD).bit_length() - 1)
         # bit_length() of 0 is 0, which would give -1 for a small index.
@@ -116,14 +122,17 @@ class CompiledIndex:
 
     @property
     def num_live(self) -> int:
+        """Number of IDs with a slot."""
         return int(self._words[_NUM_LIVE])
 
     @property
     def num_slots(self) -> int:
+        """Highest slot ever assigned, plus 1."""
         return int(self._words[_NUM_SLOTS])
 
     @property
     def num_bytes(self) -> int:
+        """Memory in use, in bytes."""
         assert _library is not None
         return int(_library.meshrec_index_num_bytes(self._addresses))
 
@@ -142,6 +151,7 @@ class CompiledIndex:
         return [*regions, GrowingRegion(tags, _TAG_BYTES)]
 
     def find(self, ids_N: Tensor) -> Tensor:
+        """Return the slot for each ID, or -1 for an ID without a slot: int64 [N]."""
         slots: Tensor = operators.index_find(self.memory, ids_N, self.seed)
         return slots
 
@@ -192,6 +202,7 @@ class CompiledIndex:
         return Status(status) if status else ids
 
     def items(self) -> tuple[Tensor, Tensor]:
+        """Return all IDs in ascending order, and their slots: both int64 [num_live]."""
         assert _library is not None
         # The match count is unknown before the scan, so allocate the maximum.
         ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
@@ -201,6 +212,7 @@ class CompiledIndex:
         return ids, slots[order]
 
     def marked(self, marks: Tensor, max_id: int) -> tuple[Tensor, Tensor]:
+        """Return the IDs that have a marked slot, and these slots; see ``HashIndex.marked``."""
         assert _library is not None
         ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
         # The kernel returns how many entries it has written.

@@ -216,18 +216,27 @@ class NaiveIndex:
 
     @property
     def num_live(self) -> int:
+        """Number of IDs with a slot."""
         return len(self._slots)
 
     @property
     def num_bytes(self) -> int:
+        """Approximate memory in bytes."""
         # A dict entry (24 bytes, two thirds full), two int objects (32 bytes), and a list pointer.
         return 100 * len(self._slots) + 8 * len(self._ids)
 
     def find(self, ids_N: Tensor) -> Tensor:
+        """Return the slot for each ID, or -1 for an ID without a slot: int64 [N]."""
         slots = [self._slots.get(id, -1) for id in ids_N.tolist()]
         return torch.tensor(slots, dtype=torch.int64)
 
     def insert(self, ids_N: Tensor, given_N: Tensor | None = None) -> Tensor | Status:
+        """Insert IDs, and return their slots. If that fails, return a status and change nothing.
+
+        Args:
+            ids_N: int64, distinct and ascending.
+            given_N: free slots to assign to the IDs, int64 [N]. None: the lowest free slots.
+        """
         # All checks come first: a failed call changes nothing.
         if bool((ids_N[1:] <= ids_N[:-1]).any()):
             return Status.NOT_ASCENDING
@@ -256,6 +265,7 @@ class NaiveIndex:
         return slots + list(range(len(self._ids), len(self._ids) + count - len(slots)))
 
     def remove(self, ids_N: Tensor) -> Tensor | Status:
+        """Remove IDs, and return their slots. If that fails, return a status and change nothing."""
         ids = ids_N.tolist()
         if any(id not in self._slots for id in ids):
             return Status.ABSENT
@@ -268,19 +278,23 @@ class NaiveIndex:
         return torch.tensor(slots, dtype=torch.int64)
 
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
+        """Return the ID that has each slot, or a status if a slot is free."""
         ids = [self._ids[slot] if 0 <= slot < len(self._ids) else None for slot in slots_N.tolist()]
         return Status.FREE if None in ids else torch.tensor(ids, dtype=torch.int64)
 
     @property
     def num_slots(self) -> int:
+        """Highest slot ever assigned, plus 1."""
         return len(self._ids)
 
     def marked(self, marks: Tensor, max_id: int) -> tuple[Tensor, Tensor]:
+        """Return the IDs that have a marked slot, and these slots; see ``HashIndex.marked``."""
         ids, slots = self.items()
         selected = marks[slots] & (ids <= max_id)
         return ids[selected], slots[selected]
 
     def items(self) -> tuple[Tensor, Tensor]:
+        """Return all IDs in ascending order, and their slots: both int64 [num_live]."""
         ids = sorted(self._slots)
         slots = [self._slots[id] for id in ids]
         return torch.tensor(ids, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)

@@ -121,6 +121,7 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
         )
 
     def find_rows(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return table rows, added rows and initial rows, and the row number for each ID."""
         k = keyed.index(table)
         tensors = key_tensors[PER_TABLE * k : PER_TABLE * (k + 1)]
         row, slots = _find_rows_and_added(ids, weights[table], tensors, seeds[2 * k], table)
@@ -159,6 +160,7 @@ def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> t
     absent = torch.zeros(1, dtype=torch.int64)
 
     def find_rows(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the table rows plus a zero row for absent IDs, and the row number for each ID."""
         k = hashed.index(table)
         slots = index_find(memory[4 * k : 4 * k + 4], mix(ids, seeds[2 * k + 1]), seeds[2 * k])
         for piece in lookups.layout().pieces:

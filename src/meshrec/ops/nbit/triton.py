@@ -14,7 +14,7 @@ from meshrec.ops.tbe import Lookups, triton
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Compute ``naive.nbit_forward`` with Triton kernels.
+    """Look up and pool quantized rows on a GPU, as ``naive.nbit_forward`` does.
 
     Args:
         weights: see ``naive.nbit_forward``.

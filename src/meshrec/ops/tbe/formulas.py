@@ -297,7 +297,7 @@ class OptimizerKind(Enum):
 
 
 class Slot(NamedTuple):
-    """Optimizer state tensor for a table, fp32."""
+    """Name, shape and initial value for an optimizer state tensor, which is fp32."""
 
     name: str
     """Name of the tensor in state dicts and checkpoints."""

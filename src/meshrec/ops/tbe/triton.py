@@ -35,7 +35,7 @@ _LISTED_BAGS, _LISTED_IDS = 8, 16
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
-    """Compute ``naive.tbe_forward`` with Triton kernels."""
+    """Look up and pool rows on a GPU, as ``naive.tbe_forward`` does."""
     *shared, out_size, out_dtype, check_ids, _ = arguments
     batch = Lookups._make([*shared, [weights[table].shape[1] for table in shared[-3]]])
     out = look_up(
@@ -258,7 +258,7 @@ def _make_entries(
 
 
 def tbe_update(grad: Tensor, *arguments: Any) -> None:
-    """Compute ``naive.tbe_update`` with Triton kernels."""
+    """Update tables in place on a GPU, as ``naive.tbe_update`` does."""
     # The dispatcher leaves out trailing arguments with default values.
     batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
     runs, mean_squares, row_keys = (*sorted_runs, None, None, None)[:3]
@@ -368,12 +368,12 @@ def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
 
 
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
-    """Compute ``naive.tbe_sparse_grad`` with Triton kernels."""
+    """Return the gradients for touched rows on a GPU, as ``naive.tbe_sparse_grad`` does."""
     return _summed_rows(grad, *Lookups.split(arguments))[0]
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``naive.tbe_row_squares`` with Triton kernels.
+    """Return squared gradient norms per touched row on a GPU, as ``naive.tbe_row_squares`` does.
 
     Here ``runs`` is int64 [3 * E]: sorted rows, entry numbers, and the run number per sorted entry.
     """
@@ -432,7 +432,7 @@ def _summed_rows(
 
 
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
-    """Compute ``naive.tbe_dense_grad`` with Triton kernels.
+    """Return the gradients for whole tables on a GPU, as ``naive.tbe_dense_grad`` does.
 
     Args:
         grad: lookup output gradient.

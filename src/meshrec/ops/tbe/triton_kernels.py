@@ -203,7 +203,9 @@ def list_entries(
     BAGS: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    """Write the entries of this program's bags. ID ``i`` is entry ``i`` in the round of the lookup.
+    """Write the entries of this program's bags: row, gradient position, factor and table per ID.
+
+    ID ``i`` is entry ``i`` in the round of the lookup. A round has an entry per ID.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
@@ -256,6 +258,8 @@ def list_entries(
 @triton.jit
 def run_starts(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
     """Return the positions of this program's entries, their rows, and which entries start a run.
+
+    A run is a sequence of sorted entries with the same row.
 
     Args:
         rows: row per entry, ascending.
@@ -384,6 +388,8 @@ def sum_of_runs(
 ):
     """Return the gradient sums of the runs that start at ``at``: fp32 [RUNS, BLOCK].
 
+    An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row.
+
     Args:
         grad: gradient, flat, fp32.
         rows: row per entry, ascending.
@@ -435,7 +441,8 @@ def sum_runs(
 ):
     """Write the gradient sum of every run to the first state slot of the table, and the row to the second.
 
-    With DENSE, the row is the output position, and no row numbers are written.
+    An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row. With DENSE,
+    the row is the output position, and no row numbers are written.
 
     Args:
         grad: gradient, flat, fp32.

@@ -126,13 +126,13 @@ def _mean_square(g, stats, first, hyper, width, STATS: tl.constexpr):
 
 @triton.jit
 def _sgd(w, g, hyper, DECAY: tl.constexpr):
-    """See ``formulas._sgd``."""
+    """Return the rows after an SGD step; see ``formulas._sgd``."""
     return _decoupled_decay(w, hyper, DECAY) - _load_hyper(hyper, _LR) * g
 
 
 @triton.jit
 def _adagrad(w, g, total_at, inside, hyper, DECAY: tl.constexpr):
-    """See ``formulas._adagrad``."""
+    """Return the rows after an Adagrad step; see ``formulas._adagrad``."""
     total = tl.load(total_at, inside, 0.0) + g * g
     tl.store(total_at, total, inside)
     return _decoupled_decay(w, hyper, DECAY) - _load_hyper(hyper, _LR) * g / (
@@ -142,7 +142,7 @@ def _adagrad(w, g, total_at, inside, hyper, DECAY: tl.constexpr):
 
 @triton.jit
 def _rowwise_adagrad(w, g, total_at, first, stats, hyper, width, DECAY: tl.constexpr, STATS: tl.constexpr):
-    """See ``formulas._rowwise_adagrad``."""
+    """Return the rows after a row-wise Adagrad step; see ``formulas._rowwise_adagrad``."""
     total = tl.load(total_at, first, 0.0) + _mean_square(g, stats, first, hyper, width, STATS)
     tl.store(total_at, total, first)
     scale = _load_hyper(hyper, _LR) / (tl.sqrt(total) + _load_hyper(hyper, _EPS))
@@ -171,7 +171,7 @@ def _direction(
 
 @triton.jit
 def _lamb(w, r, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: tl.constexpr):
-    """See ``formulas._lamb``."""
+    """Return the rows after a LAMB step in Adam's direction ``r``; see ``formulas._lamb``."""
     if DECAY == _DECOUPLED:
         r += _load_hyper(hyper, _WEIGHT_DECAY) * w
     w_square = _sum_of_squares(w, stats, first, _WEIGHT_SUM, STATS)
@@ -183,7 +183,7 @@ def _lamb(w, r, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: tl.cons
 
 @triton.jit
 def _lars(w, g, m_at, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: tl.constexpr):
-    """See ``formulas._lars``."""
+    """Return the rows after a LARS step; see ``formulas._lars``."""
     decay = 0.0
     if DECAY == _L2:
         decay = _load_hyper(hyper, _WEIGHT_DECAY)
@@ -200,7 +200,7 @@ def _lars(w, g, m_at, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: t
 
 @triton.jit
 def _ftrl(w, g, n_at, z_at, inside, hyper):
-    """See ``formulas._ftrl``."""
+    """Return the rows after an FTRL step; see ``formulas._ftrl``."""
     lr, n = _load_hyper(hyper, _LR), tl.load(n_at, inside, 0.0)
     root = tl.sqrt(n + g * g)
     tl.store(n_at, n + g * g, inside)
@@ -218,7 +218,7 @@ def _ftrl(w, g, n_at, z_at, inside, hyper):
 def _rowwise_rmsprop_ar(
     w, g, v_at, iter_at, first, stats, hyper, width, DECAY: tl.constexpr, STATS: tl.constexpr
 ):
-    """See ``formulas._rowwise_rmsprop_ar``."""
+    """Return the rows after a row-wise RMSprop step with shrinkage; see ``formulas``."""
     lr, beta2, step = _load_hyper(hyper, _LR), _load_hyper(hyper, _BETA2), _load_hyper(hyper, _STEP)
     v = beta2 * tl.load(v_at, first, 0.0)
     v += (1 - beta2) * _mean_square(g, stats, first, hyper, width, STATS)
@@ -261,6 +261,8 @@ def update_runs(
     BLOCK: tl.constexpr,
 ):
     """Sum the gradients of the runs that start in this program, and update their rows and optimizer state.
+
+    An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row.
 
     Args:
         grad: gradient, flat, fp32.
