@@ -70,6 +70,7 @@ def load_exported(path: Path) -> "torch.export.ExportedProgram":
             raise PackageError(
                 f"{path} contains pickles, which are never loaded: {pickles[0]}. Export the model again."
             )
+        # Only after this check, because torch.export.load unpickles such entries.
         return torch.export.load(path)
     except PackageError:
         raise
@@ -139,6 +140,7 @@ def _find_pickles(path: Path) -> list[str]:
                 if name.endswith("_config.json"):
                     records = json.loads(archive.read(entry))["config"]
                     pickles += [tensor for tensor, record in records.items() if record["use_pickle"]]
+                # Files with other names hold non-tensor constants.
                 elif not name.startswith(("tensor_", "weight_")):
                     pickles.append(entry.filename)
     return pickles

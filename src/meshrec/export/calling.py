@@ -31,6 +31,7 @@ def _replace_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterato
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     # By identity, because a shared parameter may be replaced under any of its names.
     replacements = {id(original): weights[name] for name, original in named if name in weights}
+    # What to restore: the dict of the module, the name in it, and the original value.
     swapped: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in model.modules():

@@ -113,11 +113,13 @@ class IncrementalQueries:
         config = EmbeddingConfig(
             name=table, num_embeddings=num_rows, embedding_dim=width, feature_names=[*names[:2]]
         )
+        # On meta, without memory: every call replaces all weights by the package's.
         meta = torch.device("meta")
         model = HSTU(
             EmbeddingCollection(tables=[config], device=meta),
             names,
             softmax=SampledSoftmax(similarity="cosine" if normalise else "dot", repeats=encoder.has_repeats),
+            # A single item stands for the catalog, because query vectors do not depend on the items.
             items=ItemCatalogue(
                 torch.zeros(1, dtype=torch.int64),
                 new_user_scores_I=torch.zeros(1) if encoder.scores_new_users else None,
@@ -132,6 +134,7 @@ class IncrementalQueries:
         self._caller, self._weights = _AdvanceModule(model).eval(), weights
         state = (*self._caller.named_parameters(), *self._caller.named_buffers())
         shapes = {name: tensor.shape for name, tensor in state}
+        # Otherwise call_with would silently leave weights on meta.
         if shapes != {name: weight.shape for name, weight in weights.items()}:
             raise PackageError(
                 "the package's encoder description does not match its weights. Export it again."

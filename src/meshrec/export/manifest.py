@@ -90,6 +90,7 @@ class WeightRecord(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor, without the padding after it."""
+        # Python integers, which cannot overflow for a forged shape.
         size = _ITEM_SIZES[self.dtype]
         for dim in self.shape:
             size *= dim
@@ -109,6 +110,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise PackageError(
             f"{folder} is not a package: {path} cannot be read ({error}). Export a model."
         ) from error
+    # Before all other checks: other versions may have other fields.
     version = parsed.get("format") if isinstance(parsed, dict) else None
     if version != FORMAT:
         raise PackageError(f"{folder} has format {version}; this release reads {FORMAT}. Export it again.")
@@ -225,6 +227,7 @@ def verify_package(
         digests = read_digests(folder) if _exists(folder / DIGESTS) else None
         if digests is not None and (missing := [name for name in names if name not in digests]):
             raise DamageError(f"{folder / DIGESTS} lacks {missing[0]}")
+        # The signature's hashes replace the CRC-32s, so files are read only once.
         if key is not None:
             verify_signature(folder, names if digests is None else [*names, DIGESTS], key)
         elif digests is not None:
@@ -323,6 +326,7 @@ def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
             raise PackageError(
                 f"the keys of {name!r} have the format of an earlier release. Export the model again."
             )
+        # The rows and the index of a hashed table are separate weights.
         for part in ("weight", *INDEX):
             text(f"{name.removesuffix('weight')}{part}", f"a part of {name[:80]!r}", allowed=names)
         formula = fields(values, f"the keys of {name!r}", _FORMULA)
@@ -341,6 +345,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
             raise DamageError(f"its list of files has {name!r}, which is not a file of the folder")
         if not _SHA256.fullmatch(text(digest, f"the SHA-256 of {name!r}")):
             raise DamageError(f"the SHA-256 of {name!r} is {digest[:80]!r}")
+    # C++ needs the layout, and Python falls back to the exported program.
     needed = [LAYOUT, WEIGHTS, EXPORTED]
     needed += [SHARED_EXPORTED] if values["shared"] else []
     if values["compiled"]:

@@ -49,6 +49,7 @@ class NextItemQuery(nn.Module):
             )
         self.similarity = model.similarity
         self._encoder = Encoder.of(model)
+        # A shallow copy, so that removing modules does not change the caller's model.
         self.model = copy.copy(model)
         # Queries need neither the training sampler, nor new users' scores, which are stored with the
         # items.
@@ -204,6 +205,7 @@ class RankedItems(NamedTuple):
             at = np.searchsorted(self.ids_I, rows).clip(max=len(self.ids_I) - 1)
             is_item = self.ids_I[at] == rows
             of = np.repeat(np.arange(len(lengths)), lengths)
+            # Below all scores. Hidden items that are still among the best K are removed below.
             scores_BI[torch.from_numpy(of[is_item]), torch.from_numpy(at[is_item])] = float("-inf")
         best, indices = top_k(scores_BI, min(k, len(self.ids_I)))
         is_finite = best > float("-inf")

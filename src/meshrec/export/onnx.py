@@ -66,6 +66,7 @@ def export_onnx(
     if path.exists():
         raise ValueError(f"{path} exists already. Name another file, or remove it.")
     needs("onnxscript", "onnx")
+    # In evaluation mode, so that dropout is not exported.
     program = OnnxModel(with_whole_tables(model), features, scores).eval()
     num_bytes = sum(tensor.nbytes for tensor in (*program.parameters(), *program.buffers()))
     batch = 5
@@ -166,6 +167,7 @@ class _PlainBags(nn.Module):
             )
         if collection.is_weighted():
             raise ValueError(f"ONNX files take no weights of IDs, and this model has some. {_REMEDY}")
+        # A feature in several tables gets the name feature@table, as in EmbeddingBagCollection.
         readers = [name for config in collection.embedding_bag_configs() for name in config.feature_names]
         # For every output: its name, the feature, the attribute with the table, and whether to pool by mean.
         self._lookups: list[tuple[str, str, str, bool]] = []

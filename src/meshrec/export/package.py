@@ -125,6 +125,7 @@ def export(
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     contents = {**state, **real}
     _check_arguments(state, features, num_dense, shared, raw)
+    # The weights in argument order, which programs, manifest and weights.bin share.
     records = _assign_offsets(contents)
     manifest = {
         "features": list(features),
@@ -143,6 +144,7 @@ def export(
             feature for feature in features if feature in _features_of_hashed_tables(model)
         ]
     with durable_folder(folder) as parts:
+        # Dropout and batch normalization must be exported in evaluation mode.
         was_training = model.training
         model.eval()
         try:
@@ -212,10 +214,12 @@ def compile_anew(
     if folder.exists():
         raise ValueError(f"{folder} exists already. Name another folder, or remove it.")
     key = None if sign is None else read_private_key(sign)
+    # Checked before anything is loaded, because loading a program executes code.
     package, manifest, _, _ = check_package(package, public_key=public_key)
     weights = Weights(package / WEIGHTS, [WeightRecord(**record) for record in manifest["weights"]]).tensors
     with durable_folder(folder) as parts:
         for name in manifest["sha256"]:
+            # Compiled programs and the layout depend on the machine and are written again.
             if name not in (COMPILED, SHARED, LAYOUT):
                 link(package / name, parts / name)
         for compiled_name, exported_name in ((COMPILED, EXPORTED), (SHARED, SHARED_EXPORTED)):
@@ -376,6 +380,7 @@ def _export_program(
 def link(source: Path, target: Path) -> None:
     """Hard-link a file, or copy it if ``target`` is on another file system."""
     try:
+        # Weights may be many GiB, and packages never change.
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)

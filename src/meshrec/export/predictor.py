@@ -119,6 +119,7 @@ class Predictor:
         self.is_compiled = reason is None
         if reason is not None:
             _log.warning("%s: using the exported program, because %s", self.folder, reason)
+        # Checked again below, because the files are opened after the manifest was verified.
         self._program = self._load(COMPILED, EXPORTED)
         self._shared_program = self._load(SHARED, SHARED_EXPORTED) if self.shared else None
         self._check_same()
@@ -289,6 +290,7 @@ class Predictor:
                 raise ValueError(
                     f"the features must be {self.features}; missing {missing}, unknown {unknown}."
                 )
+        # With a group, dense may have a row per shared row instead of per sample.
         num_samples = len(dense) if group is None else len(group)
         num_shared = num_samples if group is None else self._check_group(group, dense, lengths)
         for feature in self.features:

@@ -77,7 +77,10 @@ class Program(nn.Module):
             )
         else:
             sample_rows = torch.arange(group.shape[0])
+            # Features that are looked up once per shared row. Others are repeated per sample before the
+            # lookup.
             once = self._shared - self._repeated
+            # For every feature, the bag that each sample reads.
             rows_FB = torch.stack([group if name in once else sample_rows for name in self._features])
             bags = [
                 _repeat_bags(ids, counts, group) if name in self._repeated else (ids, counts)
@@ -156,6 +159,7 @@ def export_program(
     inputs = example_inputs(weights, num_dense, features, shared)
     any_size = {0: torch.export.Dim.DYNAMIC}
     per_feature = [any_size for _ in features]
+    # The first dimension is dynamic for weights whose row count may change.
     rows = [any_size if grows else None for grows in growing] or [None] * len(weights)
     for index, weight in enumerate(weights):
         if rows[index] and weight.dim() == 2 and weight.shape[0] == 2 and weight.dtype == torch.int64:

@@ -188,6 +188,7 @@ class _Sharing:
             return None
         if len(split.args) < 3 or split.args[2] % len(_shape(split.args[0])) != 1:
             return None
+        # Index of the part that this node takes from the split.
         number: Any = node.args[1]
         widths = [part.shape[1] for part in split.meta["val"]]
         return self._between(split.args[0], sum(widths[:number]), sum(widths[: number + 1]))
@@ -206,6 +207,7 @@ class _Sharing:
         columns = self._columns(node.args[0])
         before, after = _shape(node.args[0]), _shape(node)
         if len(before) == 2 and len(after) == 3 and before[1] == after[1] * after[2]:
+            # [B, C * D] to [B, C, D]: columns can be followed only in whole groups of D.
             width = after[2]
             sources = columns.sources[::width]
             firsts = [
@@ -249,6 +251,7 @@ class _Sharing:
 
     def _binary(self, node: Node) -> SharedColumns | None:
         """Apply a binary operator to shared rows, if both sides are shared and have equal ranks."""
+        # An argument with fewer dimensions is broadcast, and has no row per sample.
         if any(
             isinstance(argument, Node) and len(_shape(argument)) != len(_shape(node))
             for argument in node.args
@@ -283,6 +286,7 @@ class _Sharing:
         """
         dense, sparse = (self._columns(argument) for argument in node.args)
         kinds = {is_shared for is_shared, _ in dense.sources}
+        # The dense vector must be completely shared or completely per sample.
         if len(kinds) != 1:
             return None
         is_shared = [kinds.pop(), *(kind for kind, _ in sparse.sources)]
@@ -296,6 +300,7 @@ class _Sharing:
             vectors = self._call(_aten.slice.Tensor, vectors, 1, 1, _shape(vectors)[1])
         shared = self._call(_DOTS, first, vectors)
         width = _shape(node.args[0])[1]
+        # The output has the dense vector first, then a column per pair of vectors.
         sources = [(is_shared[0], column) for column in range(width)]
         num_shared, num_all = width, width
         for one, other in combinations(is_shared, 2):
@@ -319,6 +324,7 @@ class _Sharing:
         assert isinstance(weight, Node)
         parts = []
         for is_shared in (False, True):
+            # The bias is added once, in the shared layer.
             bias = node.args[2:] if is_shared else ()
             of_these = self._slices(weight, columns.of(is_shared))
             parts.append(self._call(_LINEAR, self._select_columns(columns, is_shared), of_these, *bias))
@@ -341,6 +347,7 @@ class _Sharing:
         """Return a node with the given columns, sliced in runs and concatenated; `source` itself for all."""
         if list(columns) == list(range(_shape(source)[1])):
             return source
+        # Consecutive columns are sliced together, as [start, end).
         runs: list[list[int]] = []
         for column in columns:
             if runs and runs[-1][1] == column:

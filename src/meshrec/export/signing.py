@@ -125,6 +125,7 @@ def verify_signature(folder: Path, names: Sequence[str], key: "Ed25519PublicKey"
             "Export the model with --sign KEY."
         ) from error
     statement, last = content[:-_LAST_LINE_BYTES], content[-_LAST_LINE_BYTES:]
+    # The last line has a fixed length, so that the signed text is found without parsing it.
     match = _LAST_LINE.fullmatch(last)
     try:
         if match is None:

@@ -49,12 +49,14 @@ def write_torchscript(
         if node.op == "call_module" or node.target in _REMOVED:
             graph.erase_node(node)
         elif node.op == "output":
+            # The program returns a tuple with a single tensor.
             node.args = (node.args[0][0],)
         elif node.target is torch.ops.aten.sym_size.int:
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.call_method("size", node.args))
             graph.erase_node(node)
         elif isinstance(node.target, torch._ops.OpOverload):
+            # TorchScript resolves overloads itself.
             node.target = node.target.overloadpacket
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     plain = torch.fx.GraphModule(module, graph)

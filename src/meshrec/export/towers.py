@@ -100,6 +100,7 @@ class TowerQuery(nn.Module):
     def __init__(self, model: TowerRanking, ids_I: Ints) -> None:
         super().__init__()
         self.tower = Tower(model, "query")
+        # Dropout would make the vectors random.
         vectors_IV = model.eval().item_vectors()
         rows = vectors_IV.new_zeros(int(ids_I[-1]) + 1, vectors_IV.shape[1])
         self.register_buffer("item_vectors", rows.index_copy(0, torch.from_numpy(ids_I), vectors_IV))

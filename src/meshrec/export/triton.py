@@ -54,6 +54,7 @@ def _config(name: str, manifest: dict[str, Any]) -> str:
     inputs = [("dense", "FP32", [-1, manifest["num_dense"]])] if manifest["num_dense"] else []
     for feature in manifest["features"]:
         inputs += [(f"{feature}.values", "INT64", [-1]), (f"{feature}.lengths", "INT32", [-1])]
+    # -1 is a dimension of any size.
     outputs = [(manifest["outputs"], "FP32", [-1] if manifest["outputs"] == "scores" else [-1, -1])]
     lines = [
         f'name: "{_escape(name)}"',

@@ -59,6 +59,7 @@ class Weights:
         # Size and modification time at the last verification.
         self._stamp = _size_and_time(self._descriptor)
         self._num_bytes = self._stamp[0]
+        # An empty file cannot be mapped.
         memory = torch.empty(0, dtype=torch.uint8)
         if private:
             memory = self._copy_file()
@@ -104,6 +105,7 @@ class Weights:
         """
         self.check()
         stamp = _size_and_time(self._descriptor)
+        # A copy in memory does not change with the file.
         if self._mapping is None or stamp == self._stamp:
             return
         if self._digest is not None:

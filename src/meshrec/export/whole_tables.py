@@ -36,6 +36,7 @@ def with_whole_tables(model: nn.Module) -> nn.Module:
         return inner
     for module in sharded:
         world = module.built.env.world
+        # Shards on several devices of this process can be merged here; shards in other processes cannot.
         if world.group is not None and world.size > 1:
             raise ValueError(
                 f"the tables are split over {world.size} processes, but one process writes a package. Save "
@@ -52,6 +53,7 @@ def _merge_shards(module: Any) -> TableCollection:
     types = {config.name: config.data_type for config in configs()}
     options = module.built.options
     collection = empty_like(module, types, options.bounds_check, options.output_dtype)
+    # The collection is on meta. Rows are allocated here, then filled from the shards.
     allocate_rows(collection, configs())
     state = module.state_dict()
     collection.load_state_dict(

@@ -17,7 +17,7 @@ _NO_CAP = 1e30
 # Piece sizes to try for memory-balanced plans, as fractions of the memory cap, and the allowed factor over a
 # table's minimum memory. Small pieces fill ranks evenly; large pieces need less memory in total.
 _PARTS, _THRIFTY = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
-# Work of the first annealing attempt that balances memory, and its initial temperature.
+# Work in the first annealing attempt that balances memory, and the initial temperature.
 _BALANCE_WORK, _BALANCE_HOT = 2_000_000, 0.03
 _FITTING_SECONDS = 1.0
 # Annealing is tried if a plan takes at most this multiple of the memory cap, up to this number of times.

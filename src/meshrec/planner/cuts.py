@@ -143,7 +143,7 @@ class _Phase(NamedTuple):
             upper: limit on a rank's load.
             share_U: number of tables per kind in the relaxation.
         """
-        # For so many kinds, the arrays [Q, U] would be large.
+        # For more kinds, the arrays [Q, U] would be large.
         if len(share_U) > _MOST_KINDS:
             return np.zeros(0)
         load_U = share_U * self.count_U * self.mean_U

@@ -77,7 +77,7 @@ class CostModel:
 
     Args:
         tables: tables to plan.
-        topology: the machine. Its `world_size` ranks form `replicas` shard groups, which all follow the same
+        topology: the machine. The `world_size` ranks form `replicas` shard groups, which all follow the same
             plan.
         batch_size: samples per rank, for tables that do not set their own.
         replicas: ``replicate`` axis size. Each replica group holds all tables.
@@ -107,7 +107,7 @@ class CostModel:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes in a shard group."""
+        """Nodes in a shard group."""
         return self.num_ranks // self.node_size
 
     @property

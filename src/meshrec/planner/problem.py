@@ -7,7 +7,7 @@ addition, a candidate may cost every rank the same time and memory (`common_C`).
 form a *piece group*, so that arrays stay small on large clusters.
 
 [Note: planner arrays]
-The suffix of an array's name gives its axes, a letter per axis: ``load_PK`` has shape [P, K].
+The suffix of an array's name gives the axes, a letter per axis: ``load_PK`` has shape [P, K].
 
 - T: tables. Y: table types. C: candidates. P: piece groups.
 - R: ranks in a shard group. F: phases of a training step, see `estimators.PHASES`.
@@ -85,7 +85,7 @@ class Problem(NamedTuple):
     candidate_P: Ints
     """Candidate index per piece group, ascending."""
     count_P: Ints
-    """Number of equal pieces in the group."""
+    """Equal pieces in the group."""
     load_PK: Floats
     """Seconds per phase which a piece costs the rank holding it, or every rank in the node holding it."""
     fixed_PK: Floats
@@ -112,11 +112,11 @@ class Problem(NamedTuple):
     sharded_C: Bools
     """Whether a candidate has pieces. Data-parallel candidates have none, and cost every rank the same."""
     row_stats_C: Bools
-    """Whether a candidate needs an all-reduce of row statistics, because its columns are split."""
+    """Whether a candidate needs an all-reduce of row statistics, because the columns are split."""
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes in the shard group."""
+        """Nodes in the shard group."""
         return self.num_ranks // self.node_size
 
     def pieces(self, candidate: int) -> slice:

@@ -34,7 +34,7 @@ from meshrec.planner.search import (
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-# Number of attempts that continue after the first short attempts, and the fraction of the plan work that each
+# Attempts that continue after the first short attempts, and the fraction of the plan work that each
 # gets at first. The fraction doubles every round.
 _FINALISTS, _ROUND = 4, 1 / 64
 # Plan work fraction after which no more first attempts start.
@@ -45,7 +45,7 @@ _WORK_PER_TABLE = 2e4
 # would wait for a piece that takes longer than T. The relaxation gives only a lower estimate of the final T,
 # so several multiples are tried.
 _SQUEEZES = (1.1, 1.4, np.inf)
-# Number of starts to try with other collective sets, too. The best starts for a set are nearly the best for
+# Starts to try with other collective sets, too. The best starts for a set are nearly the best for
 # any.
 _RETRIED_STARTS = 2
 # Time limit in the search for a first plan that fits into memory. It may exceed the user's time limit,
@@ -303,7 +303,7 @@ class _HalvingSearch:
             return False
         candidate = min(self._candidates, key=lambda candidate: candidate.value)
         can_prove = self.best_seconds < np.inf and not candidate.is_exhausted and candidate.has_time
-        # Whichever of the two has done less work goes next.
+        # Whichever of the two has done less work continues.
         is_bounds_turn = self._bound_work <= self._search_work - self._first_work
         if can_prove and (is_bounds_turn or not self._has_attempts):
             candidate.improve(self.best_seconds)

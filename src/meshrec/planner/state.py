@@ -32,7 +32,7 @@ class Parts(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Placement of a table on the best ranks, and the plan's smooth objective in seconds if it is added."""
+    """Table placement on the best ranks, and the plan's smooth objective in seconds if it is added."""
 
     objective: float
     parts: Parts
