@@ -1,4 +1,4 @@
-"""Pipelined training: communication during computation."""
+"""Pipelined training: exchange IDs and embeddings for later batches while the current batch computes."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Batches in flight: the copy to the device, and lookups started before the model calls the modules."""
+"""Batches in flight: copied to the device, with lookups which start before the model calls the modules."""
 
 import functools
 import operator
@@ -21,9 +21,10 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
 
 
 class Mover:
-    """Copies batches to ``device``, on CUDA in a separate stream.
+    """Copies batches to a device. CUDA copies run on a separate stream, and overlap with computation.
 
-    If ``device`` is None, batches are unchanged.
+    Args:
+        device: device to copy to; None: batches are returned unchanged.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -31,9 +32,10 @@ class Mover:
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
 
     def move_batch(self, batch: Any) -> Any:
-        """Return a copy of the batch on the device. The copy may still be in flight, see ``wait``.
+        """Return a copy of the batch on the device. Call ``wait`` before using it, because it may be
+        incomplete.
 
-        Copies objects with a ``to`` method, also inside tuples, lists and mappings.
+        Objects with a ``to`` method are copied, also if they are inside tuples, lists and mappings.
         """
         if self._device is None:
             return batch
@@ -41,7 +43,7 @@ class Mover:
             return _copy_to(batch, self._device)
 
     def wait(self, batch: Any) -> None:
-        """Make the current CUDA stream wait until the batch has been copied."""
+        """Let the current CUDA stream wait until the batch has been copied."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -50,23 +52,26 @@ class Mover:
 
 
 class PathStep(NamedTuple):
-    """A step from an object to a part: ``.name`` (attribute), or ``[name]`` (item)."""
+    """A step from an object to one of its attributes (``.name``) or items (``[name]``)."""
 
     name: Any
+    """Attribute name, mapping key, or sequence index."""
     is_item: bool
-    """Whether ``name`` is a mapping key or sequence index; otherwise it is an attribute."""
+    """Whether ``name`` is a mapping key or a sequence index."""
 
     def __str__(self) -> str:
         return f"[{self.name!r}]" if self.is_item else f".{self.name}"
 
 
+# How to reach an object inside a batch, such as ``batch.sparse['user']``.
 Path = tuple[PathStep, ...]
 
 
 def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
-    """Return all tensors and jagged tensors in ``batch``, in order, with the paths.
+    """Return all tensors and jagged tensors in a batch, with the path to each.
 
-    An object occurs once.
+    Objects which occur several times are listed once. The search covers mappings, sequences, dataclass
+    fields, and attributes of other objects.
     """
     leaves: list[tuple[Path, Tensor | Jagged]] = []
     seen: set[int] = set()
@@ -88,7 +93,10 @@ def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
 
 @functools.lru_cache
 def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
-    """Return the function listing a ``kind`` instance's attributes or items, with the steps."""
+    """Return a function which lists the attributes or items of an instance of the type ``kind``.
+
+    The function returns pairs (step to the part, part).
+    """
     if issubclass(kind, Mapping):
         return lambda mapping: [(PathStep(name, True), part) for name, part in mapping.items()]
     if issubclass(kind, Sequence):
@@ -107,12 +115,12 @@ def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
 
 
 def path_to(batch: Any, features: KeyedJaggedTensor) -> Path | None:
-    """Return the path to ``features``, compared by identity, in the batch; None if absent."""
+    """Return the path to the object ``features`` in a batch; None if the batch does not contain it."""
     return next((path for path, part in find_tensors(batch) if part is features), None)
 
 
 def object_at(batch: Any, path: Path) -> Any:
-    """Return the object at ``path`` in ``batch``; None if the batch has no object there."""
+    """Return the object at ``path`` in a batch. None if the batch has no object there."""
     for name, is_item in path:
         try:
             batch = batch[name] if is_item else getattr(batch, name)
@@ -127,30 +135,34 @@ def path_text(path: Path) -> str:
 
 
 class Call(NamedTuple):
-    """A sharded module call in the forward pass."""
+    """A call of a sharded module which the forward pass makes in every batch."""
 
     name: str
-    """Module name in the model."""
+    """Name of the module in the model."""
     module: Collection
     path: Path | None
-    """Call input position in the batch; None if the forward pass creates the input."""
+    """Where the batch contains the input of the call. None if the forward pass creates the input."""
 
 
 class LookupInFlight:
-    """Module lookup for known input, started before the forward pass calls the module.
+    """The lookup of a sharded module for an input, started before the forward pass calls the module.
+
+    Creating the object routes the IDs and starts the size exchange, which is collective. See [Note: the
+    stages of a batch] in ``distributed/sharded_tables.py``.
 
     Args:
         module: sharded module.
-        features: the call's input.
+        features: input with which the forward pass will call the module.
     """
 
     def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:
         self.module, self.features = module, features
-        # Fixed at the start: after a reshard or mode change, this lookup is not used (see is_current).
+        # The state on which the lookup depends. After a reshard or a mode change, the lookup is not used
+        # (see is_current).
         self._before, self._tables = _module_mode(module), module.tables
         self._batch = self._tables.route(features)
-        # From send_embeddings on. Held here, because in the LookupBatch it would be part of a reference
-        # cycle.
+        # The module's result, set by send_embeddings. It is stored here, because in the LookupBatch it would
+        # be part of a reference cycle.
         self._result: LazyAwaitable[Any] | None = None
         # The tables' ``num_changes`` when ``_result`` was looked up, and whether it is kept after later
         # updates (semi-synchronous training).
@@ -158,25 +170,25 @@ class LookupInFlight:
 
     @property
     def is_current(self) -> bool:
-        """Whether the module's tables, grad mode and trainable parameters are unchanged since the start."""
+        """Whether the tables, grad mode and trainable parameters are the same as when the lookup started."""
         return self._before == _module_mode(self.module)
 
     def advance(self, stage: Stage) -> None:
-        """Run all remaining stages up to ``stage``.
+        """Run the lookup up to and including ``stage``, except stages already run. Collective.
 
         Raises:
-            ValueError: some rank's input was invalid; raised on every rank.
+            ValueError: the input on some rank is invalid. All ranks raise it.
         """
         if self._batch.stage < stage:
             self._tables.advance(self._batch, stage)
 
     def send_embeddings(self, *, keep_result: bool = False) -> LazyAwaitable[Any]:
-        """Look up the rows, start to send them to the requesting ranks, and return the module's result.
+        """Look up the rows, start to send them, and return the module's result. Collective.
 
-        A second call returns the same result, or looks up again if the tables have changed since.
+        A second call returns the same result, or looks up the rows again if the tables have changed since.
 
         Args:
-            keep_result: return this result in later calls as well, even if the tables change.
+            keep_result: return this result also in later calls, even if the tables have changed.
         """
         num_changes = self._tables.num_changes
         self._keeps_result |= keep_result
@@ -188,25 +200,33 @@ class LookupInFlight:
 
 @dataclass
 class BatchInFlight:
-    """A batch from the loader until the backward pass."""
+    """A batch which the loader has returned, with lookups for it, until the forward pass uses them."""
 
     batch: Any
+    """The batch, already copied to the device."""
     lookups: list[LookupInFlight] = field(default_factory=list)
-    """Started lookups not yet taken by the forward pass."""
+    """Lookups which have started, and whose results the forward pass has not taken yet."""
     error: Exception | None = None
-    """Lookup error; raised when the batch's training step starts."""
+    """Error from a lookup. `Lookahead.next` raises it when the training step for this batch starts."""
 
     def __post_init__(self) -> None:
         self._leaves = find_tensors(self.batch)
+        # torch's write counters when the batch was read or last checked.
         self._versions = _tensor_versions(self._leaves)
 
     def describe_new_write(self) -> str | None:
-        """Return a message if the batch was written to since the last call (or since it was read)."""
+        """Return a message if a tensor in the batch was changed in place since the last call, else None.
+
+        The first call compares with the time at which the batch was read.
+        """
         before, self._versions = self._versions, _tensor_versions(self._leaves)
         return _describe_write(before, self._versions)
 
     def route(self, module: Collection, features: KeyedJaggedTensor) -> None:
-        """Start a module's lookup for these features. Collective."""
+        """Start a lookup of ``module`` for ``features``, which are in the batch. Collective.
+
+        An error is stored in ``error``.
+        """
         if self.error is None:
             try:
                 self.lookups.append(LookupInFlight(module, features))
@@ -214,10 +234,7 @@ class BatchInFlight:
                 self._fail(error)
 
     def send_ids(self) -> None:
-        """Start the ID exchange for all lookups.
-
-        Collective. Stores the error for invalid input in ``error``.
-        """
+        """Start the ID exchange for all lookups. Collective. If an input is invalid, store the error."""
         try:
             for lookup in self.lookups:
                 lookup.advance(Stage.EXCHANGED)
@@ -225,9 +242,10 @@ class BatchInFlight:
             self._fail(error)
 
     def start_reads(self) -> None:
-        """Start to read rows for tables stored in files, while the previous batch computes.
+        """Start to read rows of tables stored in files, so that they arrive while the previous batch
+        computes.
 
-        Collective. Waits for these tables' ID exchange.
+        Collective. Waits for the ID exchange of these tables.
         """
         try:
             for lookup in self.lookups:
@@ -237,12 +255,12 @@ class BatchInFlight:
             self._fail(error)
 
     def send_embeddings(self, is_ready: Callable[[Collection], bool], *, keep_result: bool = False) -> None:
-        """Look up rows for modules which are ready, and start to send them to the requesting ranks.
+        """Look up rows for the modules which are ready, and start to send them. Collective.
 
-        Resolves keys to slots for all modules, also if they are not ready.
+        For modules which are not ready, only replaces keys by slots (positions of rows in memory).
 
         Args:
-            is_ready: selects the modules whose rows are looked up now.
+            is_ready: returns whether a module's tables are up to date, so its rows can be looked up now.
             keep_result: see `LookupInFlight.send_embeddings`.
         """
         try:
@@ -258,12 +276,18 @@ class BatchInFlight:
             self._fail(error)
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
-        """Return the result for this module and input from the lookup in flight, and forget the lookup.
+        """Return the result of the lookup for this module and input, and forget the lookup.
 
-        Returns None if no lookup matches.
+        Args:
+            module: module which the forward pass calls.
+            features: input of the call. It must be the object for which the lookup was started.
+
+        Returns:
+            The lazy result, or None if no lookup was started for this call, or if it is outdated.
 
         Raises:
-            ValueError: the IDs were written to after the lookup started, for example by the forward pass.
+            ValueError: the IDs were changed in place after the lookup started, for example by the forward
+                pass.
         """
         for lookup in self.lookups:
             if lookup.module is module and lookup.features is features and lookup.is_current:
@@ -281,7 +305,7 @@ class BatchInFlight:
         return error
 
     def _fail(self, error: Exception) -> None:
-        """Store the error, and drop all lookups."""
+        """Store the error for the training step of this batch, and drop all lookups."""
         self.error = error
         # All ranks fail together, so no rank waits for these lookups.
         self.lookups.clear()
@@ -290,7 +314,7 @@ class BatchInFlight:
 def _tensor_versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int, tuple[Path, Tensor, int]]:
     """Return (path, tensor, version) for all tensors in ``leaves``, by ``id(tensor)``.
 
-    The version is torch's in-place write count.
+    The version is the number of in-place writes, which torch counts.
 
     Args:
         leaves: tensors and jagged tensors in a batch, from `find_tensors`.
@@ -307,7 +331,7 @@ def _tensor_versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int
 def _describe_write(
     before: Mapping[int, tuple[Path, Tensor, int]], now: Mapping[int, tuple[Path, Tensor, int]]
 ) -> str | None:
-    """Compare two `_tensor_versions`, and return a message about the first changed tensor, or None."""
+    """Return a message about the first tensor which has changed between two `_tensor_versions`, or None."""
     for key, (path, _, version) in before.items():
         if key in now and now[key][2] != version:
             return (
@@ -318,16 +342,17 @@ def _describe_write(
 
 
 def _module_mode(module: Collection) -> tuple[Any, ...]:
-    """Return a lookup's dependencies besides IDs and weights: tables, grad mode, ``requires_grad``.
+    """Return the state on which a lookup depends, except IDs and weights.
 
-    They change on all ranks or on none, so ranks agree on whether a lookup is used.
+    This is the identity of the tables, grad mode, and ``requires_grad`` of every parameter. It changes on all
+    ranks or on none, so all ranks agree on whether a lookup is used.
     """
     trained = list(map(operator.attrgetter("requires_grad"), module.parameters()))
     return id(module.tables), torch.is_grad_enabled(), trained
 
 
 def _copy_to(thing: Any, device: torch.device) -> Any:
-    """Copy objects with a ``to`` method, also inside mappings, tuples and lists, to a device."""
+    """Return a copy of ``thing`` on a device. Mappings, tuples and lists are copied item by item."""
     if hasattr(thing, "to"):
         return thing.to(device, non_blocking=True)
     if isinstance(thing, Mapping):
@@ -340,7 +365,7 @@ def _copy_to(thing: Any, device: torch.device) -> Any:
 
 
 def _record_stream(thing: Any, stream: Any) -> None:
-    """Tell the CUDA allocator not to reuse the batch's memory before ``stream`` has used it."""
+    """Tell the CUDA allocator not to reuse the memory of ``thing`` before ``stream`` has used it."""
     if hasattr(thing, "record_stream"):
         thing.record_stream(stream)
     elif isinstance(thing, Mapping):

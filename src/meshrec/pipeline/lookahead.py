@@ -1,9 +1,9 @@
-"""Lookahead: start later batches' lookups while the current batch computes.
+"""Start the lookups for later batches while the current batch computes.
 
-While batch i computes, ranks exchange IDs for batch i + 1, and the loader reads batch i + 2. The model is not
-traced. The first forward pass shows which part in the batch is the input for which module. In later batches,
-the lookups for these parts start before the forward pass. A module call with exactly this object as input
-takes the result from the lookup in flight. Any other call runs the plain lookup.
+While batch i computes, the ranks exchange IDs for batch i + 1, and the loader reads batch i + 2. The model is
+not traced. The first forward pass shows which object in the batch is the input to which sharded module. For
+later batches, lookups for the objects at the same place start before the forward pass. If a module is called
+with exactly this object, it takes the result of the started lookup. Any other call runs the plain lookup.
 """
 
 import logging
@@ -28,30 +28,33 @@ from meshrec.sparse import KeyedJaggedTensor
 
 _logger = logging.getLogger("meshrec")
 Uneven = Literal["stop", "error"]
-# Status for a rank without a next batch. 0: the rank has a batch.
+# Status which a rank sends for its next batch: 0 (it has a batch), or one of these.
 _END, _FAILED = 1, 2
 
 
 class _Decision(NamedTuple):
-    """Joint status for the batches just read by all ranks; equal on all ranks."""
+    """Result of a status exchange about the batches just read by all ranks. Equal on all ranks."""
 
     continues: bool
     """Whether all ranks have a batch."""
     has_input: list[bool]
-    """For every sharded module call: whether the input was found in the batches on all ranks."""
+    """For every call of a sharded module, whether the batches on all ranks contain the input."""
     error: Exception | None
-    """Loader error, to be raised once all earlier batches are trained."""
+    """Error from a loader on some rank, to be raised once all earlier batches are trained."""
     ended: list[int]
     """Ranks whose loaders have no more batches."""
 
 
 class _StatusExchange:
-    """Asynchronous exchange between ranks: does every rank have a batch, and which inputs does it contain?
+    """Started exchange in which the ranks tell each other whether they have a next batch, and with which
+    inputs.
+
+    The constructor starts the exchange, and ``decide`` waits for it.
 
     Args:
-        batch: batch from this rank's loader; None at the data's end and after an error.
-        has_input: for every sharded module call, whether the batch contains the input.
-        error: loader error; None if there was none.
+        batch: batch from this rank's loader; None at the end of the data and after an error.
+        has_input: for every call of a sharded module, whether the batch contains the input.
+        error: error from this rank's loader, or None.
         axis: the ranks.
         device: device for the exchange.
     """
@@ -71,7 +74,10 @@ class _StatusExchange:
         self._words = all_gather(words, axis, "status of batches")
 
     def decide(self) -> _Decision:
-        """Wait for the status from all ranks. If a loader failed, also exchange the error messages."""
+        """Wait for the status of all ranks, and return the decision. Collective.
+
+        If a loader has failed, also exchanges the error messages.
+        """
         words = self._words.wait().cpu()
         statuses, has_input = words[:, 0].tolist(), words[:, 1:].bool().all(0).tolist()
         error = self._error
@@ -84,10 +90,12 @@ class _StatusExchange:
 
 
 class _WriteCheck:
-    """Asynchronous exchange between ranks: was a batch written to after the loader returned it?
+    """Started exchange in which the ranks tell each other whether their batch was changed after it was read.
+
+    The constructor starts the exchange, and ``finish`` waits for it.
 
     Args:
-        change: message about a write on this rank; None: no write.
+        change: message about a change on this rank; None if the batch is unchanged.
         axis: the ranks.
         device: device for the exchange.
     """
@@ -98,7 +106,7 @@ class _WriteCheck:
         self._words = all_gather(word, axis, "checks of batches")
 
     def finish(self) -> None:
-        """Wait for all ranks, and raise ValueError on every rank if there was a write on any."""
+        """Wait for all ranks, and raise ValueError on every rank if the batch was changed on any rank."""
         if bool(self._words.wait().any()):
             texts = enumerate(gather_objects(self._change, self._axis, "changes of batches"))
             changes = "; ".join(f"rank {rank}: {text}" for rank, text in texts if text is not None)
@@ -106,7 +114,7 @@ class _WriteCheck:
 
 
 class Lookahead:
-    """Starts lookups before the model needs them, for any training loop::
+    """Starts embedding lookups before the model needs them, in a training loop written by the user::
 
         batch = ahead.next(iterator)  # StopIteration at the end
         with ahead.forward():
@@ -116,17 +124,17 @@ class Lookahead:
         optimizer.step()
         ahead.look_up()
 
-    All calls are collective. A loop may omit calls, as in evaluation without a backward pass or after an
-    exception, and only loses overlap. Do not omit ``exchange`` in training: it raises, before any update, if
-    a batch was written to while the IDs were in flight.
+    All methods are collective. If a loop leaves out calls, for example in evaluation or after an exception,
+    it only loses overlap. Do not leave out ``exchange`` in training: it raises, before any update, if a batch
+    was changed after the loader had returned it. `TrainPipeline` is a ready training loop.
 
     Args:
-        model: a model with sharded modules at any depth.
-        device: device to copy batches to; None: batches are not copied.
-        uneven: reaction to different batch counts on different ranks. ``"stop"`` ends all ranks after
-            the last common batch; ``"error"`` raises ValueError there and names the ranks.
-        strict: raise ValueError after the first forward pass if a module cannot be pipelined. Otherwise a log
-            line names it.
+        model: model with sharded modules at any depth.
+        device: device to which batches are copied; None: batches are not copied.
+        uneven: what to do if ranks have different numbers of batches. ``"stop"`` ends all ranks after the
+            last batch which all ranks have. ``"error"`` raises ValueError there and names the ranks.
+        strict: whether to raise ValueError after the first forward pass if the lookup of some module cannot
+            start early. If False, a log line names the module.
     """
 
     def __init__(
@@ -143,13 +151,13 @@ class Lookahead:
             if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
         }
         self._mover = Mover(device)
-        # Learned in the first forward pass, then fixed. None before that.
+        # Module calls and where their inputs are in a batch. None until the first forward pass, then fixed.
         self._calls: list[Call] | None = None
         # Calls recorded during a forward pass while ``_calls`` is None.
         self._seen: list[tuple[str, Collection, KeyedJaggedTensor]] = []
-        # The batch being trained, from a ``next`` call to the following call.
+        # The batch in training, from a call of ``next`` to the following call.
         self._current: BatchInFlight | None = None
-        # Batches after the current one, at most two: read, and known to exist on all ranks.
+        # Batches after the current batch, at most two. They have been read, and all ranks have them.
         self._waiting: deque[BatchInFlight] = deque()
         # Exchanges in flight: a batch's status until ``_accept_batch``, and a write check until ``_check``.
         self._status: _StatusExchange | None = None
@@ -157,27 +165,27 @@ class Lookahead:
         # Loader error to raise after the batches in flight. Set by ``_end``, until ``next`` raises it.
         self._failure: Exception | None = None
         self.has_ended = False
-        """Whether a rank's loader has no batch after the batches in flight."""
+        """Whether the loader on some rank has no batch after the batches already read."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the current batch is known to be the last.
+        """Whether the current batch is known to be the last batch.
 
-        The end becomes known in the ``look_up`` of the batch before the last.
+        This becomes known in the ``look_up`` call for the batch before the last batch.
         """
         return self.has_ended and not self._waiting
 
     def next(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch to train, already copied to the device.
+        """Return the next batch to train, already copied to the device. Collective.
 
         Args:
-            iterator: the loader's batches.
+            iterator: iterator over the batches of this rank's loader.
 
         Raises:
             StopIteration: after the last batch, on every rank. The following call reads from ``iterator``
                 again.
-            ValueError: this batch has invalid IDs; raised on every rank.
-            Exception: the loader's error instead of this batch. Other ranks raise RuntimeError.
+            ValueError: this batch has invalid IDs on some rank. All ranks raise it.
+            Exception: the loader has failed instead of returning this batch. Other ranks raise RuntimeError.
         """
         # Free the previous batch before anything is allocated for later batches.
         self._current = None
@@ -205,7 +213,7 @@ class Lookahead:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Enclose the forward pass: sharded modules take the results of lookups in flight."""
+        """Context for the forward pass: sharded modules take the results of lookups already started."""
         for name, module in self._modules.items():
             module.ahead = partial(self._take_lookup, name, module)
         try:
@@ -218,13 +226,16 @@ class Lookahead:
             self._calls = self._find_inputs(seen, self._current.batch)
 
     def exchange(self, iterator: Iterator[Any]) -> None:
-        """Start the next batch's ID exchange, and read the batch after it from the loader.
+        """Start the ID exchange for the next batch, and read the batch after it from the loader. Collective.
 
-        Call this method between forward and backward pass.
+        Call this method between the forward and the backward pass.
+
+        Args:
+            iterator: as for ``next``.
 
         Raises:
-            ValueError: on some rank, this batch was written to after the loader had returned it and before
-                ``next`` did. Raised on every rank.
+            ValueError: on some rank, the current batch was changed after the loader had returned it and
+                before ``next`` returned it. All ranks raise it.
         """
         self._check()
         if self._waiting:
@@ -233,26 +244,29 @@ class Lookahead:
             self._read(iterator)
 
     def look_up(self, is_ready: Callable[[Collection], bool] | None = None) -> None:
-        """Look up the next batch's rows, and start the lookups of the batch after it.
+        """Look up the rows for the next batch, and start the lookups for the batch after it. Collective.
 
-        Call this method after the tables have been updated. If a fused table is updated again afterward, the
-        forward pass looks up the table's rows again.
+        Call this method after the tables have been updated. If a fused table is updated again later, the
+        forward pass looks up the rows again.
 
         Args:
-            is_ready: selects the modules whose tables are up to date; None: all modules.
+            is_ready: returns whether a module's tables are up to date; None: all are.
         """
         if self._waiting:
             self._waiting[0].send_embeddings(is_ready or (lambda _: True))
         self._accept_batch()
 
     def look_up_before_update(self) -> None:
-        """Look up the next batch's rows before this batch's update, and use them in spite of the update."""
+        """Look up the rows for the next batch before the current batch updates the tables. Collective.
+
+        The next forward pass uses these rows although the update changes them (semi-synchronous training).
+        """
         if self._waiting:
             self._waiting[0].send_ids()
             self._waiting[0].send_embeddings(lambda _: True, keep_result=True)
 
     def reset(self) -> None:
-        """Drop all batches in flight and errors. Call this method on all ranks."""
+        """Drop all batches which have been read, and pending errors. Call this method on all ranks."""
         self._current = self._status = self._write_check = self._failure = None
         self._waiting.clear()
         self.has_ended = False
@@ -260,19 +274,28 @@ class Lookahead:
     def _take_lookup(
         self, name: str, module: Collection, features: KeyedJaggedTensor
     ) -> LazyAwaitable[Any] | None:
-        """Return the result of the lookup in flight for this module call, or None.
+        """Return the result of the lookup started for this module call, or None if there is none.
 
-        `forward` installs this method as the modules' hook. In the first forward pass, it also records the
+        `forward` sets this method as ``ahead`` in the modules. In the first forward pass, it also records the
         call.
+
+        Args:
+            name: name of the module in the model.
+            module: module which the forward pass calls.
+            features: input of the call.
         """
         if self._calls is None:
             self._seen.append((name, module, features))
         return None if self._current is None else self._current.take(module, features)
 
     def _find_inputs(self, seen: list[tuple[str, Collection, KeyedJaggedTensor]], batch: Any) -> list[Call]:
-        """Find the inputs of recorded calls in the batch.
+        """Find the inputs of the recorded calls in the batch.
 
-        Warns, or raises if strict, about those not found.
+        If the input for a module is not found, log a warning, or raise ValueError if strict.
+
+        Args:
+            seen: (module name, module, input) for every call in the forward pass.
+            batch: batch with which the forward pass was called.
         """
         calls = [Call(name, module, path_to(batch, features)) for name, module, features in seen]
         called = {call.name for call in calls if call.path is not None}
@@ -287,15 +310,15 @@ class Lookahead:
         return calls
 
     def _check(self) -> None:
-        """Finish the write check that ``next`` started, if it is in flight."""
+        """Wait for the exchange started by ``next``, if any, and raise if the batch was changed."""
         check, self._write_check = self._write_check, None
         if check is not None:
             check.finish()
 
     def _read(self, iterator: Iterator[Any]) -> None:
-        """Read a batch from the loader, and start the status exchange.
+        """Read a batch from the loader, and start the status exchange for it.
 
-        A loader error is part of the status.
+        An error from the loader is not raised, but sent as status.
         """
         batch = error = None
         try:
@@ -314,7 +337,7 @@ class Lookahead:
         del error  # a cycle through the traceback and this frame would keep exchanges in flight alive
 
     def _accept_batch(self) -> None:
-        """Finish the status exchange, and start the new batch's lookups if all ranks have a batch."""
+        """Wait for the status exchange. If all ranks have a batch, start lookups, else record the end."""
         if self._status is None:
             return
         status, self._status = self._status, None
@@ -332,7 +355,9 @@ class Lookahead:
                     batch.route(call.module, object_at(batch.batch, call.path))
 
     def _end(self, decision: _Decision) -> None:
-        """Record that no batch follows, and the error if ranks failed or have uneven numbers of batches."""
+        """Record that no batch follows. Also record an error to raise, if a loader failed, or with
+        ``uneven="error"`` if only some ranks have ended.
+        """
         self.has_ended, self._failure = True, decision.error
         if decision.error is not None or len(decision.ended) == self._axis.size:
             return
@@ -347,7 +372,7 @@ class Lookahead:
 
 
 def _axis_of(model: nn.Module) -> Axis:
-    """Return the ranks of a DistributedModelParallel in the model, by default all ranks."""
+    """Return the ranks which share the model: those of a DistributedModelParallel in it, or else all ranks."""
     for module in model.modules():
         if isinstance(module, DistributedModelParallel):
             return module.env.world

@@ -1,4 +1,4 @@
-"""Training loop overlapping communication with computation, with the same results as the plain loop."""
+"""Training loop which overlaps communication with computation, with the same results as a plain loop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,9 +13,10 @@ Forward = Callable[[Any], tuple[Tensor, Any]]
 
 
 class TrainPipeline:
-    """Trains batch by batch, and meanwhile exchanges the next batch's IDs and reads the batch after it.
+    """Trains batch by batch. Meanwhile, ranks exchange IDs for the next batch, and the loader reads the batch
+    after.
 
-    Outputs, weights and optimizer state are bit-identical to this loop's::
+    Outputs, weights and optimizer state are bit-identical to those from this loop::
 
         for batch in loader:
             optimizer.zero_grad()
@@ -23,33 +24,35 @@ class TrainPipeline:
             losses.sum().backward()
             optimizer.step()
 
-    With ``accumulate=n``, ``zero_grad`` runs before the first and ``step`` after the last of n batches; the
-    last group may have fewer.
+    With ``accumulate=n``, ``zero_grad`` runs before the first of n batches, and ``step`` after the last. The
+    last group may have fewer batches.
 
-    The model is not traced, so any model works. A sharded module is pipelined if the input is a
-    KeyedJaggedTensor in the batch itself; otherwise it runs the plain lookup. In eval mode, the pipeline only
-    computes outputs. Inputs are found in mapping values, sequence items, dataclass fields, and other objects'
-    attributes.
+    The model is not traced, so any model works. The lookup of a sharded module starts early if the module's
+    input is a KeyedJaggedTensor which the batch contains, at any depth: in a mapping, a sequence, a dataclass
+        field, or
+    an attribute of an object. Otherwise the module runs the plain lookup. In eval mode, the pipeline only
+    computes outputs.
 
-    A batch's tensors must not change until the batch is trained. If the loader reuses tensors from an earlier
-    batch, the pipeline raises ValueError; writes through NumPy are not detected. If the loader draws random
-    values in this process, it draws them earlier than in the plain loop.
+    The tensors in a batch must not change until the batch is trained. If the loader reuses tensors from an
+    earlier batch, the pipeline raises ValueError. Writes through NumPy are not detected. If the loader draws
+    random values in this process, it draws them earlier than in the plain loop.
 
     Args:
         model: maps a batch to (losses, output). Sharded modules may be at any depth.
         optimizer: optimizer for dense parameters and tables, such as a CombinedOptimizer, with or without
             clipping. If it is a plain CombinedOptimizer, the tables step first.
-        device: device to copy batches to: objects with a ``to`` method, and tuples, lists and mappings with
-            these objects. None: batches are not copied.
+        device: device to which batches are copied; None: batches are not copied. Objects with a ``to`` method
+            are copied, also if they are inside tuples, lists and mappings.
         forward: function from a batch to (losses, output), called instead of ``model``.
-        accumulate: batch count per optimizer step.
-        uneven: reaction to different batch counts on different ranks. ``"stop"`` ends all ranks after
-            the last common batch; ``"error"`` raises ValueError there and names the ranks.
-        semi_synchronous_from: batch number, from 0. From this batch on, rows are looked up before the
-            previous batch updates the tables. Results differ from the plain loop, and the embedding exchange
-            is overlapped as well. The first two batches are always exact. None: never.
-        strict: raise ValueError, after the first forward pass, if a module cannot be pipelined. Otherwise a
-            log line names it.
+        accumulate: batches per optimizer step.
+        uneven: what to do if ranks have different numbers of batches. ``"stop"`` ends all ranks after the
+            last batch which all ranks have. ``"error"`` raises ValueError there and names the ranks.
+        semi_synchronous_from: number of a batch, counted from 0. From this batch on, rows are looked up
+            before the previous batch updates the tables. The embedding exchange then also overlaps with
+            computation, but results differ from the plain loop. The first two batches are always exact. None:
+            never.
+        strict: whether to raise ValueError after the first forward pass if the lookup of some module cannot
+            start early. If False, a log line names the module.
     """
 
     def __init__(
@@ -74,18 +77,18 @@ class TrainPipeline:
         self._update = Update(model, optimizer)
 
     def progress(self, iterator: Iterator[Any]) -> Any:
-        """Train on the next batch, and return the model's output.
+        """Train on the next batch, and return the model's output. Collective.
 
         Args:
-            iterator: the loader's batches. If it is another iterator than in the last call, the batches
-                already read from the previous iterator are trained first.
+            iterator: iterator over the batches of this rank's loader. If it is another iterator than in the
+                last call, the batches already read from the previous iterator are trained first.
 
         Raises:
             StopIteration: after the last batch, on every rank. The following call reads from ``iterator``
                 again.
-            ValueError: this batch has invalid IDs, or was written to while in flight; or, with
-                ``uneven="error"``, ranks have different batch counts. Raised on every rank.
-            Exception: the loader's error, once all earlier batches are trained. Other ranks raise
+            ValueError: this batch has invalid IDs, or was changed after it was read. Or ranks have different
+                numbers of batches, with ``uneven="error"``. All ranks raise it.
+            Exception: the loader has failed, and all earlier batches are trained. Other ranks raise
                 RuntimeError.
         """
         batch = self._ahead.next(iterator)
@@ -115,9 +118,9 @@ class TrainPipeline:
         return output
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Train on all batches, and yield the outputs.
+        """Train on all batches, and yield the model's output for each.
 
-        If the caller stops early, batches in flight are dropped.
+        If the caller stops early, batches which have been read but not trained are dropped.
         """
         iterator = iter(batches)
         try:
@@ -132,10 +135,10 @@ class TrainPipeline:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a rank's loader has no batch after the batches in flight."""
+        """Whether the loader on some rank has no batch after the batches already read."""
         return self._ahead.has_ended
 
     def reset(self) -> None:
-        """Drop the batches in flight, and restart the accumulation. Call this method on all ranks."""
+        """Drop all batches already read, and restart the accumulation. Call this method on all ranks."""
         self._ahead.reset()
         self._num_collected = 0

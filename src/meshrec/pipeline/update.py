@@ -1,4 +1,4 @@
-"""Updates at a training step's end, in an order in which the next batch's lookup can start early."""
+"""Run a training step's updates in an order which lets the next batch's lookup start early."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class Update:
-    """Backward pass and optimizer steps for a batch, in this order:
+    """Runs the backward pass and the optimizer steps of a batch, in this order:
 
     1. The backward pass updates fused tables, and starts the dense gradient all-reduce.
     2. Tables with ``update="on_step"`` step, if ``optimizer`` is a plain CombinedOptimizer.
@@ -34,12 +34,13 @@ class Update:
 
     @contextmanager
     def backward(self, *, steps: bool, late: bool = True) -> Iterator[None]:
-        """Enclose a batch's forward and backward pass.
+        """Context for the forward and backward pass of a batch.
 
         Args:
-            steps: whether ``optimizer`` steps afterward. Otherwise dense gradients are not reduced.
-            late: whether ``after_backward`` follows and waits for the dense gradient reduction. Otherwise
-                the backward pass waits.
+            steps: whether the optimizer steps after this batch. If not, dense gradients are not reduced over
+                ranks.
+            late: whether ``after_backward`` will wait for the dense gradient reduction. If not, the backward
+                pass waits.
         """
         with ExitStack() as stack:
             if not steps:
@@ -51,11 +52,11 @@ class Update:
             yield
 
     def after_backward(self, ahead: Lookahead, *, steps: bool) -> None:
-        """Step all optimizers, and look up the next batch's rows as soon as the tables are updated.
+        """Step all optimizers, and look up rows for the next batch as soon as the tables are updated.
 
         Args:
-            ahead: the next batches.
-            steps: whether the optimizers step; otherwise gradients accumulate.
+            ahead: the batches after the current batch.
+            steps: whether the optimizers step. If not, gradients accumulate.
         """
         if not steps:
             ahead.look_up(self.is_stepped)
@@ -63,6 +64,7 @@ class Update:
         tables = self._tables
         for optimizer in tables:
             optimizer.step()
+        # Tables updated by the backward pass or just now. Tables with ordinary gradients follow below.
         ahead.look_up(
             lambda module: (
                 not module.has_ordinary_gradients
@@ -77,7 +79,11 @@ class Update:
         ahead.look_up(self.is_stepped)
 
     def is_stepped(self, module: Collection) -> bool:
-        """Return whether no other optimizer updates the module's tables."""
+        """Return whether the module's tables will not change until the next forward pass.
+
+        This is so if all tables have fused optimizers, or if the pipeline's optimizer has all table
+        parameters.
+        """
         if not module.has_ordinary_gradients:
             return True  # the tables count their updates
         stepped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -87,7 +93,11 @@ class Update:
 def _split_optimizers(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[list[FusedOptimizer], list[torch.optim.Optimizer]]:
-    """Split a CombinedOptimizer, also nested, into table optimizers and all other optimizers."""
+    """Split a CombinedOptimizer, which may contain others, into fused table optimizers and all other
+    optimizers.
+
+    Any other optimizer is returned whole, in the second list.
+    """
     # Subclasses and wrappers may clip over all parameters, so they step as a whole.
     if type(optimizer) is not CombinedOptimizer:
         return [], [optimizer]
