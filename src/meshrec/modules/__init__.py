@@ -1,4 +1,4 @@
-"""Embedding collections and their configurations, and the dense modules that stand around them."""
+"""Embedding collections and their configurations, and dense modules for recommendation models."""
 
 from meshrec.modules.activation import SwishLayerNorm
 from meshrec.modules.crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet

@@ -1,4 +1,4 @@
-"""Activation functions: SwishLayerNorm, and a ReLU with reused output buffers."""
+"""Activation functions: SwishLayerNorm, and a ReLU which reuses output memory between training steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,9 +31,9 @@ class SwishLayerNorm(nn.Module):
 
 
 def relu(input: Tensor) -> Tensor:
-    """Compute ``torch.relu``. Large CPU results use buffers reused between training steps.
+    """Compute ``torch.relu``. Large results on a CPU use memory which is kept from earlier training steps.
 
-    See ``meshrec.ops.memory.keep_freed_memory``.
+    Fresh memory would cost page faults in every step. See ``meshrec.ops.memory.keep_freed_memory``.
     """
     # TorchScript compiles this function. It skips this branch, but parses comments after `type:`.
     if not torch.jit.is_scripting():  # type: ignore
@@ -50,7 +50,7 @@ def _buffered_relu(input: Tensor) -> Tensor:
 
 
 class _Relu(torch.autograd.Function):
-    """ReLU with an output buffer reused between training steps."""
+    """ReLU whose output uses memory kept from earlier training steps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

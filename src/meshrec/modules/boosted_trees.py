@@ -1,4 +1,4 @@
-"""A sum of boosted regression trees, as a module without parameters.
+"""Boosted regression trees, evaluated on tensors by a module without parameters.
 
 Shape legend: B batch, X inputs, T trees, L levels.
 """
@@ -10,13 +10,17 @@ from torch import Tensor, nn
 
 
 class Leaf(NamedTuple):
-    """A tree leaf."""
+    """A leaf of a regression tree: the tree returns ``value``."""
 
     value: float
 
 
 class Branch(NamedTuple):
-    """An inner node. Samples with ``input <= threshold`` go left."""
+    """An inner node of a regression tree.
+
+    A sample continues in ``left`` if the column ``input`` of the sample is at most ``threshold``, else in
+    ``right``.
+    """
 
     input: int
     threshold: float
@@ -32,15 +36,15 @@ def scale_leaves(node: Branch | Leaf, factor: float) -> Branch | Leaf:
 
 
 class BoostedTrees(nn.Module):
-    """Sums T binary regression trees. Initially all trees return 0; `set_trees` replaces them.
+    """Sum of T binary regression trees. At first, all trees return 0; call `set_trees` with fitted trees.
 
-    Each tree is stored as a complete binary tree with L levels, so tensor shapes do not depend on the
-    fitted trees. All samples descend all trees at once, level by level. Trees are buffers: checkpoints and
-    exported programs include them, optimizers do not.
+    Every tree is stored as a complete binary tree with L levels, so tensor shapes do not depend on the
+    fitted trees. All samples descend all trees at once, level by level. Trees are stored in buffers, so
+    checkpoints and exported programs contain them, but optimizers do not change them.
 
     Args:
         num_trees: Tree count T.
-        num_levels: Maximum split count L from root to leaf.
+        num_levels: Maximum number of splits L between the root and a leaf.
         device: Device for the buffers.
     """
 
@@ -62,7 +66,10 @@ class BoostedTrees(nn.Module):
         self.register_buffer("roots", roots, persistent=False)
 
     def set_trees(self, trees: list[Branch | Leaf]) -> None:
-        """Replace all trees in the module. Trees beyond ``len(trees)`` return 0.
+        """Replace all trees in the module. If there are fewer than ``num_trees``, the others return 0.
+
+        Args:
+            trees: Root nodes.
 
         Raises:
             ValueError: There are more trees than ``num_trees``, or a tree has more levels than
@@ -77,13 +84,13 @@ class BoostedTrees(nn.Module):
         values = torch.zeros_like(self.values)
 
         def fill(node: Branch | Leaf, tree: int, index: int, level: int) -> None:
-            """Write a subtree whose root is node number ``index`` in that level.
+            """Write a subtree to the new buffers.
 
             Args:
                 node: Subtree root.
                 tree: Tree index.
-                index: Node number within the level.
-                level: Distance from the tree root.
+                index: Position of ``node`` in the level, from 0 on the left.
+                level: Number of splits above ``node``.
             """
             if isinstance(node, Leaf):
                 # Threshold inf below a shallow leaf: samples go left down to this leaf's slot.
@@ -106,7 +113,12 @@ class BoostedTrees(nn.Module):
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the sum of all trees' values for each sample, [B], given inputs [B, X]. No gradients."""
+        """Return the sum over all trees for every sample, [B]. Has no gradient.
+
+        Args:
+            inputs: Input columns, [B, X].
+        """
+        # Index of every tree's first inner node, [T], and the position of every sample in the current level.
         splits = self.roots * ((1 << self.num_levels) - 1)
         position = torch.zeros(inputs.shape[0], self.num_trees, dtype=torch.int64, device=inputs.device)
         # Samples in shallow trees continue left below a leaf, so that all trees take L steps without

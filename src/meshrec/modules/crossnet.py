@@ -5,7 +5,7 @@ Improved deep & cross network" (2021), equations 1 to 4. Parameters have TorchRe
 checkpoints load. Kernels have Xavier normal initialization, biases are 0.
 """
 
-# Shape legend: B batch, N features, R rank, K experts.
+# Shape legend: B batch, N features (columns), R rank, K experts.
 
 from collections.abc import Callable
 
@@ -21,8 +21,8 @@ class CrossNet(nn.Module):
     """Cross network with full-rank kernels: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``.
 
     Args:
-        in_features: Input and output column count.
-        num_layers: Cross layer count.
+        in_features: Input and output columns.
+        num_layers: Cross layers.
         device: Parameter device.
 
     Example::
@@ -49,9 +49,9 @@ class LowRankCrossNet(nn.Module):
     """Cross network with low-rank kernels: ``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``.
 
     Args:
-        in_features: Input and output column count.
-        num_layers: Cross layer count.
-        low_rank: Kernel rank: V_l is [low_rank, in_features], W_l [in_features, low_rank].
+        in_features: Input and output columns.
+        num_layers: Cross layers.
+        low_rank: Kernel rank. V_l is [low_rank, in_features], and W_l is [in_features, low_rank].
         device: Parameter device.
 
     Raises:
@@ -79,11 +79,11 @@ class LowRankCrossNet(nn.Module):
 
 
 class VectorCrossNet(nn.Module):
-    """Cross network with kernel vectors w_l: ``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l``.
+    """Cross network with a kernel vector w_l per layer: ``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l``.
 
     Args:
-        in_features: Input and output column count.
-        num_layers: Cross layer count.
+        in_features: Input and output columns.
+        num_layers: Cross layers.
         device: Parameter device.
     """
 
@@ -107,9 +107,9 @@ class LowRankMixtureCrossNet(nn.Module):
     g(C_lk g(V_lk x)) + b_l)``. A single expert has no gate.
 
     Args:
-        in_features: Input and output column count.
-        num_layers: Cross layer count.
-        num_experts: Expert count per layer. All layers share the gates.
+        in_features: Input and output columns.
+        num_layers: Cross layers.
+        num_experts: Experts per layer. All layers share the gates G_k.
         low_rank: Expert kernel rank.
         activation: Activation g, a tensor function or a module.
         device: Parameter device.
@@ -155,7 +155,12 @@ class LowRankMixtureCrossNet(nn.Module):
         return crossed_BN
 
     def _mix(self, experts_KBN: Tensor, crossed_BN: Tensor) -> Tensor:
-        """Return the sum of the experts' outputs, weighted by the gates, [B, N]."""
+        """Return the sum of the experts' outputs weighted by the gates, [B, N].
+
+        Args:
+            experts_KBN: Output of every expert.
+            crossed_BN: Layer input, from which the gates are computed.
+        """
         if self.gates is None:
             return experts_KBN[0]
         # [K, B, 1]; the softmax runs over experts.

@@ -1,7 +1,7 @@
-"""The deep and the factorization machine part of DeepFM.
+"""The two parts of DeepFM: a deep network, and a factorization machine.
 
-Guo et al., "DeepFM: a factorization-machine based neural network" (2017). Both take the same list of
-embeddings, [B, num, dim] or [B, dim], with equal B. The widths may differ.
+Guo et al., "DeepFM: a factorization-machine based neural network" (2017). Both parts take the same list of
+embeddings, [B, num, dim] or [B, dim], with equal B. The other sizes may differ.
 """
 
 import torch
@@ -12,10 +12,10 @@ torch.fx.wrap("_concatenate")
 
 
 class DeepFM(nn.Module):
-    """Deep part: flattens and concatenates embeddings, and passes them to ``dense_module``.
+    """Deep part of DeepFM: flattens and concatenates embeddings, and passes them to ``dense_module``.
 
     Args:
-        dense_module: Module with input [B, sum of num * dim].
+        dense_module: Module whose input is [B, total width of the flattened embeddings].
     """
 
     def __init__(self, dense_module: nn.Module) -> None:

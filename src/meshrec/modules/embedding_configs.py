@@ -1,4 +1,4 @@
-"""Configuration of embedding tables: size, features, pooling and initialization."""
+"""Configuration of embedding tables: size, features, pooling, storage and initialization."""
 
 import enum
 import math
@@ -18,7 +18,7 @@ _TAKEN_NAMES = frozenset(vars(nn.Module()))
 
 
 class PoolingType(enum.Enum):
-    """How the rows of a bag are combined. NONE returns one row per ID (sequence embeddings)."""
+    """How the rows for the IDs in a bag are combined. NONE returns a row per ID (sequence embeddings)."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -26,7 +26,7 @@ class PoolingType(enum.Enum):
 
 
 class _DataTypeMeta(enum.EnumMeta):
-    """Enum type whose error for an unknown member lists the members."""
+    """Metaclass of `DataType`. Its error for an unknown member lists the members."""
 
     def __getattr__(cls, name: str) -> Any:
         members = vars(cls).get("_member_map_", {})
@@ -46,7 +46,7 @@ def _unknown_data_type(name: object, members: Iterable[str]) -> str:
 
 
 class DataType(enum.Enum, metaclass=_DataTypeMeta):
-    """Table element data type."""
+    """Data type of a table's elements, in training or, for quantized tables, in inference."""
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -77,14 +77,16 @@ class DataType(enum.Enum, metaclass=_DataTypeMeta):
 
 
 class BoundsCheckMode(enum.Enum):
-    """What happens to IDs outside their table."""
+    """How a lookup handles IDs outside the table, that is, below 0 or at least ``num_embeddings``."""
 
     ERROR = "error"
     """Raise ValueError before any lookup. The message names table, feature, sample and ID."""
     WARN = "warn"
     """Replace the ID by 0, add it to ``num_clamped_ids``, and log the first occurrence."""
     OFF = "off"
-    """Do not check. An invalid ID reads memory outside the table, so validate the input elsewhere."""
+    """Do not check. In an unsharded collection, an invalid ID reads memory outside the table, so validate the
+    input elsewhere.
+    """
 
 
 def can_name_table(name: str) -> bool:
@@ -98,16 +100,17 @@ def can_name_table(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseEmbeddingConfig:
-    """Configuration of one embedding table [num_embeddings, embedding_dim].
+    """Configuration of an embedding table with shape [num_embeddings, embedding_dim].
 
     Args:
-        num_embeddings: Row count; IDs are in ``[0, num_embeddings)``. Omit it if ``keys`` is given: it
-            is then set to the maximum row count.
+        num_embeddings: Row count. IDs are from 0 to ``num_embeddings - 1``. Leave it out if ``keys`` is
+            given; it is then set to the maximum number of rows.
         embedding_dim: Row width D.
-        name: Table name, unique in the collection. No dots, because it is part of the parameter name.
+        name: Table name, unique in the collection. It is part of the parameter name, so it must not contain
+            dots.
         feature_names: Features looked up in this table. Several features may share a table, and a feature may
             read several tables.
-        data_type: Element type.
+        data_type: Data type of the elements.
         weight_init_min: Lower bound for uniform initialization; ``-sqrt(1/num_embeddings)`` if None.
         weight_init_max: Upper bound for uniform initialization; ``sqrt(1/num_embeddings)`` if None.
         init_fn: Function that fills a new weight [num_embeddings, embedding_dim] in place, instead of uniform
@@ -116,9 +119,9 @@ class BaseEmbeddingConfig:
         storage: Where a sharded module stores the rows; None: in memory. See ``FileRows``.
         keys: ``meshrec.Hashed(max_rows=...)`` for a table with arbitrary int64 IDs, whose rows are admitted
             and evicted. Initial rows are a function of (seed, table, ID).
-        seed_name: Table name from which initial rows are seeded; ``name`` if None. ``meshrec.fuse`` and
-            ``DistributedModelParallel`` set it to the full path if several modules have tables with the same
-            name.
+        seed_name: Table name from which the random seed for initial rows is derived; ``name`` if None.
+            ``meshrec.fuse`` and ``DistributedModelParallel`` set it to the full path if several modules have
+            tables with the same name.
 
     Raises:
         ValueError: A size is below 1, the name is empty or has a dot, features are missing or repeated, or a
@@ -175,7 +178,10 @@ class BaseEmbeddingConfig:
             raise ValueError(f"table {self.name!r}: features {repeated} are given twice. Name each once.")
 
     def _max_rows(self, keys: Hashed) -> int:
-        """Return a hashed table's maximum row count.
+        """Return the maximum number of rows of a hashed table.
+
+        Args:
+            keys: The argument ``keys`` of the config.
 
         Raises:
             ValueError: ``keys`` is invalid, or ``num_embeddings`` contradicts it.
@@ -200,7 +206,7 @@ class BaseEmbeddingConfig:
 
     @property
     def init_bounds(self) -> tuple[float, float]:
-        """Range [low, high) of uniform initialization, unless ``init_fn`` is given."""
+        """Range [low, high) for the uniform initialization, which is used unless ``init_fn`` is given."""
         bound = math.sqrt(1 / self.num_embeddings)
         low = -bound if self.weight_init_min is None else self.weight_init_min
         return low, bound if self.weight_init_max is None else self.weight_init_max
@@ -240,12 +246,12 @@ class EmbeddingConfig(BaseEmbeddingConfig):
 
 
 def check_configs(collection: object, tables: object, kind: type[BaseEmbeddingConfig]) -> None:
-    """Check the ``tables`` argument of a collection.
+    """Check the argument ``tables`` in the constructor of a collection.
 
     Args:
-        collection: Collection to name in error messages.
+        collection: The collection, which error messages name.
         tables: Argument to check.
-        kind: Config class for all elements.
+        kind: Required class of all elements.
 
     Raises:
         TypeError: ``tables`` is not a list of ``kind``.

@@ -1,4 +1,7 @@
-"""Collections of embedding tables, pooled (bags) and unpooled (sequences), with a single lookup per batch."""
+"""Unsharded collections of embedding tables, pooled (bags) or not (sequences).
+
+A single kernel call looks up a batch in all tables of a collection.
+"""
 
 import copy
 import dataclasses
@@ -41,7 +44,15 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class TableCollection(nn.Module, ABC):
-    """Base class for collections: named tables, a shared lookup, and an optional fused optimizer."""
+    """Base class for collections of embedding tables with a shared lookup and an optional fused optimizer.
+
+    Args:
+        configs: Table configs.
+        pooling: Pooling type for every table.
+        is_weighted: Whether to multiply rows by the input's weights.
+        bounds_check: How to handle IDs outside the table.
+        output_dtype: Output dtype; None: see the property ``output_dtype``.
+    """
 
     def __init__(
         self,
@@ -60,12 +71,12 @@ class TableCollection(nn.Module, ABC):
             bounds_check=bounds_check,
             output_dtype=output_dtype,
         )
-        # Set by attach(), for the module's lifetime: gradients then go to it instead of to .grad.
+        # Set by attach(), called by meshrec.fuse. From then on, gradients go to it instead of to .grad.
         self._updater: WholeTables | None = None
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the ModuleDict with one submodule per table, and the name of the attribute that holds it."""
+        """Return the name of the attribute with the table submodules, and its ModuleDict (by table name)."""
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
         """Return the config and the weight for every table, by parameter name."""
@@ -79,27 +90,27 @@ class TableCollection(nn.Module, ABC):
 
     @property
     def bounds_check(self) -> BoundsCheckMode:
-        """What happens to IDs outside their table."""
+        """How a lookup handles IDs outside the table."""
         return self._lookup.bounds_check
 
     @property
     def output_dtype(self) -> DataType | None:
-        """Output dtype; None for the widest dtype among the tables, or fp32 if they are quantized."""
+        """Output dtype. None: the widest dtype among the tables, or fp32 if some table is quantized."""
         return self._lookup.output_dtype
 
     @property
     def num_clamped_ids(self) -> int:
-        """IDs replaced by ``BoundsCheckMode.WARN`` so far."""
+        """Number of invalid IDs which ``BoundsCheckMode.WARN`` has replaced so far."""
         return self._lookup.num_clamped_ids
 
     @property
     def device(self) -> torch.device:
-        """Table device."""
+        """Device of the tables."""
         return self._weights()[0].device
 
     @property
     def is_fused(self) -> bool:
-        """Whether ``meshrec.fuse`` attached an optimizer."""
+        """Whether ``meshrec.fuse`` has attached an optimizer to this collection."""
         return self._updater is not None
 
     @property
@@ -124,14 +135,14 @@ class TableCollection(nn.Module, ABC):
         )
 
     def attach(self, updater: WholeTables) -> None:
-        """Send lookup gradients to ``updater`` from now on. Called by ``meshrec.fuse``."""
+        """Let the backward pass send gradients to ``updater`` from now on. Called by ``meshrec.fuse``."""
         self._updater = updater
 
     def seed_by(self, names: Mapping[str, str]) -> None:
-        """Set ``BaseEmbeddingConfig.seed_name`` of some tables.
+        """Set ``seed_name``, from which the seed for initial rows is derived, in some table configs.
 
         Args:
-            names: New seed name by table name.
+            names: New seed name, by table name. Other tables are unchanged.
         """
         modules = self.table_modules()
         for index, config in enumerate(self._configs):
@@ -164,7 +175,10 @@ class TableCollection(nn.Module, ABC):
             return [holder.weight for holder in holders]  # type: ignore[misc]
 
     def table_modules(self) -> dict[str, TableModule]:
-        """Return quantized and hashed table submodules, by table name. Others are torch modules."""
+        """Return the submodules for quantized and hashed tables, by table name.
+
+        Other tables are torch modules, and are not included.
+        """
         holders = self.table_holders()[1]._modules
         return {name: child for name, child in holders.items() if isinstance(child, TableModule)}
 
@@ -175,11 +189,11 @@ class TableCollection(nn.Module, ABC):
 
     @property
     def admission_evictions(self) -> list[AdmissionEviction]:
-        """Admission and eviction in the fused hashed tables."""
+        """Objects which admit and evict rows of hashed tables; empty unless the collection is fused."""
         return [] if self._updater is None else self._updater.admission_evictions
 
     def _hashed_tables(self) -> dict[int, HashedTable]:
-        """Return the hashed tables by table index. Empty for tables in their exported form."""
+        """Return the hashed tables by table index, without those in the form for exported packages."""
         tables = {}
         holders = self.table_holders()[1]._modules
         for index, config in self._lookup.hashed.items():
@@ -188,7 +202,7 @@ class TableCollection(nn.Module, ABC):
         return tables
 
     def serve(self) -> None:
-        """Replace hashed tables by the read-only form of exported packages; see ``ServedTable``."""
+        """Replace all hashed tables by their read-only form for exported packages; see `ServedTable`."""
         holders, modules, served = self.table_holders()[1]._modules, self.table_modules(), {}
         for index, config in self._lookup.hashed.items():
             storage = modules[config.name].storage
@@ -197,11 +211,11 @@ class TableCollection(nn.Module, ABC):
         self._lookup.serve(served)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
-        """Return the tensor that kernels read as rows, for every table.
+        """Return the tensor from which kernels read rows, for every table.
 
         Args:
-            weights: Table weights.
-            hashed: Hashed tables by table index. Their weight parameter is a placeholder.
+            weights: Weight parameter for every table.
+            hashed: Hashed tables by table index. Their weight parameter is an empty placeholder.
 
         Raises:
             ValueError: A hashed table would receive gradients without a fused optimizer.
@@ -219,7 +233,12 @@ class TableCollection(nn.Module, ABC):
         return [hashed[n].rows if n in hashed else weight for n, weight in enumerate(weights)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the module. Raises where rows or optimizer state could not follow.
+        """Move or cast the module; torch calls this method for ``to``, ``cuda``, ``half``, and similar
+        methods.
+
+        Args:
+            fn: Moves or casts a tensor.
+            recurse: Whether to change submodules, too.
 
         Raises:
             ValueError: The module is fused, or a table cannot be moved or cast.
@@ -265,18 +284,19 @@ class TableCollection(nn.Module, ABC):
 
 
 class EmbeddingBagCollection(TableCollection):
-    """Embedding tables whose rows are pooled per bag, all looked up by a single kernel.
+    """Collection of embedding tables which returns a pooled row per bag.
 
-    Parameters are named ``embedding_bags.<table>.weight``. They receive ordinary gradients, or are updated in
-    the backward pass after ``meshrec.fuse``.
+    A single kernel call looks up all tables. Parameters are named ``embedding_bags.<table>.weight``. They get
+    ordinary gradients. After ``meshrec.fuse``, the backward pass updates them instead.
 
     Args:
         tables: Table configs. Several features may share a table. A feature that reads several tables has an
             output per table, named ``feature@table``.
-        is_weighted: Scale rows by the input's weights.
-        device: Parameter device; ``meta`` allocates nothing.
-        bounds_check: What happens to IDs outside their table.
-        output_dtype: Output dtype; None: the widest dtype among the tables, fp32 for quantized tables.
+        is_weighted: Whether to multiply rows by the input's weights before pooling.
+        device: Device for the parameters; ``meta`` allocates nothing.
+        bounds_check: How to handle IDs outside the table.
+        output_dtype: Output dtype. None: the widest dtype among the tables, or fp32 if some table is
+            quantized.
 
     Raises:
         TypeError: ``tables`` is not a list of EmbeddingBagConfig.
@@ -322,11 +342,11 @@ class EmbeddingBagCollection(TableCollection):
         """Look up all IDs and pool the rows per bag.
 
         Args:
-            features: IDs for all table features; other keys are ignored. Variable strides need
-                ``inverse_indices``.
+            features: IDs for the features of all tables; other keys are ignored. If keys have different
+                numbers of bags, ``inverse_indices`` must map samples to bags.
 
         Returns:
-            KeyedTensor [B, sum of D], with a column block per feature, in table order.
+            KeyedTensor [B, sum of D], with D columns per feature, in table order.
 
         Raises:
             TypeError: The input is not a KeyedJaggedTensor.
@@ -347,7 +367,15 @@ class EmbeddingBagCollection(TableCollection):
         return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
     def _pool_variable(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
-        """Look up keys with variable strides, and expand every key to the batch by ``inverse_indices``."""
+        """Look up keys with different numbers of bags, and copy bags to samples by ``inverse_indices``.
+
+        Args:
+            features: IDs, with inverse indices.
+            weights: Weight parameter for every table.
+
+        Returns:
+            Pooled rows, [B, sum of D].
+        """
         lookup = self._lookup
         hashed = self._hashed_tables() if lookup.hashed else None
         lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
@@ -370,20 +398,20 @@ class EmbeddingBagCollection(TableCollection):
         return list(cast(list[EmbeddingBagConfig], self._configs))
 
     def is_weighted(self) -> bool:
-        """Return whether rows are multiplied by the weights of the input."""
+        """Return whether rows are multiplied by the input's weights before pooling."""
         return self._lookup.is_weighted
 
 
 class EmbeddingCollection(TableCollection):
-    """Embedding tables that return one row per ID (sequence embeddings), all looked up by a single kernel.
+    """Collection of embedding tables which returns a row per ID (sequence embeddings).
 
-    Parameters are named ``embeddings.<table>.weight``. They receive ordinary gradients, or are updated in the
-    backward pass after ``meshrec.fuse``.
+    A single kernel call looks up all tables. Parameters are named ``embeddings.<table>.weight``. They get
+    ordinary gradients. After ``meshrec.fuse``, the backward pass updates them instead.
 
     Args:
         tables: Table configs, as in `EmbeddingBagCollection`.
-        device: Parameter device; ``meta`` allocates nothing.
-        bounds_check: What happens to IDs outside their table.
+        device: Device for the parameters; ``meta`` allocates nothing.
+        bounds_check: How to handle IDs outside the table.
         output_dtype: Output dtype, as in `EmbeddingBagCollection`.
 
     Raises:
@@ -425,11 +453,11 @@ class EmbeddingCollection(TableCollection):
         """Look up the row for every ID.
 
         Args:
-            features: IDs for all table features; other keys are ignored.
+            features: IDs for the features of all tables; other keys are ignored.
 
         Returns:
-            JaggedTensor by feature (``feature@table`` if several tables read it), with values [N, D] and the
-            feature's lengths.
+            JaggedTensor by feature (``feature@table`` if several tables read it). Its values are the rows [N,
+            D] for the feature's N IDs, with the lengths of the input.
 
         Raises:
             TypeError: As in ``EmbeddingBagCollection.forward``.
@@ -464,10 +492,11 @@ class EmbeddingCollection(TableCollection):
 
 
 def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
-    """Seed the tables that share a name with another collection's table by their full paths.
+    """Give tables with the same name in different collections different seeds for initial rows.
 
-    Otherwise two tables with the same name would get the same initial rows. Other tables keep their names as
-    seeds: a changed seed would also change rows that no checkpoint has, because they were never read.
+    The seed is derived from the full path of such a table, and from the name of every other table. Tables
+    with a unique name keep their seed, because a changed seed would also change rows that no checkpoint
+    contains, because they were never read.
 
     Args:
         collections: Collections by module path.
@@ -484,7 +513,7 @@ def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
 
 
 def module_dict_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    """Return a ModuleDict of tables whose names may also be names of ModuleDict methods."""
+    """Return a ModuleDict with table modules. Names of ModuleDict methods, such as "items", are allowed."""
     holder = nn.ModuleDict()
     # ModuleDict rejects method names as keys, but "items" is a common table name.
     holder._modules.update(tables)
@@ -492,7 +521,7 @@ def module_dict_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
 
 
 def _table_module(config: BaseEmbeddingConfig, device: torch.device | str | None) -> TableModule | None:
-    """Build the submodule for a quantized or hashed table. Returns None for other tables."""
+    """Create the submodule for a quantized or hashed table. Return None for other tables."""
     storage = storage_of(config)
     if is_growable(storage):
         target = _as_device(device)

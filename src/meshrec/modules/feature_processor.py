@@ -1,4 +1,4 @@
-"""Learned position weights, and a collection that applies them in lookups.
+"""Learned weights for the positions in a bag, and an embedding collection which uses them in lookups.
 
 Parameters have TorchRec's names, so that TorchRec checkpoints load.
 """
@@ -17,7 +17,10 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 class FeatureProcessor(nn.Module, ABC):
-    """Base class for modules that transform the bags of one feature before the lookup, and weight the IDs."""
+    """Base class for modules which give the IDs of one feature weights before the lookup.
+
+    A subclass may also transform the bags.
+    """
 
     @abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor:
@@ -25,7 +28,10 @@ class FeatureProcessor(nn.Module, ABC):
 
 
 class FeatureProcessorsCollection(nn.Module, ABC):
-    """Base class for modules that transform the bags of features before the lookup, and weight the IDs."""
+    """Base class for modules which give the IDs of several features weights before the lookup.
+
+    A subclass may also transform the bags.
+    """
 
     @abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -33,10 +39,10 @@ class FeatureProcessorsCollection(nn.Module, ABC):
 
 
 class PositionWeightedModule(FeatureProcessor):
-    """Position weights for one feature: the i-th ID in a bag gets the i-th of ``max_feature_length`` weights.
+    """Learned position weights for one feature: the i-th ID in a bag gets the i-th weight.
 
     Args:
-        max_feature_length: Maximum bag length.
+        max_feature_length: Number of weights, and maximum length of a bag.
         device: Device for ``position_weight``, which is initialized to 1.
 
     Raises:
@@ -68,10 +74,10 @@ class PositionWeightedModule(FeatureProcessor):
 
 
 class PositionWeightedModuleCollection(FeatureProcessorsCollection):
-    """Position weights for many features, with parameters ``position_weights.<feature>``.
+    """Learned position weights for several features, with parameters ``position_weights.<feature>``.
 
     Args:
-        max_feature_lengths: Maximum bag length, by feature.
+        max_feature_lengths: Number of weights, and maximum length of a bag, by feature.
         device: Device for the weights.
 
     Raises:
@@ -112,7 +118,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         )
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return ID weights, [N]: learned for features with position weights, else 1."""
+        """Return a weight for every ID, [N]: the learned position weight, or 1 if the feature has none."""
         learned = dict(self.position_weights.items())
         device = features.values().device
         key_weights = [learned[key] for key in features.keys() if key in learned]  # noqa: SIM118  not a dict
@@ -154,12 +160,13 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):
-    """An EmbeddingBagCollection whose per-ID weights come from feature processors.
+    """An EmbeddingBagCollection in which feature processors compute the weight of every ID before the lookup.
 
     Args:
-        embedding_bag_collection: Tables, with ``is_weighted=True``. Sharders treat them like other tables.
-        feature_processors: Processor by feature name, for all features of the tables; or one module for all
-            features.
+        embedding_bag_collection: Collection with ``is_weighted=True``. Sharders treat it like other
+            collections.
+        feature_processors: A processor for every feature of the tables, by feature name, or a single module
+            for all features.
 
     Raises:
         ValueError: The collection is not weighted, or the features and processors do not match.
@@ -199,7 +206,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         return self._embedding_bag_collection(self._process(features))  # type: ignore[no-any-return]
 
     def _process(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Apply the processors."""
+        """Return the features with weights from the processors."""
         processors = self._feature_processors
         if not isinstance(processors, nn.ModuleDict):
             return processors(features)  # type: ignore[no-any-return]
@@ -209,18 +216,18 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
 
 def _bag_indices(lengths: Tensor, num_ids: int) -> Tensor:
-    """Return the bag for every ID, int64 [N]."""
+    """Return the index of the bag to which every ID belongs, int64 [N]."""
     return torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
         lengths, output_size=num_ids
     )
 
 
 def _positions(offsets: Tensor, bags: Tensor) -> Tensor:
-    """Return the position within the bag for every ID, [N].
+    """Return the position of every ID in its bag, from 0, [N].
 
     Args:
-        offsets: Bag boundaries, [B + 1].
-        bags: Bag by ID, [N].
+        offsets: Start of every bag, followed by N, [B + 1].
+        bags: Bag index of every ID, [N].
     """
     return torch.arange(bags.numel(), device=bags.device) - offsets[bags]
 

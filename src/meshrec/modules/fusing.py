@@ -1,4 +1,4 @@
-"""``meshrec.fuse``: optimizers in the backward pass, for tables on a single device."""
+"""``meshrec.fuse``: let the backward pass update the embedding tables, for tables on a single device."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -34,10 +34,11 @@ def fuse(
 
     Args:
         module: A collection, or a model with collections.
-        optimizer: Spec for tables not marked by ``apply_optimizer_in_backward``. None: those tables keep
-            ordinary gradients.
-        update: "in_backward" or "on_step"; see ``FusedOptimizer``.
-        seed: Stochastic rounding seed for fp16 and bf16 tables; 0 rounds to nearest.
+        optimizer: Optimizer spec for tables which ``apply_optimizer_in_backward`` has not marked. None: those
+            tables keep ordinary gradients.
+        update: "in_backward": the backward pass updates the tables. "on_step": it collects gradients, and
+            ``fused_optimizer.step()`` updates the tables.
+        seed: Seed for stochastic rounding in fp16 and bf16 tables; 0 rounds to nearest.
 
     Returns:
         ``module``.
@@ -92,12 +93,12 @@ def fuse(
 
 
 def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | None) -> list[TrainedTable]:
-    """Return the tables of a collection, each with its optimizer.
+    """Return the tables of a collection, together with their optimizer specs.
 
     Args:
-        path: Module path for errors.
-        child: Collection at the path.
-        optimizer: Spec for unmarked tables, or None.
+        path: Path of the collection in the model, for errors.
+        child: The collection.
+        optimizer: Spec for tables which ``apply_optimizer_in_backward`` has not marked, or None.
 
     Raises:
         ValueError: The collection is already fused or on ``meta``, or a table is quantized.
@@ -125,7 +126,7 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
 
 
 def _check_not_shared(trained_tables: Mapping[str, list[TrainedTable]]) -> None:
-    """Raise ValueError if two collections share a parameter: both would update it."""
+    """Raise ValueError if two collections share a parameter, because both would update it."""
     owner: dict[Tensor, str] = {}
     for path, tables in trained_tables.items():
         for table in tables:

@@ -9,37 +9,44 @@ from torch import Tensor, nn
 from meshrec.modules.linear import Linear
 from meshrec.ops.attention import Bias, Mask, jagged_attention
 
+# A sample is a user's history: a sequence of tokens, with the targets to score as the last tokens. Tokens
+# whose keys and values are in the KV cache are *cached*, all others are *new*.
+#
 # Shape legend: N tokens of all samples, M new tokens, K cached tokens, B samples, E token width, S width of
 # keys and values of all heads, H heads, P relative positions, T time buckets.
 
 
 class Tokens(NamedTuple):
-    """Where every sample's tokens are, and which of them are new (not in the KV cache)."""
+    """Layout of a batch of token sequences: where every sample starts, and which tokens are new.
+
+    New tokens are those whose keys and values are not in the KV cache.
+    """
 
     offsets_B1: Tensor
-    """First token index per sample, followed by N; int64 [B + 1]."""
+    """Index of every sample's first token, followed by N; int64 [B + 1]."""
     timestamps_N: Tensor | None = None
     """Token times in seconds, int64."""
     num_targets_B: Tensor | None = None
-    """Target count at the end, per sample, int64 [B]; None: no targets."""
+    """Number of targets, which are the last tokens of a sample, int64 [B]; None: there are none."""
     new_offsets_B1: Tensor | None = None
-    """First new token index per sample, counting new tokens only, followed by M; int64 [B + 1].
+    """Index of every sample's first new token, counted among new tokens only, followed by M; int64 [B + 1].
 
-    New tokens are the last ones of their sample. None: all tokens are new.
+    New tokens are the last tokens of a sample. None: all tokens are new.
     """
     order_N: Tensor | None = None
-    """For every token, the index in the concatenation of all cached and all new tokens; int64 [N].
+    """For every token in sample order, the index in the concatenation of all cached tokens and all new
+    tokens; int64 [N].
 
     None: the concatenation is in sample order already, as for a single sample.
     """
 
     @staticmethod
     def after(cached_B: Tensor, new_B: Tensor) -> "Tokens":
-        """Build the layout of samples with ``cached_B`` cached tokens, followed by ``new_B`` new tokens.
+        """Create the layout for samples in which new tokens follow cached tokens.
 
         Args:
-            cached_B: Cached token count per sample, integers [B].
-            new_B: New token count per sample, integers [B].
+            cached_B: Cached tokens in every sample, integers [B].
+            new_B: New tokens in every sample, integers [B].
         """
         cached_B, new_B = cached_B.long(), new_B.long()
         # A single sample needs no reordering, so serving avoids the index_select below.
@@ -61,22 +68,26 @@ class Tokens(NamedTuple):
         return Tokens(offsets_B1, new_offsets_B1=new_B1, order_N=order_N)
 
     def in_order(self, cached: Tensor, new: Tensor, *, dim: int = 0) -> Tensor:
-        """Merge tensors with one entry per cached token and per new token into sample order.
+        """Merge values for cached tokens and for new tokens into a tensor in sample order.
 
         Args:
-            cached: Values for cached tokens, K along ``dim``.
-            new: Values for new tokens, M along ``dim``.
+            cached: Values for the K cached tokens along ``dim``.
+            new: Values for the M new tokens along ``dim``.
             dim: Token dimension.
+
+        Returns:
+            Values for all N tokens along ``dim``.
         """
         both = torch.cat([cached, new], dim)
         return both if self.order_N is None else both.index_select(dim, self.order_N)
 
     def extend_cache(self, cached: Tensor, num_new: int) -> Tensor:
-        """Return keys and values of cached tokens, merged with uninitialized entries for new tokens.
+        """Return the cached keys and values, with uninitialized entries for new tokens, which layers then
+        fill.
 
         Args:
-            cached: Cached token keys and values, [layers, K, S].
-            num_new: New token count, M.
+            cached: Keys and values for cached tokens, [layers, K, S].
+            num_new: New token count M.
 
         Returns:
             [layers, N, S], in sample order.
@@ -98,15 +109,16 @@ class HSTUBlock(nn.Module):
         num_heads: Attention heads H.
         attention_dim: Width for queries and keys per head.
         hidden_dim: Width for values and gates per head.
-        position_bias: Add a bias by token distance. Without it, a target's result does not depend on its
-            position among the targets.
-        num_time_buckets: Time bias entry count T; 0: no time bias. See `ops.attention.time_buckets`.
+        position_bias: Whether to add a learned bias by token distance. Without it, the result for a target
+            does not depend on its position among the targets.
+        num_time_buckets: Number T of learned biases by time difference; 0: no time bias. See
+            `ops.attention.time_buckets`.
         dropout: Dropout probability.
         mask: Which tokens each token attends to.
-        device: Parameter device.
+        device: Device for the parameters.
 
     Attributes:
-        heads: ``num_heads``, ``hidden_dim`` and ``attention_dim``.
+        heads: The tuple (``num_heads``, ``hidden_dim``, ``attention_dim``).
 
     Raises:
         ValueError: A size is below 1, or ``num_time_buckets`` is negative.
@@ -153,7 +165,7 @@ class HSTUBlock(nn.Module):
 
     @property
     def cache_width(self) -> int:
-        """Width S of the cached keys and values of a token."""
+        """Width S of a token's keys and values together, over all heads, as stored in the KV cache."""
         num_heads, hidden_dim, attention_dim = self.heads
         return num_heads * (hidden_dim + attention_dim)
 
@@ -168,9 +180,9 @@ class HSTUBlock(nn.Module):
 
         Args:
             tokens_NE: Tokens, sample by sample.
-            offsets_B1: First token index per sample, followed by N, int64 [B + 1].
+            offsets_B1: Index of every sample's first token, followed by N, int64 [B + 1].
             timestamps_N: Token times in seconds, int64; required for a time bias.
-            num_targets_B: Target count at the end, per sample, int64 [B].
+            num_targets_B: Number of targets, which are the last tokens of a sample, int64 [B].
 
         Raises:
             ValueError: A sample is longer than ``max_length``, or timestamps are missing.
@@ -185,7 +197,7 @@ class HSTUBlock(nn.Module):
             all_NS: Keys and values for all tokens, [N, S] with S = `cache_width`. Entries for new tokens are
                 written in place.
             new_at: Positions of the new tokens among all N tokens.
-            tokens: Token layout.
+            tokens: Layout for all tokens.
 
         Returns:
             Output for the new tokens, [M, E]. It equals `forward` on all tokens if no cached token attends to
@@ -235,15 +247,15 @@ class HSTUBlock(nn.Module):
 
 
 def _bias(size: int, device: torch.device | None) -> nn.Parameter | None:
-    """Create a bias parameter.
+    """Create a bias parameter [size], normally distributed.
 
-    Returns None for size 0, because DDP waits for a gradient of every parameter.
+    Return None for size 0, because DDP waits for a gradient of every parameter, even of an empty one.
     """
     return nn.Parameter(nn.init.normal_(torch.empty(size, device=device), std=0.02)) if size else None
 
 
 def cache_shape(blocks: nn.ModuleList) -> tuple[int, int]:
-    """Return the shape of a token's KV cache: number of layers, and width of keys and values per layer."""
+    """Return the KV cache size per token: layer count, and the width S for keys and values per layer."""
     block = blocks[0]
     assert isinstance(block, HSTUBlock)
     return len(blocks), block.cache_width

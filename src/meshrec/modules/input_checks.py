@@ -1,4 +1,4 @@
-"""Checks of the input to embedding collections, sharded or not, and of the keys they read."""
+"""Check and prepare the input of embedding collections, both sharded and unsharded."""
 
 from collections.abc import Mapping, Sequence
 
@@ -63,12 +63,12 @@ def sample_weights(features: KeyedJaggedTensor, *, is_weighted: bool) -> Tensor 
 
 
 def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[str]) -> list[int]:
-    """Return the position of every feature in the input keys.
+    """Return the position of every feature among the input keys.
 
     Args:
-        keys: Input keys.
+        keys: Keys of the input.
         features: Features to look up.
-        tables: Table reading the feature, for errors.
+        tables: For every feature, the name of the table which reads it, for errors.
 
     Raises:
         ValueError: A feature is missing from the keys.
@@ -88,18 +88,19 @@ def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[
 def with_copied_keys(
     features: KeyedJaggedTensor, positions: Sequence[int], uses: Sequence[int]
 ) -> tuple[KeyedJaggedTensor, list[int]]:
-    """Give some lookups their own copy of a key read by several lookups.
+    """Copy keys of the input, so that some lookups can replace IDs without changing the IDs for other
+    lookups.
 
-    Lookups of the same feature read the same key. A table that replaces IDs, by hashes or slots, needs a copy
-    of the IDs, so the other lookups still see the originals.
+    Lookups of the same feature in several tables read the same key. A table that replaces IDs, by hashes or
+    by slots, needs a separate copy.
 
     Args:
         features: Input.
-        positions: Key position by lookup.
-        uses: Indices of the lookups to give a copy.
+        positions: For every lookup, the position of the key which it reads.
+        uses: Numbers of the lookups which get a copy.
 
     Returns:
-        The input with one copied key appended per entry of ``uses``, and the new ``positions``.
+        The input with a copied key appended for every entry of ``uses``, and the new ``positions``.
     """
     if not uses:
         return features, list(positions)
@@ -110,7 +111,11 @@ def with_copied_keys(
 
 
 def inverse_rows(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[Tensor]:
-    """Return, for each key, the bag index of each sample, int64 [B], from the inverse indices.
+    """Return, for every key, the index of the bag which each sample reads, int64 [B].
+
+    Args:
+        features: Input with inverse indices, which map samples to bags.
+        keys: Keys for which to return indices.
 
     Raises:
         ValueError: The input has no inverse indices, or they lack a key.
@@ -133,12 +138,14 @@ def inverse_rows(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[Tenso
 
 
 def key_bounds(offsets: Tensor, segments: Tensor | None, num_keys: int) -> list[int]:
-    """Return the index of the first ID of each key, followed by N: K + 1 integers. Synchronizes.
+    """Return the index of every key's first ID, followed by the number of IDs: K + 1 integers.
+
+    On a GPU, waits for the device.
 
     Args:
-        offsets: Bag boundaries, [B + 1].
-        segments: First bag of each key, followed by B; None: all keys have the same number of bags.
-        num_keys: Number of keys K.
+        offsets: Start of every bag, followed by the number of IDs, [B + 1].
+        segments: First bag of every key, followed by B. None: all keys have the same number of bags.
+        num_keys: Key count K.
     """
     # Equal strides: key boundaries are every step-th offset.
     if segments is None:
@@ -154,14 +161,14 @@ def key_bounds(offsets: Tensor, segments: Tensor | None, num_keys: int) -> list[
 
 
 def mix_ids(values: Tensor, bounds: Sequence[int], seeds: Mapping[int, int]) -> Tensor:
-    """Replace the IDs of some keys by a bijective hash, int64 [N]. Other keys are copied.
+    """Return a copy of the IDs, int64 [N], in which the IDs of some keys are replaced by a bijective hash.
 
     See [Note: the keys of hashed tables] in tables/hashed/keys.py.
 
     Args:
         values: IDs of all keys, int32 or int64 [N].
-        bounds: Index of the first ID of each key, followed by N.
-        seeds: Hash seed by key position.
+        bounds: Index of every key's first ID, followed by N.
+        seeds: Hash seed for every key to replace, by position of the key.
 
     Raises:
         ValueError: The IDs are not integers.

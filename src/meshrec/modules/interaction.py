@@ -10,13 +10,13 @@ torch.fx.wrap("dot_interaction")
 
 
 class DotInteraction(nn.Module):
-    """Concatenate a dense vector and the pairwise dot products among it and F sparse vectors.
+    """DLRM interaction: concatenates a dense vector and all dot products among it and F sparse vectors.
 
     Source: Naumov et al., "Deep learning recommendation model for personalization and recommendation systems"
     (2019).
 
     Args:
-        num_sparse_features: Number of sparse vectors F.
+        num_sparse_features: Number of sparse vectors F (embeddings).
     """
 
     def __init__(self, num_sparse_features: int) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers: fp32 with the faster of torch's two CPU matrix libraries, and bf16 with fused ReLU."""
+"""Linear layers with the fastest CPU kernels: MKL or oneDNN for fp32, oneDNN with fused ReLU for bf16."""
 
 import functools
 from pathlib import Path
@@ -13,16 +13,17 @@ from meshrec.modules.precision import bf16_copy, bf16_weight, computes_in_bf16, 
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``, more than twice as fast for fp32 on some CPUs, with a fused bf16 path.
+    """Replacement for ``nn.Linear`` which is more than twice as fast on some CPUs.
 
     torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel processors only. On other processors
-    with AVX-512 this layer uses oneDNN, which is part of torch, in forward and backward. Under bf16 autocast
-    on a CPU it is `linear`, see [Note: bf16 dense part]. Otherwise, and under compile or export, it is
-    ``nn.Linear``. Parameters are the same, and results are equal up to summation order.
+    with AVX-512, this layer uses oneDNN, which is part of torch, in the forward and the backward pass. Under
+    bf16 autocast on a CPU, it computes `linear`, see [Note: bf16 dense part] in ``precision.py``. In all
+    other cases, and under compile or export, it computes what ``nn.Linear`` does. Parameters are the same as
+    in ``nn.Linear``, and results are equal up to summation order.
     """
 
     def forward(self, input: Tensor, relu: bool = False) -> Tensor:
-        """Map [..., in_features] to [..., out_features], optionally through a ReLU."""
+        """Map [..., in_features] to [..., out_features], followed by a ReLU if ``relu``."""
         # TorchScript compiles this method. It skips this branch, but parses comments after `type:`.
         if not torch.jit.is_scripting():  # type: ignore
             if torch.is_autocast_enabled("cpu") and computes_in_bf16(input):
@@ -50,7 +51,7 @@ class LogitLinear(Linear):
     """Last layer of a model: a `Linear` that computes in fp32, also under autocast."""
 
     def forward(self, input: Tensor, relu: bool = False) -> Tensor:
-        """Map [..., in_features] to fp32 [..., out_features], optionally through a ReLU."""
+        """Map [..., in_features] to fp32 [..., out_features], followed by a ReLU if ``relu``."""
         # Scripted and exported programs have no autocast.
         if not torch.jit.is_scripting():  # type: ignore
             if is_autocast(input):
@@ -62,16 +63,16 @@ class LogitLinear(Linear):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
-    """Compute ``nn.functional.linear``, in bf16 where `computes_in_bf16` is true.
+    """Compute ``nn.functional.linear``, in bf16 if ``computes_in_bf16(input)``.
 
     Args:
         input: [..., I].
         weight: [O, I].
         bias: [O] or None.
-        relu: Apply a ReLU, which bf16 on a CPU fuses into the product.
+        relu: Whether to apply a ReLU, which the bf16 kernel fuses into the product.
 
     Returns:
-        [..., O]; bf16 where `computes_in_bf16`.
+        [..., O], in bf16 if ``computes_in_bf16(input)``.
     """
     if not torch.jit.is_scripting():  # type: ignore
         in_bf16 = computes_in_bf16(input) and weight.dtype == torch.float32 and input.numel() > 0
@@ -82,7 +83,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: b
 
 
 def _bf16_linear(input: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-    """Compute the layer in bf16 for an input with any number of dimensions."""
+    """Compute the layer in bf16, for an input [..., I] with any number of dimensions; see `linear`."""
     rows = input.to(torch.bfloat16).reshape(-1, input.shape[-1])
     out: Tensor = _BF16Linear.apply(rows, weight, bias, relu)  # type: ignore[no-untyped-call]
     return out.view(*input.shape[:-1], -1)
@@ -101,9 +102,9 @@ def _has_bf16_products() -> bool:
 
 
 class _BF16Linear(torch.autograd.Function):
-    """Linear layer in bf16: bf16 x [B, I], fp32 w [O, I] and b [O], optional ReLU.
+    """Linear layer computed in bf16, with fp32 weights and fp32 weight gradients.
 
-    Weight gradients are fp32.
+    Inputs are x (bf16 [B, I]), w (fp32 [O, I]), and b (fp32 [O] or None).
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Ensembles in a single pass: members share weights and differ in scales per column.
+"""Ensembles computed in a single pass: the members share a weight matrix, and differ in scales per column.
 
 Wen, Tran, Ba: "BatchEnsemble" (2020); Gorishniy, Kotelnikov, Babenko: "TabM" (2024).
 
@@ -16,7 +16,9 @@ from meshrec.modules.precision import bf16_weight, computes_in_bf16
 
 
 class MemberLinear(nn.Module):
-    """Linear layer whose weight is shared by M members; each member has input and output scales and a bias.
+    """Linear layer of an ensemble with M members, which share the weight.
+
+    Members differ in their input scales, output scales and bias.
 
     Member m computes ``(x * r[m]) @ W.T * s[m] + b[m]``.
 
@@ -24,8 +26,8 @@ class MemberLinear(nn.Module):
         in_size: Input columns I.
         out_size: Output columns O.
         num_members: Members M.
-        signs: Initialize the input scales with random signs, so that members differ from the start. Otherwise
-            they are 1.
+        signs: Whether to initialize input scales to 1 or -1 at random, so that members differ from the start.
+            If False, they are 1.
         device: Parameter device.
     """
 
@@ -59,11 +61,12 @@ class MemberLinear(nn.Module):
 
 
 class MemberMLP(nn.Module):
-    """An MLP with M members: `MemberLinear` layers with ReLU and dropout, and a head per member.
+    """Ensemble of M MLPs, made of `MemberLinear` layers with ReLU and dropout, and a separate head per
+    member.
 
     Args:
         in_size: Input columns.
-        layer_sizes: Hidden sizes, at least one.
+        layer_sizes: Hidden layer sizes, at least one.
         num_outputs: Outputs per member.
         num_members: Members M.
         dropout: Dropout probability.

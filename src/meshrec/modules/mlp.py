@@ -20,12 +20,12 @@ _SWISH = "swish_layernorm"
 
 
 class Perceptron(nn.Module):
-    """Linear layer and activation, with parameters in ``_linear``.
+    """Linear layer followed by an activation, with parameters in ``_linear``.
 
     Args:
         in_size: Input columns.
         out_size: Output columns.
-        bias: Add a bias.
+        bias: Whether the layer has a bias.
         activation: Tensor function or module.
         device: Parameter device.
         dtype: Parameter dtype.
@@ -57,17 +57,19 @@ class Perceptron(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear layers, each followed by an activation, with parameters in ``_mlp.<i>._linear``.
+    """Multilayer perceptron: linear layers, each followed by an activation.
+
+    Parameters are in ``_mlp.<i>._linear``.
 
     Args:
         in_size: Input columns.
-        layer_sizes: Output columns of each layer.
-        bias: Add a bias to every layer.
+        layer_sizes: Output columns of every layer.
+        bias: Whether layers have a bias.
         activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a tensor function, a module shared by
             all layers, or a class or function without arguments that builds a module per layer.
         device: Parameter device.
         dtype: Parameter dtype.
-        activation_on_last: Apply the activation after the last layer.
+        activation_on_last: Whether to apply the activation after the last layer, too.
 
     Raises:
         ValueError: The activation name is unknown, or a function without arguments does not return a module.
@@ -103,12 +105,12 @@ class MLP(nn.Module):
 
 
 def _activation(activation: Activation, size: int, device: torch.device | None) -> nn.Module | TensorFunction:
-    """Return the activation function of one layer, given the ``activation`` argument of `MLP`.
+    """Return the activation function for a layer.
 
     Args:
-        activation: As in `MLP`.
+        activation: Argument ``activation`` of `MLP`.
         size: Output columns of the layer.
-        device: Activation parameter device.
+        device: Device for parameters of the activation.
 
     Raises:
         ValueError: The name is unknown, or the factory does not return a module.

@@ -1,4 +1,4 @@
-"""Embeddings of numeric features: piecewise linear and periodic.
+"""Embeddings for numeric features, from a piecewise linear or a periodic encoding of the value.
 
 Gorishniy, Rubachev, Babenko: "On embeddings for numerical features in tabular deep learning" (2022).
 
@@ -22,8 +22,8 @@ class PiecewiseLinear(nn.Module):
     linear function of the entries is a piecewise linear function of the value. The module has no parameters.
 
     Args:
-        edges: Increasing bin edges of each feature, at least two. A feature with fewer edges is passed
-            through unchanged as entry 0.
+        edges: Increasing bin edges for every feature, at least two. A feature with fewer edges is not
+            encoded: entry 0 is the value itself.
         device: Device for the buffers.
 
     Raises:
@@ -66,20 +66,20 @@ class PiecewiseLinear(nn.Module):
 
     @property
     def widths(self) -> Tensor:
-        """Bin widths, [N, T]; 1 for a feature without bins, 0 for bins that a feature does not have."""
+        """Bin widths, [N, T]: 1 for a feature without bins, and 0 for bins a feature does not have."""
         return torch.where(self.scale > 0, 1.0 / self.scale, 0.0)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Encode values [B, N] as [B, N, T]. Entries for bins that a feature does not have are 0."""
+        """Encode values [B, N] as [B, N, T]. Entries for bins a feature does not have are 0."""
         reached = (values.unsqueeze(-1) - self.first) * self.scale
         return torch.minimum(torch.maximum(reached, self.low), self.high)
 
 
 class NumberEmbedding(nn.Module):
-    """Embeddings of numeric features: one linear layer per feature over its piecewise linear encoding.
+    """Embeddings of numeric features: a linear layer per feature, applied to the piecewise linear encoding.
 
     Args:
-        edges: Increasing bin edges of each feature; see `PiecewiseLinear`.
+        edges: Increasing bin edges for every feature; see `PiecewiseLinear`.
         dim: Embedding width D.
         std: Standard deviation of the initial weights.
         device: Parameter and buffer device.
@@ -122,7 +122,8 @@ class PeriodicEmbedding(nn.Module):
         num_features: Number of features N.
         dim: Embedding width D.
         num_frequencies: Frequencies K per feature.
-        std: Standard deviation of the initial frequencies. Larger values separate closer numbers.
+        std: Standard deviation of the initial frequencies. With larger frequencies, close values get
+            embeddings which differ more.
         device: Parameter device.
     """
 

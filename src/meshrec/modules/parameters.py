@@ -1,4 +1,4 @@
-"""Lists and dicts of parameters with ``reset_parameters``, which modules built on ``meta`` need."""
+"""Parameter lists and dicts with ``reset_parameters``, which modules created on the ``meta`` device need."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -9,7 +9,12 @@ Init = Callable[[Tensor], object]
 
 
 class InitializedList(nn.ParameterList):
-    """A ParameterList initialized by ``init`` on construction and in ``reset_parameters``."""
+    """A ParameterList which initializes each parameter with ``init``, also again in ``reset_parameters``.
+
+    Args:
+        tensors: Tensors to make parameters of; their values are overwritten.
+        init: Fills a tensor in place.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], init: Init) -> None:
         super().__init__(nn.Parameter(tensor) for tensor in tensors)
@@ -24,7 +29,12 @@ class InitializedList(nn.ParameterList):
 
 
 class InitializedDict(nn.ParameterDict):
-    """A ParameterDict initialized by ``init`` on construction and in ``reset_parameters``."""
+    """A ParameterDict which initializes each parameter with ``init``, also again in ``reset_parameters``.
+
+    Args:
+        tensors: Tensors to make parameters of, by name; their values are overwritten.
+        init: Fills a tensor in place.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], init: Init) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The dense part in bf16: fp32 master weights, and a bf16 copy of every weight per step.
+"""Compute a model's dense part in bf16 on CPUs, with fp32 master weights and a bf16 copy of every weight.
 
 [Note: bf16 dense part]
 Parameters stay fp32. Optimizers, gradient averaging and checkpoints see only these master weights, so updates
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class _Copy(NamedTuple):
-    """bf16 copy of a weight, valid while the weight has the same version."""
+    """A bf16 copy of a weight. It is valid as long as the weight has the same version."""
 
     weight: Tensor
     version: int
@@ -32,10 +32,10 @@ _copies: ContextVar[dict[int, _Copy] | None] = ContextVar("bf16_weights", defaul
 
 @contextmanager
 def cast_weights_once() -> Iterator[None]:
-    """Within the context, cast each weight to bf16 only once, unless it changes.
+    """Context in which each weight is cast to bf16 only once, unless it changes.
 
-    A training step is such a context: all batches of the step share the copies. Outside, each use of a weight
-    casts it.
+    The trainer runs every training step in this context, so all batches in the step share the copies. Outside
+    the context, every use of a weight casts it again.
     """
     token = _copies.set({})
     try:
@@ -45,7 +45,7 @@ def cast_weights_once() -> Iterator[None]:
 
 
 def computes_in_bf16(input: Tensor) -> bool:
-    """Return whether dense layers compute in bf16 for ``input``: on a CPU, under bf16 autocast."""
+    """Return whether dense layers compute in bf16 for ``input``. They do so on a CPU under bf16 autocast."""
     # Traced, compiled, vmapped and wrapped tensors follow autocast's own rules.
     return (
         type(input) is Tensor  # first: proxies fail on the other attributes
@@ -65,12 +65,12 @@ def is_autocast(input: Tensor) -> bool:
 
 
 def as_activations(input: Tensor) -> Tensor:
-    """Return ``input`` in bf16 if dense layers compute in bf16 for it, else unchanged."""
+    """Return ``input`` as bf16 if dense layers compute in bf16 for this input, else unchanged."""
     return input.to(torch.bfloat16) if computes_in_bf16(input) else input
 
 
 def bf16_copy(weight: Tensor) -> Tensor:
-    """Return a detached bf16 copy of an fp32 parameter, shared within `cast_weights_once`."""
+    """Return a detached bf16 copy of an fp32 parameter, shared by all calls in `cast_weights_once`."""
     copies = _copies.get()
     if copies is None or weight.is_inference():  # inference tensors have no version counter
         return weight.detach().to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Module that regroups the pieces of several KeyedTensors."""
+"""Module which gathers features from several KeyedTensors into groups."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,17 @@ from meshrec.sparse import KeyedTensor
 
 
 class KTRegroupAsDict(nn.Module):
-    """``KeyedTensor.regroup_as_dict`` with fixed groups.
+    """Concatenates the columns of some features, from several KeyedTensors, into a tensor per group.
+
+    This is ``KeyedTensor.regroup_as_dict`` with fixed groups.
 
     Args:
-        groups: Features of each group. A feature may be in several groups.
-        keys: Name of each group.
-        emb_dtype: Output data type; None: that of the embeddings.
+        groups: Features in every group. A feature may be in several groups.
+        keys: Group names.
+        emb_dtype: Output data type; None: the data type of the embeddings.
 
     Raises:
-        ValueError: Groups and keys differ in number.
+        ValueError: The numbers of groups and keys differ.
     """
 
     def __init__(

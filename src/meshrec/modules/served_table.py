@@ -1,4 +1,4 @@
-"""Read-only module for a hashed table in an exported program."""
+"""Read-only form of a hashed table for exported programs."""
 
 from collections.abc import Iterator
 from typing import final
@@ -18,7 +18,7 @@ INDEX = ("buckets", "added", "added_rows")
 
 @final
 class ServedRows:
-    """Source of the rows of an unsharded hashed table in key order, copied block by block into a package.
+    """Reads the rows of an unsharded hashed table in key order, block by block, to copy them into a package.
 
     Args:
         table: Table to read, which must not change while this object is used.
@@ -35,7 +35,7 @@ class ServedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows, and elements per row in memory."""
+        """Shape of all rows together: number of rows, and elements per row in memory."""
         return len(self._keys), self._table.rows.shape[1]
 
     def empty(self) -> Tensor:
@@ -48,16 +48,17 @@ class ServedRows:
             yield self._table.rows.detach()[slots]
 
     def index(self) -> dict[str, Tensor]:
-        """Return the key index tensors by buffer name (``INDEX``)."""
+        """Return the tensors with which the exported program finds rows by key, by buffer name (`INDEX`)."""
         tensors = pack_buckets(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
         return dict(zip(INDEX, tensors, strict=True))
 
 
 class ServedTable(nn.Module):
-    """Hashed table in an exported program: ``weight`` [n, C] in key order, and key index buffers.
+    """Hashed table in an exported program, as ``weight`` [n, C] in key order and buffers which index the
+    keys.
 
-    The tensors are examples with the right dtypes, so that a program can be traced. The exported package
-    contains the real ones.
+    The tensors here are only examples with the right dtypes, with which a program is traced. The exported
+    package contains the real tensors.
 
     It is not a ``TableModule``, because it does not hold a ``Table``: rows cannot be streamed, loaded,
     updated or snapshot. torch.export needs row memory and index as plain tensors of free size that the kernel
@@ -83,14 +84,17 @@ class ServedTable(nn.Module):
             self.register_buffer(name, tensor)
 
     def key_index(self) -> KeyIndex:
-        """Return the key index, with the initialization of rows for unknown IDs."""
+        """Return the arguments from which the kernel finds rows by key, and computes rows for unknown IDs."""
         buckets, added, added_rows = (self.get_buffer(name) for name in INDEX)
         first = unknown_row_init(self.storage)
         return KeyIndex(buckets, added, added_rows, self.storage.keys.seed, first)
 
 
 def unknown_row_init(storage: HashedRows) -> UniformInit:
-    """Return how rows for unknown IDs are initialized.
+    """Return the random initialization from which an exported program computes rows for unknown IDs.
+
+    Args:
+        storage: Row layout and table options.
 
     Raises:
         ValueError: The table has a Python ``init_fn``.

@@ -1,4 +1,4 @@
-"""The lookup shared by both collections: maps features to tables, and reads all tables in one kernel call."""
+"""The lookup shared by both collections, which reads all tables in a single kernel call."""
 
 import functools
 import itertools
@@ -43,12 +43,16 @@ _POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 class TableLookup:
     """Looks up a KeyedJaggedTensor in several tables.
 
+    A *lookup* is a (table, feature) pair: the feature's IDs are looked up in the table. Lookups are in table
+    order.
+
     Args:
         tables: Table configs with unique names.
-        pooling: Pooling type of each table.
-        is_weighted: Multiply rows by the input's weights.
-        bounds_check: Handling of IDs outside their table.
-        output_dtype: Output dtype; None: the widest dtype among the tables, fp32 for quantized tables.
+        pooling: Pooling type for every table.
+        is_weighted: Whether to multiply rows by the input's weights.
+        bounds_check: How to handle IDs outside the table.
+        output_dtype: Output dtype. None: the widest dtype among the tables, or fp32 if some table is
+            quantized.
 
     Raises:
         ValueError: The list is empty, a name is repeated, or output_dtype is quantized.
@@ -71,7 +75,7 @@ class TableLookup:
         if repeated:
             raise ValueError(f"the names {repeated} are given to several tables. Names must be unique.")
         pairs = [(index, feature) for index, table in enumerate(tables) for feature in table.feature_names]
-        # A lookup is a (table, feature) pair. The lists below have an entry per lookup, in table order.
+        # These lists have an entry per lookup, in table order.
         self.features = [feature for _, feature in pairs]
         self.tables = [index for index, _ in pairs]
         self.pooling = [_POOLING_CODES[pooling[index]] for index in self.tables]
@@ -114,19 +118,22 @@ class TableLookup:
 
     @property
     def num_clamped_ids(self) -> int:
-        """Number of IDs replaced by ``BoundsCheckMode.WARN`` so far."""
+        """Number of invalid IDs which ``BoundsCheckMode.WARN`` has replaced so far."""
         return int(self._num_clamped)
 
     def serve(self, tables: Mapping[int, ServedTable]) -> None:
-        """Read some hashed tables in their exported read-only form from now on.
+        """From now on, read some hashed tables in their read-only form for exported programs.
 
         Args:
-            tables: Exported form by table index.
+            tables: Read-only form, by table index.
         """
         self._served = dict(tables)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the position of the key that each lookup reads.
+        """Return the position of the key which every lookup reads.
+
+        Args:
+            features: Input.
 
         Raises:
             ValueError: A feature is missing.
@@ -147,12 +154,12 @@ class TableLookup:
         flat: bool,
         hashed: Mapping[int, HashedTable] | None = None,
     ) -> tbe.Lookups:
-        """Build the kernel arguments for a batch.
+        """Return the kernel arguments for a batch.
 
         Args:
             features: IDs and optional weights.
-            weights: Weight of each table.
-            flat: Lay out the output lookup after lookup, instead of as [B, sum of D].
+            weights: Weight parameter for every table.
+            flat: Whether the output is flat, lookup after lookup, instead of a matrix [B, sum of D].
             hashed: Hashed tables by table index.
 
         Raises:
@@ -196,14 +203,14 @@ class TableLookup:
         """Look up and pool a batch.
 
         Args:
-            weights: Row tensor per table.
-            lookups: Kernel arguments for the batch, built by the method ``lookups``.
-            out_size: Batch size, or the number of output elements if flat.
-            updater: Receives the gradients; None: autograd does.
+            weights: Tensor from which kernels read rows, for every table.
+            lookups: Kernel arguments for the batch, from the method ``lookups``.
+            out_size: Batch size B, or the number of output elements if the output is flat.
+            updater: Gets the gradients in the backward pass; None: parameters get ordinary gradients.
             hashed: Hashed tables by table index.
 
         Returns:
-            [B, sum of D], or flat [out_size].
+            Output [B, sum of D], or flat [out_size].
         """
         dtype = torch.float32 if self.output_dtype is None else self.output_dtype.dtype
         # Quantized rows are uint8 in memory and decode to fp32.
@@ -228,13 +235,19 @@ class TableLookup:
         return self._look_up(weights, lookups, options)
 
     def _can_probe_in_kernel(self, tables: Mapping[int, HashedTable]) -> bool:
-        """Return whether the lookup kernel itself can find the slots: no training, and all rows in memory."""
+        """Return whether the lookup kernel itself can find the slots of hashed tables.
+
+        It can without training, and if all rows are in memory.
+        """
         if torch.is_grad_enabled() or self._indexes:
             return False
         return all(table.file is None for table in tables.values())
 
     def _resolve_hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
-        """Replace the IDs of hashed tables by slots. The slots stay pinned while the result exists."""
+        """Replace IDs for hashed tables by slots, which are positions of rows in memory.
+
+        The slots are not given to other rows while the result exists.
+        """
         return self._resolve_slots(
             lookups, tables, {t: table.storage.keys.seed for t, table in tables.items()}
         )
@@ -245,12 +258,12 @@ class TableLookup:
         indexes: Mapping[int, Index],
         seeds: Mapping[int, int] = MappingProxyType({}),
     ) -> tbe.Lookups:
-        """Replace the IDs of indexed tables by slots.
+        """Replace IDs for tables with an index by slots, which are positions of rows in memory.
 
         Args:
             lookups: Kernel arguments.
-            indexes: Index of each such table, by table index.
-            seeds: Seed of the ID mix, by table index. Without a seed, IDs are keys already.
+            indexes: Index from keys to slots, by table index.
+            seeds: Seed of the hash from IDs to keys, by table index. Without a seed, IDs are keys already.
         """
         num_keys = lookups.num_keys
         readers = {
@@ -268,7 +281,7 @@ class TableLookup:
         return lookups._replace(values=values)
 
     def _clamp(self, lookups: tbe.Lookups) -> tbe.Lookups:
-        """Replace IDs outside their table by 0, and count them. Hashed tables accept all IDs."""
+        """Replace IDs outside the table by 0, and count them. Hashed tables accept all IDs."""
         bounded = [i for i, table in enumerate(lookups.tables) if table not in self.hashed]
         values, counts = operators.clamp_ids(
             lookups.values,
@@ -286,10 +299,10 @@ class TableLookup:
 
 
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
-    """Allocate and initialize the weight of a table; on ``meta`` allocate only.
+    """Create the weight parameter of a table, initialized unless it is on the ``meta`` device.
 
     Returns:
-        [num_embeddings, embedding_dim], or packed quantized rows.
+        Parameter [num_embeddings, embedding_dim], or packed quantized rows.
 
     Raises:
         ValueError: The table has a file storage, and the device is not ``meta``.
@@ -314,7 +327,10 @@ def storage_error(config: BaseEmbeddingConfig, device: torch.device | None) -> s
 
 
 def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
-    """Initialize a weight as its config says. Quantized weights are initialized block by block."""
+    """Initialize a table's weight in place as its config says.
+
+    Quantized weights are initialized block by block, to save memory.
+    """
     storage = storage_of(config)
     if storage.is_trainable:
         return config.init_weight(weight)
@@ -327,11 +343,11 @@ def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 
 def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
-    """Return the row storage (memory format) of a table.
+    """Return the row storage of a table, which describes how rows are stored in memory or in a file.
 
     Args:
         config: Table config.
-        weight: Present weight, which gives the dtype if the module was cast after construction.
+        weight: The table's weight. If the module was cast after construction, it determines the dtype.
     """
     if config.keys is not None:
         return HashedRows(

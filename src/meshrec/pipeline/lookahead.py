@@ -372,7 +372,7 @@ class Lookahead:
 
 
 def _axis_of(model: nn.Module) -> Axis:
-    """Return the ranks which share the model: those of a DistributedModelParallel in it, or else all ranks."""
+    """Return the ranks which share the model: those of its DistributedModelParallel, or else all ranks."""
     for module in model.modules():
         if isinstance(module, DistributedModelParallel):
             return module.env.world
