@@ -92,7 +92,7 @@ class Encoder(NamedTuple):
 
 
 class IncrementalQueries:
-    """Computes query vectors for histories from a KV cache for the first items and from the remaining items.
+    """Computes query vectors for histories, with a KV cache for the items that have been encoded before.
 
     Args:
         encoder: model architecture.
@@ -144,16 +144,18 @@ class IncrementalQueries:
 
     @torch.inference_mode()
     def __call__(self, values: list[Tensor], lengths: list[Tensor], cache: TokenCache) -> AdvancedHistories:
-        """Encode the new items in B histories; see `HSTU.advance`.
+        """Compute the query vectors of B histories, encoding only the items that are not cached; see
+        `HSTU.advance`.
 
         Args:
-            values: for every feature in ``features``, the values [N] after the cached items, sample by
+            values: for every feature in ``features``, the values [N] of the whole histories, sample by
                 sample.
-            lengths: for every feature, the number of these values per sample, int64 [B].
-            cache: keys and values for the first items in every history, computed with the current weights.
+            lengths: for every feature, the number of values per history, int64 [B].
+            cache: keys and values for the first items in every history, computed with the current weights. It
+                may cover no items.
 
         Returns:
-            Query vectors, and the keys and values to cache for the new items.
+            Query vectors, and the cache for the whole histories.
 
         Raises:
             ValueError: a history is too long, or an ID is outside the table.

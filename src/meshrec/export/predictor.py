@@ -150,13 +150,13 @@ class Predictor:
         return IncrementalQueries(items.encoder, self.weights, normalise=items.normalise)
 
     def advance(self, values: list[Tensor], lengths: list[Tensor], cache: TokenCache) -> AdvancedHistories:
-        """Compute query vectors from a KV cache and the items after it; see `IncrementalQueries`.
+        """Compute the query vectors of histories, encoding only the items that are not cached.
 
-        The property `incremental` must not be None.
+        See `IncrementalQueries`. The property `incremental` must not be None.
 
         Args:
-            values: for every feature in ``incremental.features``, the values [N] after the cached items.
-            lengths: for every such feature, the number of these values per sample, int64 [B].
+            values: for every feature in ``incremental.features``, the values [N] of the whole histories.
+            lengths: for every such feature, the number of values per history, int64 [B].
             cache: keys and values for the first items in every history.
 
         Raises:

@@ -88,12 +88,14 @@ class Routes:
             Route("/openapi.json", self._schema, methods=get),
             Route("/", self._page, methods=get),
         ]
+        # A client may name the version it expects; any other version is an error.
         for prefix in (model, model + "/versions/{version}"):
             routes += [
                 Route(prefix, self._metadata, methods=get),
                 Route(prefix + "/ready", self._model_ready, methods=get),
                 Route(prefix + "/freshness", self._freshness, methods=get),
             ]
+        # Starlette would answer errors as plain text; these handlers answer with JSON.
         handlers: dict[Any, Any] = {
             RequestError: _answer_refusal,
             HTTPException: _answer_unknown_path,
@@ -110,6 +112,7 @@ class Routes:
 
     async def _ready(self, _: HttpRequest) -> Response:
         """Return status 200 if scoring requests are accepted now, otherwise 503 with the reason."""
+        # Problems alone do not make the server unready: an older version may still answer.
         refusal, problems = self._refusal(), self._repository.problems
         status: dict[str, Any] = {"ready": refusal is None}
         if refusal is not None:
@@ -215,6 +218,7 @@ class Guard:
         """Answer an ASGI request."""
         if scope["type"] != "http":
             return  # the server disables WebSockets and lifespan events
+        # Otherwise clients would send further requests on connections that are about to end.
         reply = self._with_connection_close(send) if self.is_stopping else send
         # Load balancers probe health without credentials.
         if self._token is not None and not scope["path"].startswith("/v2/health/"):
@@ -255,6 +259,7 @@ async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any
     Raises:
         RequestError: the body is not a JSON object, or has a field outside ``allowed``.
     """
+    # Not http.json(), which does not limit the size.
     body = await receive_body(dict(http.scope["headers"]), http.receive, _MAX_BYTES)
     given = read_json(body) if body.strip() else {}
     if not isinstance(given, dict):

@@ -124,6 +124,7 @@ class Batcher:
         """
         if self.is_full:
             raise self._queue_error(f"{self._num_admitted} requests are already waiting")
+        # Counted before the body is parsed, so that a burst of large bodies cannot exceed the queue.
         self._num_admitted += 1
         self._idle.clear()
         return self
@@ -153,10 +154,12 @@ class Batcher:
             RequestError: the queue is too long for the deadline (status 503), the deadline has passed (504),
                 or the model rejects the request (400).
         """
+        # Checked again, now with the actual sample count, and after the time for reading the body.
         self.check(deadline, request.num_samples)
         self._usual_samples += 0.1 * (min(request.num_samples, self._limits.max_batch) - self._usual_samples)
         if request.num_samples <= self._limits.max_batch:
             return await self._enqueue(request, deadline)
+        # Pieces would otherwise delay all other requests by the whole duration.
         piece, start = RequestSplitter(request), 0
         # One piece after the other, so that requests of other clients are scored in between.
         scored: list[VersionedScores] = []
@@ -199,6 +202,7 @@ class Batcher:
         now = time.monotonic()
         if num_samples is None and self.is_full:
             raise self._queue_error(f"{self._num_admitted} requests are already waiting")
+        # Cheaper than computing an answer that nobody reads.
         if deadline <= now:
             raise deadline_error()
         if num_samples is None:
@@ -211,6 +215,7 @@ class Batcher:
 
     async def drain(self) -> None:
         """Wait until all admitted requests are answered, then end the scoring thread."""
+        # New requests go to the version that replaces this model, so the queue empties.
         await self._idle.wait()
         self._pool.shutdown(wait=False)
 
@@ -228,6 +233,7 @@ class Batcher:
         if self._num_running or not self._waiting:
             return
         now = time.monotonic()
+        # The oldest request determines how long the batch may wait.
         left = self._waiting[0].since + self._limits.max_wait_ms / 1e3 - now
         if left > 0 and self._num_waiting < self._limits.max_batch:
             if self._timer is None:
@@ -254,6 +260,7 @@ class Batcher:
         batch: list[_QueuedRequest] = []
         num_samples = 0
         while self._waiting:
+            # Only looked at, because it may not fit into this batch.
             work = self._waiting[0]
             is_live = work.deadline > now and not work.answer.done()
             together = num_samples + work.request.num_samples
@@ -305,6 +312,7 @@ class Batcher:
         # Wall time since the last batch: under load, reading and answering requests also takes time.
         since = max(self._finished, min(work.since for work in batch))
         self._finished = now
+        # Seconds per sample, including the time for parsing and answering.
         pace = (now - since) / self._num_running
         self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)
         # Scoring alone, without queueing: sizes batches and pieces.

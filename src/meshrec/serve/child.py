@@ -63,6 +63,7 @@ class Child:
     def start(self) -> None:
         """Start the child: fork if this process is single-threaded, otherwise start a new interpreter."""
         here, there = socket.socketpair()
+        # The parent's copy of the child's end is closed, so that `receive` notices when the child ends.
         with there:
             if _has_other_threads():
                 self._pid = _start_interpreter(there)
@@ -156,6 +157,7 @@ def send(to: socket.socket, *objects: Any) -> None:
     plain = [pickle.PickleBuffer(item) if isinstance(item, bytes) else item for item in objects]
     head = pickle.dumps(plain if len(objects) > 1 else objects[0], 5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
+    # Format: number of buffers, size of each, then the buffers; the first is the pickle.
     sizes = [len(head), *(view.nbytes for view in views)]
     to.sendall(_SIZE.pack(len(sizes)) + b"".join(map(_SIZE.pack, sizes)))
     to.sendall(head)

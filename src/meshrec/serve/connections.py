@@ -105,6 +105,7 @@ class Connections:
             crowd = max(self._by_client.values(), key=len)
             if not self._close_slowest(crowd) and not self._close_slowest(self._all):
                 refusal = f"{len(self._all)} connections wait for their answers already"
+        # Also registered when refused: it still reads, and must be closed in time.
         self._by_client.setdefault(connection.owner, {})[connection] = None
         self._all[connection] = None
         if self._sweep is None:
@@ -113,6 +114,7 @@ class Connections:
 
     def remove(self, connection: "Connection") -> None:
         """Unregister a closed connection."""
+        # `drop` and `connection_lost` may both remove it.
         if connection not in self._all:
             return
         siblings = self._by_client[connection.owner]
@@ -307,6 +309,7 @@ class Connection(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
+        # The client may still be sending: without reading, it would not see the answer.
         self.flow.resume_reading()
         # Half-close, so that the client reads the answer before it sees an error; TLS has no half-close.
         if self.transport.can_write_eof():
@@ -333,6 +336,7 @@ class Connection(HttpToolsProtocol):
         Returns:
             True if the connection stays open until the answers are sent.
         """
+        # TLS has no half-close: the connection has ended.
         if self._refused_at is not None or self._active is None or self.scheme == "https":
             return False
         if self._reading is not None:  # the last request will never be complete
@@ -409,6 +413,7 @@ class Connection(HttpToolsProtocol):
         if self._refused_at is not None:
             return
         super().on_body(body)
+        # A handler may answer before it has read the whole body.
         if not self.cycle.response_complete:
             self.held += len(body)
             self._registry.hold(len(body))
@@ -452,10 +457,12 @@ class Connection(HttpToolsProtocol):
         Returns:
             HTTP status and reason to refuse the request with, or None if it is valid.
         """
+        # The parser accepts other versions, too.
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             return 505, f"the request uses HTTP/{version}. Send HTTP/1.1."
         headers = dict(self.headers)
+        # Only if some header is repeated, which is rare.
         if len(headers) != len(self.headers):
             for single in _SINGLE_HEADERS:
                 if (count := sum(name == single for name, _ in self.headers)) > 1:

@@ -182,12 +182,14 @@ class Deltas:
             # Time stamps may be as coarse as a second, so a recent one may hide further deltas.
             self._checked_mtime = stamp if time.time_ns() - stamp > 1_000_000_000 else None
             return None
+        # There is a delta: look again after it has been applied.
         self._checked_mtime = None
         if record.run != self._about.get("run"):
             raise DeltaError(
                 f"delta {record.number} belongs to run {record.run[:100]!r}, the package to "
                 f"{self._about.get('run')!r}. Pass the deltas of the package's run."
             )
+        # Raises if a delta between the last and this one is missing.
         check_follows(record, last, step)
         return record
 
@@ -205,6 +207,7 @@ class Deltas:
                 (candidate for candidate in delta_records(self._folder) if candidate.step > step), None
             )
         available = delta_numbers(self._folder)
+        # Only before the first delta is applied here; `check_follows` checks the later ones.
         if self._last is None and available:
             self._check_history(available, last)
         number = next((candidate for candidate in available if candidate > last.number), None)
@@ -311,6 +314,7 @@ class Deltas:
                     f"delta {record.number}: {name!r} does not fit the package. Pass deltas of its run."
                 )
         if record.tracked is not None and record.whole is not None:
+            # A delta lists all weights of the model, changed or not.
             published_names = {*record.tracked, *record.whole}
             weight_names = set(self._weights) - self._index()
             if published_names != weight_names or set(record.tracked) & set(record.whole):

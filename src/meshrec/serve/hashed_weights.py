@@ -98,6 +98,7 @@ class HashedWeights:
         if len(keys) == 0:
             return
         added = self._weights[f"{self._prefix}added"]
+        # Keys that an earlier delta added keep their row.
         positions, is_here = self._positions(added[0], keys)
         slots = torch.empty_like(keys)
         slots[is_here] = added[1][positions[is_here]]
@@ -108,12 +109,14 @@ class HashedWeights:
         first = self._grown.num_rows
         num_reused = min(num_new, len(self._free))
         self._grown.grow(first + num_new - num_reused)  # may fail, so do it before taking free rows
+        # The smallest free index is used first.
         self._free.sort(reverse=True)
         reused = [self._free.pop() for _ in range(num_reused)]
         slots[~is_here] = torch.tensor([*reused, *range(first, self._grown.num_rows)], dtype=torch.int64)
         self._grown.tensors[0].index_copy_(0, slots, rows)
         both = torch.cat([added, torch.stack([keys, slots])[:, ~is_here]], 1)
         self._weights[f"{self._prefix}added"] = both[:, both[0].argsort()].contiguous()
+        # Lookups read the tensor by name, so they see the added rows from here on.
         self._weights[f"{self._prefix}added_rows"] = self._grown.tensors[0]
 
     def _initial_rows(self, ids: Tensor) -> Tensor:

@@ -165,6 +165,7 @@ class IncrementalScores:
         )
         histories = self._stack_histories(values, lengths)
         prefixes = [self._cache.find(history) for history in histories]
+        # Whole histories: the model itself skips the items in the cache.
         advanced = self._advance(
             [torch.tensor(history) for history in values],
             [torch.tensor(history) for history in lengths],

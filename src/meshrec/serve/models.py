@@ -152,6 +152,8 @@ class ServedModel:
             return
         pause = _DELTA_POLL_SECONDS
         while True:
+            # Reading and checking take long for a large delta, so the event loop and the scoring thread stay
+            # free.
             next_delta = await asyncio.to_thread(self._deltas.next)
             if next_delta is not None:
                 try:
@@ -342,6 +344,7 @@ class Repository:
         self._check_known(name)
         async with self._changing:
             try:
+                # All steps that can fail come before `_replace`, so that the old version keeps serving.
                 predictor = await self._open(name)
                 deltas = self._open_deltas(name, predictor, until)
                 served = ServedModel(
@@ -355,6 +358,7 @@ class Repository:
                 await asyncio.to_thread(served.apply_available_deltas)
                 if until is not None and served.freshness.delta != until:
                     raise _unreached_error(until, served)
+                # In the thread that scores requests later, so that it is warm.
                 await served.batcher.run_in_thread(lambda: self._warm_up(served))
             except Exception as error:
                 if not isinstance(error, PackageError | ValueError | RuntimeError | OSError):
@@ -432,6 +436,7 @@ class Repository:
     async def _open(self, name: str) -> Predictor:
         """Open a model's package, after verifying the files and loading it in a child process."""
         verify, public_key, copy_weights, warm_up, _ = self._opening
+        # Reading a large package takes minutes.
         package = await asyncio.to_thread(
             check_package, self.folders[name], verify=verify, public_key=public_key
         )

@@ -438,6 +438,7 @@ def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[
     elif wrong := [value for value in present if type(value) is not (str if datatype == TEXTS else bool)]:
         kind = "strings" if datatype == TEXTS else "true or false"
         raise RequestError(f"input {name!r} must be {kind}, got {shown(wrong[0])}.")
+    # Puts the nulls back between the converted values.
     remaining = iter(present)
     return np.array([*(None if value is None else next(remaining) for value in values), None], object)[:-1]
 

@@ -65,6 +65,7 @@ class Peers:
         ticket = next(self._tickets)
         answer = self._pending[ticket] = asyncio.get_running_loop().create_future()
         self._send({"ticket": ticket, "action": action, "model": model, "delta": delta})
+        # The answer arrives in `on_message`, after all workers have reported.
         error = await answer
         if error is not None:
             raise RequestError(*error)

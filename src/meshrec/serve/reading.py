@@ -100,6 +100,7 @@ class BodyReader:
             self._num_signatures += 1
         if number in self._sent:
             return number, None
+        # The child drops its oldest signature at the same moment.
         self._sent = [*self._sent[1 - _MAX_SIGNATURES :], number]
         return number, signature
 

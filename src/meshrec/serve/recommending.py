@@ -93,6 +93,7 @@ class ItemVectors:
         if self._vectors is None or self._vectors[0] != version:
             self._vectors = version, items.vectors(self._predictor.weights)
         keep_seen = items.keep_seen if options.keep_seen is None else options.keep_seen
+        # Items in the history, and items that the request gives as seen.
         hidden = [
             (request.values[at], request.lengths[at])
             for at, name in enumerate(features)

@@ -272,6 +272,7 @@ def _concat_groups(requests: Sequence[Request]) -> Ints | None:
     """
     if all(request.group is None for request in requests):
         return None
+    # Rows of the concatenated shared inputs so far.
     groups, num_rows = [], 0
     for request in requests:
         group = np.arange(request.num_samples) if request.group is None else request.group
@@ -317,6 +318,7 @@ def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequen
     features = [signature.features[index] for index in bounded]
     values_F, lengths_F = ([given[index] for index in bounded] for given in (values_F, lengths_F))
     most = np.iinfo(np.int64).max
+    # The limit per ID, so that all features are checked in one comparison.
     limits = np.repeat(
         [signature.rows.get(feature, most) for feature in features], [len(v) for v in values_F]
     )

@@ -100,6 +100,7 @@ class ScoringEndpoint:
             headers: request headers with lower-case names.
             receive: ASGI receive function.
         """
+        # Before the body is read: a request that cannot be answered in time is refused at once.
         deadline = _parse_deadline(headers, began)
         self._service.check(requested, deadline)
         bodies = [await receive_body(headers, receive, self._max_body)]

@@ -255,6 +255,7 @@ class _HttpServer(uvicorn.Server):
         self._guard.is_stopping = True
         await self._accept_queued(sockets or [])
         quiet_since = time.monotonic()
+        # Clients get time to close idle connections, counted from the last request.
         while self.server_state.connections and time.monotonic() - quiet_since < self._linger:
             if self.server_state.tasks:
                 quiet_since = time.monotonic()

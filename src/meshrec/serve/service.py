@@ -163,6 +163,7 @@ class ScoringService:
         # Look up again: versions are not pinned while a client sends its body.
         served = self.check(requested, deadline)
         with served.batcher:
+            # The position in the queue is held while the body is parsed.
             infer = await read(served.signature)
             repeated = max(
                 0, size_of(infer.request) - num_bytes
@@ -176,6 +177,7 @@ class ScoringService:
         scores = _check_finite(scored.scores)
         best = None
         if requested.recommends:
+            # Ranking all items takes long, so it must not block the event loop.
             best = await asyncio.to_thread(served.recommend, scores, infer.request, requested.items)
         return ScoreResult(infer, served.name, scored.version, served.signature.outputs, scores, best)
 

@@ -159,6 +159,7 @@ def _trial_failure(
         pid = os.fork()
         if not pid:
             _load_and_exit(lambda: _try_package(open_package, package, warm_up), seconds, there, str(folder))
+        # The child has the only writing end, so the pipe ends when the child does.
         os.close(there)
         reported = _read_to_the_end(here, time.monotonic() + seconds)
         os.close(here)

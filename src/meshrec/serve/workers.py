@@ -53,6 +53,7 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
+    # Before the fork, so that all workers accept connections from the same socket.
     bound = listen(options)
     with scratch_folder("meshrec-serve") as scratch, _server_environment(scratch, workers):
         if not all((folder / COMPILED).exists() for folder in models.values()):
@@ -220,6 +221,7 @@ class _Supervisor:
         if "action" in message:
             self._num_tasks += 1
             change = {name: message[name] for name in ("action", "model", "delta")}
+            # Workers that start later get the change from `_changes`.
             task = _Task(change, set(self._workers), [], index, message["ticket"])
             self._tasks[self._num_tasks] = task
             for worker in list(self._workers):
