@@ -1,4 +1,4 @@
-"""Launch files for Slurm and Kubernetes, and host checks before training."""
+"""Write launch files for Slurm and Kubernetes, and check hosts before training."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Examine all hosts under any launcher, as `meshrec doctor` does."""
+"""Check all hosts before a training run, under any launcher, for the command `meshrec doctor`."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -18,21 +18,20 @@ from meshrec.runs.same_start import file_fingerprints
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import Recipe
 
-# Differing files named in a finding.
+# Maximum number of differing files which a finding names.
 _MAX_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationOptions:
-    """Options for `examine`.
+    """Options for `examine`: what to check.
 
     Attributes:
-        folder: run folder shared by all hosts; None: not checked, as checkpoints go to a
-            store.
-        runs: folder writable on every host.
-        store: checkpoint object store address, such as "s3://bucket/runs"; None: none.
-        recipe: recipe with the data read by every rank; None: data is not checked.
-        join_seconds: timeout in seconds for forming the process group.
+        folder: run folder which all hosts must share. None: not checked, because checkpoints go to a store.
+        runs: folder which must be writable on every host.
+        store: address of the object store for checkpoints, such as "s3://bucket/runs"; None: not checked.
+        recipe: recipe whose data every rank must be able to read; None: not checked.
+        join_seconds: how long to wait for all ranks to form a process group, in seconds.
     """
 
     folder: Path | None
@@ -44,13 +43,14 @@ class ExaminationOptions:
 
 @dataclass
 class Examination:
-    """Findings from `examine`.
+    """Result of `examine`.
 
     Attributes:
         rank: this rank.
-        num_ranks: rank count.
-        has_met: whether the ranks formed a process group. If not, ``findings`` has only this rank's findings.
-        findings: distinct findings, with the reporting ranks.
+        num_ranks: number of ranks.
+        has_met: whether the ranks could form a process group. If not, ``findings`` contains only this rank's
+            findings.
+        findings: pairs (finding, ranks which report it). Equal findings from several ranks are merged.
     """
 
     rank: int
@@ -65,9 +65,12 @@ class Examination:
 
 
 def examine(options: ExaminationOptions) -> Examination:
-    """Run this host's checks and, if a launcher started several ranks, the checks across ranks.
+    """Check this host and, if a launcher has started several ranks, also the network and the other hosts.
 
-    Collective. If the ranks cannot form a process group, every rank returns the local host's findings.
+    Collective. If the ranks cannot form a process group, every rank returns findings on its own host only.
+
+    Args:
+        options: what to check.
     """
     is_rank = launched()  # first, because it sets WORLD_SIZE and RANK from MPI and Slurm variables
     size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
@@ -78,6 +81,7 @@ def examine(options: ExaminationOptions) -> Examination:
     if options.store is not None:
         findings.append(object_store(options.store))
     ranks: Ranks | None = None
+    # A failed network check would make joining wait for the whole timeout, so do not try it then.
     if is_rank and size > 1:
         findings += _run_checks("network", network_checks)
         if (
@@ -101,7 +105,7 @@ def examine(options: ExaminationOptions) -> Examination:
 
 
 def _join_ranks(seconds: float) -> Finding:
-    """Form the process group for all ranks, and return whether this worked within ``seconds``."""
+    """Try to form a process group of all ranks within ``seconds``, and return a finding on it."""
     size = os.environ["WORLD_SIZE"]
     try:
         form_group("gloo", timedelta(seconds=seconds))
@@ -120,7 +124,7 @@ def _join_ranks(seconds: float) -> Finding:
 
 
 def _group_checks(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
-    """Run the checks between ranks. Collective."""
+    """Run all checks which need several ranks, and return this rank's findings. Collective."""
     by_host = ranks_by_host(ranks)
     firsts = [on_host[0] for on_host in by_host]
     findings = [
@@ -142,7 +146,7 @@ def _group_checks(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
 
 
 def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
-    """Load the recipe's data, and compare file names and contents with rank 0's. Collective."""
+    """Load the recipe's data on this rank, and compare the files with those on rank 0. Collective."""
     assert recipe is not None
     error, files = None, {}
     try:
@@ -166,11 +170,11 @@ def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
 
 
 def _run_checks(check: str, function: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings from ``function``. An OSError ends the checks and becomes a warning.
+    """Return the findings which ``function`` yields. If it raises OSError, the last finding is a warning.
 
     Args:
-        check: check name, for the warning.
-        function: runs checks.
+        check: name of the check, for the warning.
+        function: runs the checks and yields findings.
     """
     findings: list[Finding] = []
     try:

@@ -1,20 +1,21 @@
-"""Check results (findings), severity levels, and merging findings from several ranks."""
+"""`Finding`, the result of a check on a host, and functions to merge findings from several ranks."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Level = Literal["ok", "warn", "fail"]
+# From best to worst.
 LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
 class Finding(NamedTuple):
-    """Check result.
+    """Result of a check on a host.
 
     Attributes:
-        check: check name, such as "memory".
-        level: ``ok``; ``warn`` if training works, but not well; ``fail`` if training does not work.
+        check: name of the check, such as "memory".
+        level: "ok", "warn" if training works but not well, or "fail" if training does not work.
         observation: observed values, in a line such as "1.5 GiB free for 2 ranks".
-        remedy: next step for the user; empty if ``ok``.
+        remedy: next step for the user; empty if the level is "ok".
     """
 
     check: str
@@ -27,10 +28,11 @@ def merge_findings(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, 
     """Merge equal findings from several ranks.
 
     Args:
-        by_rank: findings per rank.
+        by_rank: findings from every rank.
 
     Returns:
-        Distinct findings, with the reporting ranks, ordered by first occurrence.
+        Pairs (finding, ranks which report it). Findings are sorted by check, in the order of the checks, and
+        then by rank.
     """
     ranks: dict[Finding, list[int]] = {}
     order: dict[str, int] = {}
@@ -42,5 +44,5 @@ def merge_findings(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, 
 
 
 def worst_level(findings: Sequence[Finding]) -> Level:
-    """Return the worst level among findings."""
+    """Return the worst level among the findings; "ok" if there are none."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

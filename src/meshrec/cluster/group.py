@@ -1,4 +1,4 @@
-"""Collective checks across ranks. Every check yields this rank's findings, and runs on all ranks."""
+"""Checks which need several ranks. All ranks run every check, which yields findings about their own hosts."""
 
 import os
 import socket
@@ -17,18 +17,21 @@ from meshrec.runs.host_folder import ranks_not_seeing
 from meshrec.runs.same_start import versions
 from meshrec.train.ranks import Ranks
 
-# Largest clock offset in seconds. File time stamps and S3 signatures tolerate more, lock files do not.
+# Largest allowed clock offset in seconds. File time stamps and S3 signatures tolerate more, lock files do
+# not.
 _MAX_SKEW = 1.0
+# Round trips per host in the clock check.
 _PINGS = 8
+# Message size in the bandwidth check.
 _BYTES = 4 << 20
 # A host gets a warning if its bandwidth is below this fraction of the fastest host's.
 _SLOW_LINK = 0.5
-# Bytes per second (0.8 Gb/s). Below, exchanges take longer than most models' computation.
+# Bytes per second (0.8 Gb/s). With less, exchanges take longer than the computation of most models.
 _SLOW_NETWORK = 100e6
 
 
 def same_versions(ranks: Ranks) -> Iterator[Finding]:
-    """Check that this rank has the same package versions as most ranks."""
+    """Check that this rank has the same package versions as most ranks. Collective."""
     mine = versions()
     every: list[dict[str, str]] = ranks.collect(mine)
     for name, value in mine.items():
@@ -41,13 +44,14 @@ def same_versions(ranks: Ranks) -> Iterator[Finding]:
 
 
 def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Compare every host's clock with rank 0's.
+    """Compare the clock of every host with the clock of rank 0. Collective.
 
     Args:
         ranks: all ranks.
-        firsts: first rank per host.
+        firsts: first rank on every host.
     """
-    # Among several round trips, the fastest has the tightest bound on the offset error.
+    # The offset measured in a round trip is wrong by at most half its duration, so use the fastest round
+    # trip.
     word = torch.zeros(1, dtype=torch.float64)
     group = ranks.control
     for rank in firsts[1:]:
@@ -71,7 +75,7 @@ def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
 
 
 def clock_finding(seconds: float) -> Finding:
-    """Return a finding for a clock ``seconds`` ahead of rank 0's (behind, if negative)."""
+    """Return the finding for a clock which is ``seconds`` ahead of rank 0's clock (behind, if negative)."""
     direction = "ahead of" if seconds > 0 else "behind"
     if abs(seconds) <= _MAX_SKEW:
         return Finding("clock", "ok", f"within {_MAX_SKEW:.0f} s of rank 0's")
@@ -85,7 +89,10 @@ def clock_finding(seconds: float) -> Finding:
 
 
 def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
-    """Check that this rank sees rank 0's run folder. Removes folders created for the check."""
+    """Check that ``folder`` is the same folder on this rank and on rank 0. Collective.
+
+    Folders created for the check are removed again.
+    """
     created = Created.folders(folder) if ranks.is_first else []
     blind, error = ranks_not_seeing(folder, ranks)
     for folder_created in created:
@@ -100,13 +107,13 @@ def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
 
 
 def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Finding]:
-    """Check whether the ranks on this host can read one another's memory. Collective.
+    """Check whether the ranks on this host can read each other's memory (host link). Collective.
 
-    Otherwise their messages go through sockets.
+    If they cannot, their messages go through sockets, which is slower.
 
     Args:
         ranks: all ranks.
-        by_host: rank numbers on every host.
+        by_host: ranks on every host.
 
     Yields:
         A single finding.
@@ -134,11 +141,12 @@ def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Findin
 
 
 def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
-    """Measure the bandwidth to every host from the host before it, one host pair at a time.
+    """Measure the network bandwidth from every host to the next host, one pair of hosts at a time.
+    Collective.
 
     Args:
         ranks: all ranks.
-        firsts: first rank per host; these ranks send and receive.
+        firsts: first rank on every host. These ranks send and receive.
     """
     if len(firsts) < 2:
         yield Finding("bandwidth", "ok", "one host: not measured")
@@ -163,12 +171,12 @@ def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
 
 
 def bandwidth_finding(rate: float, best: float, sender: int) -> Finding:
-    """Return a finding for this rank's receive bandwidth.
+    """Return the finding for the bandwidth with which this rank receives.
 
     Args:
-        rate: bytes per second.
+        rate: bytes per second received by this rank.
         best: bytes per second on the fastest host.
-        sender: sending rank.
+        sender: rank which sends to this rank.
     """
     observation = f"{8 * rate / 1e9:.2f} Gb/s from rank {sender}"
     if rate < _SLOW_LINK * best:
@@ -183,9 +191,9 @@ def bandwidth_finding(rate: float, best: float, sender: int) -> Finding:
 
 
 def ranks_by_host(ranks: Ranks) -> list[list[int]]:
-    """Return the ranks per host. Collective.
+    """Return the ranks on every host, as lists. Collective.
 
-    Ranks are on the same host if host name, boot ID and torchrun's GROUP_RANK are equal.
+    Ranks are on the same host if they have the same host name, boot ID and GROUP_RANK, which torchrun sets.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname(), boot.read_text() if boot.exists() else ""

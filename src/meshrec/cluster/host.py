@@ -1,4 +1,4 @@
-"""Checks on this host, without other ranks."""
+"""Checks on this host which need no other ranks. Every check returns a finding."""
 
 import os
 import resource
@@ -14,12 +14,12 @@ from meshrec.cluster.findings import Finding
 from meshrec.ops.library import has_kernels
 
 GIB = 1 << 30
-# Free memory per rank in bytes. Imports and a small model need about as much.
+# Minimum free memory per rank in bytes. Imports and a small model need about as much.
 _MIN_MEMORY = 1 * GIB
 # Docker's default, 64 MiB, is too small for NCCL and for data loader workers.
 _MIN_SHM = 256 << 20
 _MIN_DISK = 1 * GIB
-# Open files: process group sockets for every rank, and everything else.
+# Open files which a rank may need: sockets to every rank in a process group, and all other files.
 _FILES_PER_RANK, _OTHER_FILES = 8, 512
 _SYS, _PROC = Path("/sys"), Path("/proc")
 
@@ -28,9 +28,9 @@ def host_checks(*, num_ranks: int, local_ranks: int, folder: Path) -> Iterator[F
     """Run all checks on this host.
 
     Args:
-        num_ranks: rank count on all hosts.
-        local_ranks: rank count on this host.
-        folder: run folder.
+        num_ranks: number of ranks on all hosts.
+        local_ranks: number of ranks on this host.
+        folder: folder in which runs are stored.
 
     Yields:
         A finding per check.
@@ -45,7 +45,7 @@ def host_checks(*, num_ranks: int, local_ranks: int, folder: Path) -> Iterator[F
 
 
 def kernels() -> Finding:
-    """Check that the compiled kernels are loaded."""
+    """Check that MeshRec's compiled kernels are loaded."""
     if has_kernels:
         return Finding("kernels", "ok", "compiled")
     return Finding(
@@ -57,7 +57,7 @@ def kernels() -> Finding:
 
 
 def cores(local_ranks: int) -> Finding:
-    """Check whether this host has a core per rank thread."""
+    """Check that this host has a core for every torch thread of all its ranks."""
     available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = torch.get_num_threads()
     observation = f"cores {available}, ranks {local_ranks}, threads per rank {threads}"
@@ -68,7 +68,7 @@ def cores(local_ranks: int) -> Finding:
 
 
 def memory(local_ranks: int) -> Finding:
-    """Check that the host and the container have 1 GiB free memory per rank."""
+    """Check that the host and the container have at least 1 GiB of free memory per rank."""
     free = free_memory()
     if free is None:
         return Finding("memory", "ok", "unknown on this system")
@@ -87,7 +87,7 @@ def memory(local_ranks: int) -> Finding:
 
 
 def free_memory() -> int | None:
-    """Return the free memory in bytes, for the host or the container, whichever has less; None if unknown."""
+    """Return the free bytes of memory on the host or in the container, whichever is less; None if unknown."""
     limits = []
     for line in (_read(_PROC / "meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
@@ -99,7 +99,7 @@ def free_memory() -> int | None:
 
 
 def huge_pages() -> Finding:
-    """Check whether Linux allows transparent huge pages, used by tables."""
+    """Check that Linux allows transparent huge pages, with which lookups in large tables are faster."""
     text = _read(_SYS / "kernel/mm/transparent_hugepage/enabled")
     if text is None:
         return Finding("huge pages", "ok", "unknown on this system")
@@ -130,7 +130,7 @@ def shared_memory() -> Finding:
 
 
 def files(num_ranks: int) -> Finding:
-    """Check that this process may open the sockets to ``num_ranks`` ranks and other files."""
+    """Check that this process may open enough files, which include sockets to ``num_ranks`` ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OTHER_FILES + _FILES_PER_RANK * num_ranks
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -145,7 +145,7 @@ def files(num_ranks: int) -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Check that the run folder is writable, or can be created, and has 1 GiB free space."""
+    """Check that ``folder`` is writable or can be created, and that its disk has at least 1 GiB free."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -160,7 +160,7 @@ def disk(folder: Path) -> Finding:
 
 
 def object_store(address: str) -> Finding:
-    """Write, read and remove a small object in the checkpoint store."""
+    """Check that a small object can be written to the checkpoint store, read, and removed."""
     try:
         ObjectStore(address).check()
     except (OSError, ValueError) as error:
@@ -171,7 +171,7 @@ def object_store(address: str) -> Finding:
 
 
 def _read(path: Path) -> str | None:
-    """Return a file's stripped content; None if it cannot be read."""
+    """Return a file's content as a string without surrounding white space; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
-"""Kubernetes manifests: a training job as JobSet or PyTorchJob, and a server with autoscaling.
+"""Create Kubernetes manifests: a training job as JobSet or PyTorchJob, and a server with autoscaling.
 
 All ranks in a pod run in the same container, so they share a PID namespace and a user. They can therefore
-read peer memory (the host link) without capabilities. /dev/shm is a memory volume, because the
-default is only 64 MiB.
+read each other's memory (the host link) without additional capabilities. /dev/shm is a memory volume, because
+the default is only 64 MiB.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,35 +21,35 @@ from meshrec.cluster.kubernetes_values import (
 
 _PORT = 29500
 _SERVE_PORT = 8080
-# Time for a last checkpoint when a pod is evicted.
+# How long Kubernetes waits for a last checkpoint when it evicts a pod.
 _GRACE_SECONDS = 120
 RUNS = "/runs"
-"""Run volume mount point in training pods."""
+"""Path in training pods at which the volume with runs and checkpoints is mounted."""
 MODELS = "/models"
-"""Model volume mount point in serving pods."""
+"""Path in serving pods at which the volume with exported packages is mounted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """Training job for Kubernetes.
+    """Settings of a training job on Kubernetes.
 
     Attributes:
-        recipe: recipe name, or path inside the image, as for `meshrec train`.
-        arguments: additional `meshrec train` arguments.
+        recipe: name of the recipe, or its path inside the image, as for `meshrec train`.
+        arguments: further arguments for `meshrec train`.
         image: container image, such as "ghcr.io/team/meshrec:1".
-        replicas: pod count; pods run on different nodes where possible.
-        ranks_per_pod: rank count per pod.
+        replicas: number of pods, which run on different nodes where possible.
+        ranks_per_pod: number of ranks in a pod.
         name: job name, a DNS label.
-        claim: PersistentVolumeClaim for runs and checkpoints, mounted by all pods (ReadWriteMany).
+        claim: name of the PersistentVolumeClaim for runs and checkpoints. All pods mount it (ReadWriteMany).
         cpus: cores per pod, such as "4" or "500m".
-        memory: memory per pod, such as "16Gi"; includes /dev/shm.
-        shm: /dev/shm size, such as "2Gi".
+        memory: memory per pod, such as "16Gi", including /dev/shm.
+        shm: size of /dev/shm, such as "2Gi".
         gpus: GPUs per pod.
         restarts: maximum restarts after failures. A restart resumes from the last checkpoint.
         environment: environment variables for the ranks.
 
     Raises:
-        ValueError: Kubernetes would reject or misread a value.
+        ValueError: Kubernetes would reject or misunderstand a value.
     """
 
     recipe: str
@@ -87,23 +87,23 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeJob:
-    """Server for Kubernetes, with a pod count depending on the load.
+    """Settings of a server on Kubernetes, whose number of pods depends on the load.
 
     Attributes:
-        package: exported package path, relative to the model volume.
+        package: path of the exported package, relative to the model volume.
         image: container image, such as "ghcr.io/team/meshrec:1".
         name: server name, a DNS label.
         replicas: minimum pod count.
         max_replicas: maximum pod count.
-        claim: PersistentVolumeClaim for the model volume.
-        workers: process count per pod.
+        claim: name of the PersistentVolumeClaim for the model volume.
+        workers: number of processes per pod.
         cpus: cores per pod, such as "2" or "500m".
         memory: memory per pod, such as "8Gi".
-        requests_per_second: load per pod above which the autoscaler adds pods.
-        secret: Secret name; the Secret's key ``token`` has the access token required from clients.
+        requests_per_second: requests per second and pod above which the autoscaler adds pods.
+        secret: name of the Secret whose key ``token`` contains the access token required from clients.
 
     Raises:
-        ValueError: Kubernetes would reject or misread a value.
+        ValueError: Kubernetes would reject or misunderstand a value.
     """
 
     package: str
@@ -137,7 +137,7 @@ class ServeJob:
 
 
 def job_set(job: JobOptions) -> dict[str, Any]:
-    """Return the JobSet (jobset.x-k8s.io/v1alpha2) for a training job, as YAML file content."""
+    """Return the JobSet manifest (jobset.x-k8s.io/v1alpha2) for a training job, to be written as YAML."""
     # The first pod's DNS name, which the JobSet's subdomain keeps after restarts.
     first = f"{job.name}-ranks-0-0.{job.name}"
     pod = _pod(job, _torchrun(job, first, "$(JOB_COMPLETION_INDEX)"))
@@ -170,7 +170,7 @@ def job_set(job: JobOptions) -> dict[str, Any]:
 
 
 def pytorch_job(job: JobOptions) -> dict[str, Any]:
-    """Return the PyTorchJob (kubeflow.org/v1) for a training job, as YAML file content."""
+    """Return the PyTorchJob manifest (kubeflow.org/v1) for a training job, to be written as YAML."""
 
     def replica(number: int) -> dict[str, Any]:
         pod = _pod(job, _torchrun(job, "$(MASTER_ADDR)", "$(RANK)"))
@@ -192,10 +192,10 @@ def pytorch_job(job: JobOptions) -> dict[str, Any]:
 
 
 def serving(job: ServeJob) -> list[dict[str, Any]]:
-    """Return the Deployment, Service and HorizontalPodAutoscaler for a server, as YAML file contents.
+    """Return the manifests for a server: a Deployment, a Service and a HorizontalPodAutoscaler.
 
-    The autoscaling metric is the ``meshrec_requests_total`` rate per pod, exposed by prometheus-adapter as
-    ``meshrec_requests_per_second``.
+    The autoscaler reads the metric ``meshrec_requests_per_second``. prometheus-adapter must compute it as the
+    rate of ``meshrec_requests_total`` per pod.
     """
     labels = {"app": job.name}
     return [
@@ -234,7 +234,12 @@ def serving(job: ServeJob) -> list[dict[str, Any]]:
 
 
 def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
-    """Return a server's Deployment."""
+    """Return the Deployment manifest for a server.
+
+    Args:
+        job: server settings.
+        labels: labels of its pods.
+    """
     words = ["meshrec", "serve", f"{MODELS}/{job.package}", "--host", "0.0.0.0", "--port", str(_SERVE_PORT)]
     token = {"secretKeyRef": {"name": job.secret, "key": "token"}}
     container = {
@@ -284,7 +289,12 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
 
 
 def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
-    """Return a training job's pod template, with a container running the command ``words``."""
+    """Return the pod template of a training job.
+
+    Args:
+        job: job settings.
+        words: command which the container runs.
+    """
     environment = {
         "MESHREC_LAUNCH": job.name,
         "XDG_STATE_HOME": f"{RUNS}/.state",  # on the volume, so all pods share the key sealing runs
@@ -334,12 +344,12 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
 
 
 def _torchrun(job: JobOptions, first: str, number: str) -> list[str]:
-    """Return a pod's command.
+    """Return the command which a pod runs: torchrun with `meshrec train`.
 
     Args:
-        job: training job.
-        first: first pod's host name.
-        number: pod number. Kubernetes expands $(NAME) in both.
+        job: job settings.
+        first: host name of the first pod.
+        number: number of the pod. In both strings, Kubernetes replaces $(NAME) by the environment variable.
     """
     return [
         *("python", "-m", "torch.distributed.run", "--nnodes", str(job.replicas)),
@@ -350,10 +360,12 @@ def _torchrun(job: JobOptions, first: str, number: str) -> list[str]:
 
 
 def _probe(endpoint: str, **options: int) -> dict[str, Any]:
+    """Return a probe by which Kubernetes asks the server's health endpoint, "ready" or "live"."""
     return {"httpGet": {"path": f"/v2/health/{endpoint}", "port": "http"}, **options}
 
 
 def _in_memory(name: str, size: str) -> dict[str, Any]:
+    """Return a volume which is stored in memory."""
     return {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
 
 

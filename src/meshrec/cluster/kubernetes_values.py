@@ -1,4 +1,4 @@
-"""Checks for values in Kubernetes manifests, which the cluster would reject or misread much later."""
+"""Check values for Kubernetes manifests early, before the cluster rejects or misunderstands them."""
 
 import re
 from decimal import Decimal
@@ -22,14 +22,14 @@ _IMAGE = re.compile(
 
 
 def check_bytes(option: str, text: str) -> int:
-    """Parse a Kubernetes byte quantity: "8Gi" is 8 * 2 ** 30, "8G" is 8 * 10 ** 9.
+    """Return the bytes in a Kubernetes quantity. For example, "8Gi" is 8 * 2 ** 30, and "8G" is 8 * 10 ** 9.
 
     Args:
-        option: option name, for the message.
+        option: option name, for the error message.
         text: quantity.
 
     Raises:
-        ValueError: not a whole byte quantity, or below 1 MiB; the message suggests the probable value.
+        ValueError: the text is not a whole number of bytes, or is below 1 MiB. The message suggests a value.
     """
     match = _QUANTITY.fullmatch(text.replace(" ", ""))
     if match is None or not (match[2] or match[3] in _SUFFIXES) or text != match[0]:
@@ -47,17 +47,21 @@ def check_bytes(option: str, text: str) -> int:
 
 
 def _suggestion(match: "re.Match[str] | None") -> str:
-    """Return " Did you mean 8Gi?" for "8g", "8GB" and "8 GiB"; empty if the text has no such suffix."""
+    """Return a suggestion such as " Did you mean 8Gi?" for "8g", "8GB" and "8 GiB"; else an empty string."""
     if match is None or match[2] or not match[3] or f"{match[3][0].upper()}i" not in _BINARY:
         return ""
     return f" Did you mean {match[1]}{match[3][0].upper()}i?"
 
 
 def check_cpus(option: str, text: str) -> None:
-    """Check a Kubernetes core quantity, such as "4", "0.5" or "500m".
+    """Check a number of cores in Kubernetes notation, such as "4", "0.5" or "500m" (thousandths).
+
+    Args:
+        option: option name, for the error message.
+        text: number of cores.
 
     Raises:
-        ValueError: not a positive core count, or positive thousandths with the suffix m.
+        ValueError: the text is not a positive number of cores.
     """
     match = _QUANTITY.fullmatch(text)
     cores = Decimal(0)
@@ -72,13 +76,13 @@ def check_cpus(option: str, text: str) -> None:
 
 
 def check_name(option: str, text: str, max_length: int = 63, *, dots: bool = False) -> None:
-    """Check a Kubernetes object name.
+    """Check the name of a Kubernetes object.
 
     Args:
-        option: option name, for the message.
-        text: object name.
-        max_length: maximum character count.
-        dots: whether the name may be a DNS subdomain (Secrets and claims) instead of a DNS label.
+        option: option name, for the error message.
+        text: name of the object.
+        max_length: maximum number of characters.
+        dots: whether the name may be a DNS subdomain, as for Secrets and claims, instead of a DNS label.
 
     Raises:
         ValueError: Kubernetes would reject the name.
@@ -109,7 +113,12 @@ def check_variable(option: str, text: str) -> None:
 
 
 def check_counts(min_value: int, **counts: int) -> None:
-    """Raise ValueError if a count is below ``min_value``. Counts are named by the options."""
+    """Raise ValueError if a count is below ``min_value``.
+
+    Args:
+        min_value: smallest allowed count.
+        counts: counts, by the name of the option.
+    """
     for name, count in counts.items():
         if count < min_value:
             raise ValueError(f"{name} is {count}; it must be at least {min_value}.")

@@ -1,4 +1,4 @@
-"""A rank's network checks before joining the process group."""
+"""Network checks which a rank runs before it joins the process group."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ _CONNECT_SECONDS = 20.0
 
 
 def network_checks() -> Iterator[Finding]:
-    """Check rank 0's address, from MASTER_ADDR and MASTER_PORT, and this rank's network interface."""
+    """Check that this rank reaches MASTER_ADDR:MASTER_PORT on rank 0, and its own network interface."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         one_machine = is_one_machine()
@@ -28,7 +28,7 @@ def network_checks() -> Iterator[Finding]:
 
 
 def reachable(host: str, port: int) -> Finding:
-    """Check that a TCP connection to rank 0's rendezvous store succeeds within 20 s."""
+    """Check that rank 0's store, at which the ranks meet, accepts a TCP connection within 20 s."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         try:
@@ -51,11 +51,11 @@ def reachable(host: str, port: int) -> Finding:
 
 
 def interface(one_machine: bool, towards: str | None) -> Finding:
-    """Check GLOO_SOCKET_IFNAME, the interface on which gloo listens.
+    """Check the network interface on which gloo will listen, which GLOO_SOCKET_IFNAME may set.
 
     Args:
-        one_machine: whether all ranks are on this host, so gloo uses the loopback interface.
-        towards: interface for the route to rank 0; None: unknown.
+        one_machine: whether all ranks are on this host, so that gloo uses the loopback interface.
+        towards: interface through which this host reaches rank 0; None if unknown.
     """
     selected = os.environ.get("GLOO_SOCKET_IFNAME")
     there = {name for _, name in socket.if_nameindex()}

@@ -1,4 +1,5 @@
-"""Slurm batch script: srun starts torchrun on every node, and the job is requeued after a node failure.
+"""Write a Slurm batch script in which srun starts torchrun on every node, and the job restarts after
+failures.
 
 [Note: how a Slurm job ends early and resumes]
 - Preemption and `scontrol requeue`: Slurm sends SIGTERM, waits (partition GraceTime, or KillWait), and
@@ -78,21 +79,21 @@ _KEY = re.compile(r"[a-z][a-z0-9-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """Training job for Slurm.
+    """Settings of a training job on Slurm.
 
     Attributes:
-        recipe: recipe name or path, as for `meshrec train`.
-        arguments: additional `meshrec train` arguments.
-        nodes: node count.
-        ranks_per_node: rank count per node.
+        recipe: name or path of the recipe, as for `meshrec train`.
+        arguments: further arguments for `meshrec train`.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks on a node.
         name: job name.
         python: Python interpreter on the nodes.
-        out: run folder accessible from all nodes.
-        save_seconds: seconds before the time limit at which the run saves a checkpoint and ends.
-        max_requeues: maximum requeues after failures.
-        port: rendezvous port on the first node; None: derived from the job ID.
-        sbatch: additional sbatch options, as long name to value, such as {"time": "12:00:00"}; the value None
-            stands for an option without a value.
+        out: folder for runs, which all nodes can access.
+        save_seconds: how many seconds before the time limit the run saves a checkpoint and ends.
+        max_requeues: maximum restarts after failures.
+        port: port on the first node at which the ranks meet; None: derived from the job ID.
+        sbatch: further sbatch options, by long name, such as {"time": "12:00:00"}. The value None stands for
+            an option without a value.
         environment: environment variables for the ranks.
 
     Raises:
@@ -123,7 +124,7 @@ class SlurmJob:
 
 
 def script(job: SlurmJob) -> str:
-    """Return a job's batch script text."""
+    """Return the text of the batch script for a job."""
     options: dict[str, str | None] = {
         "job-name": job.name,
         "nodes": str(job.nodes),
