@@ -50,7 +50,7 @@ def empty_like(
 
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
-    """Return the number of rows by table name. A hashed table counts with its present rows."""
+    """Return the row count by table name. A hashed table counts with its present rows."""
     hashed = module.hashed_tables()
     return {
         config.name: hashed[config.name].num_alive if config.name in hashed else config.num_embeddings
@@ -86,7 +86,7 @@ def make_block(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -
     Args:
         rows: rows as they lie in memory, [n, elements per row].
         keys: key per row, int64 [n].
-        storage: description of the table.
+        storage: table description.
         columns: first and end table column in ``rows``.
     """
     form = storage.form

@@ -252,7 +252,7 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
                     rows = block.parts["weight"].float()
                     extremes.append((block.keys, rows.amin(1), rows.amax(1)))
         keys, least, greatest = _merge_extremes(extremes)
-    # Exchange minima and maxima for an interval of keys at once, so that messages stay small.
+    # Exchange minima and maxima for an interval of keys at once, so messages stay small.
     for first in range(0, storage.max_rows, _BLOCK_ROWS):
         span = [key_at(min(row, storage.max_rows), storage.max_rows) for row in (first, first + _BLOCK_ROWS)]
         inside = in_span(keys, (span[0], span[1]))

@@ -163,10 +163,10 @@ class WholeTables(tbe.Updater):
     def take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
         """Update the tables with the gradient of a lookup. With ``"on_step"``, collect the gradient instead.
 
-        A table is not changed if its parameter requires no gradient now.
+        A table is not changed if the parameter requires no gradient now.
 
         Args:
-            grad: gradient of the lookup's output.
+            grad: lookup output gradient.
             lookups: the lookup.
         """
         gradient = TableGradient(LookedUp(grad, lookups), {}, pins_of(lookups.values))

@@ -1,7 +1,7 @@
 """Index protocol: maps keys to slots, in tables in which rows can be anywhere in memory.
 
 A *key* identifies a row: its number in the table, or in a hashed table the hash of its ID. A *slot* is a row
-position in the memory that kernels read. A fixed table needs no index, because its slot is ``key - r0``.
+position in the memory read by kernels. A fixed table needs no index, because the slot is ``key - r0``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ class Resolved(NamedTuple):
 
 
 class Pin:
-    """Base class for pins. A pin keeps the slots that a batch uses from being given to other keys."""
+    """Base class for pins. A pin keeps the slots used by a batch from being given to other keys."""
 
     is_released = False
 
     def release(self) -> None:
-        """End the pin, so that the slots may be given to other keys. Calls after the first do nothing."""
+        """End the pin, so the slots may be given to other keys. Calls after the first do nothing."""
         raise NotImplementedError
 
 
@@ -66,7 +66,7 @@ class ArrivingRows(Protocol):
 class Index(Protocol):
     """Map from the keys in a table rectangle to slots.
 
-    The same calls in the same order must assign the same slots, because rectangles with other columns of the
+    The same calls in the same order must assign the same slots, because rectangles with other columns in the
     same rows are looked up and compared by slot, on the same rank and on other ranks.
 
     An index may have an attribute ``slot_keys``, the key per slot, int64. Stochastic rounding in 16-bit rows
@@ -107,14 +107,14 @@ class SearchableIndex(Protocol):
         fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> object:
-        """Pin the slots that a batch uses, and return the pin.
+        """Pin the slots used by a batch, and return the pin.
 
         Args:
             parts: slots used by the batch, in one or more int64 tensors.
             train: whether the rows will be updated.
             fills: queue for writes to the slots.
             fresh: slots just assigned for the batch, in which to write initial rows; None: none.
-            num_absent: number of entries in ``parts`` that refer to these slots.
+            num_absent: number of entries in ``parts`` for these slots.
         """
 
 
@@ -144,7 +144,7 @@ def replace_ids_by_slots(
     train: bool,
     at_once: bool = False,
 ) -> tuple[Tensor, list[object]]:
-    """Replace the IDs of some features by slots. Calls every index once, with the IDs of all its features.
+    """Replace the IDs of some features by slots. Calls every index once, with all features' IDs.
 
     The values are blocks (such as one per sending rank), and a block has a segment of IDs per feature.
 
@@ -264,7 +264,7 @@ def _find_slots(
             )
     distinct = {id(index): index for _, indexes in searched.values() for index in indexes}
     first, *more = distinct.values()
-    # Free slots before the search, so that new keys can get them.
+    # Free slots before the search, so new keys can get them.
     first.release(*more)
     slots, missing = find_spans(values.long().contiguous(), list(parts.values()))
     return slots.to(values.dtype), dict(zip(parts, missing, strict=True))
@@ -312,7 +312,7 @@ def check_pinned(pins: Sequence[object]) -> None:
 
 
 def pin(slots: Tensor, pins: Sequence[object]) -> None:
-    """Attach pins to a slot tensor, so that the pins live as long as the tensor."""
+    """Attach pins to a slot tensor, so the pins live as long as the tensor."""
     vars(slots)["_pins"] = pins
 
 

@@ -1,7 +1,7 @@
 """Initial rows of tables built on ``meta``: the same under any plan and on any number of ranks.
 
 Rows are drawn in blocks of consecutive whole rows. Every block has a separate random seed, derived from
-(seed, table name, block number). So a rank draws only the blocks that overlap its rectangles, and gets the
+(seed, table name, block number). So a rank draws only the blocks that overlap local rectangles, and gets the
 same values as any other rank.
 """
 
@@ -26,7 +26,7 @@ def initial_rows(
     Args:
         rows: first and end row.
         table: table name, which is hashed into the random seed.
-        size: numbers of rows and columns of the whole table.
+        size: whole-table row and column counts.
         init_fn: fills an fp32 tensor [n, columns] on the CPU in place, from torch's default generator. It
             must treat all rows alike, because it is not told the row numbers.
         seed: random seed.
@@ -41,7 +41,7 @@ def initial_rows(
     memory = torch.empty(height, dim)
     for block in range(r0 // height, -(-r1 // height)):
         start = block * height
-        # Draw the whole block even if only some of its rows are needed, so that they get the same values.
+        # Draw the whole block even if only some of its rows are needed, so they get the same values.
         values = memory[: num_rows - start]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_block_seed(seed, table, block))
@@ -51,18 +51,18 @@ def initial_rows(
 
 
 def block_rows(num_rows: int, dim: int) -> int:
-    """Return the number of rows in a block.
+    """Return the row count in a block.
 
     Args:
-        num_rows: rows of the whole table.
-        dim: columns of the whole table.
+        num_rows: whole-table rows.
+        dim: whole-table columns.
     """
     return min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
 
 
 @torch.no_grad()
 def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], seed: int) -> None:
-    """Fill a whole table with its initial values, in place; see ``initial_rows``.
+    """Fill a whole table with the initial values, in place; see ``initial_rows``.
 
     Args:
         target: the table, [rows, columns].
@@ -88,7 +88,7 @@ def seed_of_rows(name: str, seed: int) -> int:
 
     Args:
         name: table name.
-        seed: seed of the table (``Hashed.seed``).
+        seed: table seed (``Hashed.seed``).
     """
     digest = hashlib.blake2b(f"{seed}\n{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

@@ -23,10 +23,10 @@ class GradientBuffer:
 
     Such a table's parameter has no rows, and torch requires that ``parameter.grad`` has the shape of the
     parameter. The gradient values are therefore the ``grad`` of another parameter, ``[U, D]``. It is in the
-    optimizer's group, so that a GradScaler unscales it and ``zero_grad`` drops it like any other gradient.
+    optimizer's group, so a GradScaler unscales it and ``zero_grad`` drops it like any other gradient.
 
     Args:
-        width: number of columns in the rectangle.
+        width: column count in the rectangle.
 
     Attributes:
         parameter: parameter with the gradient values of U touched rows as its ``grad``. Its own values are
@@ -93,14 +93,14 @@ class LocalShard(NamedTuple):
         return isinstance(self.tables[0], FixedTable)
 
     def rows(self) -> Sequence[Tensor]:
-        """Return the memory that kernels read, one tensor per rectangle."""
+        """Return the memory read by kernels, one tensor per rectangle."""
         if self.is_fixed:
             return self.packing.views(self.parameter.detach())
         return [table.rows for table in self.tables]
 
 
 class LocalShards:
-    """The shards of all tables on a rank that are looked up together.
+    """The shards of all tables on a rank looked up together.
 
     A shard has a parameter and a packing, and every rectangle in it has a ``Table`` object. Rectangles are
     numbered across all shards, in order.
@@ -156,7 +156,7 @@ class LocalShards:
         return self.parameters[self._owners[rectangle]].requires_grad
 
     def gradients(self, parts: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Return a dense gradient per parameter, merged from the gradients of its rectangles.
+        """Return a dense gradient per parameter, merged from the rectangles' gradients.
 
         Args:
             parts: dense gradients by rectangle number.
@@ -226,7 +226,7 @@ def parameter_shard(
     state: Sequence[Sequence[Tensor]],
     spec: OptimizerSpec | None,
 ) -> LocalShard:
-    """Create a shard with its rows in the parameter.
+    """Create a shard with rows in the parameter.
 
     Args:
         parameter: parameter with the rows of all rectangles.
@@ -239,7 +239,7 @@ def parameter_shard(
 
 
 def table_shard(parameter: nn.Parameter, packing: Packing, tables: Sequence[Table]) -> LocalShard:
-    """Create a shard with its rows outside the parameter.
+    """Create a shard with rows outside the parameter.
 
     Args:
         parameter: placeholder without rows.
@@ -267,7 +267,7 @@ def allocate(
         storages: row storages, indexed by table number.
         specs: fused optimizers, indexed by table number; None: ordinary gradients.
         trained: whether the table's parameter requires a gradient, indexed by table number.
-        device: device of the memory.
+        device: memory device.
     """
     held = []
     for table, group in groupby(rectangles, key=lambda rectangle: rectangle.table):

@@ -1,4 +1,4 @@
-"""Module that holds the rows of a single table: the whole table or this rank's shard, in any storage."""
+"""Module holding the rows of a single table: the whole table or this rank's shard, in any storage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -36,14 +36,14 @@ class TableSplit(Protocol):
         """Whether a rank may hold only a part of the table."""
 
     def full_parts(self, module: "TableModule") -> dict[str, Tensor]:
-        """Return the row parts of the whole table by name, as split tensors that refer to the local rows.
+        """Return the whole-table row parts by name, as split tensors that refer to the local rows.
 
         Args:
             module: the module with this rank's rows.
         """
 
     def full_state(self, module: "TableModule", slot: StateSlot) -> Tensor:
-        """Return the optimizer state of the whole table, fp32, as a split tensor that refers to local memory.
+        """Return the whole-table optimizer state, fp32, as a split tensor that refers to local memory.
 
         Args:
             module: the module with this rank's rows.
@@ -58,7 +58,7 @@ class TableSplit(Protocol):
 
 
 class TableModule(nn.Module):
-    """Module that holds the rows of an embedding table in this process.
+    """Module holding the rows of an embedding table in this process.
 
     The state dict describes the whole table, whatever parameters hold the rows. Its entries are the row
     parts: ``weight``, scales and biases of quantised rows, and IDs in hashed tables. For a table split over
@@ -114,7 +114,7 @@ class TableModule(nn.Module):
         """Create a module for an unsharded hashed table, which has no rows at first.
 
         Args:
-            storage: description of the table, a ``HashedRows``.
+            storage: table description, a ``HashedRows``.
             device: device of the placeholder parameter; may be ``meta``.
         """
         rows = storage.allocate(0, storage.columns(storage.dim), device)
@@ -177,7 +177,7 @@ class TableModule(nn.Module):
         self.weight.requires_grad_(False)
 
     def use_storage(self, storage: RowStorage) -> None:
-        """Replace the options of an unsharded hashed table. Its rows stay.
+        """Replace an unsharded hashed table's options. Its rows stay.
 
         Args:
             storage: options with the same row format.
@@ -203,7 +203,7 @@ class TableModule(nn.Module):
         return [part.name for part in self.storage.row_parts]
 
     def full_parts(self) -> dict[str, Tensor]:
-        """Return the row parts of the whole table by name, as in the state dict.
+        """Return the whole-table row parts by name, as in the state dict.
 
         They refer to the table's memory, except if the rectangles lie on several devices. Then they are
         copies.
@@ -220,7 +220,7 @@ class TableModule(nn.Module):
         return {name: tensors[name] for name in self.part_names()}
 
     def full_state(self, slot: StateSlot) -> Tensor:
-        """Return the optimizer state of the whole table in one slot, fp32 for any row dtype, without a copy.
+        """Return the whole-table optimizer state in one slot, fp32 for any row dtype, without a copy.
 
         Args:
             slot: state slot to return.
@@ -239,7 +239,7 @@ class TableModule(nn.Module):
 
         Args:
             values: row parts by name.
-            prefix: start of the parts' names in messages.
+            prefix: prefix for part names in messages.
 
         Raises:
             ValueError: a part is missing, has another size or dtype, or holds other rectangles.
@@ -372,7 +372,7 @@ def _copy_pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
 def _save_full_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
 ) -> None:
-    """Replace a module's parameters in its state dict by the row parts of the whole table.
+    """Replace a module's parameters in its state dict by the whole-table row parts.
 
     Registered as a state dict post-hook; torch passes the arguments.
     """
@@ -393,7 +393,7 @@ def _load_full_parts(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Load the row parts of the whole table from a state dict, before torch loads the module's parameters.
+    """Load the whole-table row parts from a state dict, before torch loads the module's parameters.
 
     Registered as a load pre-hook; torch passes the arguments.
     """

@@ -117,7 +117,7 @@ class KeyOrderedState(dict[str, Any]):
 
     Args:
         step: number of updates so far.
-        key_ordered: function that returns the present state in key order, by state slot name.
+        key_ordered: function returning the present state in key order, by state slot name.
     """
 
     def __init__(self, step: int, key_ordered: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -153,7 +153,7 @@ class FusedTable(NamedTuple):
     label: str
     """Table name in messages."""
     dim: int
-    """Number of columns of the whole table."""
+    """Number of whole-table columns."""
     gradient_buffers: Sequence[nn.Parameter] = ()
     """Parameters that collect gradients in their ``grad``, for rows outside ``weight``; see
     ``local_shards.GradientBuffer``."""

@@ -33,7 +33,7 @@ class Packing:
 
     Args:
         rectangles: rectangles of the same table.
-        storage: row format of the table.
+        storage: row format.
     """
 
     def __init__(self, rectangles: Sequence[Rectangle], storage: RowStorage) -> None:

@@ -41,7 +41,7 @@ class RowStorage(Protocol):
 
     @property
     def rows_in_parameter(self) -> bool:
-        """Whether the memory of the parameter holds the rows. If not, the storage is an ``ExternalRows``."""
+        """Whether the parameter's memory holds the rows. If not, the storage is an ``ExternalRows``."""
 
     @property
     def is_growable(self) -> bool:
@@ -57,7 +57,7 @@ class RowStorage(Protocol):
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether eviction depends on all columns of a row, so that plans should not split columns."""
+        """Whether eviction depends on whole rows, so plans should not split columns."""
 
     def columns(self, dim: int) -> int:
         """Return the number of elements that a row with ``dim`` values takes in memory."""
@@ -75,9 +75,9 @@ class RowStorage(Protocol):
         """Allocate uninitialized row memory ``[num_rows, columns]``.
 
         Args:
-            num_rows: number of rows.
+            num_rows: row count.
             columns: elements per row, see ``columns``.
-            device: device of the memory.
+            device: memory device.
         """
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
@@ -85,7 +85,7 @@ class RowStorage(Protocol):
 
         Args:
             first_row: first row of the rectangle.
-            num_rows: number of rows.
+            num_rows: row count.
 
         Returns:
             The index; None if the slot of a key is ``key - first_row``.
@@ -101,9 +101,9 @@ class RowStorage(Protocol):
 
         Args:
             spec: optimizer; None: no optimizer state.
-            num_rows: number of rows.
+            num_rows: row count.
             dim: values per row.
-            device: device of the memory.
+            device: memory device.
         """
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
@@ -129,7 +129,7 @@ class RowStorage(Protocol):
 
 
 class ExternalRows(ABC):
-    """Base class for storages that keep rows outside the memory of the parameter.
+    """Base class for storages that keep rows outside the parameter's memory.
 
     A sharded module asks the storage to create ``Table`` objects, which hold the rows. An unsharded module
     has ordinary memory (``RowStorage.allocate``). List this class before other base classes, because its
@@ -142,7 +142,7 @@ class ExternalRows(ABC):
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether eviction depends on all columns of a row."""
+        """Whether eviction depends on whole rows."""
         return False
 
     @property
@@ -159,7 +159,7 @@ class ExternalRows(ABC):
         Args:
             rectangle: key and column intervals.
             spec: optimizer; None: no optimizer state.
-            device: device of the module.
+            device: module device.
         """
 
 
@@ -174,7 +174,7 @@ def slice_parts(
     """Return views of some rows and columns of a table's parts.
 
     Args:
-        storage: row format of the table.
+        storage: row format.
         tensors: row parts and optimizer state by name, each [rows] or [rows, columns].
         rows: row positions in these tensors.
         columns: table columns to return.
@@ -195,7 +195,7 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
     Args:
         value: ``weight`` from the state dict.
         name: name of the entry in messages.
-        storage: row format of the table.
+        storage: row format.
 
     Raises:
         ValueError: the rows are quantised and the value has another dtype.

@@ -84,7 +84,7 @@ class StreamedPart(Tensor):
         return values
 
     def frozen(self, snapshot: TableSnapshot) -> "StreamedPart":
-        """Return a tensor for the same rows and columns that reads from a snapshot of the table."""
+        """Return a tensor for the same rows and columns that reads from a table snapshot."""
         return StreamedPart(self.table, self.part, keys=self.keys, columns=self.columns, source=snapshot)
 
     def is_same(self, other: object) -> bool:

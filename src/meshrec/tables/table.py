@@ -3,7 +3,7 @@
 [Note: the parts of a table]
 
 A ``Table`` object holds the rows of a *rectangle*, a row interval times a column interval of an embedding
-table, on a single rank. It has three parts: an index from keys to slots, the memory that kernels read
+table, on a single rank. It has three parts: an index from keys to slots, the memory read by kernels
 (``rows`` and ``state``, indexed by slot), and the storage behind this memory, such as a file. A *key* is a
 row number, or in a hashed table the hash of an ID. A *slot* is a row position in memory.
 
@@ -82,7 +82,7 @@ class Table(Protocol):
 
     @property
     def is_growable(self) -> bool:
-        """Whether rows are added and removed during training, so that only the index knows the keys."""
+        """Whether rows are added and removed during training, so only the index knows the keys."""
 
     @property
     def index(self) -> Index | None:
@@ -145,7 +145,7 @@ class LazyRows(Protocol):
     """A table that can compute initial rows on first use, instead of storing them when it is created."""
 
     def set_initial_rows(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
-        """Set the function that returns the initial rows in a key interval."""
+        """Set the function returning the initial rows in a key interval."""
 
 
 def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]], *, lazily: bool) -> None:
@@ -153,7 +153,7 @@ def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]],
 
     Args:
         table: the table.
-        initial: function that returns the initial rows in a key interval.
+        initial: function returning the initial rows in a key interval.
         lazily: whether the table may call ``initial`` later, if it can (``LazyRows``).
     """
     if lazily and isinstance(table, LazyRows):

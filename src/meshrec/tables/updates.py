@@ -21,7 +21,7 @@ of a lookup does not depend on the row values, so updates from other batches do 
 detects all other writes, and the backward pass then raises an error. Between steps any code may write to a
 table in place, such as ``load_state_dict``, a checkpoint, or resharding. A pipeline that has looked up rows
 before such a write looks them up again, because ``ShardedTables.num_changes`` has changed. No code may
-replace the memory of a parameter, because kernels, optimizer state and snapshots hold it.
+replace a parameter's memory, because kernels, optimizer state and snapshots hold it.
 """
 
 import operator
@@ -157,7 +157,7 @@ class Touched(NamedTuple):
 
 
 class RowPeers(Protocol):
-    """The ranks that hold other columns of the same rows, and the statistics over whole rows.
+    """The ranks that hold other columns in the same rows, and the statistics over whole rows.
 
     Some optimizers need such a statistic, such as the mean squared gradient of a row. One object serves all
     tables with the same update rule. All methods are collective.
@@ -183,7 +183,7 @@ class RowPeers(Protocol):
 
 
 FindPeers = Callable[[UpdateRule, Sequence[int]], "tuple[frozenset[int], RowPeers | None]"]
-"""Function that takes a rule and its table numbers. Returns the tables split by columns, and the ranks."""
+"""Function taking a rule and its table numbers. Returns the tables split by columns, and the ranks."""
 
 
 class _Group:
@@ -200,7 +200,7 @@ class _Group:
         self.whole: list[int] = []
         """Numbers of the rectangles in tables that are not split by columns."""
         self.split: list[int] = []
-        """Numbers of the rectangles in tables that are split by columns, with columns on other ranks."""
+        """Numbers of the rectangles in tables split by columns, with columns on other ranks."""
         # The fields below do not change between updates, and are cached because every update reads them.
         self.state: list[Tensor] = []
         """Optimizer state of the rectangles in ``whole``, ordered as by ``slot_major``."""
@@ -213,7 +213,7 @@ class _Group:
 
 
 class _RowUpdate(NamedTuple):
-    """Prepared update of a rectangle that is split by columns."""
+    """Prepared update of a rectangle split by columns."""
 
     rectangle: int
     rows: RowGradients
@@ -239,7 +239,7 @@ class Prepared(NamedTuple):
     steps: dict[int, list[int]]
     """Numbers of the tables to update, by the number that this update has in these tables."""
     split: list[_RowUpdate] | _RunUpdate
-    """Updates of the rectangles that are split by columns."""
+    """Updates of the rectangles split by columns."""
 
 
 class PreparedUpdates(NamedTuple):
@@ -251,7 +251,7 @@ class PreparedUpdates(NamedTuple):
 
 
 class TableUpdates:
-    """Updates the fused tables on a rank that are looked up together.
+    """Updates the fused tables on a rank looked up together.
 
     A fused table has an update rule (an optimizer), and kernels update it directly from the gradient of a
     lookup. Other tables get ordinary gradients. The number of updates is counted per table, so tables that
@@ -314,7 +314,7 @@ class TableUpdates:
     def prepare(self, gradient: TableGradient, *, deferred: bool) -> PreparedUpdates:
         """Prepare an update: do everything that can fail, without changing a table.
 
-        Collective over the ranks that hold other columns of the same rows.
+        Collective over the ranks holding other columns in the same rows.
 
         Args:
             gradient: gradient for all tables.
@@ -372,7 +372,7 @@ class TableUpdates:
             self.admission_eviction.finish(decision)
 
     def ordinary_gradients(self, gradient: TableGradient) -> list[Tensor | None]:
-        """Return a dense gradient per parameter, for autograd. None for the parameters of fused tables."""
+        """Return a dense gradient per parameter, for autograd. None for fused tables' parameters."""
         if not self._ordinary:
             return [None] * len(self._held.parameters)
         return self._held.gradients(self._dense_gradients(gradient))
@@ -536,7 +536,7 @@ class TableUpdates:
     def _prepare_split(
         self, group: _Group, peers: RowPeers, gradient: TableGradient
     ) -> list[_RowUpdate] | _RunUpdate:
-        """Prepare the update of the rectangles that are split by columns. Collective.
+        """Prepare the update of the rectangles split by columns. Collective.
 
         If the statistics over whole rows need only the gradient, a single kernel call can update all
         rectangles (``_RunUpdate``). The ranks exchange the same data in both cases.
@@ -608,7 +608,7 @@ class TableUpdates:
         return by_rectangle
 
     def _dense_gradients(self, gradient: TableGradient) -> dict[int, Tensor]:
-        """Return the dense gradients of tables that are not fused, by rectangle number."""
+        """Return the dense gradients of ordinary tables, by rectangle number."""
         weights = self._held.weights
         trained = self._trained(self._ordinary)
         by_rectangle = {
@@ -623,7 +623,7 @@ class TableUpdates:
         return by_rectangle
 
     def _heights(self, rectangles: Sequence[int]) -> list[int]:
-        """Return the number of rows in memory, per rectangle."""
+        """Return the row count in memory, per rectangle."""
         weights = self._held.weights
         return [weights[i].shape[0] for i in rectangles]
 

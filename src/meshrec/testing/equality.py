@@ -172,7 +172,7 @@ class _Reference:
             weight: Table [rows, dim], with a dense gradient.
             spec: Fused optimizer.
         """
-        # Remove the gradient from the parameter, so that the dense optimizer does not see it.
+        # Remove the gradient from the parameter, so the dense optimizer does not see it.
         gradient, weight.grad = weight.grad, None
         if gradient is None:
             return

@@ -75,7 +75,7 @@ class RankPool:
     Args:
         world_size: Number of ranks.
         timeout_seconds: Time that ``run`` waits for the next answer. Collectives time out after half this
-            time, so that ``run`` can raise their error.
+            time, so ``run`` can raise their error.
         preload: Modules to import before ranks fork, in addition to ``PRELOADED``. Only the first pool in a
             process applies this argument.
 

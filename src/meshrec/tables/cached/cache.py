@@ -45,14 +45,14 @@ class RowCache:
     """A fixed number of rows in memory (slots), found by key.
 
     The cache assigns slots and selects victims, but does not read or write the file. Slots used by batches in
-    flight are pinned and cannot be evicted. The CLOCK algorithm selects victims: every batch that uses a row
+    flight are pinned and cannot be evicted. The CLOCK algorithm selects victims: every batch using a row
     increments the row's reference count, up to three, and a hand that moves over the slots decrements the
     counts and takes unpinned rows with count 0. New keys get slots in ascending key order. So the same calls
     give the same slots on every rank.
 
     Args:
         parts: row parts, such as the weight and optimizer state.
-        width: number of columns.
+        width: column count.
         num_slots: number of rows in memory.
 
     Attributes:
@@ -102,7 +102,7 @@ class RowCache:
         return used
 
     def admit(self, keys: Tensor) -> Misses | None:
-        """Assign slots to keys that have none, and pin the slots. Evicts other rows if necessary.
+        """Assign slots to keys without one, and pin the slots. Evicts other rows if necessary.
 
         Args:
             keys: distinct keys, ascending, int64 [M].
@@ -137,7 +137,7 @@ class RowCache:
         return Misses(keys, slots, old_keys, old_rows)
 
     def forget(self, misses: Misses) -> None:
-        """Free the slots of rows that could not be read. Their pins stay until the batch is released."""
+        """Free the slots of rows lost in a failed read. Their pins stay until the batch is released."""
         # A slot may have been freed and reassigned since.
         self.drop(misses.keys[self.keys[misses.slots] == misses.keys])
 
@@ -151,12 +151,12 @@ class RowCache:
 
     @property
     def trace(self) -> int:
-        """Fingerprint of the calls so far. Ranks with other columns of the same rows compare it: if it
+        """Fingerprint of the calls so far. Ranks with other columns in the same rows compare it: if it
         differs, the rows may be in different slots."""
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:
-        """Return the slots that batches in flight use, int64."""
+        """Return the slots used by batches in flight, int64."""
         while self.released:
             self.pins[self.released.popleft()] -= 1
         return ((self.pins > 0) & (self.keys >= 0)).nonzero()[:, 0]

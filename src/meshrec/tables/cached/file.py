@@ -3,13 +3,13 @@
 [Note: the scratch file of a table]
 
 The file belongs to a single process. It lies in a scratch folder inside the folder named in ``FileRows``.
-Checkpoints are separate files, and a resumed run writes a new scratch file from its checkpoint. So the
-scratch file need not survive a crash. If a process is killed, its scratch folder stays, until the table's
+Checkpoints are separate files, and a resumed run writes a new scratch file from the checkpoint. So the
+scratch file need not survive a crash. If a process is killed, the scratch folder stays, until the table's
 next file is created in the same folder.
 
 Rows are grouped in *regions* of consecutive rows. A region is written whole before any record in it is read:
 with initial values, which are a function of the seed, the table and the row, or with loaded values. So a
-record that does not match its checksum is damaged, even if all its bytes are zero.
+record that does not match the checksum is damaged, even if all bytes are zero.
 """
 
 import contextlib
@@ -136,7 +136,7 @@ class RowFile:
 
         Args:
             cause: ``errno`` of the failure, or a code in ``ops.records`` for a damaged record.
-            key: key of the row; unused if the file cannot be created.
+            key: row key; unused if the file cannot be created.
             verb: failed action: "make" (create the file), "read" or "write".
         """
         if verb == "make":
@@ -167,7 +167,7 @@ class RowFile:
 def new_path(folder: Path, name: str) -> Path:
     """Create a scratch folder for the rows of a table, and return the path for the new file in it.
 
-    Also removes the scratch folders that killed processes left for the same table.
+    Also removes the scratch folders left by killed processes for the same table.
 
     Args:
         folder: folder in which to create the scratch folder; created if it does not exist.
@@ -192,7 +192,7 @@ def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
 
     Args:
         parts: row parts.
-        width: number of columns.
+        width: column count.
     """
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
@@ -218,8 +218,8 @@ def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tens
 
     Args:
         parts: row parts: the weight and optimizer state.
-        num_rows: number of rows.
-        width: number of columns.
+        num_rows: row count.
+        width: column count.
 
     Returns:
         A tensor per part: [num_rows, width], or [num_rows] for parts with one value per row.
@@ -273,7 +273,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _remove(file: int, folder: Path, owner: int) -> None:
-    """Close and remove the file and its folder. Does nothing in a forked child of the process ``owner``."""
+    """Close and remove the file and its folder. Does nothing in a forked child."""
     if os.getpid() == owner:
         remove_scratch(folder)
         with contextlib.suppress(OSError):

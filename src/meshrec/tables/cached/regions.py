@@ -10,11 +10,11 @@ from meshrec.tables.cached.file import RowFile, memory_for
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 FirstBlocks = Callable[[Span], Iterable[RowBlock]]
-"""Function that returns blocks with the initial rows in a key interval."""
+"""Function returning blocks with the initial rows in a key interval."""
 
 
 class StoredRows:
-    """Rows in a file, for a table that writes every row before reading it, such as a hashed table.
+    """Rows in a file, for a table writing every row before reading it, such as a hashed table.
 
     This base class has no regions to initialize; ``RowRegions`` has.
 
@@ -55,9 +55,9 @@ class StoredRows:
 
 @final
 class RowRegions(StoredRows):
-    """Rows of a table rectangle in a file, in regions that get their initial values on first use.
+    """Rows of a table rectangle in a file, in regions with initial values written on first use.
 
-    So a new table needs no time and no disk space for rows that are never used. See
+    So a new table needs no time and no disk space for unused rows. See
     [Note: the scratch file of a table] in ``file.py``.
 
     Args:
@@ -78,7 +78,7 @@ class RowRegions(StoredRows):
         super().__init__(file)
         self._parts, self._rectangle = list(parts), rectangle
         self._region_rows = region_rows
-        # Number of the first region that overlaps the rectangle, counted in the whole table. Elsewhere in
+        # Number of the first region overlapping the rectangle, counted in the whole table. Elsewhere in
         # this class, region numbers count from this region.
         self._offset = rectangle.r0 // region_rows
         # Whether the file has a region, by region number.
@@ -91,7 +91,7 @@ class RowRegions(StoredRows):
             keys: row keys, int64 [N].
 
         Returns:
-            Region numbers, ascending, counted from the first region that overlaps the rectangle.
+            Region numbers, ascending, counted from the first region overlapping the rectangle.
         """
         regions = keys.div(self._region_rows, rounding_mode="floor").unique() - self._offset
         unwritten: list[int] = regions[~self._is_written[regions]].tolist()
@@ -110,7 +110,7 @@ class RowRegions(StoredRows):
             first, end = self._span(number)
             rows = self.initial_rows(first, end)
             self.file.write(torch.arange(first, end), rows, torch.arange(end - first))
-            # Only after a successful write, so that a region that failed is written again.
+            # Only after a successful write, so a failed region is written again.
             self._is_written[number] = True
 
     def mark_written(self, first: int, end: int) -> None:
@@ -133,7 +133,7 @@ class RowRegions(StoredRows):
         ]
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
-        """Read rows to slots in memory. Rows in regions that are not in the file get their initial values.
+        """Read rows to slots in memory. Rows in regions not in the file get their initial values.
 
         Args:
             keys: row keys, ascending, int64 [N].
@@ -174,7 +174,7 @@ class RowRegions(StoredRows):
         return max(start, r.r0), min(start + self._region_rows, r.r1)
 
     def _within(self, first: int, end: int) -> Iterator[int]:
-        """Yield the numbers of all regions that overlap the rows [first, end)."""
+        """Yield the numbers of all regions overlapping the rows [first, end)."""
         yield from range(
             first // self._region_rows - self._offset, -(-end // self._region_rows) - self._offset
         )

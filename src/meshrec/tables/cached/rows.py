@@ -53,7 +53,7 @@ class FileRows:
                 raise ValueError(f"FileRows: {name} must be an integer >= 1, got {value!r}.")
 
     def num_cached(self, row_bytes: int) -> int:
-        """Return how many rows of the whole table are in the cache.
+        """Return how many whole-table rows are in the cache.
 
         Args:
             row_bytes: bytes per whole row, including optimizer state.
@@ -69,7 +69,7 @@ class FileBackedRows(ExternalRows, DenseRows):
     """Storage for fixed tables with floating-point rows in a file; see ``FileRows``.
 
     Args:
-        dtype: dtype of the rows: fp32, fp16 or bf16.
+        dtype: row dtype: fp32, fp16 or bf16.
         options: folder for the file, and cache size.
         name: table name.
         size: numbers of rows and columns in the whole table.
@@ -90,7 +90,7 @@ class FileBackedRows(ExternalRows, DenseRows):
         Args:
             rectangle: row and column intervals.
             spec: optimizer; None: no optimizer state.
-            device: device of the module, which must be the CPU; None is the CPU.
+            device: module device, which must be the CPU; None is the CPU.
 
         Raises:
             ValueError: the device is not the CPU.
@@ -107,7 +107,7 @@ class FileBackedRows(ExternalRows, DenseRows):
         label = f"table {self.name!r}"
         path = new_path(Path(self.options.path), name)
         file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
-        # Regions match the random blocks of ``initial_rows``, so that a region draws a single block.
+        # Regions match the random blocks of ``initial_rows``, so a region draws a single block.
         starts = _initial_values(parts, spec)
         stored = RowRegions(file, starts, rectangle, block_rows(*self.size))
         return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=label)
@@ -122,12 +122,12 @@ class FileBackedRows(ExternalRows, DenseRows):
         num_rows, dim = self.size
         height = rectangle.r1 - rectangle.r0
         cached = self.options.num_cached(sum(part_bytes(parts, dim)))
-        # The rectangle's share of the cache is its share of the table's rows, at least a single row.
+        # The rectangle's share of the cache equals the share of the table's rows, at least a single row.
         return max(1, min(height, -(-cached * height // num_rows)))
 
 
 def _initial_values(parts: list[RowPart], spec: OptimizerSpec | None) -> list[RowPartStart]:
-    """Return row parts with initial values: 0 for weights, the optimizer's values for its state.
+    """Return row parts with initial values: 0 for weights, the optimizer's values for the state.
 
     Args:
         parts: row parts.

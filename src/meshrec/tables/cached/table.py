@@ -2,7 +2,7 @@
 
 A *slot* is a row position in the cache. A *dirty* row may differ from the file, because it was trained. A
 *victim* is a row that the cache evicts to make room. A batch is *in flight* from ``resolve``, which looks up
-its slots, until its pin is released; meanwhile its slots are *pinned* and cannot get other rows.
+the slots, until the pin is released; meanwhile the slots are *pinned* and cannot get other rows.
 
 [Note: rows on their way to the cache]
 
@@ -59,7 +59,7 @@ _MOST_WRITES = 4
 
 
 class RowPartStart(NamedTuple):
-    """A row part, and its initial value in rows that get no other initial values."""
+    """A row part, and an initial value for rows without other initial values."""
 
     part: RowPart
     value: float
@@ -123,7 +123,7 @@ class _Workers:
     """The reader thread and the writer thread of a table, and the reads that failed."""
 
     def __init__(self) -> None:
-        # A single thread each, so that reads run in order, and so do writes.
+        # A single thread each, so reads run in order, and so do writes.
         self.reader = ThreadPoolExecutor(1, "meshrec-rows-read")
         self.writer = ThreadPoolExecutor(1, "meshrec-rows-write")
         # A forked child compares this with its process ID: it has no threads.
@@ -145,7 +145,7 @@ class RowsInFlight(Pin):
         band: table number, first row and end row of the rectangle.
         cache: the cache.
         used: distinct slots used by the batch, int64.
-        arrival: future that finishes when the rows are in the cache, or the error to raise on ``wait``.
+        arrival: future finishing when the rows are in the cache, or the error to raise on ``wait``.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class FileTable:
         rectangle: row and column intervals of the table.
         starts: row parts (``weight`` first, then optimizer state) with initial values.
         stored: the file.
-        num_slots: number of rows in the cache.
+        num_slots: cached row count.
         name: table name in messages.
     """
 
@@ -244,7 +244,7 @@ class FileTable:
         return self._cache.keys
 
     def set_initial_rows(self, first: FirstBlocks) -> None:
-        """Set the function that returns initial rows. It is called later, when rows are first needed."""
+        """Set the function returning initial rows. It is called later, when rows are first needed."""
         self.stored.first = first
 
     def keys_of(self, slots: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ class FileTable:
         Raises:
             RowFileError: the file cannot be written or read.
         """
-        # Split large blocks, so that the copies stay small.
+        # Split large blocks, so the copies stay small.
         for block in blocks:
             for start in range(0, len(block.keys), self._rows_per_block):
                 rows = slice(start, start + self._rows_per_block)
@@ -475,7 +475,7 @@ class FileTable:
         self.stored.file.close()
 
     def __reduce__(self) -> NoReturn:
-        """Raise ValueError, because a copy or pickle of the table cannot include its file."""
+        """Raise ValueError, because a copy or pickle of the table cannot include the file."""
         raise ValueError(
             f"{self._name} keeps its rows in a file, which is not copied along with a model. Save a "
             f"checkpoint, "
@@ -493,7 +493,7 @@ class FileTable:
         return self._lock if os.getpid() == self._workers.owner else nullcontext()
 
     def _finish_reads(self) -> None:
-        """Wait until all reads have ended, and free the slots of rows that could not be read."""
+        """Wait until all reads have ended, and free the slots of rows lost in a failed read."""
         if os.getpid() != self._workers.owner:
             return  # the snapshot was made before the fork, and has waited
         self._last_read.exception()
@@ -544,7 +544,7 @@ class FileTable:
         self.stored.file.write(keys, rows, torch.arange(len(keys)))
 
     def _admit(self, missing: Tensor) -> Misses:
-        """Assign slots to keys that have none, and start to write the dirty victims to the file.
+        """Assign slots to keys without one, and start to write the dirty victims to the file.
 
         Args:
             missing: row keys, distinct, ascending, int64.
@@ -580,7 +580,7 @@ class FileTable:
             train: whether the batch may change the rows.
 
         Returns:
-            A future that finishes when all reads so far have ended, including those for earlier batches.
+            A future finishing when all reads so far have ended, including those for earlier batches.
         """
         new = misses.slots if misses is not None else used[:0]
         logs = [(log, log.mark_logged(used, new, train=train)) for log in self._snapshots]
@@ -590,7 +590,7 @@ class FileTable:
         return self._last_read
 
     def _take_from_copies(self, misses: Misses) -> Misses | None:
-        """Copy rows that are in memory outside the cache to their slots.
+        """Copy rows in memory outside the cache to their slots.
 
         Args:
             misses: keys just assigned slots.
@@ -671,7 +671,7 @@ class FileTable:
 
 @final
 class RowLog:
-    """Snapshot of a table in a file: a log with the old versions of rows that changed since.
+    """Snapshot of a table in a file: a log with the old versions of rows changed since.
 
     An entry in the log is a key and the row under this key. See [Note: how a table in a file is frozen].
 
@@ -819,7 +819,7 @@ class RowLog:
 
 
 def _remove(file: int, created: Created, owner: int) -> None:
-    """Close and remove the log file. Does nothing in a forked child of the process ``owner``."""
+    """Close and remove the log file. Does nothing in a forked child."""
     if os.getpid() == owner:
         os.close(file)
         created.remove()

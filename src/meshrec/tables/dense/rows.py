@@ -14,10 +14,10 @@ from meshrec.tables.table import RowPart
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Storage for floating-point rows in the memory of the parameter. Optimizer state is fp32.
+    """Storage for floating-point rows in the parameter's memory. Optimizer state is fp32.
 
     Args:
-        dtype: dtype of the rows: fp32, fp16 or bf16.
+        dtype: row dtype: fp32, fp16 or bf16.
     """
 
     dtype: torch.dtype
@@ -41,9 +41,9 @@ class DenseRows:
         """Allocate uninitialized row memory [num_rows, columns].
 
         Args:
-            num_rows: number of rows.
+            num_rows: row count.
             columns: elements per row.
-            device: device of the memory.
+            device: memory device.
         """
         return empty_pages((num_rows, columns), self.dtype, device)
 
@@ -60,9 +60,9 @@ class DenseRows:
 
         Args:
             spec: optimizer; None: no optimizer state.
-            num_rows: number of rows.
+            num_rows: row count.
             dim: values per row.
-            device: device of the memory.
+            device: memory device.
         """
         return [
             empty_pages(slot.shape(num_rows, dim), torch.float32, device).fill_(slot.initial_value)
@@ -81,7 +81,7 @@ class QuantisedRows:
     """Storage for read-only rows of integer codes, with a scale and a bias per row; see ``ops.nbit``.
 
     The value of a code is ``code * scale + bias``. A column shard keeps the scale and bias of the whole row,
-    so its values equal those of the whole table.
+    so the values equal those of the whole table.
 
     Args:
         bits: bits per code: 8, 4 or 2.
@@ -114,9 +114,9 @@ class QuantisedRows:
         """Allocate uninitialized row memory, uint8 [num_rows, columns].
 
         Args:
-            num_rows: number of rows.
+            num_rows: row count.
             columns: bytes per row.
-            device: device of the memory.
+            device: memory device.
         """
         return empty_pages((num_rows, columns), self.dtype, device)
 

@@ -14,7 +14,7 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 @final
 class FixedTable:
-    """The rows of a table rectangle in the memory of a parameter.
+    """The rows of a table rectangle in a parameter's memory.
 
     Args:
         parameter: parameter, which may also hold other rectangles of the table.
@@ -89,7 +89,7 @@ class FixedTable:
 
 
 def parts_of(storage: RowStorage, spec: OptimizerSpec | None) -> list[RowPart]:
-    """Return the parts of a table: the row parts of its storage, followed by the optimizer state.
+    """Return the parts of a table: the storage's row parts, followed by the optimizer state.
 
     Args:
         storage: row format.

@@ -38,7 +38,7 @@ class AdmissionCounts:
 
     Args:
         admission: admission policy; None: all IDs are admitted.
-        seed: seed of the table (``Hashed.seed``).
+        seed: table seed (``Hashed.seed``).
     """
 
     def __init__(self, admission: Probability | None, seed: int) -> None:
@@ -48,7 +48,7 @@ class AdmissionCounts:
         """Return whether to admit each of an update's new IDs, bool [N]. None: all. Changes no count.
 
         Args:
-            keys: keys of the new IDs, ascending, int64 [N].
+            keys: new IDs' keys, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             step: update number.
         """
@@ -60,7 +60,7 @@ class AdmissionCounts:
         """Add the occurrences in an update to the counts, and drop the counts of admitted IDs.
 
         Args:
-            keys: keys of the update's new IDs, ascending, int64 [N].
+            keys: new IDs' keys, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             admitted: whether each ID is admitted, bool [N].
         """
@@ -108,7 +108,7 @@ class ExactCounts(AdmissionCounts):
         """Return whether each ID reaches ``k`` occurrences with this update, bool [N].
 
         Args:
-            keys: keys of the new IDs, ascending, int64 [N].
+            keys: new IDs' keys, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             step: unused.
         """
@@ -120,7 +120,7 @@ class ExactCounts(AdmissionCounts):
         So an admitted ID that is evicted later starts again from 0.
 
         Args:
-            keys: keys of the update's new IDs, ascending, int64 [N].
+            keys: new IDs' keys, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             admitted: whether each ID is admitted, bool [N].
         """
@@ -187,7 +187,7 @@ class CountMinSketch(AdmissionCounts):
         """Return whether all cells of each ID reach ``k`` with this update, bool [N].
 
         Args:
-            keys: keys of the new IDs, ascending, int64 [N].
+            keys: new IDs' keys, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             step: unused.
         """
@@ -198,7 +198,7 @@ class CountMinSketch(AdmissionCounts):
         """Add the occurrences in an update to the IDs' cells. A cell stops at 255.
 
         Args:
-            keys: keys of the update's new IDs, ascending, int64 [N].
+            keys: new IDs' keys, ascending, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             admitted: unused, because other IDs share the cells of an admitted ID.
         """
@@ -222,7 +222,7 @@ class CountMinSketch(AdmissionCounts):
         yield all_keys[inside], words[used[inside]]
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Copy words from ``stream`` to the cells. Words beyond the end of a bucket are ignored.
+        """Copy words from ``stream`` to the cells. Words beyond a bucket's end are ignored.
 
         Args:
             keys: keys that tell the positions, int64 [N].
@@ -236,9 +236,9 @@ class CountMinSketch(AdmissionCounts):
         words[((buckets - self._first) * (self._num_cells // _WORD) + within)[fits]] = counts[fits]
 
     def early(self) -> float:
-        """Estimate the probability that a new ID is admitted at its first occurrence.
+        """Estimate the probability that a new ID is admitted at the first occurrence.
 
-        This happens if all its cells are at ``k - 1`` or more already. Averaged over the buckets.
+        This happens if all cells are at ``k - 1`` or more already. Averaged over the buckets.
         """
         if self._cells.numel() == 0:
             return 0.0
@@ -285,7 +285,7 @@ def admission_counts_for(keys: Hashed, max_rows: int, span: Span, name: str) -> 
         return ExactCounts(admit.k, keys.seed, name)
     if isinstance(admit, MinCountSketch):
         rows = _rows_of(span, max_rows)
-        # Whole words, so that the cells can be viewed as int64.
+        # Whole words, so the cells can be viewed as int64.
         num_cells = admit.bytes // max_rows // _WORD * _WORD
         return CountMinSketch(admit.k, keys.seed, rows=rows, max_rows=max_rows, num_cells=num_cells)
     assert admit is None or isinstance(admit, Probability)

@@ -5,13 +5,13 @@ without a row that get one, and the eviction policy selects the rows (victims) t
 
 [Note: one threshold for all ranks]
 
-Every rank counts its rows, and the rows to add in the update, by key interval. A small sum over the ranks
+Every rank counts local rows, and the rows to add in the update, by key interval. A small sum over the ranks
 gives the totals for all tables. If a table would be too full, the ranks find the last victim's score digit by
 digit, from histograms summed over the ranks. Among equal scores the smallest keys are evicted; the last
 victim's key is found the same way (``eviction.py``). So all ranks apply the same threshold, a (score, key).
 Rows changed by the update itself are not evicted. A row split by columns lies in several rectangles, and
 counts only in the rectangle with column 0; the other rectangles apply the same threshold to the same scores.
-A full table evicts 1/64 of its row limit at once, so not every update evicts.
+A full table evicts 1/64 of the row limit at once, so not every update evicts.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from meshrec.tables.table import Span
 # Shape legend: N rows, U distinct IDs in an update.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-# A full table evicts the excess and 1/64 of max_rows more, so that the next updates need not evict.
+# A full table evicts the excess and 1/64 of max_rows more, so the next updates need not evict.
 _SLACK = 64
 
 
@@ -97,7 +97,7 @@ class AdmissionEviction:
     """Admits IDs to hashed tables and evicts rows from them, at the same update on all ranks.
 
     An update calls ``prepare``, which selects and may raise an error, then ``apply``; it then changes the
-    rows and calls ``finish``. A single object serves all hashed tables that are looked up together.
+    rows and calls ``finish``. A single object serves all hashed tables looked up together.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
@@ -132,7 +132,7 @@ class AdmissionEviction:
         """Select the IDs to admit and the rows to evict at an update. Changes no table. Collective.
 
         Args:
-            pins: pins on the rows that the update changes, from the batches' lookups.
+            pins: pins on the rows changed by the update, from the batches' lookups.
             steps: update number by table number, for the tables that this update trains.
 
         Returns:
@@ -206,7 +206,7 @@ class AdmissionEviction:
         Returns:
             By table number, one count per key interval.
         """
-        # The counts of all tables and intervals lie in one list, so that a single sum is enough.
+        # The counts of all tables and intervals lie in one list, so a single sum is enough.
         sizes = [len(spans) for spans in self.intervals.values()]
         counts = [0] * sum(sizes)
         starts = dict(zip(self.intervals, itertools.accumulate(sizes, initial=0), strict=False))
@@ -289,7 +289,7 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
 
     Args:
         table: rectangle.
-        pins: pins on the rows that the update changes, in all tables.
+        pins: pins on the rows changed by the update, in all tables.
         clock: update time.
     """
     held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]

@@ -6,8 +6,8 @@ among rows with equal scores, the row with the smallest key.
 
 [Note: the order of eviction]
 
-A search for the rows with the lowest scores reads the scores of all rows. Under ``LRU`` and ``TTL``, the
-score of a row changes only when the row is used, and is then at least as high as every other score. So a
+A search for the rows with the lowest scores reads the scores of all rows. Under ``LRU`` and ``TTL``, a row's
+score changes only when the row is used, and is then at least as high as every other score. So a
 search also knows the victims after the next ones, unless those rows are used in the meantime. It therefore
 returns several times as many rows as needed, sorted by (score, key), and the ranks cache them. Later
 evictions take the first cached rows with unchanged scores, and search again when too few are left.
@@ -133,7 +133,7 @@ class EvictionRequest(NamedTuple):
     min_rows: int
     """Number of rows that must be evicted to meet the row limit."""
     max_rows: int
-    """Number of rows to evict, unless fewer can be evicted. Exceeds ``min_rows``, so that the table has room
+    """Number of rows to evict, unless fewer can be evicted. Exceeds ``min_rows``, so the table has room
     for the next updates."""
 
 
@@ -172,7 +172,7 @@ class CachedCandidates(NamedTuple):
 
 
 class Evictions:
-    """Selects victims in hashed tables that are looked up together, and caches candidates between updates.
+    """Selects victims in hashed tables looked up together, and caches candidates between updates.
 
     All ranks must call the collective methods in the same order.
 
@@ -187,7 +187,7 @@ class Evictions:
     ) -> None:
         self._tables, self._storages, self._ranks = tables, storages, ranks
         self._passed: dict[int, tuple[int, int]] = {}
-        """Score and key of the row evicted last, by table number. Rows with the same score and smaller keys
+        """Score and key for the row evicted last, by table number. Rows with the same score and smaller keys
         are gone, so remaining ties have greater keys. Used to guess a key bound; a wrong value only costs a
         second pass."""
         # By table number. An entry lives from a search until the next search, until rows are loaded into the
@@ -206,7 +206,7 @@ class Evictions:
 
         Returns:
             By table number, the slots to evict by rectangle number. If fewer than ``min_rows`` rows can be
-                evicted from a table, its value is the number of evictable rows instead.
+                evicted from a table, the value is the number of evictable rows instead.
         """
         victims: dict[int, dict[int, Tensor] | int] = {}
         # All tables at once, because the cached candidates of all tables are checked with a single sum.
@@ -310,9 +310,9 @@ class Evictions:
         return candidates
 
     def _present_score(self, number: int, request: EvictionRequest) -> int | None:
-        """Return the score of a row used at this update.
+        """Return the score for a row used at this update.
 
-        None if the policy's scores also change without use, so that candidates cannot be cached.
+        None if the policy's scores also change without use, so candidates cannot be cached.
         """
         policy = self._storages[number].keys.evict
         assert policy is not None
@@ -330,7 +330,7 @@ class Evictions:
         return self._tables[rectangle].rectangle.c0 == 0
 
     def _count(self, rows: Mapping[int, NextRows]) -> int:
-        """Return the number of rows in a candidate list on this rank, every row counted once."""
+        """Return the row count in a candidate list on this rank, every row counted once."""
         return sum(len(ordered.slots) for i, ordered in rows.items() if self._is_counted(i))
 
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:
@@ -391,7 +391,7 @@ class Evictions:
         Args:
             number: table number.
             judged: scores by rectangle number.
-            last: score of the last victim.
+            last: last victim's score.
             num_tied: minimum number of tied rows to return.
 
         Returns:
@@ -419,7 +419,7 @@ class Evictions:
 
         Args:
             number: table number.
-            last: score of the last victim. A row is tied if its score is equal.
+            last: last victim's score. A row is tied if the score is equal.
             num_tied: number of tied rows needed.
         """
         score, key = self._passed.get(number, (last.value, FIRST_KEY))
@@ -481,7 +481,7 @@ def _rows_up_to(table: HashedTable, judged: SlotScores, last: NthValue, most: in
     Args:
         table: rectangle.
         judged: scores by slot.
-        last: score of the last victim. A row is tied if its score is equal.
+        last: last victim's score. A row is tied if the score is equal.
         most: greatest key of the tied rows to return.
     """
     marks = (judged.scores <= last.value).logical_and_(judged.marks)
@@ -537,7 +537,7 @@ def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup
     Returns:
         The range; all zeros if no rank has a marked value.
     """
-    # A gather through a sum: every rank fills only its row.
+    # A gather through a sum: every rank fills only one row.
     ranges = torch.zeros(ranks.size, 3, dtype=torch.int64)
     local_ranges = [marked_range(*part) for part in parts]
     if local_ranges:
@@ -564,7 +564,7 @@ def nth_smallest(
         spread: result of ``global_range`` for the same values.
         ranks: the ranks.
     """
-    # Start with the bits in which the values can differ, so that small ranges take a single round.
+    # Start with the bits in which the values can differ, so small ranges take a single round.
     size, shift = 1 << _DIGIT_BITS, 0
     while (spread.greatest >> shift) - (spread.least >> shift) >= size:
         shift += 1

@@ -30,9 +30,9 @@ from meshrec.tables.table import Rectangle, RowBlock, Span
 
 @final
 class HashedFile:
-    """File with the weights and optimizer state of a hashed table rectangle, and its cache.
+    """File with the weights and optimizer state for a hashed table rectangle, and a cache.
 
-    A row is identified by its index slot; see [Note: hashed rows in a file].
+    A row is identified by the index slot; see [Note: hashed rows in a file].
 
     Args:
         rectangle: key and column intervals.
@@ -61,7 +61,7 @@ class HashedFile:
         path = new_path(Path(options.path), file_name)
         file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=0, num_rows=max_rows)
         cached = options.num_cached(sum(part_bytes(parts, dim)))
-        # This rectangle's share of the cache is its share of the key space, rounded up.
+        # This rectangle's share of the cache equals the share of the key space, rounded up.
         share = -(-cached * (r1 - r0) // (ALL_KEYS[1] - ALL_KEYS[0]))
         self.table = FileTable(
             Rectangle(table, 0, max_rows, c0, c1),
@@ -70,9 +70,9 @@ class HashedFile:
             num_slots=max(1, min(share, max_rows)),
             name=label,
         )
-        """Fixed table with a row per index slot: the file, and the cache. Its keys are index slots."""
+        """Fixed table with a row per index slot: the file, and the cache. The keys are index slots."""
         self.slot_keys = torch.zeros(len(self.table.slot_keys), dtype=torch.int64)
-        """Hashed key of the row in a cache slot, int64. Set by ``resolve``, valid while a batch uses it."""
+        """Hashed key for the row in a cache slot, int64. Set by ``resolve``, valid while a batch uses it."""
 
     def resolve(self, slots: Tensor, keys: Tensor, *, train: bool) -> tuple[Tensor, RowsInFlight]:
         """Assign cache slots to rows, and start to bring the rows there in the background.
@@ -143,7 +143,7 @@ class CachedKeys:
 
     Args:
         resolve: method ``HashedTable.resolve``.
-        slot_keys: hashed key of the row in a cache slot, int64.
+        slot_keys: hashed key for the row in a cache slot, int64.
     """
 
     def __init__(self, resolve: Callable[..., Resolved], slot_keys: Tensor) -> None:

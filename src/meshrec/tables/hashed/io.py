@@ -34,8 +34,8 @@ def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor],
 
     Args:
         tables: the table's rectangles on this rank.
-        values: parts of the whole table, by name.
-        prefix: start of the parts' names in messages.
+        values: whole-table parts, by name.
+        prefix: prefix for part names in messages.
 
     Raises:
         ValueError: a part does not fit, or there are more rows than ``max_rows``.
@@ -90,9 +90,9 @@ def validated_ids(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str)
     """Check that the parts of a whole table fit, and return the ID per row, int64 [n].
 
     Args:
-        whole: parts of the whole table, by name.
-        storage: description of the table.
-        prefix: start of the parts' names in messages.
+        whole: whole-table parts, by name.
+        storage: table description.
+        prefix: prefix for part names in messages.
 
     Raises:
         ValueError: a part is missing or does not fit the table.
@@ -131,7 +131,7 @@ def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTabl
     A load can then be skipped. This happens if a table's state dict is loaded into the same table.
 
     Args:
-        values: parts of the whole table, by name.
+        values: whole-table parts, by name.
         tables: the table's rectangles on this rank.
     """
     if not tables:
@@ -164,7 +164,7 @@ def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str
 
     Args:
         tables: the table's rectangles.
-        storage: description of the table.
+        storage: table description.
     """
     # Rectangles with column 0 together contain every key once.
     first = [table for table in tables if table.rectangle.c0 == 0]

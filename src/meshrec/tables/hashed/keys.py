@@ -8,7 +8,7 @@ removes. The policies are small dataclasses that users pass to ``meshrec.Hashed`
 Admission and eviction happen once per table update, at the same moment under any sharding plan. The IDs in
 the whole batch, from all ranks and replicas, are counted; then IDs are admitted and rows evicted. So the live
 IDs depend only on the batches, not on the plan. Until the update, a new ID reads its initial row at a slot
-that is pinned to its batch. A batch without an update leaves nothing behind.
+that is pinned to the batch. A batch without an update leaves nothing behind.
 
 Scores and counts are integers, or floating-point values that a single rank computes per row. So the ranks
 compare the same values under any plan.
@@ -43,7 +43,7 @@ from meshrec.tables.table import RowPart, Span
 # Shape legend: N rows.
 
 _WORD = (1 << 63) - 1
-# Amount by which a read increments an LFU count, so that halved counts keep 16 fractional bits.
+# Amount by which a read increments an LFU count, so halved counts keep 16 fractional bits.
 _USE = 1 << 16
 INDEX_BYTES = 16
 """Greatest number of bytes that the hash index takes per row."""
@@ -61,7 +61,7 @@ class Clock(NamedTuple):
 class RowsToJudge(NamedTuple):
     """Table rows on a rank for which an eviction policy computes scores. N rows.
 
-    A policy with ``needs_rows`` False gets only its policy parts, for all slots, and no IDs.
+    A policy with ``needs_rows`` False gets only policy parts, for all slots, and no IDs.
     """
 
     ids: Tensor
@@ -82,7 +82,7 @@ class Eviction(ABC):
     needs_rows = False
     """Whether the scores depend on weights or optimizer state."""
     needs_whole_rows = False
-    """Whether a rank needs all columns of a row to compute the score. Plans then cannot split columns."""
+    """Whether a rank needs whole rows to compute the score. Plans then cannot split columns."""
 
     @abstractmethod
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
@@ -91,7 +91,7 @@ class Eviction(ABC):
         Args:
             parts: policy parts by name, indexed by slot, to be changed.
             slots: slots of the rows, int64. A row that the update used several times is repeated.
-            clock: time of the update.
+            clock: update time.
             fills: queue for writes of a single value to many rows. It runs after all tables' policies have
                 been called.
         """
@@ -102,11 +102,11 @@ class Eviction(ABC):
 
         Args:
             rows: rows for which to compute scores.
-            clock: time of the update that needs room.
+            clock: time when room is needed.
         """
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the score of a row that is used at this time. None if scores cannot be cached.
+        """Return the score for a row used at this time. None if scores cannot be cached.
 
         A policy may return a score only if a row's score changes by use alone, and a later use gives at least
         the returned score. Evictions then reuse the scores from an earlier search; see
@@ -122,7 +122,7 @@ class Eviction(ABC):
 
         Args:
             parts: policy parts by name, indexed by slot.
-            clock: time of the update.
+            clock: update time.
 
         Returns:
             bool, indexed by slot. Values at slots without a live row do not matter.
@@ -141,8 +141,8 @@ class LRU(Eviction):
 
         Args:
             parts: policy parts by name, indexed by slot.
-            slots: slots of the used rows, int64; may repeat.
-            clock: time of the update.
+            slots: used rows' slots, int64; may repeat.
+            clock: update time.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, clock.step)
@@ -152,7 +152,7 @@ class LRU(Eviction):
         return rows.parts["last"]
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the update number, which is the score of a row used at this time."""
+        """Return the update number, which is the score for a row used at this time."""
         return clock.step
 
 
@@ -178,7 +178,7 @@ class LFU(Eviction):
         Args:
             parts: policy parts by name, indexed by slot.
             slots: one slot per read, int64.
-            clock: time of the update.
+            clock: update time.
             fills: queue for the write.
         """
         uses, last = parts["uses"], parts["last"]
@@ -234,8 +234,8 @@ class TTL(Eviction):
 
         Args:
             parts: policy parts by name, indexed by slot.
-            slots: slots of the used rows, int64; may repeat.
-            clock: time of the update.
+            slots: used rows' slots, int64; may repeat.
+            clock: update time.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, self._now(clock))
@@ -245,7 +245,7 @@ class TTL(Eviction):
         return rows.parts["last"]
 
     def score_of_use(self, clock: Clock) -> int | None:
-        """Return the present time in updates or seconds, which is the score of a row used at this time."""
+        """Return the present time in updates or seconds, which is the score for a row used at this time."""
         return self._now(clock)
 
     def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
@@ -255,7 +255,7 @@ class TTL(Eviction):
 
         Args:
             parts: policy parts by name, indexed by slot.
-            clock: time of the update.
+            clock: update time.
         """
         # The check reads all rows, so it runs only sixteen times per time to live.
         if self.steps is not None and clock.step % max(1, self.steps // 16):
@@ -307,8 +307,8 @@ class Score(Eviction):
 
         Args:
             parts: policy parts by name, indexed by slot.
-            slots: slots of the used rows, int64; may repeat.
-            clock: time of the update.
+            slots: used rows' slots, int64; may repeat.
+            clock: update time.
             fills: queue for the write.
         """
         fills.add(parts["last"], slots, clock.step)
@@ -373,9 +373,9 @@ class MinCountSketch(Admission):
     """Admit an ID after about ``k`` occurrences in training, counted in a count-min sketch of a fixed size.
 
     The sketch counts in one-byte cells, which several IDs share. So an ID is never admitted too late, but may
-    be admitted too early, if other IDs have filled all its cells. ``TableCounts.early`` estimates how often.
-    Counts do not depend on the sharding plan: every key bucket has separate cells, ``bytes // max_rows`` of
-    them rounded down to a multiple of 8. See [Note: the keys of hashed tables].
+    be admitted too early, if other IDs have filled all the ID's cells. ``TableCounts.early`` estimates how
+    often. Counts do not depend on the sharding plan: every key bucket has separate cells, ``bytes //
+    max_rows`` of them rounded down to a multiple of 8. See [Note: the keys of hashed tables].
 
     Args:
         k: occurrences at which an ID is admitted, from 1 to 255.
@@ -423,10 +423,10 @@ class Probability(Admission):
         """Return whether to admit each of an update's new IDs, bool [N].
 
         Args:
-            keys: keys of the new IDs, int64 [N].
+            keys: new IDs' keys, int64 [N].
             counts: occurrences per ID in this update, int64 [N].
             step: update number.
-            seed: seed of the table.
+            seed: table seed.
         """
         admitted = torch.zeros_like(keys, dtype=torch.bool)
         # Compare 53 random bits with p * 2^53: as exact as a float64 probability.

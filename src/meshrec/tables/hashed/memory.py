@@ -39,13 +39,13 @@ class GrowingRows:
         row: a single row: one tensor ``[1, ...]`` per row part, with the initial values of new rows.
         max_rows: greatest number of rows the memory will ever hold.
         name: table name in messages.
-        other_regions: other memory that grows with the rows and is prefaulted with them (its pages are
+        other_regions: other memory that grows with the rows and is prefaulted with them (pages are
             requested from the system ahead of the first write).
 
     Attributes:
         first: copies of the tensors in ``row``.
         tensors: the memory: one tensor per tensor in ``row``, with at least ``num_rows`` rows.
-        num_rows: number of rows in use. Later rows in ``tensors`` are undefined.
+        num_rows: rows in use. Later rows in ``tensors`` are undefined.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GrowingRows:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether address space is reserved for all rows, so that rows never move."""
+        """Whether address space is reserved for all rows, so rows never move."""
         return bool(self._reserved)
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class GrowingRows:
         """Add rows with initial values until there are ``num_rows``. Does nothing if there are already.
 
         Args:
-            num_rows: number of rows afterward.
+            num_rows: row count afterward.
             num_written: number of tensors, from the first, in which the caller itself writes the new rows.
 
         Raises:

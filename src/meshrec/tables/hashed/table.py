@@ -5,9 +5,9 @@
 A *slot* is a row position in the table's memory. It is *free*, *pending* or *alive*. ``resolve`` looks up a
 batch: it assigns free slots to the IDs that have none, and writes their initial rows there. These slots are
 pending, and pinned to the batch. At the batch's update (``admission_eviction.py``) the slot of an admitted ID
-becomes alive with its present row. The slot of a refused ID stays pending until no batch in flight (looked up
+becomes alive with the present row. The slot of a refused ID stays pending until no batch in flight (looked up
 and not yet released) uses it, and then becomes free. If a row is evicted while a batch in flight uses it, the
-slot becomes pending and gets its initial row again. So no batch reads or updates the row of another ID, and
+slot becomes pending and gets the initial row again. So no batch reads or updates the row of another ID, and
 the rows a batch reads do not depend on how early it was looked up.
 
 New keys get slots in sorted order, so column shards, here and on other ranks, have equal slots.
@@ -306,7 +306,7 @@ class HashedTable:
     # ---- slots ------------------------------------------------------------------------------------
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return the slot per key, and pin the slots. A key without a slot gets one, with its initial row.
+        """Return the slot per key, and pin the slots. A key without a slot gets one, with the initial row.
 
         With a file, the returned slots are positions in the cache, and the rows may still be arriving there.
 
@@ -314,7 +314,7 @@ class HashedTable:
             keys: int64 [N], keys in the rectangle; may repeat.
             train: whether the rows will be updated.
         """
-        # Free the slots of finished batches first, so that they can be assigned again.
+        # Free the finished batches' slots first, so they can be assigned again.
         self.release()
         slots = self.slots.find(keys)
         fresh, num_absent = None, int((slots < 0).sum())
@@ -336,14 +336,14 @@ class HashedTable:
         fresh: AssignedSlots | None = None,
         num_absent: int = 0,
     ) -> PinnedRows:
-        """Pin the slots that a batch uses, and write initial rows to the slots just assigned.
+        """Pin the slots used by a batch, and write initial rows to the slots just assigned.
 
         Args:
             parts: slots used by the batch, in one or more int64 tensors; may repeat.
             train: whether the rows will be updated.
             fills: queue for writes to the slots. The caller runs it before the rows are read.
             fresh: slots just assigned for this batch, with their keys; None: none.
-            num_absent: number of entries in ``parts`` that refer to these slots.
+            num_absent: number of entries in ``parts`` for these slots.
         """
         if fresh is not None:
             self._write_new_rows(fresh.slots, fresh.ids, fills)
@@ -415,7 +415,7 @@ class HashedTable:
         if len(slots) == 0:
             return
         # Weights and keys are written below. Flags and pins are already right: a slot that was free is not
-        # alive and has no pins, and a slot that is reset must keep its pins.
+        # alive and has no pins, and a slot that is reset must keep the pins.
         unchanged = [i for i, name in enumerate(self.memory) if name in ("weight", "key", "pins", ALIVE)]
         num_written = int("weight" in self.memory)
         self._grown.start_rows(
@@ -432,7 +432,7 @@ class HashedTable:
     # ---- streams ----------------------------------------------------------------------------------
 
     def live_keys(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Return the keys of the live rows, ascending, and their slots, both int64 [n].
+        """Return the live rows' keys, ascending, and their slots, both int64 [n].
 
         Args:
             keys: interval from which to return keys; None: all keys.
@@ -667,7 +667,7 @@ class KeyOrderedRows:
         self._frozen: RowLog | None = None
 
     def is_of(self, table: object) -> bool:
-        """Return whether this view was made from ``table`` and still lists its live rows."""
+        """Return whether this view was made from ``table`` and still lists the live rows."""
         return table is self._table and self._changes == self._table.num_changes
 
     def tensors(self) -> dict[str, Tensor]:
@@ -812,7 +812,7 @@ class HashedRows(ExternalRows):
         """Return the bytes of some rows, including the eviction policy's values, without optimizer state.
 
         Args:
-            num_rows: number of rows.
+            num_rows: row count.
             dim: values per row.
         """
         policy_bytes = sum(part.dtype.itemsize for part in self.policy_parts)
@@ -845,7 +845,7 @@ class HashedRows(ExternalRows):
         Args:
             rectangle: key and column intervals.
             spec: optimizer; None: no optimizer state.
-            device: device of the module, CPU or ``meta``. The rows are on the CPU in both cases.
+            device: module device, CPU or ``meta``. The rows are on the CPU in both cases.
 
         Raises:
             ValueError: the device is a GPU.
@@ -939,7 +939,7 @@ def release_rows(tables: Iterable[HashedTable]) -> None:
 def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
     """Evict rows from tables: free their slots, and record their keys if a publisher watches the table.
 
-    A slot used by a batch in flight is not freed. It becomes pending and gets its initial row again.
+    A slot used by a batch in flight is not freed. It becomes pending and gets the initial row again.
 
     Args:
         going: tuples of a table, the slots to evict (distinct, int64), and pins of batches known to use none
@@ -954,7 +954,7 @@ def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) 
 
 
 def _pop_released(table: HashedTable) -> Tensor:
-    """Remove and return the pending slots of finished batches. A slot used by two batches occurs twice."""
+    """Remove and return finished batches' pending slots. A slot used by two batches occurs twice."""
     parts = [_NONE]
     while table.released:
         parts.append(table.released.popleft())
@@ -965,7 +965,7 @@ def _pop_released(table: HashedTable) -> Tensor:
 def _mark_evicted(
     table: HashedTable, slots: Tensor, updating: Collection[object], fills: Fills
 ) -> tuple[Tensor, Tensor]:
-    """Mark rows as no longer alive, and give initial rows to the slots that batches in flight use.
+    """Mark rows as no longer alive, and give initial rows to the slots used by batches in flight.
 
     Args:
         table: table.
