@@ -155,7 +155,7 @@ class IncrementalQueries:
                 may cover no items.
 
         Returns:
-            Query vectors, and the cache for the whole histories.
+            Query vectors, and the cache to pass when the histories have grown.
 
         Raises:
             ValueError: a history is too long, or an ID is outside the table.

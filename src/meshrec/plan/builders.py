@@ -22,7 +22,7 @@ from meshrec.plan.sharding_plan import (
 
 
 class WorldShape(NamedTuple):
-    """Ranks for which a plan is made."""
+    """Number of ranks for which a plan is made, and how they are grouped into nodes."""
 
     world_size: int
     local_size: int
@@ -61,7 +61,7 @@ def tables_of(module: Any) -> dict[str, TableSize]:
 
 
 def data_parallel() -> ShardingGenerator:
-    """Place the whole table on every rank; gradients are all-reduced."""
+    """Return a generator which places the whole table on every rank. Gradients are then all-reduced."""
     # A data-parallel sharding lists no ranks and shards, because every rank holds the whole table.
     sharding = ParameterSharding(sharding_type=ShardingType.DATA_PARALLEL)
     # The dataclass is frozen, so tables can share it.
@@ -71,7 +71,7 @@ def data_parallel() -> ShardingGenerator:
 def table_wise(
     *, rank: int, compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
 ) -> ShardingGenerator:
-    """Place the whole table on one rank."""
+    """Return a generator which places the whole table on rank ``rank``."""
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         return _shard_bands(
@@ -91,7 +91,9 @@ def row_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the rows over ``ranks``, by default all ranks: shard i is on ``ranks[i]``."""
+    """Return a generator which splits the rows over ``ranks``, by default all ranks: shard i is on
+    ``ranks[i]``.
+    """
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
@@ -108,7 +110,10 @@ def column_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the columns over ``ranks``, by default all ranks. A rank listed twice gets two column shards."""
+    """Return a generator which splits the columns over ``ranks``, by default all ranks.
+
+    A rank listed twice gets two column shards.
+    """
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
@@ -130,7 +135,7 @@ def table_row_wise(
     host_index: int | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the rows over the ranks of a node.
+    """Return a generator which splits the rows over the ranks of a node.
 
     Args:
         node: Node number; node n has ranks [n * local_size, (n + 1) * local_size).
@@ -151,7 +156,7 @@ def table_row_wise(
 def table_column_wise(
     *, node: int, compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
 ) -> ShardingGenerator:
-    """Split the columns over the ranks of a node."""
+    """Return a generator which splits the columns over the ranks of a node."""
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         bands = _column_bands(size, _node_ranks(table, node, world))
@@ -168,7 +173,7 @@ def grid_shard(
     host_indexes: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Split the columns over nodes, and the rows of a node's columns over the ranks of the node.
+    """Return a generator which splits the columns over nodes, and each node's columns by rows over its ranks.
 
     Args:
         nodes: Node numbers, by default all nodes; the columns are split into as many parts.

@@ -15,10 +15,10 @@ from meshrec.plan.sharding_plan import (
 def verify_plan(
     plan: ShardingPlan, tables: Mapping[str, Mapping[str, TableSize]], *, world_size: int
 ) -> None:
-    """Check that ``plan`` covers all embedding tables of a model.
+    """Check whether ``plan`` covers all embedding tables in a model.
 
     Args:
-        plan: Plan for all embedding modules of the model.
+        plan: Plan for all embedding modules in the model.
         tables: Table sizes by module path and table name (see ``tables_of``).
         world_size: Number of ranks on the ``shard`` axis.
 
@@ -46,7 +46,7 @@ def verify_plan(
 def verify_module_plan(
     plan: EmbeddingModuleShardingPlan, tables: Mapping[str, TableSize], *, world_size: int
 ) -> None:
-    """Check that shards on existing ranks cover every table of a module exactly once.
+    """Check whether shards on existing ranks cover every table in a module exactly once.
 
     Args:
         plan: Sharding by table name.
@@ -104,7 +104,7 @@ def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, worl
 
 
 def _verify_shard(table: str, shard: ShardMetadata, size: TableSize, world_size: int) -> None:
-    """Raise ValueError if a shard is empty, reaches beyond the table, or is on a rank that does not exist."""
+    """Raise ValueError if a shard is empty, reaches beyond the table, or is on an unknown rank."""
     rank = shard.placement.rank
     if not 0 <= rank < world_size:
         raise ValueError(

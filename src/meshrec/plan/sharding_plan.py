@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 class ShardingType(Enum):
     """How a table is split. Only the planner and displays use it; sharded modules use the rectangles."""
 
-    # Values are TorchRec's, so that JSON plans are readable in both.
+    # The values are those of TorchRec: JSON plans are readable in both libraries.
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
     COLUMN_WISE = "column_wise"
@@ -51,7 +51,7 @@ class TableSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDevice:
-    """Where a rectangle is: rank on the ``shard`` axis, and device type."""
+    """Rank on the ``shard`` axis which holds a rectangle, and the device type there."""
 
     rank: int
     device: str = "cpu"
@@ -62,7 +62,7 @@ class RemoteDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMetadata:
-    """A rectangle of a table, and where it is."""
+    """Rectangle of a table (row range and column range), and the rank which holds it."""
 
     shard_offsets: tuple[int, int]  # first row, first column
     shard_sizes: tuple[int, int]  # number of rows, number of columns
@@ -85,14 +85,14 @@ class ShardMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class EnumerableShardingSpec:
-    """All rectangles of a table."""
+    """All rectangles into which a table is split."""
 
     shards: tuple[ShardMetadata, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSharding:
-    """Sharding of a table: its rectangles and how it is updated."""
+    """Sharding of a table: the type, how rows are updated, and the rectangles on ranks."""
 
     sharding_type: ShardingType
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
@@ -225,7 +225,7 @@ class ShardingPlan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. A file that exists is replaced."""
+        """Write the plan as JSON, replacing an existing file."""
         Path(path).write_text(self.to_json())
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Reading of JSON files that users name, and formatting of byte counts."""
+"""Reading of JSON files named by users, and formatting of byte counts."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ def read_json(path: str | Path, expected: str) -> dict[str, Any]:
 
     Args:
         path: File to read.
-        expected: What the file should be, for errors, such as "a plan that `meshrec plan` wrote".
+        expected: Description of a valid file, for errors, such as "a plan that `meshrec plan` wrote".
 
     Raises:
         ValueError: The file is not JSON, or not an object.

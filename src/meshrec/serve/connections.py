@@ -56,7 +56,8 @@ ANSWER, ANSWERS = "answer", "answers"
 
 
 class _WaitState(NamedTuple):
-    """What a connection waits for (one of the states above), and since when in ``time.monotonic`` seconds."""
+    """State in which a connection waits, from the states above, and the ``time.monotonic`` start of the wait.
+    """
 
     state: str
     since: float
@@ -250,7 +251,7 @@ class Connection(HttpToolsProtocol):
         self._reason: tuple[int, str] | None = None
 
     def wait_state(self) -> _WaitState:
-        """Return what the connection waits for, and since when."""
+        """Return the state in which the connection waits, and the start time."""
         if self._refused_at is not None:
             return _WaitState(REFUSED, self._refused_at)
         if self._unread_since is not None:

@@ -39,7 +39,7 @@ class Freshness(NamedTuple):
     Attributes:
         delta: number of the last applied delta; None: no delta was applied.
         step: training step at which that delta was published.
-        reason: why the next delta cannot be applied; empty if it can, or if there is no further delta.
+        reason: why the next delta cannot be applied; empty if it can, or without a further delta.
     """
 
     delta: int | None
@@ -113,8 +113,8 @@ class Deltas:
         """Read and check the next delta, without applying it.
 
         Returns:
-            The delta and its description, both with the package's weight names. None if there is no further
-            delta yet, or if it is unusable: then `freshness` has the reason, and the next call tries again.
+            The delta and its description, both with the package's weight names. None without a further delta,
+            or if it is unusable: then `freshness` has the reason, and the next call tries again.
         """
         try:
             record = self._next_record()
@@ -376,7 +376,7 @@ def _trained_names(about: Mapping[str, Any]) -> tuple[dict[str, str] | None, fro
 
 
 def _last_published(about: Mapping[str, Any]) -> Published | None:
-    """Return number and digest of the last delta published before the export; None if there was no delta."""
+    """Return number and digest of the last delta published before the export; None without such a delta."""
     published = about.get("published")
     if published is None:
         return None

@@ -4,8 +4,8 @@
 admitted IDs. In a served package, an ID is in one of two places:
 
 - IDs which were in the table at export keep their row in ``weight``. A delta overwrites the row, in memory
-  private to this worker. If training evicts the ID, its row becomes the initial row, which is also what a
-  lookup returns for an ID that the table does not have.
+  private to this worker. If training evicts the ID, its row becomes the initial row, which lookups also
+  return for IDs that the table does not have.
 - IDs which training admits later get a row in ``added_rows``. ``added`` [2, m] has their keys, ascending, and
   the row index per key. An eviction removes the key from ``added``, and the row is used again.
 """

@@ -36,7 +36,7 @@ class Metrics:
         num_models: number of models, which determines the disk space for metrics shared by workers.
 
     Raises:
-        OSError: there is no disk space for shared metrics.
+        OSError: the disk is too full for shared metrics.
     """
 
     def __init__(self, num_models: int = 1) -> None:

@@ -90,7 +90,7 @@ class BodyReader:
         return result
 
     def _signature_message(self, signature: Signature) -> tuple[int, Signature | None]:
-        """Return what the child needs to know about a signature.
+        """Return the message which tells the child the signature of a body.
 
         Returns:
             The signature's number; and the signature, or None if the child already has it.

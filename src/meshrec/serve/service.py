@@ -31,7 +31,7 @@ _ASK_FOR = {SCORES: "predict", "vectors": "embed"}
 
 
 class ScoreRequest(NamedTuple):
-    """What a client asks for, without the samples: model, version and outputs.
+    """Model, version and outputs which a client asks for, without the samples.
 
     Attributes:
         model: model name; None: the server's only model.

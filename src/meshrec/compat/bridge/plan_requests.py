@@ -144,13 +144,13 @@ class ShardingPlanRequest:
 
 @dataclass(frozen=True)
 class ShardingPlanResult:
-    """Plan for a kind of machine, or the reason why there is no plan.
+    """Plan for a kind of machine, or the reason for having none.
 
     Attributes:
         sku: kind of machine.
         success: whether there is a plan.
         sharding_plan: the plan, or None. ``print(sharding_plan.planned)`` shows tables, ranks and the bound.
-        planner_failure_reason: error message if there is no plan.
+        planner_failure_reason: error message without a plan.
         estimated_max_hbm_bytes, estimated_max_ddr_bytes: bytes on the fullest rank; 0 for memory that the
             device does not use.
         critical_path_ms: predicted step time without the dense part.
