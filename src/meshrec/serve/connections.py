@@ -56,8 +56,7 @@ ANSWER, ANSWERS = "answer", "answers"
 
 
 class _WaitState(NamedTuple):
-    """State in which a connection waits, from the states above, and the ``time.monotonic`` start of the wait.
-    """
+    """State in which a connection waits, from the states above, and the ``time.monotonic`` start time."""
 
     state: str
     since: float
