@@ -1,4 +1,4 @@
-"""``python -m meshrec.cli``, and the ``meshrec`` command."""
+"""Entry point for the command line: ``meshrec``, or ``python -m meshrec.cli``."""
 
 import importlib
 import runpy
@@ -11,18 +11,19 @@ from meshrec.lazy import without_gc
 
 
 class Command(NamedTuple):
-    """A subcommand of ``meshrec``.
+    """A subcommand, such as ``meshrec train``.
 
     Attributes:
-        module: module whose ``main(arguments)`` runs the command and returns the exit code.
-        summary: one line of help.
+        module: module with a function ``main(arguments)``, which runs the command and returns the exit code.
+        summary: help text, a single line.
     """
 
     module: str
     summary: str
 
 
-# Modules by name, imported when the command runs: `meshrec --help` must not wait for torch.
+# Commands by name. A module is imported only when its command runs, so `meshrec --help` need not wait for
+# torch.
 COMMANDS = {
     "inspect": Command("meshrec.cli.inspect", "Look at your data and write a recipe for it."),
     "train": Command("meshrec.cli.train", "Train a recipe; its run folder holds everything to look at."),
@@ -51,9 +52,10 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run the command line and return its exit code.
+    """Run the command given by ``sys.argv``, and return the exit code.
 
-    Errors that the user can fix are printed in one line: the code is 2 for wrong arguments and 1 otherwise.
+    Errors that the user can fix are printed as a single line, without a traceback. The exit code is then 2
+    for wrong arguments, and 1 for other errors.
     """
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -79,7 +81,14 @@ def main() -> int:
 
 
 def _run_command(command: Command, arguments: Sequence[str]) -> int:
-    """Run a subcommand; print errors which the user can fix in one line, and let others raise."""
+    """Run a subcommand, and return the exit code.
+
+    Errors that the user can fix are printed as a single line. Other errors are raised, with a traceback.
+
+    Args:
+        command: the subcommand.
+        arguments: words after the subcommand.
+    """
     try:
         with without_gc():
             module = importlib.import_module(command.module)
@@ -87,7 +96,7 @@ def _run_command(command: Command, arguments: Sequence[str]) -> int:
         return code
     except (ValueError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
-            # Not one of our extras, whose error has no name: show where the import failed.
+            # Errors about missing extras have no name. With a name, the import failed elsewhere: show where.
             raise
         print(f"meshrec: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 1))
@@ -105,6 +114,7 @@ def _run_command(command: Command, arguments: Sequence[str]) -> int:
     except OSError as error:
         from meshrec.durable import FULL, name_full_disk
 
+        # A failed write may not name the file. Any argument may be a path on the full disk.
         values = (word.partition("=")[2] if word.startswith("--") else word for word in arguments)
         name_full_disk(error, [*filter(None, values), "runs", tempfile.gettempdir(), "."])
         full = error.errno in FULL
@@ -117,7 +127,7 @@ def _run_command(command: Command, arguments: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    """Return the help that lists all commands, without importing them."""
+    """Return the help text with all commands, without importing their modules."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
@@ -135,5 +145,5 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
-    # The one place that ends quietly after an interrupt, or when nobody reads the output.
+    # meshrec/__main__.py handles interrupts and closed output pipes for all ways to start a command.
     runpy.run_module("meshrec", run_name="__main__", alter_sys=True)

@@ -1,4 +1,7 @@
-"""Parsing of command-line arguments with ``tyro``, and checks of output paths."""
+"""Parse command-line arguments with ``tyro``, and check output paths.
+
+An options class is a dataclass. Field names become options, and field docstrings become help.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,22 +15,25 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 HELP = ("-h", "--help")
 _NONE = "none"
-# Rules where these commands differ from tyro: the word none, lists, and values that only Python can build.
+# Rules by which these commands differ from tyro: for the word none, for lists, and for values that cannot be
+# given on a command line.
 _REGISTRY = ConstructorRegistry()
 
 Words = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")]
-"""Any number of words; none by default."""
+"""Option type: any number of words, empty by default."""
 
 
 class UsageError(ValueError):
-    """A mistake in a command's arguments."""
+    """Raised for a mistake in a command's arguments."""
 
+    # Exit code for wrong arguments, as in argparse. Other errors have exit code 1.
     exit_code = 2
 
 
 @_REGISTRY.primitive_rule
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Read ``int | None`` as a number or the word ``none``."""
+    """tyro rule for optional types: ``int | None`` is given as an integer or as the word ``none``."""
+    # A rule returns None for types to which it does not apply.
     inner_types = [argument for argument in get_args(info.type) if argument is not NoneType]
     if len(inner_types) != 1 or NoneType not in get_args(info.type):
         return None
@@ -47,7 +53,7 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
 @_REGISTRY.primitive_rule
 def _tuple_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Read ``tuple[int, ...]`` as one value or more: an option without any is a mistake."""
+    """tyro rule for lists: ``tuple[int, ...]`` is given as at least one value after the option."""
     match get_args(info.type):
         case (element, dots) if get_origin(info.type) is tuple and dots is Ellipsis:
             inner = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(element, info.markers))
@@ -68,7 +74,7 @@ def _tuple_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None
 
 
 def _require_words(words: list[str]) -> list[str]:
-    """Return the words; raise ValueError if there are none."""
+    """Return the words unchanged, or raise ValueError if the list is empty."""
     if not words:
         raise ValueError("it needs a value. Arguments without a name, such as RUN, come first.")
     return words
@@ -76,7 +82,7 @@ def _require_words(words: list[str]) -> list[str]:
 
 @_REGISTRY.primitive_rule
 def _python_only_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Give types that only Python can build, features and frames, an option which refuses every value."""
+    """tyro rule for features and data frames, which only Python can create: refuse every value."""
     if info.type is not Any and not _is_frame(info.type) and not _is_features(info.type):
         return None
     return PrimitiveConstructorSpec(
@@ -91,67 +97,71 @@ def _python_only_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] 
 def _is_frame(kind: Any) -> bool:
     """Return whether a type is an in-memory table, such as a pandas frame.
 
-    A recipe's field of type ``Any`` is parsed with the type of its value, so such types get here.
+    tyro parses a recipe field of type ``Any`` with the type of the field's value, so rules see such types.
     """
     of = getattr(kind, "__module__", "")
     return hasattr(kind, "__arrow_c_stream__") or of.startswith(("pandas.", "datasets."))
 
 
 def _is_features(kind: Any) -> bool:
-    """Return whether a type is `Features` or another dataclass with its own JSON format."""
+    """Return whether a type is `Features`, or another dataclass with a JSON format."""
     return dataclasses.is_dataclass(kind) and hasattr(kind, "from_json")
 
 
 def _refuse_value(words: Sequence[str]) -> Any:
-    """Raise ValueError for an option whose value only Python can build."""
+    """Raise ValueError, because the option's value can only be created in Python."""
     raise ValueError(f"{words[0]!r}: an option cannot hold such a value. Set it in the recipe's file.")
 
 
 def _is_none(words: Sequence[str]) -> bool:
-    """Return whether the words are the single word ``none``."""
+    """Return whether there is a single word, ``none``, in upper or lower case."""
     return [word.lower() for word in words] == [_NONE]
 
 
 def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str | None = None) -> Any:
-    """Parse arguments to an instance of a dataclass, or of a union of dataclasses, which are subcommands.
+    """Parse command-line arguments, and return an instance of the options class.
 
     Args:
-        kind: The dataclass or the union.
-        arguments: The words of the command line, without the command.
-        program: The name of the command in its help.
-        description: The text above the options; None: the docstring of ``kind``.
+        kind: options class, or a union of options classes, which are subcommands.
+        arguments: words after the command.
+        program: command name in the help.
+        description: help text above the options; None: the docstring of ``kind``.
 
     Raises:
-        SystemExit: An argument is wrong (2), or help was requested (0). tyro has printed which, and the
-            nearest options.
+        SystemExit: an argument is wrong (code 2), or help was requested (code 0). tyro has printed the
+            reason.
     """
-    # A field that is a union becomes options of its default, not subcommands.
+    # For a field with a union type, tyro would create subcommands. This makes it use the default's class.
     config = (tyro.conf.AvoidSubcommands,)
     with _REGISTRY:
         return tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)
 
 
 def parse_known(kind: Any, arguments: Sequence[str], *, program: str) -> tuple[Any, list[str]]:
-    """Parse the options of a dataclass; return the instance, and the arguments that it does not have.
-
-    ``--help`` is one of the latter.
+    """Parse those arguments that an options class has.
 
     Args:
-        kind: The dataclass.
-        arguments: The words of the command line, without the command.
-        program: The name of the command in errors.
+        kind: options class.
+        arguments: words after the command.
+        program: command name in errors.
+
+    Returns:
+        Instance of the options class, and all other arguments, including ``--help``.
     """
     with _REGISTRY:
         return tyro.cli(kind, args=list(arguments), prog=program, return_unknown_args=True, add_help=False)
 
 
 def check_output(path: Path | None, *, force: bool, option: str = "--out") -> None:
-    """Raise ValueError if a file cannot be written. Commands call this before the work, not after it.
+    """Check that an output file can be written. Commands call this before they start to work.
 
     Args:
-        path: the file.
-        force: whether it may replace one that exists.
-        option: the option that names it.
+        path: the file; None: nothing to check.
+        force: whether an existing file may be replaced.
+        option: option by which the user named the file, for errors.
+
+    Raises:
+        ValueError: the path is a folder, the file exists, or the parent folder does not exist.
     """
     if path is None:
         return
@@ -164,16 +174,16 @@ def check_output(path: Path | None, *, force: bool, option: str = "--out") -> No
 
 
 def parse_subcommand(kind: Any, arguments: Sequence[str], *, command: str, name: str) -> Any:
-    """Parse the arguments of a command with a single subcommand, such as ``delta verify``.
+    """Parse arguments for a command with a single subcommand, such as ``delta verify``.
 
     Args:
-        kind: The dataclass of the subcommand.
-        arguments: The words of the command line, without the command.
-        command: The name of the command.
-        name: The name of the subcommand, which comes first.
+        kind: options class for the subcommand.
+        arguments: words after the command. The first must be the subcommand.
+        command: command name.
+        name: subcommand name.
 
     Raises:
-        UsageError: The subcommand is missing, or has another name.
+        UsageError: the subcommand is missing, or has another name.
     """
     first, remaining = (arguments[0], arguments[1:]) if arguments else (None, ())
     if first in HELP:
@@ -187,6 +197,7 @@ def parse_subcommand(kind: Any, arguments: Sequence[str], *, command: str, name:
 
 
 def wide_console(width: int) -> Console:
-    """Return a console that is ``width`` characters wide where the output is not a terminal."""
+    """Return a rich console, which is ``width`` characters wide if the output is not a terminal."""
+    # Without a terminal, rich would wrap tables at 80 characters.
     console = Console()
     return console if console.is_terminal else Console(width=width)

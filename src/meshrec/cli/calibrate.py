@@ -50,8 +50,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(options: CalibrateOptions) -> None:
-    """Measure, then save and print the profile on rank 0."""
+    """Measure this machine, and save and print the hardware profile on rank 0."""
     check_output(options.out, force=options.force, option="FILE")
+    # Under torchrun, this process is a rank, and the links between ranks are measured as well.
     is_rank = launched()
     if is_rank and not dist.is_initialized():
         form_group("gloo" if options.device == "cpu" else "nccl", timedelta(minutes=30))
@@ -72,12 +73,12 @@ def run(options: CalibrateOptions) -> None:
 
 
 def with_disk(profile: HardwareProfile, folder: Path, *, quick: bool) -> HardwareProfile:
-    """Return a profile with the figures of a disk.
+    """Measure a disk, and return the profile with the results.
 
     Args:
-        profile: the profile of this machine.
-        folder: a folder on the disk.
-        quick: whether to measure few rows.
+        profile: hardware profile of this machine.
+        folder: folder on the disk.
+        quick: whether to measure only a few rows.
     """
     reads, writes = measure_disk(folder, num_rows=20_000 if quick else 500_000)
     sources = {**profile.sources, "disk": f"measured in {folder.absolute()}"}
@@ -85,7 +86,7 @@ def with_disk(profile: HardwareProfile, folder: Path, *, quick: bool) -> Hardwar
 
 
 def _print(profile: HardwareProfile, path: Path) -> None:
-    """Print the measured values, and where they come from, as a table."""
+    """Print a table with the measured values, and how they were measured."""
     grid = Grid("figure", "value", title=str(path))
     for name, value in profile.to_json().items():
         if name != "sources":

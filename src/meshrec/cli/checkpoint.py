@@ -18,19 +18,20 @@ from meshrec.cli.run_options import reported_fit
 from meshrec.plan.text import size_text
 from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, finished_refit, run_or_path
 
+# Width of tables if the output is not a terminal.
 _PIPE_WIDTH = 140
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CheckpointOptions:
-    """Options that select a checkpoint."""
+    """Common options of subcommands, which select a checkpoint."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """Checkpoint; folder of checkpoints, of which the newest is used; or name or folder of a run, whose
-    reported weights are used.
+    """Checkpoint; or folder with checkpoints, to use the newest; or run name or folder, to use the reported
+    weights.
     """
     step: int | None = None
-    """Use the checkpoint of this step instead."""
+    """Use the checkpoint at this step instead."""
     last: bool = False
     """Use a run's last checkpoint instead of the best."""
     first: bool = False
@@ -39,7 +40,10 @@ class _CheckpointOptions:
     """Folder with all runs."""
 
     def find(self) -> Path:
-        """Return the selected checkpoint. A run with a refit on all rows reports the refit's weights."""
+        """Return the path of the selected checkpoint.
+
+        For a run with a refit on all rows, this is a checkpoint of the refit.
+        """
         path = run_or_path(self.path, self.runs)
         if (path / CONFIG).is_file() and not (self.first or self.last or self.step is not None):
             path = reported_fit(RunFolder(path)).path
@@ -56,10 +60,10 @@ class CheckpointInspectOptions(_CheckpointOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVerifyOptions:
-    """Read every byte of one checkpoint, or of all checkpoints in a folder, and compare the checksums."""
+    """Read a checkpoint completely, or all checkpoints in a folder, and compare the checksums."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """Checkpoint, folder of checkpoints, or name or folder of a run."""
+    """Checkpoint, folder with checkpoints, or run name or folder."""
     runs: Path = RUNS
     """Folder with all runs."""
 
@@ -110,10 +114,13 @@ def main(arguments: Sequence[str]) -> int:
 def run(
     options: CheckpointInspectOptions | CheckpointVerifyOptions | CheckpointExportOptions | ImportOptions,
 ) -> int:
-    """Run the subcommand of the options. Return 1 if `verify` found a damaged checkpoint, else 0.
+    """Run a subcommand, and return the exit code: 1 if `verify` found a damaged checkpoint, else 0.
+
+    Args:
+        options: parsed options. Their class determines the subcommand.
 
     Raises:
-        ValueError: The options, or the files that they name, cannot be used.
+        ValueError: an option or a file cannot be used.
     """
     console = wide_console(_PIPE_WIDTH)
     match options:
@@ -131,7 +138,8 @@ def run(
                 raise ValueError(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
-            check_output(options.out, force=True)  # it is not replaced: `export_safetensors` refuses
+            # This checks the folder only. `export_safetensors` raises if the file exists.
+            check_output(options.out, force=True)
             path = options.find()
             names = export_safetensors(path, options.out, entry=options.entry)
             console.print(f"{path}: {len(names)} tensors in {options.out}")
@@ -142,7 +150,7 @@ def run(
 
 
 def _verify(console: Console, path: Path) -> int:
-    """Verify all checkpoints in a folder, and in the refit inside a run; return 1 if one is damaged."""
+    """Verify all checkpoints in a folder or run, including its refit. Return 1 if any is damaged, else 0."""
     failed = 0
     final = finished_refit(RunFolder(path))
     paths = [*all_checkpoints(path), *([] if final is None else all_checkpoints(final.path))]
@@ -158,7 +166,7 @@ def _verify(console: Console, path: Path) -> int:
 
 
 def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the contents of a checkpoint as plain JSON types."""
+    """Return a description of a checkpoint as plain JSON types."""
     return {
         "path": str(path),
         "step": manifest.step,
@@ -178,7 +186,7 @@ def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _print(console: Console, path: Path, manifest: Manifest) -> None:
-    """Print the contents of a checkpoint as a table of tensors."""
+    """Print a description of a checkpoint, with a table row per tensor."""
     kinds = ", ".join(f"{name} ({value['kind']})" for name, value in manifest.values.items())
     console.print(
         f"{path}: step {manifest.step}, {size_text(manifest.num_bytes)} in {len(manifest.files)} files, "

@@ -1,4 +1,4 @@
-"""``meshrec delta``: verify the deltas that training publishes for servers."""
+"""``meshrec delta``: verify deltas (changed weights), which training publishes for servers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from meshrec.train.run_folder import CONFIG, DELTAS, RUNS, run_or_path
 class VerifyOptions:
     """Verify checksums and order of all deltas in a folder. Every byte is read.
 
-    A delta has the rows that training changed since the previous delta. Training writes deltas with
+    A delta contains the table rows changed by training since the previous delta. Training writes deltas with
     `meshrec train RECIPE --training.publish-every STEPS`, into the run's folder `deltas`. Servers apply
     them without a restart: `meshrec serve PACKAGE --deltas NAME=RUN`.
 
@@ -32,7 +32,7 @@ class VerifyOptions:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 1 if a delta is damaged, else 0."""
+    """Verify the deltas, print the result, and return 1 if a delta is damaged or missing, else 0."""
     options: VerifyOptions = parse_subcommand(VerifyOptions, arguments, command="delta", name="verify")
     path = run_or_path(options.path, options.runs)
     path = path / DELTAS if (path / CONFIG).is_file() else path

@@ -1,4 +1,4 @@
-"""``meshrec doctor``: examine the hosts before training."""
+"""``meshrec doctor``: check the hosts before training."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ from meshrec.data.locations import is_address
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import RUNS
 
+# Table width if the output is not a terminal.
 _WIDTH = 150
+# Text styles by level of a finding.
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -41,7 +43,10 @@ class DoctorOptions:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine, print on rank 0 (on every rank, if they do not meet), and return the exit code."""
+    """Check the hosts, print the findings, and return the exit code.
+
+    Rank 0 prints the findings of all ranks. If the ranks cannot connect, every rank prints its findings.
+    """
     options = parse(DoctorOptions, arguments, program="meshrec doctor")
     is_store = is_address(options.out)
     requested = ExaminationOptions(
@@ -54,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         examination = examine(requested)
     finally:
-        # Also after an error: peers would wait for this rank.
+        # Leave also after an error, because other ranks would wait for this rank.
         if dist.is_initialized():
             leave_process_group()
     if examination.rank == 0 or not examination.has_met:
@@ -63,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print(examination: Examination) -> None:
-    """Print a table with a row per check."""
+    """Print a table with a row per finding."""
     title = f"{examination.num_ranks} ranks"
     if not examination.has_met:
         title = f"rank {examination.rank} of {title}, which have not met: each prints its own findings"

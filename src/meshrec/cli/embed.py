@@ -1,4 +1,4 @@
-"""``meshrec embed``: write the vectors of a feature's table, with the value of each row."""
+"""``meshrec embed``: write a feature's embedding table to a file, with the data value of every row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from meshrec.runs.vectors import load_table, values_of_rows
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(RunOptions):
-    """Write the embedding of every row in a feature's table, with the data value of the row.
+    """Write all embeddings in a feature's table, with the data value of every row.
 
     .parquet has the columns row, value and vector. The value is null for rows without a single value: rows
     for unseen and missing values, and all rows of a feature with hashed buckets. In a table of raw IDs
@@ -60,25 +60,32 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write_usearch(out: Path, vectors: "np.typing.NDArray[np.float32]") -> None:
-    """Write a USearch index for the largest inner product; keys are row numbers."""
+    """Write a USearch index for maximum inner product search, with row numbers as keys."""
     index = needs("usearch.index", "index").Index(ndim=vectors.shape[1], metric="ip", dtype="f32")
     index.add(np.arange(len(vectors), dtype=np.uint64), vectors)
     index.save(str(out))
 
 
 def _write_faiss(out: Path, vectors: "np.typing.NDArray[np.float32]") -> None:
-    """Write an exact FAISS index for the largest inner product."""
+    """Write an exact FAISS index for maximum inner product search."""
     faiss = needs("faiss", "index")
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     faiss.write_index(index, str(out))
 
 
+# Functions that write an index, by file suffix.
 _INDICES = {".usearch": _write_usearch, ".faiss": _write_faiss}
 
 
 def _write_parquet(out: Path, vectors: "np.typing.NDArray[np.float32]", values: Any) -> None:
-    """Write the columns row, value and vector."""
+    """Write a Parquet file with the columns row, value and vector.
+
+    Args:
+        out: file to write.
+        vectors: embeddings, float32 [rows, dim].
+        values: data value of every row.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""``meshrec explain``: tell how much each column contributes to the predictions of single rows."""
+"""``meshrec explain``: compute how much every data column contributes to single predictions."""
 
 import sys
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from meshrec.cli.run_options import RunOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions(RunOptions):
-    """Compute how much each column contributes to the predictions for rows, compared with background rows.
+    """Compute how much every column contributes to the predictions for rows, compared with background rows.
 
-    Contributions are Shapley values, in logits or in label units. Contributions and base, the mean output of
-    the background rows, add up to the output.
+    Contributions are Shapley values, in logits or in label units. The base is the mean output for background
+    rows. Base and contributions add up to the output.
     """
 
     data: tuple[str, ...]

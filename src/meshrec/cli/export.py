@@ -1,4 +1,4 @@
-"""``meshrec export``: write a run's model as a package that answers requests."""
+"""``meshrec export``: write a run's model as a package for serving, or as an ONNX file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from meshrec.train.run_folder import CONFIG, RunFolder, finished_refit
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(RunOptions):
-    """Write a package: the model compiled for this machine, weights in a memory-mapped file, and the request
-    schema.
+    """Write a package: the model compiled for this machine, a weight file to be memory-mapped, and the
+    request schema.
 
     Read it in Python with meshrec.export.Predictor, or in C++ without Python (csrc/runtime). A package from
     another machine or torch version can be compiled again for this one.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run, whose reported weights are exported; or a package to compile again."""
+    """Run name or folder, to export the reported weights; or package, to compile it again."""
     out: Path
     """Folder for the new package, or file with --format onnx; it must not exist."""
     format: Literal["package", "onnx"] = "package"
@@ -111,7 +111,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _find_run(options: ExportOptions) -> RunFolder:
-    """Return the run to export: with --quantised, the first fit or refit whose weights were quantized."""
+    """Find the run to export.
+
+    With --quantised, this is the first fit or the refit, depending on which of them was quantized.
+    """
     if options.quantised is None:
         return options.folder()
     run = options.first_fit()
@@ -120,14 +123,14 @@ def _find_run(options: ExportOptions) -> RunFolder:
 
 
 _PACKAGE_OPTIONS = ("quantised", "shared", "vectors", "torchscript", "sign", "require_signature", "triton")
-"""Options that ``--format onnx`` excludes."""
+"""Options that cannot be combined with ``--format onnx``."""
 
 
 def _write_onnx(options: ExportOptions) -> int:
     """Write the run's model as an ONNX file.
 
     Raises:
-        ValueError: an option is for packages only, or ONNX cannot hold the model.
+        ValueError: an option is for packages only, or ONNX cannot represent the model.
     """
     if given := [f"--{name.replace('_', '-')}" for name in _PACKAGE_OPTIONS if getattr(options, name)]:
         raise ValueError(f"{given[0]} is for packages, and --format is onnx. Leave one of them out.")
@@ -149,7 +152,7 @@ def _write_onnx(options: ExportOptions) -> int:
 
 
 def _propose_refit(run: RunFolder) -> None:
-    """Print the command for a refit on all rows, if the run held some back and has no refit yet."""
+    """Print the command for a refit on all rows, if the run held back rows and does not have a refit yet."""
     from meshrec.runs.refit import can_refit
     from meshrec.runs.worker import next_commands
 
@@ -165,8 +168,16 @@ def _propose_refit(run: RunFolder) -> None:
 
 
 def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, int]:
-    """Write the items' vectors with the columns of each item or the value of each row; return their
-    shape.
+    """Compute the item vectors of a two-tower model, and write them to the file ``--vectors``.
+
+    A Parquet file also has the columns of --items, or the item or row which a vector belongs to.
+
+    Args:
+        options: options of the command.
+        predictor: exported package with the item tower.
+
+    Returns:
+        Shape of the vectors, (number of items, width).
     """
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -206,7 +217,12 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
 
 
 def read_items(paths: Sequence[str], kinds: Mapping[str, str]) -> Any:
-    """Read Parquet or CSV files into one Arrow table; ``kinds`` gives the kinds of CSV columns."""
+    """Read Parquet or CSV files, and return a single Arrow table.
+
+    Args:
+        paths: files, folders or patterns.
+        kinds: kind of CSV columns, such as "text", by name.
+    """
     import pyarrow as pa
 
     from meshrec.data.frames import read_csvs, read_parquets

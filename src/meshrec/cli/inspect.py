@@ -1,4 +1,4 @@
-"""``meshrec inspect``: look at data and write a recipe for it."""
+"""``meshrec inspect``: look at data, propose a feature for every column, and write a recipe."""
 
 import importlib.util
 import math
@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     from meshrec.data.profile import Profile
     from meshrec.data.propose import Proposal
 
+# Rows per table read from Parquet files.
 _ROWS = 1 << 16
+# From this row count on, recipes have fewer trees and epochs. A tree takes some 30 ns per sample.
 _MANY_ROWS = 400_000
-_TREES, _FEWER_TREES = 300, 100  # A sample costs some 30 ns a tree: with many rows, that counts.
-# Model, optimizers, and epochs of few rows: without a linear part that is fitted, and with it.
+_TREES, _FEWER_TREES = 300, 100
+# Source code for model and optimizers, and epochs for few rows. The second has a fitted linear part, for
+# binary labels.
 _MODELS = (
     (
         "WideDeepConfig()",
@@ -52,9 +55,9 @@ _MODELS = (
     ),
 )
 _LOG_OPTIONS = ("user", "item", "item_features", "action", "actions", "rating", "min_rating", "model")
-"""Options for logs only."""
+"""Options that are only for logs."""
 _CLICK_LOG_OPTIONS = ("--user", "--item", "--item-features")
-"""Options for logs which go together with ``--label``."""
+"""Log options that may be combined with ``--label``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +70,11 @@ class InspectOptions:
     data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Parquet or CSV files, folders or patterns. They provide training, validation and test rows."""
     label: str | None = None
-    """Column to learn: two values of any type, numbers, or classes. With --user, --item and --time, the
-    column that says whether the user clicked, learned with a history of earlier clicks. None: learn the next
-    item of a log.
+    """Column to learn: two values of any type, numbers, or classes. With --user, --item and --time: column
+    with the clicks in a log, learned with a history of earlier clicks. None: learn the next item in a log.
     """
     time: str | None = None
-    """Column that orders the rows: the latest rows are held out, and columns that grow with it are left out.
+    """Column that orders the rows: the latest rows are held out, and columns growing with time are left out.
     None: rows are held out at random.
     """
     time_format: str | None = None
@@ -155,15 +157,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _has_lightgbm() -> bool:
-    """Return whether LightGBM is installed."""
+    """Return whether LightGBM is installed, without importing it."""
     return importlib.util.find_spec("lightgbm") is not None
 
 
 def _log_columns(options: InspectOptions) -> LogColumns | None:
-    """Return the log columns that the options name; None if the data is not a log but a table with a label.
+    """Return the log columns given by the options, or None if the data is a table with a label instead.
 
     Raises:
-        ValueError: one of them is missing, or options do not go together.
+        ValueError: a log column is missing, or options contradict each other.
     """
     given = [f"--{name.replace('_', '-')}" for name in _LOG_OPTIONS if getattr(options, name)]
     if options.label is not None and not given:
@@ -205,7 +207,14 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
 
 
 def inspect_table(options: InspectOptions) -> "tuple[Profile, Proposal]":
-    """Read a table, and return the profile of its columns and the features proposed for them."""
+    """Read a table completely, and propose features.
+
+    Args:
+        options: options of the command.
+
+    Returns:
+        Statistics per column, and the proposed features.
+    """
     from meshrec.data.profile import profile
     from meshrec.data.propose import propose
 
@@ -225,7 +234,13 @@ def inspect_table(options: InspectOptions) -> "tuple[Profile, Proposal]":
 
 
 def _with_times(table: "pa.Table", column: str, time_format: str) -> "pa.Table":
-    """Return a table with the strings in ``column`` parsed as times."""
+    """Return a table in which the strings in a column are parsed as times.
+
+    Args:
+        table: the table.
+        column: column name. Columns of other types than strings are left unchanged.
+        time_format: format, as for strptime.
+    """
     from meshrec.data.faults import DataError
     from meshrec.data.features.values import kind_of, parsed_times, whole
 
@@ -241,12 +256,12 @@ def _with_times(table: "pa.Table", column: str, time_format: str) -> "pa.Table":
 
 
 def _read_tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator["pa.Table"]:
-    """Yield the data in tables of up to `_ROWS` rows.
+    """Read data files, and yield the rows as tables, with up to `_ROWS` rows for Parquet.
 
     Args:
         paths: files, folders or patterns.
-        rows: approximate number of rows to read, spread over the data; None: all.
-        form: format of CSV files.
+        rows: approximate number of rows to read from Parquet files, spread over the data; None: all rows.
+        form: CSV format.
     """
     import pyarrow as pa
 
@@ -283,7 +298,7 @@ def _read_tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Ite
             every = [stack.enter_context(open_parquet_file(file)) for file in files]
             total = sum(parquet.metadata.num_rows for parquet in every)
             keys = partition_keys(files)
-            # Parts are spread over the files, because their start may be a single day or user.
+            # Take parts from everywhere, because the first rows may be from a single day or user.
             stride = 1 if rows is None else max(1, math.ceil(total / rows))
             part = 0
             for file, parquet in zip(files, every, strict=True):
@@ -302,12 +317,12 @@ def _read_tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Ite
 
 
 def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:
-    """Return the recipe as Python source.
+    """Return a recipe for a table as Python source code.
 
     Args:
-        options: the options of the command.
-        proposal: the proposed features.
-        num_rows: number of rows, which sets the batch size and the number of epochs.
+        options: options of the command.
+        proposal: proposed features.
+        num_rows: row count, from which batch size and epochs are derived.
     """
     from meshrec.data.locations import expand_tables
 
@@ -321,10 +336,10 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     if num_rows >= _MANY_ROWS:
         epochs, trees = 4, _FEWER_TREES
     model = model.format(trees=f"fit_trees={trees}, " if _has_lightgbm() else "")
-    # The tables begin near zero and need many updates: few rows take small batches.
+    # Tables start near zero and need many updates, so few rows need small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 2)
-    # Samples of a query share a loss, so the paired test of samples has nothing to compare.
+    # Samples in a query share a loss, so they cannot be compared by a paired test.
     patience = "chance_patience=6" if options.query is None else "patience=6"
     split = 'split_by="random"'
     form = options.csv_format
@@ -378,7 +393,7 @@ def recipe() -> Recipe:
 
 
 def _column_lines(proposal: "Proposal") -> list[str]:
-    """Return the lines of the recipe with the features, each preceded by the reason as a comment."""
+    """Return the recipe's source lines for the features, with the reason for every column as a comment."""
     lines = []
     for choice in proposal.choices:
         if not choice.features:
@@ -390,7 +405,7 @@ def _column_lines(proposal: "Proposal") -> list[str]:
 
 
 def _loss_source(labels: "Sequence[Label]") -> tuple[str, list[str]]:
-    """Return the line of the recipe that sets the loss, and the name to import for it."""
+    """Return the recipe's source line for the loss, and the name to import; both empty for binary labels."""
     if labels[-1].kind == "query":
         return '\n        loss=Ranking(kind="listwise"),', ["Ranking"]
     if labels[0].kind == "class":
@@ -401,7 +416,7 @@ def _loss_source(labels: "Sequence[Label]") -> tuple[str, list[str]]:
 
 
 def _print(proposal: "Proposal", num_rows: int) -> None:
-    """Print the proposed features as a table, and the warnings."""
+    """Print a table with the proposed features, and then the warnings."""
     console = Console()
     table = Table(title=f"{num_rows:,} rows", title_justify="left")
     for name in ("column", "becomes", "because", "rows of its table"):

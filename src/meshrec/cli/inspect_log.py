@@ -1,6 +1,6 @@
-"""``meshrec inspect`` of a log of users, items and times: a recipe that learns which item comes next.
+"""``meshrec inspect`` for a log with users, items and times: write a recipe for a next-item model.
 
-With a label, the recipe learns whether a user clicks.
+With a label column, the recipe is for a click model.
 """
 
 import json
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 NextItemModel = Literal["hstu", "sasrec", "gru4rec", "bert4rec", "two_tower"]
 _STEPS = 3000
-"""Training steps that a small log gets; larger logs get at least four epochs."""
+"""Number of training steps for small logs. Larger logs get at least four epochs."""
+# Maximum history length in a click recipe.
 _MAX_CLICKS = 50
 _BYTES_PER_ROW, _MAX_SHARE = 150, 0.25
-"""Memory of a log that is sorted in memory, and the share of memory above which a folder is proposed."""
+"""Bytes per row for sorting a log in memory, and the share of memory above which a folder is proposed
+instead.
+"""
 _DOT_PRODUCTS = "softmax=SampledSoftmax(num_negatives=1024)"
 _COSINES = 'softmax=SampledSoftmax(num_negatives=1024, similarity="cosine", temperature=0.05)'
 _MODELS: dict[str, tuple[str, str]] = {
@@ -37,18 +40,29 @@ _MODELS: dict[str, tuple[str, str]] = {
 
 
 class _RecipeParts(NamedTuple):
-    """Parts of a recipe that depend on the model, most as Python source."""
+    """Recipe parts that depend on the model. Strings are Python source code unless noted.
+
+    Attributes:
+        task: description of the recipe, not source code.
+        source: class name of the data source.
+        options: data source arguments in addition to files and columns.
+        model: model configuration.
+        loss: class name of the loss.
+        table_lr: learning rate for tables.
+        schedule: arguments of the learning rate schedule.
+        num_samples: number of training samples per epoch.
+        columns: log columns.
+        reasons: remarks for the user, not source code.
+    """
 
     task: str
     source: str
     options: tuple[str, ...]
-    """Arguments of the source, in addition to the files and the columns."""
     model: str
     loss: str
     table_lr: str
     schedule: str
     num_samples: int
-    """Number of training samples of an epoch."""
     columns: LogColumns
     reasons: list[str]
 
@@ -62,15 +76,15 @@ def inspect_log(
     model: NextItemModel,
     form: CsvFormat = DETECTED,
 ) -> int:
-    """Look at a log, and write the recipe.
+    """Look at a log, write a recipe, and print what to do next. Return the exit code.
 
     Args:
         data: files, folders or patterns.
-        columns: the columns of the log.
-        out: the recipe to write.
-        label: the column that says whether the user clicked; None: the next item is learned.
-        model: the model that learns the next item.
-        form: known format of CSV files.
+        columns: log columns.
+        out: recipe file to write.
+        label: column with clicks; None: write a recipe for a next-item model.
+        model: next-item model.
+        form: CSV format.
     """
     text, log, parts = recipe_of_log(data, columns, out, label=label, model=model, form=form)
     out.write_text(text, encoding="utf-8")
@@ -91,13 +105,13 @@ def recipe_of_log(
     model: NextItemModel,
     form: CsvFormat = DETECTED,
 ) -> "tuple[str, LogProposal, _RecipeParts]":
-    """Propose a training recipe for a log, without writing it.
+    """Propose a recipe for a log, without writing it.
 
     Args:
         data, columns, out, label, model, form: see `inspect_log`.
 
     Returns:
-        The recipe as Python source, log statistics, and recipe parts.
+        The recipe as Python source code, log statistics, and recipe parts.
     """
     from meshrec.data.propose_log import propose_log
 
@@ -109,7 +123,12 @@ def recipe_of_log(
 
 
 def _next_item_parts(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
-    """Return the parts of a recipe that learns the next item."""
+    """Return the recipe parts for a next-item model.
+
+    Args:
+        log: log statistics.
+        model: model name.
+    """
     from meshrec.ops.mapping import memory_limit
 
     name, call = _MODELS[model]
@@ -142,7 +161,12 @@ def _next_item_parts(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
 
 
 def _click_parts(log: "LogProposal", label: str) -> _RecipeParts:
-    """Return the parts of a recipe that learns clicks; ``label`` is the column of clicks."""
+    """Return the recipe parts for a click model.
+
+    Args:
+        log: log statistics.
+        label: column with clicks.
+    """
     return _RecipeParts(
         task="DIN: does the user click, given the clicks before?",
         source="ClickLog",
@@ -152,20 +176,20 @@ def _click_parts(log: "LogProposal", label: str) -> _RecipeParts:
         table_lr="2e-3",
         schedule="",
         num_samples=log.num_rows * 8 // 10,
-        # Clicks of the same time are in no history, whatever their order.
+        # Clicks at the same time are not in each other's history, so their order does not matter.
         columns=replace(log.columns, ties="keep"),
         reasons=[],
     )
 
 
 def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, out: Path) -> str:
-    """Return the recipe as Python source.
+    """Return a recipe for a log as Python source code.
 
     Args:
         data: files, folders or patterns.
-        log: figures of the log.
-        parts: parts that depend on the model.
-        out: file of the recipe, at whose folder relative paths start.
+        log: log statistics.
+        parts: recipe parts that depend on the model.
+        out: recipe file. Relative paths in a recipe start at its folder.
     """
     # About 150 updates per epoch, within these bounds.
     batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
@@ -210,14 +234,14 @@ def recipe() -> Recipe:
 
 
 def path_from(folder: Path, data: str) -> str:
-    """Return a path to data relative to ``folder``; addresses and absolute paths unchanged."""
+    """Return a data path relative to ``folder``. Addresses and absolute paths are returned unchanged."""
     if is_address(data) or Path(data).is_absolute():
         return data
     return os.path.relpath(data, folder)
 
 
 def constructor_source(value: Any) -> str:
-    """Return Python source that creates a dataclass, with the fields that differ from their defaults."""
+    """Return Python source code that creates a dataclass, with all fields that differ from their defaults."""
     words = [
         f"{field.name}={literal_source(getattr(value, field.name))}"
         for field in fields(value)
@@ -227,7 +251,7 @@ def constructor_source(value: Any) -> str:
 
 
 def literal_source(value: Any) -> str:
-    """Return Python source of a value, with double quotes as code formatters write them."""
+    """Return Python source code for a value, with double quotes, like code formatters."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple):
@@ -236,5 +260,6 @@ def literal_source(value: Any) -> str:
 
 
 def comment_safe(name: str) -> str:
-    """Return a column name for a comment in source code: escaped if it has line breaks."""
+    """Return a column name to be used in a comment. It is escaped if it has unprintable characters."""
+    # A line break in a name would otherwise end the comment, and its rest would be executed.
     return name if name.isprintable() else repr(name)

@@ -1,4 +1,4 @@
-"""``meshrec launch``: start runs on Slurm, print Kubernetes manifests, host the store of an elastic run."""
+"""``meshrec launch``: start runs on Slurm, print Kubernetes manifests, or host a rendezvous store."""
 
 import shlex
 import sys
@@ -57,7 +57,7 @@ class SlurmOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
-    """Print a Kubernetes manifest of a training job. Arguments after `--` are options of `meshrec train`.
+    """Print a Kubernetes manifest for a training job. Arguments after `--` are options of `meshrec train`.
 
     meshrec launch k8s RECIPE --image IMAGE --replicas 4 | kubectl apply -f -
     """
@@ -67,7 +67,7 @@ class KubernetesOptions:
     image: str
     """Container image; the project's Dockerfile builds one."""
     kind: Literal["jobset", "pytorchjob"] = "jobset"
-    """Job type: JobSet, or PyTorchJob of Kubeflow's training operator."""
+    """Job type: JobSet, or PyTorchJob for Kubeflow's training operator."""
     replicas: int = JobOptions.replicas
     """Number of pods."""
     ranks_per_pod: int = JobOptions.ranks_per_pod
@@ -97,30 +97,30 @@ class ServeManifestOptions:
     package: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PACKAGE")]
     """Package to serve, as a path in the volume with the models."""
     image: str
-    """Image of the container."""
+    """Container image."""
     name: str = ServeJob.name
-    """Name of the server."""
+    """Server name."""
     replicas: int = ServeJob.replicas
-    """Smallest number of pods."""
+    """Minimum number of pods."""
     max_replicas: int = ServeJob.max_replicas
-    """Largest number of pods."""
+    """Maximum number of pods."""
     claim: str = ServeJob.claim
     """PersistentVolumeClaim with the packages."""
     workers: int = ServeJob.workers
-    """Processes of a pod."""
+    """Processes per pod."""
     cpus: str = ServeJob.cpus
-    """Cores of a pod."""
+    """Cores per pod."""
     memory: str = ServeJob.memory
-    """Memory of a pod."""
+    """Memory per pod."""
     requests_per_second: int = ServeJob.requests_per_second
-    """Requests of a pod per second, above which there are more pods."""
+    """Requests per pod and second above which pods are added."""
     secret: str = ServeJob.secret
-    """Secret whose key `token` clients must send."""
+    """Kubernetes Secret with the bearer token for clients, under the key `token`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """Host the rendezvous store of an elastic run, until interrupted.
+    """Host the rendezvous store for an elastic run, until interrupted.
 
     Start it on a machine that does not train, so that any training host may fail. Start torchrun on every
     host with --rdzv-backend c10d --rdzv-endpoint ADDRESS:PORT --rdzv-conf is_host=0.
@@ -133,7 +133,7 @@ class StoreOptions:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the action that the first word names."""
+    """Run the subcommand given by the first argument, and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0 if arguments else 2
@@ -152,7 +152,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _slurm(options: SlurmOptions, more: Sequence[str]) -> int:
-    """Write and submit a Slurm script; ``more`` are options of `meshrec train`."""
+    """Write a Slurm script, submit it, and return the exit code.
+
+    Args:
+        options: options of the subcommand.
+        more: options for `meshrec train`.
+    """
     job = SlurmJob(
         recipe=options.recipe,
         arguments=more,
@@ -183,7 +188,12 @@ def _slurm(options: SlurmOptions, more: Sequence[str]) -> int:
 
 
 def _kubernetes(options: KubernetesOptions, more: Sequence[str]) -> int:
-    """Print the manifest of a training job; ``more`` are options of `meshrec train`."""
+    """Print the manifest for a training job, and return the exit code.
+
+    Args:
+        options: options of the subcommand.
+        more: options for `meshrec train`.
+    """
     names = ("recipe", "image", "replicas", "ranks_per_pod", "name", "claim", "cpus", "memory", "shm", "gpus")
     values = {name: getattr(options, name) for name in (*names, "restarts")}
     job = JobOptions(**values, arguments=more, environment=_variables(options.env))
@@ -192,13 +202,13 @@ def _kubernetes(options: KubernetesOptions, more: Sequence[str]) -> int:
 
 
 def _serve(options: ServeManifestOptions) -> int:
-    """Print the manifests of a server."""
+    """Print the manifests for a server, and return the exit code."""
     _print_yaml(*serving(ServeJob(**vars(options))))
     return 0
 
 
 def _store(options: StoreOptions) -> int:
-    """Run a store until Ctrl-C."""
+    """Run a rendezvous store until Ctrl-C, and return the exit code."""
     store = host_store(options.address, options.port)
     print(f"the store listens at {options.address}:{store.port}", flush=True)
     try:
@@ -220,7 +230,11 @@ def _split_option(word: str) -> tuple[str, str, str]:
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
-    """Parse words of the form ``NAME=VALUE``."""
+    """Parse ``NAME=VALUE`` words to environment variables.
+
+    Raises:
+        UsageError: a word has another form.
+    """
     variables = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -231,12 +245,18 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
 
 
 class _Action(NamedTuple):
-    """A subcommand of ``meshrec launch``."""
+    """A subcommand, such as ``meshrec launch slurm``.
+
+    Attributes:
+        options: options class.
+        run: function that runs the subcommand.
+        trains: whether words after ``--`` are options for `meshrec train`. They are then passed to ``run`` as
+            second argument.
+    """
 
     options: type
     run: Callable[..., int]
     trains: bool = False
-    """Whether the words after ``--`` are options of `meshrec train`, and the second argument."""
 
 
 _ACTIONS = {

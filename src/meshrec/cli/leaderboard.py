@@ -1,4 +1,4 @@
-"""``meshrec leaderboard``: compare models on your data."""
+"""``meshrec leaderboard``: train several models on the same data, and compare them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class LeaderboardOptions:
     """Train wide & deep, DLRM, DCN, DeepFM, logistic regression and LightGBM on your data, and compare them.
 
-    All models read the features proposed by `meshrec inspect`, on one split. Validation rows select the
+    All models read the features proposed by `meshrec inspect`, on the same split. Validation rows select the
     weights, and test rows are read once. LightGBM is included if installed.
     """
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     from meshrec.train.recipes import resolve
 
     console = Console()
-    # The recipe is written to a scratch folder, where relative paths would point elsewhere.
+    # Relative paths would not work, because the recipe is written to a scratch folder.
     paths = tuple(path if is_address(path) else str(Path(path).absolute()) for path in options.data)
     inspect_options = InspectOptions(data=paths, label=options.label, time=options.time)
     profile, proposal = inspect_table(inspect_options)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _table(standings: "Sequence[LeaderboardEntry]") -> Table:
-    """Return the leaderboard as a table; models in bold, baselines not."""
+    """Return a rich table with a row per leaderboard entry, models in bold."""
     table = Table(title="test AUC, best first", title_justify="left")
     for name in ("", "validation", "test", "95 %"):
         table.add_column(name, justify="right" if name else "left")

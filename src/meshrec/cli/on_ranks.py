@@ -1,4 +1,4 @@
-"""Commands on several ranks of this machine: the command is started again for each rank."""
+"""Run a command on several ranks on this machine, by starting the same command again for every rank."""
 
 import os
 import sys
@@ -21,17 +21,20 @@ from meshrec.train.run_folder import RunFolder
 def on_ranks(
     command: str, arguments: Sequence[str], work: Callable[[Ranks], None], *, nproc: int, device: str | None
 ) -> int:
-    """Run ``work`` on ``nproc`` ranks and return the exit code. A single rank runs in this process.
+    """Run a function on several ranks, and return the exit code.
+
+    A single rank runs in this process. For more ranks, this function starts the command in new processes,
+    where the command calls this function again, as a rank.
 
     Args:
-        command: The command that each process runs; it calls this function again.
-        arguments: The arguments of the command.
-        work: The function to run; it may call collectives.
-        nproc: The number of ranks.
+        command: name of the command, such as "predict".
+        arguments: arguments of the command.
+        work: function to run on every rank. It may call collectives.
+        nproc: number of ranks.
         device: ``cpu`` or ``cuda``; None: ``cuda`` if torch sees a GPU.
 
     Raises:
-        ValueError: ``nproc`` or ``device`` cannot be used. With a single rank, errors of ``work`` are raised
+        ValueError: ``nproc`` or ``device`` cannot be used. For a single rank, errors in ``work`` are raised
             as well.
     """
     if nproc < 1:
@@ -43,7 +46,7 @@ def on_ranks(
         work(join(where))
         return 0
     with scratch_folder("meshrec-command") as folder:
-        # Every rank runs this command again, and comes here with `launched()` true.
+        # In the new processes, `launched()` is true. The last --device wins over one among the arguments.
         ended = launch(
             [command, *arguments, "--device", where],
             num_ranks=nproc,
@@ -58,11 +61,14 @@ def on_ranks(
 
 
 def _as_rank(work: Callable[[Ranks], None], device: str) -> int:
-    """Run ``work`` as one of several ranks, and write an error to this rank's file for the launcher."""
+    """Run a function as a rank, and return the exit code.
+
+    An error is written to this rank's error file, from which the launcher reports it.
+    """
     ranks = join(device)
     try:
         work(ranks)
-        # A rank that ends early would break collectives in which others still wait for it.
+        # Wait, because collectives fail on other ranks if a rank ends early.
         ranks.wait_for_all()
     except Exception:
         folder = os.environ.get(RUN_VARIABLE)

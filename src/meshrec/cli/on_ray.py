@@ -1,4 +1,4 @@
-"""``meshrec train --on ray``: the ranks are workers of Ray."""
+"""``meshrec train --on ray``: train with Ray workers as ranks."""
 
 import dataclasses
 import os
@@ -8,18 +8,22 @@ from meshrec.data.faults import needs
 from meshrec.runs.job import Job
 from meshrec.train.ray import trainer
 
+# Job fields that are passed on to the workers. The others have separate arguments, or do not apply to Ray.
 _FIELDS = ("source", "name", "resume", "changes", "profile", "baselines", "track", "rank_timeout", "keep")
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failures: int) -> int:
-    """Train on the cluster of Ray that RAY_ADDRESS names, or on a local one; return the exit code.
+    """Train on the Ray cluster at RAY_ADDRESS, or on a local cluster, and return the exit code.
 
     Args:
-        job: the options of the run.
-        num_workers: the number of workers.
-        min_workers: the smallest number of workers to continue with.
-        max_failures: how often Ray starts the workers again.
+        job: recipe and run options.
+        num_workers: number of workers.
+        min_workers: minimum number of workers with which to continue after failures; None: all workers.
+        max_failures: how many times Ray restarts the workers after a failure.
+
+    Raises:
+        ValueError: a number is out of range, the recipe does not fit it, or the run failed.
     """
     least = num_workers if min_workers is None else min_workers
     if not 1 <= least <= num_workers:
@@ -28,6 +32,7 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
             "and the second "
             "from 1 to the first."
         )
+    # Check here, because errors in workers are harder to read.
     for number in {least, num_workers}:
         job.recipe.check(number)
     module = None if job.source is None else job.source.rpartition(":")[0]
@@ -54,17 +59,17 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
 
 
 def _connect(*, with_current_folder: bool) -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or start one that only this machine reaches.
+    """Connect to the Ray cluster at RAY_ADDRESS, or start a cluster which only this machine can reach.
 
-    Ray puts the folder in which it is started first in its workers' ``sys.path``, so that a stray
-    ``torch.py`` there would run. Only a recipe of a module, which the user has named, is looked for in it.
+    Ray puts the current folder first in the workers' ``sys.path``, so a stray ``torch.py`` there would be
+    imported. This is prevented, unless the user has named a recipe module, which may be in this folder.
 
     Args:
-        with_current_folder: whether workers import modules of the current folder.
+        with_current_folder: whether workers can import modules from the current folder.
     """
     is_local = "RAY_ADDRESS" not in os.environ
     if is_local:
-        # Read when Ray is imported. If it is 0, as on macOS, a node's address is that of the loopback.
+        # Ray reads this variable on import. With 0, as on macOS, nodes use the loopback address.
         os.environ[_CLUSTER_VARIABLE] = "0"
     ray = needs("ray", "ray")
     if ray.is_initialized():
@@ -77,14 +82,17 @@ def _connect(*, with_current_folder: bool) -> None:
 
 
 class _WithoutCurrentFolder(list[str]):
-    """Folders of modules for Ray's workers. Ray adds the current folder, and has no option against that."""
+    """List of module folders for Ray workers that ignores the current folder.
+
+    Ray adds the current folder to its list by ``extend``, and does not have an option against this.
+    """
 
     def extend(self, paths: Iterable[str]) -> None:
         super().extend(path for path in paths if path != os.getcwd())
 
 
 def _last_error_line(error: BaseException) -> str:
-    """Return the last line of a worker's error, or of the error itself."""
+    """Return the last line of a failed worker's error, or of ``error`` itself if no worker failed."""
     failures = getattr(error, "worker_failures", None) or {}
     for failure in failures.values():
         lines = str(failure).strip().splitlines()

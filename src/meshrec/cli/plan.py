@@ -1,4 +1,4 @@
-"""``meshrec plan``: plan a table set; explain and compare plans."""
+"""``meshrec plan``: plan how tables are sharded, and explain and compare plans."""
 
 import json
 import sys
@@ -35,7 +35,8 @@ _NEW_PLAN_OPTIONS = (
     *("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib", "wire"),
     *("across_nodes", "packed_ids"),
 )
-"""Options that a saved plan has already, so that they can be given only for new plans."""
+"""Options for new plans only. A saved plan already contains their values."""
+# Default search limit for task files; see `PlanOptions.max_work`.
 _MAX_WORK = 1e9
 
 
@@ -48,7 +49,7 @@ class PlanOptions:
     """
 
     source: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE]")] = None
-    """Recipe or task file to plan; or saved plan or run, by name or folder, to explain."""
+    """Recipe or task file to plan; or saved plan, run name or run folder, to explain the plan."""
     ranks: int | None = None
     """Number of ranks; none: 8."""
     ranks_per_node: int | None = None
@@ -72,7 +73,7 @@ class PlanOptions:
     wire_error: float | None = None
     """For --wire auto: maximum error of a value, relative to the largest value in the row."""
     across_nodes: AcrossNodes | None = None
-    """What nodes exchange, for the cost model: sums of bags, or distinct rows; none: sums."""
+    """Data exchanged between nodes, for the cost model: bag sums, or distinct rows; none: sums."""
     packed_ids: bool = False
     """Assume packed IDs between nodes, if the log of a run with rows across nodes reports them."""
     time_limit: float = 30.0
@@ -98,8 +99,8 @@ class PlanOptions:
     layouts: bool = False
     """For a recipe: measure the dense part on this machine, and compare replication, sharding and staging."""
     compare: Path | None = None
-    """Name, folder or phases.jsonl of a training run: compare measured times with the times predicted by
-    SOURCE, or by the run's own plan.
+    """Run name, run folder or phases.jsonl: compare measured times with the times predicted by SOURCE, or by
+    the run's plan.
     """
 
 
@@ -109,10 +110,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(options: PlanOptions) -> None:
-    """Run the task of the options.
+    """Plan, explain or compare, depending on the options, and print or write the result.
 
     Raises:
-        ValueError: The options, or the files that they name, cannot be used.
+        ValueError: an option or a file cannot be used.
     """
     _check_combinations(options)
     if options.diff is not None:
@@ -146,7 +147,7 @@ def run(options: PlanOptions) -> None:
 
 
 def _check_combinations(options: PlanOptions) -> None:
-    """Raise ValueError for an option that another option would ignore."""
+    """Raise ValueError if options are combined although the command would ignore some of them."""
     given = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
     tasks: list[str] = [name for name in ("diff", "layouts", "compare", "what_if") if name in given]
     if not tasks:
@@ -162,7 +163,7 @@ def _check_combinations(options: PlanOptions) -> None:
 
 
 def _check_values(options: PlanOptions) -> None:
-    """Raise ValueError for an option value out of range, or a file that cannot be written."""
+    """Raise ValueError if an option value is out of range, or an output file cannot be written."""
     for name in ("ranks", "ranks_per_node", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -184,7 +185,7 @@ def _check_values(options: PlanOptions) -> None:
 
 
 def _find_source(options: PlanOptions) -> Path:
-    """Return SOURCE; without it, the plan of the run that ``--compare`` names."""
+    """Return the path of SOURCE, or without SOURCE, of the plan in the run given by ``--compare``."""
     if options.source is not None:
         return _plan_of_run(options.source)
     if options.compare is None:
@@ -196,18 +197,23 @@ def _find_source(options: PlanOptions) -> Path:
 
 
 def _plan_of_run(path: Path) -> Path:
-    """Return the plan of a run that is given by its name or folder, or else ``path`` itself."""
+    """Return the path of a run's plan, if ``path`` is a run name or folder, else ``path`` itself."""
     folder = run_or_path(path)
     return folder / PLAN if (folder / CONFIG).is_file() else path
 
 
 def _run_folder_of(compare: Path) -> Path:
-    """Return the run's folder, which ``--compare`` names directly or by the phases.jsonl in it."""
+    """Return the run folder for the value of ``--compare``, a run folder or a phases.jsonl in it."""
     return compare if compare.is_dir() else compare.parent
 
 
 def _make_plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
-    """Load a saved plan, or plan a recipe or task file."""
+    """Load a saved plan, or make a plan for a recipe or task file.
+
+    Args:
+        source: recipe, task file or saved plan.
+        options: options of the command.
+    """
     if not source.is_file() or source.suffix in (".py", *SUFFIXES):
         if source.suffix in (".py", *SUFFIXES) or str(source) in RECIPES or ":" in str(source):
             return _plan_of_recipe(resolve(str(source)), options)
@@ -215,7 +221,7 @@ def _make_plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
             f"{source} is neither a file in {Path.cwd()} nor a recipe; give a task file, a saved plan, or "
             f"one of {', '.join(RECIPES)}."
         )
-    # Tasks and plans are JSON; only plans have the planner's inputs.
+    # Both task files and plans are JSON. Only plans have the entry "planner".
     if "planner" in read_json(source, "a task file or a saved plan"):
         for name in _NEW_PLAN_OPTIONS:
             if getattr(options, name) not in (None, False):
@@ -254,7 +260,7 @@ def _make_plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
 
 
 def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan:
-    """Plan a recipe's tables, with pooling factors measured on its data."""
+    """Make a plan for a recipe's tables, with pooling factors measured on the recipe's data."""
     placement, training, ranks = recipe.placement, recipe.training, options.ranks or _RANKS
     if options.batch_size is not None:
         training = replace(training, batch_size=options.batch_size * ranks)
@@ -280,12 +286,15 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
 
 
 def _node_options(options: PlanOptions) -> dict[str, Any]:
-    """Return the fields of `Topology` that describe the exchange between nodes."""
+    """Return the `Topology` fields about the exchange between nodes."""
     return {"across_nodes": options.across_nodes or "sums", "packed_ids": options.packed_ids}
 
 
 def _print_layouts(source: Path, options: PlanOptions) -> None:
-    """Measure a recipe's dense part, and print the step time with each layout."""
+    """Measure a recipe's dense part on this machine, and print the step time for every layout.
+
+    Layouts are ways to place the dense part on ranks: replication, sharding or pipeline stages.
+    """
     if source.is_file():
         raise ValueError(f"--layouts measures the model of a recipe; {source} is a file. Name a recipe.")
     recipe, ranks = resolve(str(source)), options.ranks or _RANKS
@@ -307,19 +316,19 @@ def _print_layouts(source: Path, options: PlanOptions) -> None:
 
 
 def _wire_bound(options: PlanOptions) -> WireBound:
-    """Return the limits on wire formats from the options; the default if none is given."""
+    """Return the limits for ``--wire auto`` from the options, or the default limits."""
     if (options.wire_auc_loss, options.wire_error) == (None, None):
         return WireBound()
     return WireBound(auc_loss=options.wire_auc_loss, error=options.wire_error)
 
 
 def _effort(options: PlanOptions, max_work: float) -> Effort:
-    """Return the search limits from the options; ``max_work`` is the default of ``--max-work``."""
+    """Return the search limits from the options. ``max_work`` is the default for ``--max-work``."""
     return Effort(options.time_limit, max_work if options.max_work is None else options.max_work, options.gap)
 
 
 def _parse_what_if(text: str) -> list[int]:
-    """Parse ``ranks=16,32,64`` to the rank counts."""
+    """Parse the value of ``--what-if``, such as ``ranks=16,32,64``, to numbers of ranks."""
     name, _, values = text.partition("=")
     try:
         ranks = [int(value) for value in values.split(",")]
@@ -331,7 +340,12 @@ def _parse_what_if(text: str) -> list[int]:
 
 
 def _print_comparison(plan: PlannedShardingPlan, path: Path) -> None:
-    """Print predicted and measured times per phase; ``path`` is a run folder or a phases.jsonl."""
+    """Print a table with predicted and measured times per phase.
+
+    Args:
+        plan: plan with the predictions.
+        path: run folder, or phases.jsonl, with the measured times.
+    """
     measured = (RunFolder(_run_folder_of(path)).read_json(CONFIG) or {}).get("ranks")
     planned = plan.required_inputs().topology.world_size
     if measured not in (None, planned):

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         scored = gather_scores(scorer, ranks)
         if not ranks.is_first:
-            # Scoring is collective, and rank 0 alone writes.
+            # Only rank 0 writes, but scoring is collective, so other ranks must exhaust the iterator.
             for _ in scored:
                 pass
             return

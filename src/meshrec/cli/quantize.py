@@ -1,4 +1,4 @@
-"""``meshrec quantize``: quantize the tables of a run's model."""
+"""``meshrec quantize``: quantize the tables in a run's model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from meshrec.train.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(RunOptions):
-    """Quantize the tables of a run's model for inference, and write the model as a checkpoint.
+    """Quantize the tables in a run's model for inference, and write the model as a checkpoint.
 
     With --max-loss, every table gets the smallest precision that the loss budget allows, measured on the
     run's validation data. If the run has a refit on all rows (--final all), the budget is measured on the
@@ -31,9 +31,9 @@ class QuantizeOptions(RunOptions):
     max_loss: str | None = None
     """Maximum increase of the normalized entropy, with 95 % confidence: 0.02%, or 0.0002."""
     weights: Literal["INT8", "INT4", "INT2", "FP16", "BF16"] = "INT8"
-    """Precision of all tables; ignored with --max-loss."""
+    """Precision for all tables; ignored with --max-loss."""
     rounding: Rounding = "search"
-    """Choice of a row's value range: minmax as in FBGEMM; search has a smaller error."""
+    """How a row's value range is chosen: minmax as in FBGEMM; search has a smaller error."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print_result(quantised: QuantisedRun, folder: Path) -> None:
-    """Print the bytes of each table, and the chosen precisions."""
+    """Print the size and precision of every table, and the location of the result."""
     for name, size in table_bytes(quantised.model).items():
         data_type = "" if quantised.choice is None else f"  {quantised.choice.types[name]}"
         print(f"  {name:24} {size_text(size):>10}{data_type}")
@@ -70,7 +70,7 @@ def _print_result(quantised: QuantisedRun, folder: Path) -> None:
 
 
 def _parse_fraction(text: str) -> float:
-    """Parse a fraction such as ``0.0002`` or ``0.02%``."""
+    """Parse a fraction, such as ``0.0002`` or ``0.02%``."""
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Short help of a command for one recipe: all options on one screen, the recipe's by group."""
+"""Write the short help for a command with a recipe: all options on a single screen."""
 
 import ast
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 
 from meshrec.train.recipe import Recipe
 
+# Width of the page, and of the column with the group names, in characters.
 _WIDTH = 100
 _INDENT = 12
 
@@ -18,13 +19,13 @@ _INDENT = 12
 def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> str:
     """Return the help page for a command with a recipe.
 
-    The page explains the command's options, then lists the recipe's options with their values, by group.
+    The page explains the command's options, and lists the recipe's options with their values, by group.
 
     Args:
-        command: The command with the recipe, such as ``meshrec train movielens``.
-        recipe: The recipe, whose fields are the groups of options.
-        options: The dataclass of the command's own options, whose docstrings explain them.
-        summary: One line about the command.
+        command: command with the recipe, such as ``meshrec train movielens``.
+        recipe: the recipe. Its fields are the groups.
+        options: the command's options class, whose field docstrings explain the options.
+        summary: description of the command, a single line.
     """
     lines = [f"usage: {command} [OPTIONS]", summary, "", "options of the run:"]
     for name, text in _option_summaries(options):
@@ -36,7 +37,8 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
             continue
         words = "  ".join(_option_words(field.name, value)) or "(it has no options)"
         lines += textwrap.wrap(
-            words.replace(" ", "\0").replace("\0\0", "  "),  # an option stays next to its value
+            # Single spaces become NUL, so that an option and its value stay on the same line.
+            words.replace(" ", "\0").replace("\0\0", "  "),
             _WIDTH,
             initial_indent=f"  {field.name:{_INDENT - 2}}",
             subsequent_indent=" " * _INDENT,
@@ -47,7 +49,8 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
 
 
 def _option_summaries(kind: Any) -> Iterator[tuple[str, str]]:
-    """Yield each option of a dataclass, with the first clause of its docstring."""
+    """Yield every option in an options class, with the first clause of the field's docstring."""
+    # Field docstrings exist only in the source code.
     (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(of_class, ast.ClassDef)
     for field, after in itertools.pairwise(of_class.body):
@@ -59,7 +62,12 @@ def _option_summaries(kind: Any) -> Iterator[tuple[str, str]]:
 
 
 def _option_words(prefix: str, value: Any) -> Iterator[str]:
-    """Yield ``--PREFIX.FIELD VALUE`` for each field of a dataclass."""
+    """Yield ``--PREFIX.FIELD VALUE`` for every field in a dataclass.
+
+    Args:
+        prefix: group name, such as "training".
+        value: the dataclass.
+    """
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         name = f"{prefix}.{field.name.replace('_', '-')}"
@@ -72,7 +80,7 @@ def _option_words(prefix: str, value: Any) -> Iterator[str]:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as it is written on the command line, or a note that only the recipe can hold it."""
+    """Return a value as on the command line, or a note that it can only be set in the recipe."""
     if isinstance(value, tuple | list) and any(map(dataclasses.is_dataclass, value)):
         return f"({len(value)} of {type(value[0]).__name__}: edit them in the recipe)"
     if isinstance(value, tuple | list):

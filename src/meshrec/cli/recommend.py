@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         best = recommendations(recommender, ranks, options.k, keep_seen=keep_seen)
         if not ranks.is_first:
-            # Recommending is collective, and rank 0 alone writes.
+            # Only rank 0 writes, but scoring is collective, so other ranks must exhaust the iterator.
             for _ in best:
                 pass
             return

@@ -1,4 +1,4 @@
-"""Options shared by the commands that read a run."""
+"""Options shared by commands that read a run."""
 
 import os
 import sys
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of commands that read a run."""
+    """Options for commands that read a run."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Name or folder of a run, whose reported weights are used."""
+    """Run name or folder. The reported weights are used."""
     step: int | None = None
-    """Use the checkpoint of this step instead."""
+    """Use the checkpoint at this step instead."""
     last: bool = False
     """Use the run's last checkpoint instead of the best."""
     first: bool = False
-    """Use the first fit, which did not learn from validation and test rows, of a run with a refit on all rows
-    (--final all).
+    """For a run with a refit on all rows (--final all): use the first fit, which did not learn from
+    validation and test rows.
     """
     trust: bool = False
     """Execute the recipe source in the run folder even if another user trained the run."""
@@ -35,20 +35,24 @@ class RunOptions:
     """Folder with all runs."""
 
     def folder(self) -> RunFolder:
-        """Find the run to read: the run itself, or its refit on all rows if it has one.
+        """Find the run to read: the refit on all rows if the run has a refit, else the run itself.
 
-        A refit is reported on standard error; --first, --last and --step select the first fit.
+        If the refit is used, a note is printed to standard error. --first, --last and --step select the first
+        fit.
         """
         run = self.first_fit()
         return run if self.first or self.last or self.step is not None else reported_fit(run)
 
     def first_fit(self) -> RunFolder:
-        """Find the run, without regard to a refit on all rows."""
+        """Find the run, ignoring a refit on all rows."""
         return find_run(self.run, self.runs, trust=self.trust)
 
 
 def reported_fit(run: RunFolder) -> RunFolder:
-    """Return the run's refit on all rows, with a note on standard error; the run if it has none."""
+    """Return a run's refit on all rows, or the run itself if it does not have a refit.
+
+    If the refit is returned, a note is printed to standard error, on rank 0.
+    """
     final = finished_refit(run)
     if final is None:
         return run
@@ -64,7 +68,7 @@ def reported_fit(run: RunFolder) -> RunFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """Options of commands that run on several ranks."""
+    """Options for commands that run on several ranks."""
 
     nproc: int = 1
     """Number of ranks on this machine; may differ from the run's."""
@@ -74,7 +78,7 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Options of commands that score data."""
+    """Options for commands that score data."""
 
     data: tuple[str, ...]
     """Data files, folders or patterns, in the format of the training data."""
@@ -83,10 +87,10 @@ class DataOptions:
 
 
 def open_scorer(options: Any, run: RunFolder, ranks: "Ranks", *, labelled: bool) -> "Scorer":
-    """Load a run's model, and open the data of the options. Collective.
+    """Load a run's model, and open the data to score, as given by the options. Collective.
 
     Args:
-        options: `RunOptions` and `DataOptions` of a command.
+        options: options with the fields of `RunOptions` and `DataOptions`.
         run: the run.
         ranks: the ranks, from `join`.
         labelled: whether to read labels.

@@ -17,7 +17,9 @@ from meshrec.runs.removing import remove_run
 from meshrec.runs.report import comparison_data, phase_times
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flatten
 
+# Width of tables if the output is not a terminal.
 _PIPE_WIDTH = 140
+# Title of the comparison table with metrics.
 _RESULTS = "results"
 
 
@@ -43,24 +45,24 @@ Names = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Print results of runs side by side, with changes from the first run, and the options that differ."""
+    """Print the results of runs side by side, with changes from the first run, and all differing options."""
 
     names: Names
-    """Names or folders of two or more runs."""
+    """Two or more run names or folders."""
     runs: Path = RUNS
     """Folder with all runs."""
     out: Path | None = None
     """HTML page to write, with the curves of all runs in the same charts."""
     force: bool = False
-    """Replace a page that exists."""
+    """Replace an existing page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveOptions:
-    """Remove all files that MeshRec wrote for runs. A folder with other files is kept, with these files."""
+    """Remove all files written by MeshRec for runs. A folder with other files is kept, with these files."""
 
     names: Names
-    """Names or folders of runs."""
+    """Run names or folders."""
     runs: Path = RUNS
     """Folder with all runs."""
 
@@ -85,7 +87,8 @@ class Figure(NamedTuple):
     better: int = 0
 
 
-_SUMMARY_FIGURES = {  # summary entries to compare, with `Figure.better`
+# Summary entries to compare, with `Figure.better`.
+_SUMMARY_FIGURES = {
     "step": 0,
     "samples": 0,
     "samples_per_second": 1,
@@ -111,10 +114,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
-    """List, compare or remove runs.
+    """List, compare or remove runs, depending on the class of the options.
 
     Raises:
-        ValueError: A run does not exist.
+        ValueError: a run does not exist, or cannot be removed.
     """
     console = wide_console(_PIPE_WIDTH)
     match options:
@@ -144,7 +147,7 @@ def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
 
 
 def _warnings(runs: Sequence[RunFolder]) -> list[str]:
-    """Return which runs were evaluated on other data than the first one."""
+    """Return a warning for every run that was evaluated on other data than the first run."""
     first, *other_data = [dict(flatten((folder.read_json(CONFIG) or {}).get("data"))) for folder in runs]
     warnings = []
     for other, run in zip(other_data, runs[1:], strict=True):
@@ -161,9 +164,13 @@ def _warnings(runs: Sequence[RunFolder]) -> list[str]:
 
 
 class Comparison(NamedTuple):
-    """A table that compares runs: a row label, then a cell per run.
+    """Table that compares runs, with a column per run.
 
-    ``cells`` are texts, and the verdict on each: "better", "worse", or "".
+    Attributes:
+        title: table title.
+        head: column names; the first is for the row labels.
+        rows: row label, and a cell per run: the value as a string, and a verdict, which is "better", "worse"
+            or "".
     """
 
     title: str
@@ -171,7 +178,7 @@ class Comparison(NamedTuple):
     rows: list[tuple[str, list[tuple[str, str]]]]
 
     def table(self) -> Table:
-        """Return the table for a terminal, with verdicts in color."""
+        """Return a rich table for a terminal, with verdicts in color."""
         table = Table(title=self.title, title_justify="left", title_style="bold")
         for name in self.head:
             table.add_column(name, justify="right" if name and self.title == _RESULTS else "left")
@@ -182,14 +189,18 @@ class Comparison(NamedTuple):
         return table
 
     def plain_rows(self) -> list[list[str]]:
-        """Return the rows as texts."""
+        """Return the rows as lists of strings."""
         return [
             [label, *(f"{text} {verdict}".rstrip() for text, verdict in cells)] for label, cells in self.rows
         ]
 
 
 def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
-    """Return the results of runs, each compared with the first run's, and the options that differ."""
+    """Compare the results of runs with those of the first run, and list options which differ.
+
+    Returns:
+        Table with the results, and if any option differs, a table with options.
+    """
     names = ["", *(run.path.name for run in runs)]
     figures = [{figure.name: figure for figure in _run_figures(run)} for run in runs]
     results = Comparison(_RESULTS, names, [])
@@ -206,7 +217,15 @@ def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
 
 
 def _format_change(first: Figure | None, figure: Figure | None) -> tuple[str, str]:
-    """Return a figure as text, and for runs after the first the change and a verdict; see `Comparison`."""
+    """Format a figure, with the change from the first run, and return it with a verdict.
+
+    Args:
+        first: the first run's figure; None: missing.
+        figure: the figure to format; None: missing.
+
+    Returns:
+        Cell for `Comparison`: string and verdict.
+    """
     if figure is None:
         return "-", ""
     text = _format_number(figure.value)
@@ -220,13 +239,13 @@ def _format_change(first: Figure | None, figure: Figure | None) -> tuple[str, st
 
 
 def _options(run: RunFolder) -> dict[str, Any]:
-    """Return the entries of a run's configuration to compare."""
+    """Return those entries in a run's configuration which are compared."""
     config = run.read_json(CONFIG) or {}
     return {name: config.get(name) for name in ("recipe", "ranks", "device", "data", "torch")}
 
 
 def _select_runs(options: RunsOptions) -> list[RunFolder]:
-    """Return the runs that match --state and --recipe, sorted by --sort."""
+    """Return the runs matching --state and --recipe, sorted by --sort."""
     runs = all_runs(options.runs)
     if not runs:
         raise ValueError(f"there is no run in {options.runs.resolve()}; start one: meshrec train RECIPE.")
@@ -247,12 +266,17 @@ def _select_runs(options: RunsOptions) -> list[RunFolder]:
 
 
 def _recipe_name(folder: RunFolder) -> str:
-    """Return the name of a run's recipe; "?" if it is not recorded."""
+    """Return the name of a run's recipe, or "?" if it is not recorded."""
     return str((folder.read_json(CONFIG) or {}).get("recipe", {}).get("name", "?"))
 
 
 def _summary_key(*path: str, sign: int = 1) -> Callable[[RunFolder, Mapping[str, Any]], Any]:
-    """Return a sort key: the value at a path in a run's summary. Runs without the value come first."""
+    """Return a sort key function, which reads a value from a run's summary. Runs without it come first.
+
+    Args:
+        path: nested names in the summary, such as "validation", "loss".
+        sign: 1 for ascending order, -1 for descending order.
+    """
 
     def key(_: RunFolder, summary: Mapping[str, Any]) -> float:
         value: Any = summary
@@ -275,13 +299,13 @@ _KEYS: Mapping[str, Callable[[RunFolder, Mapping[str, Any]], Any]] = {
 
 
 def _quality_key(metrics: Mapping[str, float] | None) -> float:
-    """Return the sort key of metrics: runs without any come first."""
+    """Return a sort key for metrics, by quality. Runs without metrics come first."""
     worth = quality(dict(metrics or {}))
     return float("-inf") if worth is None else worth
 
 
 def _runs_table(runs: Sequence[RunFolder]) -> Table:
-    """Return a table with a row per run."""
+    """Return a rich table with a row per run."""
     table = Table()
     numeric_columns = ("ranks", "steps", "samples/s", "validation", "test")
     for name in ("run", "recipe", "began", "ranks", "state", *numeric_columns[1:]):
@@ -308,7 +332,7 @@ def _runs_table(runs: Sequence[RunFolder]) -> Table:
 
 
 def _run_figures(folder: RunFolder) -> list[Figure]:
-    """Return a run's metrics, speed and phase times."""
+    """Return the figures of a run to compare: metrics, speed and phase times."""
     summary: dict[str, Any] = folder.read_json(SUMMARY) or {}
     figures = [
         Figure(f"{data} {name}", value, metric_of(name).better)
@@ -330,7 +354,7 @@ def _run_figures(folder: RunFolder) -> list[Figure]:
 
 
 def _format_number(value: float | None) -> str:
-    """Format a number with few decimals; "-" for None."""
+    """Format a number, with fewer decimals for larger numbers; "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, int):

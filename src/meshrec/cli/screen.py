@@ -1,4 +1,4 @@
-"""Console output of a training run: a progress bar in a terminal, lines elsewhere, a summary at the end."""
+"""Print a training run's progress: as a progress bar in a terminal, elsewhere as lines, with a summary."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,8 +26,9 @@ from meshrec.train.observers import (
 )
 from meshrec.train.run_folder import CONFIG, RunFolder
 
-# Width where the output is not a terminal; rich would wrap lines at 80.
+# Width if the output is not a terminal. rich would wrap lines at 80.
 _PIPE_WIDTH = 120
+# Maximum number of ranks in a plan, of tables per rank, and of failed saves to print.
 _MAX_RANKS = 16
 _MAX_NAMES = 8
 _MAX_FAILURES = 3
@@ -35,7 +36,10 @@ _MIB = 2**20
 
 
 def make_screen(*, quiet: bool) -> Callable[[RunFolder], Observer]:
-    """Return a function that makes a run's screen: live on a terminal unless ``quiet``, else lines."""
+    """Return a function that creates the screen observer for a run folder.
+
+    It is a `LiveScreen` on a terminal unless ``quiet``, else a `LineScreen`.
+    """
     console = Console()
     if quiet or not console.is_terminal:
         return lambda folder: LineScreen(folder, Console(width=_PIPE_WIDTH, highlight=False))
@@ -43,7 +47,12 @@ def make_screen(*, quiet: bool) -> Callable[[RunFolder], Observer]:
 
 
 class LineScreen:
-    """Observer that prints a line per event, for logs and pipes."""
+    """Observer that prints a line per event, for logs and pipes.
+
+    Args:
+        folder: run folder.
+        console: console to print to.
+    """
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._folder, self._print = folder, console.print
@@ -73,7 +82,12 @@ class LineScreen:
 
 
 class LiveScreen:
-    """Observer for terminals: prints the plan, a progress bar with speed and loss, and the summary."""
+    """Observer for terminals: prints the plan, a progress bar with speed and loss, and the summary.
+
+    Args:
+        folder: run folder.
+        console: console to print to.
+    """
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._folder, self._console = folder, console
@@ -87,6 +101,7 @@ class LiveScreen:
             console=console,
             transient=True,
         )
+        # Task of the progress bar. Set by the event Started; updates before it are ignored.
         self._task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
@@ -118,7 +133,7 @@ class LiveScreen:
                 pass
 
     def _start(self, event: Started) -> None:
-        """Print heading and plan, and start the progress bar."""
+        """Print the heading and the plan, and start the progress bar."""
         self._console.print(headline(event))
         if event.plan is not None:
             self._console.print(plan_table(event.plan))
@@ -129,7 +144,7 @@ class LiveScreen:
 
 
 def headline(start: Started) -> str:
-    """Return the heading of a run: recipe, data, ranks, steps, and numbers of parameters."""
+    """Return the heading for a run: recipe, data, ranks, steps and parameter counts."""
     where = f"{start.num_ranks} rank{'s' if start.num_ranks > 1 else ''} on {start.device}"
     again = f", from step {start.first_step}" if start.first_step else ""
     return (
@@ -143,7 +158,7 @@ def headline(start: Started) -> str:
 
 
 def plan_table(plan: PlannedShardingPlan) -> Table:
-    """Return the plan as a table with one row per rank."""
+    """Return a rich table about a sharding plan, with a row per rank."""
     report = make_report(plan)
     table = Table(title=f"the plan: {_format_types(report)}", title_justify="left", title_style="")
     for name in ("rank", "tables", "memory, MiB", "predicted, ms"):
@@ -159,7 +174,7 @@ def plan_table(plan: PlannedShardingPlan) -> Table:
 
 
 def plan_lines(report: PlanReport) -> list[str]:
-    """Return the plan as lines of text, one per rank."""
+    """Return lines about a sharding plan: sharding types, and a line per rank."""
     ranks = [
         f"rank {rank.rank}: {_tables_of_rank(report, rank.rank)} ({rank.num_bytes / _MIB:,.1f} MiB)"
         for rank in report.ranks[:_MAX_RANKS]
@@ -168,19 +183,24 @@ def plan_lines(report: PlanReport) -> list[str]:
 
 
 def validation_text(line: Line, is_best: bool) -> str:
-    """Return the result of an evaluation as one line."""
+    """Return a line with the result of an evaluation.
+
+    Args:
+        line: metrics by name.
+        is_best: whether the result is the best so far.
+    """
     best = "  [green](best so far)[/green]" if is_best else ""
     more = "" if leading_metric(line) is None else f"  loss {_format_loss(line)}"
     return f"{line['kind']} at step {line['step']:>6}: {leading_text(line)}{more}{best}"
 
 
 def _format_loss(line: Line) -> str:
-    """Return the loss as text; "-" if all samples were skipped as damaged."""
+    """Format the loss, or return "-" if it is missing because all samples were skipped as damaged."""
     return f"{line['loss']:.4f}" if "loss" in line else "-"
 
 
 def summary_table(summary: Line) -> Table:
-    """Return the metrics of the run and of the baselines, on validation data and on test data."""
+    """Return a rich table with the metrics of run and baselines, on validation and test data."""
     title = f"the weights of step {summary['weights_step']:,}"
     table = Table(title=title, title_justify="left", title_style="bold")
     metrics = {**summary["validation"], **summary["test"]}
@@ -198,7 +218,12 @@ def summary_table(summary: Line) -> Table:
 
 
 def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
-    """Return the last lines of a run: its speed, its files, and the commands to continue with."""
+    """Return the last lines to print for a run: speed, files, and commands to continue with.
+
+    Args:
+        folder: run folder.
+        summary: content of ``summary.json``.
+    """
     path = folder.path
     lines = [
         f"{summary['state']} at step {summary['step']:,}: {summary['seconds']:.1f} s in all, "
@@ -238,7 +263,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
 
 
 def _learned_next_items(folder: RunFolder) -> bool:
-    """Return whether the run's loss is `NextItem`."""
+    """Return whether the run trained a next-item model, with the loss `NextItem`."""
     recipe = (folder.read_json(CONFIG) or {}).get("recipe", {})
     return bool(recipe.get("loss", {}).get("type") == NextItem.__name__)
 
@@ -258,7 +283,7 @@ def _format_types(report: PlanReport) -> str:
 
 
 def _tables_of_rank(report: PlanReport, rank: int) -> str:
-    """List the tables of a rank, with the share that it holds of each."""
+    """List the tables on a rank, with the share of every table that the rank holds."""
     shares = []
     for table in report.tables:
         if table.name in report.replicated:
@@ -278,17 +303,17 @@ def _tables_of_rank(report: PlanReport, rank: int) -> str:
 
 
 def _format_type(kind: str) -> str:
-    """Return a sharding type for users, such as "row-wise"."""
+    """Return a sharding type's name for users, such as "row-wise"."""
     return kind.replace("_shard", "").replace("_", "-")
 
 
 def _format_metrics(quality: Line, columns: Iterable[str]) -> list[str]:
-    """Return the metrics of a table row; "-" for missing ones."""
+    """Format metrics as table cells, "-" for missing metrics."""
     return [f"{quality[name]:.4f}" if name in quality else "-" for name in columns]
 
 
 def _leading_text(line: Line) -> str:
-    """Return the metric that selects the weights, such as "AUC 0.7906"; nothing if that is the loss."""
+    """Format the metric that selects the best weights, such as "AUC 0.7906"; empty if it is the loss."""
     return "" if leading_metric(line) is None else leading_text(line)
 
 

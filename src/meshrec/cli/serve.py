@@ -15,6 +15,7 @@ from meshrec.serve import ConnectionLimits, Limits, ServerOptions, serve
 from meshrec.train.run_folder import CONFIG, DELTAS, run_or_path
 
 TOKEN = "MESHREC_TOKEN"
+"""Environment variable with the bearer token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,8 @@ class ServeOptions:
     warm_up: Path | None = None
     """File of samples, a JSON object per line, scored before a model is ready; none: random samples."""
     deltas: Words = ()
-    """Deltas that the models follow, as NAME=RUN or NAME=FOLDER; a run with --training.publish-every writes
-    them to RUN/deltas.
+    """Deltas (changed weights) to apply to a model, as NAME=RUN or NAME=FOLDER. A run with
+    --training.publish-every writes them to RUN/deltas.
     """
     token_file: Path | None = None
     """File with the bearer token required from clients; none: environment variable MESHREC_TOKEN, if set."""
@@ -90,7 +91,7 @@ class ServeOptions:
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal ends it; return the exit code."""
     options: ServeOptions = parse(ServeOptions, arguments, program="meshrec serve")
-    # Not an option: other users could read it in the list of processes.
+    # The token is not an option, because other users can read command lines in the process list.
     token = os.environ.get(TOKEN)
     if options.token_file is not None:
         token = options.token_file.read_text().strip()
@@ -130,10 +131,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_deltas(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path]:
-    """Parse ``NAME=FOLDER`` arguments; return the delta folder by model name.
+    """Parse the values of ``--deltas``.
+
+    Args:
+        named: ``NAME=RUN`` or ``NAME=FOLDER`` arguments.
+        models: package folders by model name.
+
+    Returns:
+        Delta folders by model name.
 
     Raises:
-        ValueError: An argument has another form, or names a model that is not served.
+        ValueError: an argument has another form, or names a model which is not served.
     """
     folders: dict[str, Path] = {}
     for text in named:
@@ -146,10 +154,16 @@ def parse_deltas(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, 
 
 
 def parse_packages(named: Sequence[str]) -> dict[str, Path]:
-    """Parse ``NAME=FOLDER`` or ``FOLDER`` arguments; return the package folder by model name.
+    """Parse the packages to serve.
+
+    Args:
+        named: ``NAME=FOLDER`` or ``FOLDER`` arguments.
+
+    Returns:
+        Package folders by model name.
 
     Raises:
-        ValueError: A folder holds no package, a name is invalid or given twice, or no model is given.
+        ValueError: a folder is not a package, a name is invalid or given twice, or no package is given.
     """
     folders: dict[str, Path] = {}
     for text in named:
@@ -169,7 +183,7 @@ def parse_packages(named: Sequence[str]) -> dict[str, Path]:
 
 
 def _remedy(path: Path) -> str:
-    """Return the command that makes a package, in a folder that does not exist yet."""
+    """Return advice for a path which is not a package: the command to export a package to a new folder."""
     run = run_or_path(path)
     out = path if path.name else path.absolute()
     while out.exists():

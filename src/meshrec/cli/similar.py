@@ -1,4 +1,4 @@
-"""``meshrec similar``: write the most similar items for items, from a next-item run."""
+"""``meshrec similar``: write the most similar items for given items, from a next-item run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

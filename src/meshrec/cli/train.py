@@ -1,4 +1,4 @@
-"""``meshrec train``: train a recipe on this machine, or as one rank of another launcher."""
+"""``meshrec train``: train a recipe on this machine, or as a rank under another launcher."""
 
 import dataclasses
 import inspect
@@ -96,32 +96,45 @@ class TrainOptions:
 
 
 HELP_ALL = "--help-all"
-_RESTART_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: an elastic launcher starts the ranks again
+# EX_TEMPFAIL in sysexits.h. After this exit code, an elastic launcher starts the ranks again.
+_RESTART_EXIT_CODE = 75
 _SUMMARY = "Train this recipe; its run folder holds everything to look at."
 
 
 class _Command(NamedTuple):
-    """Recipe of a command line, and the run that it resumes, if any."""
+    """Recipe given on the command line, or by the run to resume.
+
+    Attributes:
+        source: full recipe name, as for `resolve`.
+        recipe: the recipe, without changes by options.
+        words: arguments after the recipe.
+        resumed: run to resume; None for a new run.
+    """
 
     source: str
-    """Full name of the recipe."""
     recipe: Recipe
     words: list[str]
-    """The arguments without the recipe."""
     resumed: RunFolder | None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse, then launch ranks or train as one; return the exit code."""
-    with ExitStack() as locks:  # held on the run's folder until the process ends
+    """Start a run, or train as a rank of a run, and return the exit code."""
+    # Locks on the run folder are held until the command ends.
+    with ExitStack() as locks:
         return _main(arguments, locks)
 
 
 def _main(arguments: Sequence[str], locks: ExitStack) -> int:
-    """Run the command; locks on the run folder are entered into ``locks``."""
+    """Run the command, and return the exit code.
+
+    Args:
+        arguments: words after ``meshrec train``.
+        locks: receives the locks on the run folder.
+    """
     began = os.environ.get(START_TIME_VARIABLE, str(time.time()))
     name, words = split_recipe(arguments)
-    # Options of the recipe are unknown until it is resolved, which takes some of the command's options.
+    # Parse twice: recipe options are unknown until the recipe is resolved, for which command options are
+    # needed.
     first, _ = parse_known(TrainOptions, words, program="meshrec train")
     if name is None and not first.resume:
         return _help(words)
@@ -132,7 +145,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     options, recipe = parse(command.source, _with_folder(command), command.recipe, first.table_optimizer)
     resumed, job = command.resumed, _make_job(command, options, recipe)
     if resumed is not None and _is_complete(resumed, job):
-        # Under another launcher, every rank comes here.
+        # Under another launcher, every rank comes here, but only rank 0 prints.
         if os.environ.get("RANK", "0") == "0":
             step = (resumed.read_json(SUMMARY) or {}).get("step")
             print(f"{resumed.path} is finished, at step {step}: give more --training.epochs to train longer.")
@@ -142,7 +155,8 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if options.on == "ray":
         from meshrec.cli.on_ray import train_on_ray
 
-        locks.close()  # the first worker is another process, and locks the run's folder itself
+        # The first worker is another process, and locks the run folder itself.
+        locks.close()
         return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
     nproc = _num_ranks(options, resumed)
     recipe.check(nproc)
@@ -150,16 +164,17 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         from meshrec.runs.refit import check_refit
 
         check_refit(job)
-    # Before the run has a folder: a wrong name must not leave one behind.
+    # Check names and packages now, because a run that fails must not leave a folder, or fail only at its end.
     find_trackers(options.track)
     if job.baselines:
-        needs("scipy.optimize", "train")  # fail now, not at the end of the run
+        needs("scipy.optimize", "train")
     device = choose_device(options.device)
     folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs_folder(options)))
-    # Without a launcher, a single rank starts sooner: no second process has to import torch.
+    # A single rank runs in this process, and starts sooner, because no second process must import torch.
     if nproc == 1 and options.max_restarts == 0:
         job = dataclasses.replace(job, folder=folder)
         return _exit_code(_train_rank(job, quiet=options.quiet))
+    # Errors from an earlier start would be reported as errors of this start.
     for rank in range(nproc):
         folder.discard(folder.error(rank))
     ended = launch(
@@ -177,14 +192,20 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
 
 
 def _with_folder(command: _Command) -> list[str]:
-    """Return the arguments, with ``--data DIR`` replaced by ``--data.path DIR`` if the data is one folder."""
+    """Return the arguments, with ``--data DIR`` replaced by ``--data.path DIR`` if the data is a folder."""
     if not hasattr(command.recipe.data, "path"):
         return command.words
     return [re.sub("^--data(?==|$)", "--data.path", word) for word in command.words]
 
 
 def _make_job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
-    """Return the run options for the ranks."""
+    """Return the recipe and run options for the ranks.
+
+    Args:
+        command: recipe on the command line, and the run to resume.
+        options: command options.
+        recipe: recipe with changes by options.
+    """
     resumed = command.resumed
     return Job(
         recipe=recipe,
@@ -205,7 +226,7 @@ def _make_job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
 
 
 def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
-    """Return the number of ranks to start: --nproc, or that of the resumed run, or 1."""
+    """Return the number of ranks to start: --nproc, or as in the resumed run, or 1."""
     nproc = options.nproc
     if nproc is None:
         nproc = int(_read_config(resumed).get("ranks", 1))
@@ -217,12 +238,12 @@ def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
 
 
 def _read_config(run: RunFolder | None) -> dict[str, Any]:
-    """Return the configuration of the resumed run; empty without one."""
+    """Return the configuration of the run to resume, or an empty dict for a new run."""
     return {} if run is None else run.read_json(CONFIG) or {}
 
 
 def _runs_folder(options: TrainOptions) -> Path:
-    """Return the folder of all runs: --out if it is a folder, else --runs."""
+    """Return the folder with all runs: --out if it is a folder, else --runs."""
     if options.out is None or is_address(options.out):
         return options.runs
     if options.runs != RUNS:
@@ -233,9 +254,9 @@ def _runs_folder(options: TrainOptions) -> Path:
 
 
 def _is_complete(run: RunFolder, job: Job) -> bool:
-    """Return whether a run is finished, and no option asks for more training.
+    """Return whether a run is finished, and no option requests more training.
 
-    Ranks that our launcher started never stop here: the launcher has asked before it started them.
+    On ranks started by MeshRec's launcher, return False, because the launcher has checked this before.
     """
     longer = {f"training.{name}" for name in ("epochs", "max_steps", "patience", "chance_patience")}
     asks_more = any(change.name in longer for change in job.changes)
@@ -244,14 +265,27 @@ def _is_complete(run: RunFolder, job: Job) -> bool:
 
 
 def split_recipe(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe, which comes before all options, and the other arguments."""
+    """Split arguments into the recipe name, which comes first, and all other arguments.
+
+    The name is None if the first argument is an option.
+    """
     if not arguments or arguments[0].startswith("-"):
         return None, list(arguments)
     return arguments[0], list(arguments[1:])
 
 
 def _find_recipe(name: str | None, options: TrainOptions, words: list[str], locks: ExitStack) -> _Command:
-    """Return the recipe of the command line, or of the run that it resumes. Locks that run's folder."""
+    """Find the recipe given on the command line, or by the run to resume, whose folder is then locked.
+
+    Args:
+        name: recipe name on the command line; None: none was given.
+        options: command options.
+        words: arguments after the recipe.
+        locks: receives the lock on the folder of the run to resume.
+
+    Raises:
+        ValueError: the recipe or the run does not exist, or the run is in use.
+    """
     source = None if name is None else full_name(name)
     if not options.resume:
         assert source is not None
@@ -271,7 +305,8 @@ def _find_recipe(name: str | None, options: TrainOptions, words: list[str], lock
         raise ValueError("--resume: name the run to resume (--name RUN), or its recipe.")
     else:
         folder = new_run(options.name, resolve(source).name if source else "", runs, resume=True)
-        if not launched():  # rank 0 of another launcher locks it
+        # Under another launcher, rank 0 locks the folder later.
+        if not launched():
             locks.enter_context(RunLock(folder))
     folder = dataclasses.replace(folder, is_trusted=options.trust)
     recipe = load_recipe(folder, source)
@@ -279,19 +314,23 @@ def _find_recipe(name: str | None, options: TrainOptions, words: list[str], lock
 
 
 def _as_rank(job: Job, *, quiet: bool) -> int:
-    """Train as a rank that a launcher started; return the exit code."""
+    """Train as a rank started by a launcher, and return the exit code."""
+    # Run folder, if MeshRec's launcher has started this rank.
     ours = os.environ.get(RUN_VARIABLE)
     try:
         summary = _train_rank(job, quiet=quiet)
     except Exception:
         if ours and RunFolder(Path(ours)).error(int(os.environ["RANK"])).is_file():
-            return 1  # our launcher reports it once, for all ranks
+            # MeshRec's launcher reports the error once for all ranks.
+            return 1
         raise
+    # MeshRec's launcher reads the state of the run from the folder.
     return 0 if ours else _exit_code(summary)
 
 
 def _train_rank(job: Job, *, quiet: bool) -> dict[str, Any]:
-    """Train as one rank, and return the summary. Imports are here: the launcher does not need them."""
+    """Train as a rank, and return the summary of the run."""
+    # Imported here, because the launcher does not need these modules.
     with without_gc():
         from meshrec.cli.screen import make_screen
         from meshrec.runs.worker import run_rank
@@ -306,14 +345,23 @@ def _exit_code(summary: dict[str, Any]) -> int:
 
 
 def _report_failure(folder: RunFolder, error: str, code: int) -> int:
-    """Print an error and the command to continue, record the failure, and return ``code``."""
+    """Print an error and the command to continue, record the failure, and return ``code``.
+
+    If the run has not started, the run folder is removed.
+
+    Args:
+        folder: run folder.
+        error: error message.
+        code: exit code.
+    """
     from meshrec.runs.removing import remove_unstarted
     from meshrec.runs.worker import next_commands, record_failed_run
 
     sys.stderr.write(f"meshrec: {error}\n")
     record_failed_run(folder, error.splitlines()[0])
     if not (folder.path / CONFIG).exists():
-        if str(folder.path) not in error:  # keep the folder that the error points to
+        # Keep the folder if the error refers to a file in it.
+        if str(folder.path) not in error:
             remove_unstarted(folder)
         return code
     if folder.has_checkpoint:
@@ -334,15 +382,18 @@ def parse(
     *,
     command: str = "train",
 ) -> tuple[Any, Recipe]:
-    """Parse the options of command and recipe; return the former, and the recipe with the latter applied.
+    """Parse command options and recipe options.
 
     Args:
-        source: Name of the recipe.
-        words: The arguments without the recipe.
-        recipe: The recipe.
-        optimizer: Name of another optimizer for the tables, whose options then take its place.
-        kind: The dataclass of the command's own options.
-        command: Name of the command, for its help.
+        source: recipe name.
+        words: arguments after the recipe.
+        recipe: the recipe.
+        optimizer: name of another table optimizer; None: that of the recipe. Its options can then be given.
+        kind: options class of the command.
+        command: command name, for the help.
+
+    Returns:
+        Command options, and the recipe with changes by recipe options.
     """
     if optimizer is not None:
         recipe = dataclasses.replace(recipe, tables=table_optimizer(optimizer, recipe.tables))
@@ -351,6 +402,7 @@ def parse(
         for field in dataclasses.fields(recipe)
         if field.name != "name"
     }
+    # Both kinds of options must be fields of the same class, so that a single parser knows all options.
     joined: Any = dataclasses.make_dataclass(
         "Train",
         [
@@ -368,10 +420,14 @@ def parse(
 
 
 def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
-    """Return the named optimizer with the learning rate of ``now``. Case and dashes do not matter.
+    """Return an optimizer by name, with the learning rate of the recipe's optimizer.
+
+    Args:
+        name: class name, such as "Adam". Case and dashes do not matter.
+        now: the recipe's optimizer, which is returned unchanged if it has this name.
 
     Raises:
-        ValueError: The optimizer does not exist.
+        ValueError: the optimizer does not exist.
     """
     kinds = {kind.__name__: kind for kind in SPECS}
     normalized = name.replace("-", "").replace("_", "").lower()
@@ -385,10 +441,13 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
 
 
 def _help(words: Sequence[str]) -> int:
-    """Print the help that lists all recipes.
+    """Print the help with all recipes, and return the exit code.
+
+    Args:
+        words: arguments, without a recipe.
 
     Raises:
-        UsageError: There are arguments, and none of them requests help.
+        UsageError: there are arguments, but help was not requested.
     """
     names = "\n".join(
         f"  {name}: {(function.__doc__ or '').splitlines()[0]}" for name, function in RECIPES.items()

@@ -88,5 +88,5 @@ def main(arguments: Sequence[str]) -> int:
     return on_ranks("tune", arguments, work, nproc=options.nproc, device=options.device)
 
 
-def _silent(_: str) -> None:  # ranks other than 0 print nothing
-    pass
+def _silent(_: str) -> None:
+    """Print nothing, on ranks other than 0."""
