@@ -1,6 +1,7 @@
-"""Area under the ROC curve (AUC), over all samples or per group, and under the precision-recall curve.
+"""Area under the ROC curve (AUC), over all samples or per group, and area under the precision-recall curve.
 
-Variable suffixes name dimensions, as in the shape legend below: ``group_n`` has shape [n].
+Functions work on ties: a tie stands for all samples with the same score in the same group. Variable suffixes
+name dimensions, as in the shape legend below: ``group_n`` has shape [n].
 """
 
 from typing import Any
@@ -13,20 +14,21 @@ from meshrec.metrics.gathering import normalize_samples, stack_columns
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-# n samples, T ties (a tie holds all samples with the same score in the same group), G groups
+# n samples, T ties, G groups
 
 
 def auc_from_ties(positive_T: Floats, negative_T: Floats, group_T: Ints | None = None) -> Floats:
-    """Return the AUC per group: P(positive score > negative score), with ties counting half.
+    """Return the AUC per group, from sample weights per tie.
 
-    The Mann-Whitney statistic: Hanley and McNeil, "The meaning and use of the area under a receiver operating
-    characteristic (ROC) curve" (1982).
+    The AUC is the probability that a positive sample scores higher than a negative one, where equal scores
+    count half (the Mann-Whitney statistic). See Hanley and McNeil, "The meaning and use of the area under a
+    receiver operating characteristic (ROC) curve" (1982).
 
     Args:
-        positive_T: total weight of positive samples in every tie. Ties are sorted by group, then by
-            ascending score.
-        negative_T: total weight of negative samples in every tie.
-        group_T: group of every tie, int64 in [0, G); every group has a tie. None: a single group.
+        positive_T: total weight of the positive samples per tie. Ties are sorted by group, then by ascending
+            score.
+        negative_T: total weight of the negative samples per tie.
+        group_T: group per tie, int64 in [0, G). Every group must have a tie. None: a single group.
 
     Returns:
         AUC [G]; NaN for a group without positive or negative samples.
@@ -44,13 +46,14 @@ def auc_from_ties(positive_T: Floats, negative_T: Floats, group_T: Ints | None =
 
 
 def average_precision(positive_T: Floats, negative_T: Floats) -> float:
-    """Return the area under the precision-recall curve: the mean precision at the scores of positive samples.
+    """Return the area under the precision-recall curve, from sample weights per tie.
 
-    The curve is not interpolated, as in scikit-learn's ``average_precision_score`` and TorchRec's AUPRC.
+    This is the mean precision over positive samples, where a sample's score is the threshold. As in
+    scikit-learn's ``average_precision_score`` and TorchRec's AUPRC, the curve is not interpolated.
 
     Args:
-        positive_T: total weight of positive samples in every tie, by ascending score.
-        negative_T: total weight of negative samples in every tie.
+        positive_T: total weight of the positive samples per tie. Ties are sorted by ascending score.
+        negative_T: total weight of the negative samples per tie.
 
     Returns:
         Area; NaN without positive or negative samples.
@@ -65,17 +68,20 @@ def average_precision(positive_T: Floats, negative_T: Floats) -> float:
 
 
 def sum_by_index(index_n: Ints, values_n: Floats) -> Floats:
-    """Return the sum of the values at each index: [1, 0, 1] and [2.0, 3.0, 4.0] give [3.0, 6.0]."""
+    """Return the sum of all values with the same index, float64 [largest index + 1].
+
+    Example: the indices [1, 0, 1] and the values [2.0, 3.0, 4.0] give [3.0, 6.0].
+    """
     return np.bincount(index_n, values_n).astype(np.float64, copy=False)
 
 
 def _sums_within_groups(values_T: Floats, group_T: Ints, totals_G: Floats) -> Floats:
-    """Return inclusive cumulative sums that restart in every group, [T].
+    """Return the cumulative sums within every group, [T]. A value is included in the sum at its position.
 
     Args:
         values_T: values, sorted by group.
-        group_T: group per value, ascending.
-        totals_G: sum of values per group.
+        group_T: group per value, ascending from 0 without gaps.
+        totals_G: sum of the values per group.
     """
     # A global cumulative sum minus the value at the group's start would leave a rounding error. `bincount`
     # and `cumsum` add in the same order, so inserting minus a group's total after the group gives exactly 0
@@ -86,15 +92,16 @@ def _sums_within_groups(values_T: Floats, group_T: Ints, totals_G: Floats) -> Fl
 
 
 def sort_into_ties(scores_n: Floats, group_n: Ints | None = None) -> tuple[Ints, Ints, Ints]:
-    """Sort samples by group, then by ascending score, and number the ties.
+    """Sort samples by group, then by ascending score, and number the ties in this order.
 
     Args:
         scores_n: scores without NaN.
         group_n: group per sample; None: a single group.
 
     Returns:
-        Indices that sort the samples, [n]; the tie of every sorted sample, ascending from 0, [n]; and the
-        position of every tie's first sample among the sorted samples, [T].
+        - The indices that sort the samples, [n].
+        - The tie number per sorted sample, from 0, ascending, [n].
+        - The position of the first sorted sample per tie, [T].
 
     Example::
 
@@ -128,25 +135,35 @@ def auc_by_group(scores_n: Floats, labels_n: Floats, weights_n: Floats, group_n:
 
 
 def click_columns(*columns: Tensor, weights: Tensor | None) -> Tensor:
-    """Stack columns and weights, drop zero-weight samples, and check that labels are in [0, 1].
+    """Stack scores, labels and weights for samples with click labels, and validate them.
+
+    Samples with weight 0 are dropped.
 
     Args:
-        columns: tensors with n values each; labels are last.
+        columns: k tensors with n values each. The last has the labels, in [0, 1].
         weights: sample weights [n]; None: 1.
 
     Returns:
-        float64 [k + 1, m]: the k columns, then weights divided by their maximum.
+        The k columns for the m remaining samples, and the weights divided by the largest weight: float64
+        [k + 1, m].
+
+    Raises:
+        ValueError: sizes differ, or a label or weight is not allowed.
     """
     return weighted_clicks(stack_columns(*columns, weights=weights))
 
 
 def weighted_clicks(columns: Tensor) -> Tensor:
-    """Apply `normalize_samples` to stacked columns [k, n] whose labels must be in [0, 1]."""
+    """Drop samples with weight 0, and validate click labels and weights; see `normalize_samples`.
+
+    Args:
+        columns: columns [k, n], with labels second to last, and weights last.
+    """
     return normalize_samples(columns, *valid_click_labels(columns))
 
 
 def valid_click_labels(columns: Tensor) -> tuple[Tensor, str]:
-    """Return the mask [n] of labels in [0, 1], and this rule as text for error messages.
+    """Return the mask [n] for labels in [0, 1], and a description of this rule for error messages.
 
     Args:
         columns: columns [k, n], with labels second to last, and weights last.
@@ -177,7 +194,7 @@ def area_under_curve(scores: Tensor, labels: Tensor, weights: Tensor | None = No
 
 
 def auc_of_columns(columns: Tensor) -> float | None:
-    """Return the AUC; NaN if a score is NaN, None without positive or negative samples.
+    """Return the AUC over all samples; NaN if a score is NaN, None without positive or negative samples.
 
     Args:
         columns: scores, labels and weights, [3, n], from `normalize_samples`.
@@ -191,5 +208,5 @@ def auc_of_columns(columns: Tensor) -> float | None:
 
 
 def none_if_nan(value: Any) -> float | None:
-    """Convert to float, and NaN to None."""
+    """Return the value as a float, or None if it is NaN."""
     return None if np.isnan(value) else float(value)

@@ -1,6 +1,7 @@
 """Binary classification metrics.
 
-All except AUC are computed from the six sums of `BinarySums`, so ranks can exchange sums instead of samples.
+All metrics except AUC are computed from the six sums in `BinarySums`, so ranks can exchange sums instead of
+samples.
 """
 
 import math
@@ -17,23 +18,30 @@ from meshrec.metrics.gathering import gather_columns, stack_columns
 
 
 class BinarySums(NamedTuple):
-    """Sums over samples, where every sample is multiplied by its weight."""
+    """Weighted sums over samples, from which metrics are computed."""
 
     weight: float
-    """Sum of weights."""
+    """Sum of the weights."""
     labels: float
+    """Weighted sum of the labels."""
     predictions: float
-    """Sum of predicted probabilities."""
+    """Weighted sum of the predicted probabilities."""
     loss: float
+    """Weighted sum of the log losses."""
     correct: float
     """Weight of samples whose probability is on the same side of 0.5 as their label."""
     # Equals `weight - labels`, but the difference would lose digits if most labels are 1.
     negatives: float
-    """Sum of ``1 - label``."""
+    """Weighted sum of ``1 - label``."""
 
 
 def log_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log loss of every sample. An infinite logit gives a loss of 0 or infinity, never NaN."""
+    """Return the log loss per sample. An infinite logit gives a loss of 0 or infinity, never NaN.
+
+    Args:
+        logits: any shape.
+        labels: same shape, in [0, 1].
+    """
     # 0 * infinity would be NaN, so mask the positive term of labels 0 and the negative term of labels 1.
     zero = torch.zeros_like(logits)
     positive = torch.where(labels == 0, zero, labels * torch.logaddexp(zero, -logits))
@@ -41,12 +49,12 @@ def log_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def binary_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
-    """Compute the `BinarySums` fields, in order, as a float64 tensor [6].
+    """Compute the fields in `BinarySums` for n samples, in order, as a float64 tensor [6].
 
     Args:
-        logits_n: float64.
-        labels_n: float64, in [0, 1].
-        weights_n: float64, above 0.
+        logits_n: logits, float64.
+        labels_n: labels, float64, in [0, 1].
+        weights_n: sample weights, float64, above 0.
     """
     correct = ((logits_n > 0) == (labels_n > 0.5)).double()
     loss = log_losses(logits_n, labels_n)
@@ -55,12 +63,17 @@ def binary_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor
 
 
 def metrics_from_sums(sums: BinarySums) -> dict[str, float]:
-    """Return ``loss`` (log loss), ``accuracy``, ``calibration`` and ``normalized_entropy``.
+    """Compute metrics from sums over all samples.
 
-    Calibration is sum(predictions) / sum(labels); omitted if all labels are 0. Normalized entropy is the log
-    loss divided by the log loss when always predicting the mean label: He et al., "Practical lessons from
-    predicting clicks on ads at Facebook" (2014); omitted if all labels are 0, or all are 1. Empty without
-    samples. All metrics are NaN if a logit was NaN.
+    Returns:
+        Metrics by name; empty without samples, and all NaN if a logit was NaN:
+
+        - ``loss``: the log loss.
+        - ``accuracy``: the share of samples whose probability is on the same side of 0.5 as their label.
+        - ``calibration``: sum(predictions) / sum(labels); omitted if all labels are 0.
+        - ``normalized_entropy``: the log loss, divided by the log loss of a model that always predicts the
+          mean label; omitted if all labels are 0, or all are 1. See He et al., "Practical lessons from
+          predicting clicks on ads at Facebook" (2014).
     """
     if sums.weight <= 0:
         return {}
@@ -82,7 +95,7 @@ def binary_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute the exact ``auc`` and the metrics from `metrics_from_sums` over all ranks' samples.
+    """Compute the exact AUC, and the metrics in `metrics_from_sums`, over the samples on all ranks.
 
     Collective if a process group is initialized. Every rank receives all samples, so use this function for
     validation, and `MetricSet` during training.

@@ -17,11 +17,14 @@ def class_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``auc``, ``loss`` and ``accuracy`` over all ranks' samples.
+    """Compute multi-class metrics over the samples on all ranks.
 
-    ``auc`` is the unweighted mean of one-versus-rest AUCs over all classes with a sample. ``loss`` is
-    the softmax cross-entropy. ``accuracy`` compares labels with the largest logit's class, the first
-    among equal logits. The result is empty without samples. All metrics are NaN if a probability is NaN.
+    - ``auc``: for every class with a sample, the AUC for this class versus all others; the unweighted mean
+      over these classes.
+    - ``loss``: the softmax cross-entropy.
+    - ``accuracy``: the share of samples whose label is the class with the largest logit, or the first of
+      several classes with equal logits.
+
     Collective if a process group is initialized.
 
     Args:
@@ -32,7 +35,8 @@ def class_metrics(
         gather: whether to include samples from other ranks. If False, not collective.
 
     Returns:
-        Metrics by name. ``auc`` is omitted if all labels are equal.
+        Metrics by name; empty without samples, and all NaN if a probability is NaN. ``auc`` is omitted if all
+        labels are equal.
 
     Raises:
         ValueError: sizes differ, a label is not an integer in [0, C), or a weight is not allowed.

@@ -1,4 +1,7 @@
-"""ROC and calibration curves for binary classification, from histograms that ranks can sum."""
+"""ROC, precision-recall and calibration curves for binary classification, from histograms of the logits.
+
+Ranks add up their histograms, instead of exchanging samples.
+"""
 
 import math
 from typing import Any
@@ -21,16 +24,19 @@ _NORMAL_95 = 1.96
 
 
 def score_histograms(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor | None = None) -> Tensor:
-    """Sum samples into H equal logit bins from -12 to 12, float64 [5, H]. Ranks can add their results.
+    """Return weighted sums over the samples in every logit bin. Ranks can add up their results.
 
-    Row by row, with y a label and w its weight, a bin holds the sums of w * y, w * (1 - y), w * probability,
-    w ** 2 * y and w ** 2 * (1 - y). Logits below -12 or above 12 (probabilities below 6e-6 or above 1 - 6e-6)
-    fall into the first or last bin.
+    There are H equal bins for logits from -12 to 12. Smaller logits are in the first bin, and larger ones in
+    the last bin.
 
     Args:
-        logits_n: [n].
-        labels_n: [n], in [0, 1].
+        logits_n: logits, [n].
+        labels_n: labels, [n], in [0, 1].
         weights_n: sample weights [n]; None: 1. Samples without a positive weight are ignored.
+
+    Returns:
+        Sums per bin, float64 [5, H]. For a sample with label y and weight w, the rows add up w * y,
+        w * (1 - y), w * probability, w ** 2 * y and w ** 2 * (1 - y).
     """
     logits, labels = logits_n.double(), labels_n.double()
     weights = torch.ones_like(logits) if weights_n is None else weights_n.double()
@@ -42,10 +48,13 @@ def score_histograms(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor | Non
 
 
 def effective_sizes(histograms_5H: Tensor) -> tuple[float, float]:
-    """Return the effective positive and negative sample counts, from `score_histograms`.
+    """Return the effective numbers of positive and negative samples, for confidence intervals.
 
-    The squared weight sum divided by the sum of squared weights: the sample count if all weights are equal.
-    Kish, "Survey sampling" (1965).
+    The effective number is the squared sum of the weights, divided by the sum of the squared weights. It is
+    the sample count if all weights are equal, and smaller otherwise. See Kish, "Survey sampling" (1965).
+
+    Args:
+        histograms_5H: sums from `score_histograms`, over all ranks.
     """
     sums = histograms_5H.sum(1)
     positive, negative = (sums[:2].square() / sums[3:].clamp(min=1e-300)).tolist()
@@ -53,15 +62,15 @@ def effective_sizes(histograms_5H: Tensor) -> tuple[float, float]:
 
 
 def auc_interval(auc: float, positive: float, negative: float) -> Interval:
-    """Return the 95 % confidence interval of an AUC, within [0, 1].
+    """Return the 95 % confidence interval for an AUC, within [0, 1].
 
-    Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic (ROC) curve"
-    (1982).
+    See Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic (ROC)
+    curve" (1982).
 
     Args:
         auc: the AUC.
-        positive: positive sample count, above 0; `effective_sizes` if samples have weights.
-        negative: negative sample count, above 0.
+        positive: positive samples, above 0; from `effective_sizes` if samples have weights.
+        negative: negative samples, above 0; from `effective_sizes` if samples have weights.
     """
     squared = auc * auc
     variance = auc * (1 - auc)
@@ -73,7 +82,7 @@ def auc_interval(auc: float, positive: float, negative: float) -> Interval:
 
 
 def binary_curves(histograms_5H: Tensor) -> dict[str, Any]:
-    """Return ROC, precision-recall, gains and calibration curves for a report page, as JSON-like values.
+    """Return the ROC, precision-recall, gains and calibration curves for a report page, as JSON types.
 
     Args:
         histograms_5H: sums from `score_histograms`, over all ranks.
@@ -81,12 +90,13 @@ def binary_curves(histograms_5H: Tensor) -> dict[str, Any]:
     Returns:
         A dict with
 
-        - ``positive`` and ``negative``: the two counts from `effective_sizes`;
-        - ``roc``: points [false positive rate, true positive rate];
-        - ``precision_recall``: points [recall, precision] at the same thresholds;
-        - ``gains``: points [share of all samples, share of positive samples] above a threshold;
-        - ``calibration``: a [mean prediction, positive rate, weight] per sample group. Groups have
-          about equal weights and ascending scores.
+        - ``positive`` and ``negative``: the effective sample numbers from `effective_sizes`;
+        - ``roc``: a point [false positive rate, true positive rate] per threshold;
+        - ``precision_recall``: a point [recall, precision] per threshold;
+        - ``gains``: a point [share of all samples, share of positive samples] per threshold, for the samples
+          above it;
+        - ``calibration``: a point [mean prediction, positive rate, weight] per group of samples. Groups have
+          ascending scores, and about equal weights.
 
         All lists are empty if a class has no sample.
     """

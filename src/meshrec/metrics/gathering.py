@@ -1,4 +1,7 @@
-"""Samples as stacked columns: collection from all ranks, validation, zero-weight sample removal."""
+"""Samples stacked as columns in one tensor, gathered from all ranks, and validated.
+
+A column is a row in the tensor, with a value per sample. The last two columns are labels and weights.
+"""
 
 from collections.abc import Sequence
 
@@ -9,11 +12,11 @@ from torch import Tensor
 
 
 def stack_columns(*columns: Tensor, weights: Tensor | None) -> Tensor:
-    """Stack k tensors with n values each, and sample weights, to a detached float64 tensor [k + 1, n].
+    """Stack k tensors and the sample weights as columns: a detached float64 tensor [k + 1, n].
 
     Args:
-        columns: tensors with n values each, in any shape.
-        weights: sample weights with n values, the last result row; None: 1.
+        columns: k tensors with n values each, in any shape; labels last.
+        weights: sample weights, n values; None: 1.
 
     Raises:
         ValueError: sizes differ.
@@ -30,9 +33,15 @@ def stack_columns(*columns: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def gather_columns(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenate all ranks' samples: [k, n] becomes [k, sum of all n]. Collective.
+    """Gather the samples from all ranks, in rank order. Collective.
 
-    n may differ between ranks. Returns the argument if there is a single rank or no process group.
+    Args:
+        columns: columns for this rank's samples, [k, n]. n may differ between ranks.
+        group: process group; None: all ranks.
+
+    Returns:
+        Columns for all samples, [k, sum of all n]. With a single rank, or without a process group, this is
+        ``columns``.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return columns
@@ -50,13 +59,13 @@ def gather_columns(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def check_values(name: str, values: Tensor, allowed: Tensor, rule: str) -> None:
-    """Raise ValueError if a value is not allowed. The message names the first such value.
+    """Raise ValueError if a value is not allowed. The message shows the first such value.
 
     Args:
-        name: argument name in the message.
+        name: name of the argument with the values, for the message.
         values: values [n].
         allowed: mask [n], True for allowed values.
-        rule: allowed values, such as "in [0, 1]", for the message.
+        rule: description of the allowed values, such as "in [0, 1]", for the message.
     """
     if not bool(allowed.all()):
         row = int((~allowed).nonzero()[0])
@@ -64,21 +73,21 @@ def check_values(name: str, values: Tensor, allowed: Tensor, rule: str) -> None:
 
 
 def check_cutoffs(ks: Sequence[int]) -> None:
-    """Raise ValueError for a cutoff below 1."""
+    """Raise ValueError if a cutoff is below 1. A cutoff k means that a metric uses the first k items."""
     if wrong := [k for k in ks if k < 1]:
         raise ValueError(f"a cut-off k must be at least 1, got {wrong[0]}.")
 
 
 def drop_unweighted(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
-    """Drop zero-weight samples, and validate weights and the remaining labels.
+    """Drop samples with weight 0, and validate the weights and the remaining labels.
 
-    Call this function after `gather_columns`, so every rank raises the same error.
+    Call this function after `gather_columns`: then every rank raises the same error.
 
     Args:
         columns: float64 columns [k, n], with labels second to last, and weights last.
-        allowed: mask [n] of allowed labels. Ignored for zero-weight samples.
-        rule: allowed labels, such as "in [0, 1]", for the message.
-        name: label column name in the message.
+        allowed: mask [n] for allowed labels. Labels of samples with weight 0 are not checked.
+        rule: description of the allowed labels, such as "in [0, 1]", for the message.
+        name: name of the label column, for the message.
 
     Returns:
         Columns of the m samples with positive weight, [k, m].
@@ -95,7 +104,9 @@ def drop_unweighted(columns: Tensor, allowed: Tensor, rule: str, *, name: str = 
 
 
 def normalize_samples(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
-    """Apply `drop_unweighted`, and divide weights by their maximum, so sums do not overflow.
+    """Drop samples with weight 0, validate the others, and divide the weights by the largest weight.
+
+    Sums over normalized weights do not overflow. See `drop_unweighted`.
 
     Args:
         columns: see `drop_unweighted`.
@@ -110,10 +121,13 @@ def normalize_samples(columns: Tensor, allowed: Tensor, rule: str, *, name: str 
 
 
 def id_column(values: Tensor) -> Tensor:
-    """Store query or group IDs in a float64 column for `stack_columns`, without rounding int64 IDs.
+    """Store query IDs or group IDs in a float64 column for `stack_columns`, without rounding int64 IDs.
 
-    Integer IDs keep their bits, which are reinterpreted as float64; floating-point IDs are converted. Equal
-    IDs have equal bits, so compare results only after ``.view(torch.int64)``. `encode_ids` decodes them.
+    The bits of an integer ID are reinterpreted as float64, and a floating-point ID is converted. Results are
+    not meant for arithmetic or comparison as floats: equal IDs have equal bits, which `encode_ids` compares.
+
+    Args:
+        values: IDs, n integers or floating-point numbers.
     """
     values = values.detach().reshape(-1)
     if values.is_floating_point():
@@ -122,14 +136,12 @@ def id_column(values: Tensor) -> Tensor:
 
 
 def encode_ids(column: Tensor, name: str, *, is_floating: bool) -> "np.typing.NDArray[np.int64]":
-    """Number the distinct query or group IDs, and return the number of every sample's ID, int64 [n].
-
-    Numbers are in [0, G) for G distinct IDs.
+    """Number the G distinct query IDs or group IDs from 0, and return the number per sample, int64 [n].
 
     Args:
-        column: output of `id_column`, [n].
-        name: argument name in messages.
-        is_floating: whether the original IDs were floating-point.
+        column: result from `id_column`, [n].
+        name: name of the argument with the IDs, for the message.
+        is_floating: whether the original IDs were floating-point numbers.
 
     Raises:
         ValueError: a floating-point ID was NaN.

@@ -1,4 +1,4 @@
-"""Grouped AUC, slice metrics, and bootstrap confidence intervals."""
+"""AUC within groups, metrics for slices of the data, and bootstrap confidence intervals."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from meshrec.metrics.gathering import encode_ids, id_column
 
 
 class Interval(NamedTuple):
-    """Confidence interval of a metric."""
+    """Confidence interval for a metric, from ``low`` to ``high``."""
 
     low: float
     high: float
@@ -25,14 +25,14 @@ class Interval(NamedTuple):
 def grouped_auc(
     logits: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> float | None:
-    """Compute the grouped AUC (GAUC): the weighted mean AUC over all groups, such as users.
+    """Compute the grouped AUC (GAUC): the mean of the AUCs within groups, such as users.
 
-    A group's weight is the group's sample weight sum. Groups whose labels are all equal are omitted.
-    Zhou et al., "Deep interest network for click-through rate prediction" (2018).
+    Groups are weighted by the total weight of their samples. Groups whose labels are all equal are omitted.
+    See Zhou et al., "Deep interest network for click-through rate prediction" (2018).
 
     Args:
-        logits: [n].
-        labels: [n], in [0, 1].
+        logits: logits, [n].
+        labels: labels, [n], in [0, 1].
         groups: group ID per sample, any integers or floating-point numbers [n].
         weights: sample weights [n]; None: 1.
 
@@ -68,18 +68,18 @@ def sliced_metrics(
     num_slices: int,
     weights: Tensor | None = None,
 ) -> list[dict[str, float]]:
-    """Compute `binary_metrics` per slice of this rank's samples.
+    """Compute `binary_metrics` for every slice of this rank's samples, such as the samples from one country.
 
     Args:
-        logits: [n].
-        labels: [n], in [0, 1].
-        slices: slice per sample, [n], in [0, num_slices).
+        logits: logits, [n].
+        labels: labels, [n], in [0, 1].
+        slices: slice number per sample, [n], in [0, num_slices).
         num_slices: number of slices.
         weights: sample weights [n]; None: 1.
 
     Returns:
-        Metrics by name for every slice, with the sample count, zero-weight samples included, as
-        ``samples``.
+        Metrics by name, for every slice. They include ``samples``, the number of samples in the slice, which
+        counts samples with weight 0, too.
     """
     results = []
     for number in range(num_slices):
@@ -99,11 +99,11 @@ def bootstrap_intervals(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Compute bootstrap confidence intervals of `binary_metrics` for this rank's samples.
+    """Compute bootstrap confidence intervals for `binary_metrics` over this rank's samples; see `bootstrap`.
 
     Args:
-        logits: [n].
-        labels: [n], in [0, 1].
+        logits: logits, [n].
+        labels: labels, [n], in [0, 1].
         weights: sample weights [n]; None: 1.
         num: number of resamples.
         confidence: share of resamples inside the interval, such as 0.95.
@@ -128,18 +128,17 @@ def bootstrap_intervals(
 def bootstrap(
     metrics: Callable[[Tensor], dict[str, float]], num_samples: int, *, num: int, confidence: float, seed: int
 ) -> dict[str, Interval]:
-    """Compute bootstrap percentile intervals for any metrics.
+    """Compute confidence intervals for any metrics by the bootstrap: from their quantiles over resamples.
 
-    A resample contains every sample as often as a draw from Poisson(1) says, which approximates drawing with
-    replacement: Efron, "Bootstrap methods: another look at the jackknife" (1979). A resample without samples
-    is drawn again. If a metric is undefined in some resamples, such as AUC without negatives, the interval is
-    computed from the other resamples.
+    In a resample, a sample is repeated k times, where k is drawn from Poisson(1). This approximates drawing
+    samples with replacement, as in Efron, "Bootstrap methods: another look at the jackknife" (1979). A
+    resample without samples is drawn again. If a metric is undefined in some resamples, such as AUC without
+    negatives, the interval is computed from the other resamples.
 
     Args:
-        metrics: function from the draw count per sample, float64 [num_samples], to
-            metrics by name.
-        num_samples: number of samples. Exclude zero-weight samples: a resample with only such samples has no
-            metrics.
+        metrics: function that maps the repetitions per sample, float64 [num_samples], to metrics by name.
+        num_samples: number of samples. Leave out samples with weight 0: a resample with only such samples has
+            no metrics.
         num: number of resamples, at least 2.
         confidence: share of resamples inside the interval, in (0, 1).
         seed: random seed.

@@ -1,4 +1,4 @@
-"""Metrics for a training run: cheap per step, and exchanged between ranks only in `MetricSet.compute`."""
+"""Running metrics for training: cheap per step, and exchanged between ranks only in `MetricSet.compute`."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _NUM_SUMS = len(BinarySums._fields)
-# Logits outside [-16, 16] share the outermost bins. They are rare: sigmoid(16) is 1 - 1e-7.
+# Histograms cover logits in [-16, 16]. Other logits share the outermost bins; sigmoid(16) is 1 - 1e-7.
 _MAX_LOGIT = 16.0
 # Samples waiting for a histogram update: 1.5 MiB of float64 logits, labels and weights.
 _MAX_PENDING = 1 << 16
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-6
 
 
 class _ExtraMetric(NamedTuple):
-    """Two copies of a torchmetrics metric, as window and lifetime are computed separately."""
+    """Two copies of a torchmetrics metric, for the window and for the whole run."""
 
     window: "Metric"
     """Reset by every `MetricSet.compute`."""
@@ -35,20 +35,23 @@ class _ExtraMetric(NamedTuple):
 
 
 class MetricSet:
-    """Running ``auc``, ``loss`` (log loss), ``normalized_entropy``, ``calibration`` and ``accuracy``.
+    """Running metrics for binary labels: AUC, and the metrics in `metrics_from_sums`.
 
-    `compute` returns every metric twice: for the samples since the previous `compute` (the window) and for
-    the whole run (lifetime). `update` only stores tensors. They are added to sums after 65,536 samples, or by
-    `compute`, which is collective. AUC is approximate. It is computed from logit histograms, where a positive
-    and a negative sample in the same bin count as a tie. The error is at most half the share of such pairs,
-    about 1e-5 for logits between -16 and 16.
+    `compute` returns every metric twice: for the samples since the previous `compute` (the window), and for
+    the whole run (lifetime). `update` only stores tensors. After 65,536 samples, or in `compute`, they are
+    added to sums.
+
+    AUC is approximate: it is computed from logit histograms, in which a positive and a negative sample in the
+    same bin count as a tie. The error is at most half the share of such pairs, about 1e-5 for logits between
+    -16 and 16.
 
     Args:
         num_bins: number of equal histogram bins for logits from -16 to 16.
-        auprc: whether to compute ``auprc``, the area under the precision-recall curve, from the histograms.
-        extra: torchmetrics metrics, by name. They receive probabilities and integer labels for samples with
-            positive weight, without weights, and synchronize between ranks themselves.
-        device: device of the sums.
+        auprc: whether to compute ``auprc``, too: the area under the precision-recall curve, from the
+            histograms.
+        extra: further metrics from torchmetrics, by name. They get probabilities and integer labels for
+            samples with a positive weight, but no weights, and synchronize ranks themselves.
+        device: device for the sums.
         group: process group; None: all ranks, if a process group is initialized.
 
     Raises:
@@ -85,7 +88,7 @@ class MetricSet:
         }
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add this rank's samples from a batch. Not collective.
+        """Add the samples in a batch on this rank. Not collective.
 
         Args:
             logits: [B] or [B, 1], floating-point.
@@ -104,7 +107,7 @@ class MetricSet:
     def update_probabilities(
         self, probabilities: Tensor, labels: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Add this rank's samples from a batch, for a model that predicts probabilities.
+        """Add the samples in a batch on this rank, for a model that predicts probabilities. Not collective.
 
         Args:
             probabilities: [B] or [B, 1], in [0, 1] up to float32 rounding; clamped to [1e-12, 1 - 1e-12].
@@ -140,14 +143,17 @@ class MetricSet:
         return computed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lifetime sums, equal on all ranks. The state of ``extra`` metrics is not included.
+        """Return the sums for the whole run up to the last `compute`, equal on all ranks.
 
-        Call `compute` first: samples added after the last `compute` are not included.
+        Call `compute` first, to include the last samples. The state of ``extra`` metrics is not included.
         """
         return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore lifetime sums from `state_dict`, on any number of ranks, and drop the window's samples.
+        """Restore the sums for the whole run, on any number of ranks, and drop the samples in the window.
+
+        Args:
+            state: result from `state_dict`.
 
         Raises:
             ValueError: the state has a different ``num_bins``.
@@ -160,7 +166,7 @@ class MetricSet:
         self._sums.load_state_dict({**state, "lifetime": sums})
 
     def _flush(self) -> None:
-        """Add pending samples to the window's sums."""
+        """Add the pending samples to the sums of the window."""
         if not self._num_pending:
             return
         window, num_bins = self._sums.window, self._num_bins
@@ -179,7 +185,7 @@ class MetricSet:
                 metric.update(torch.sigmoid(logits), labels.long())
 
     def _metrics(self, totals: Tensor) -> dict[str, float]:
-        """Compute metrics from the `WindowedSum` vector."""
+        """Compute metrics from sums over all ranks, in the layout of ``self._sums``."""
         metrics = metrics_from_sums(BinarySums(*totals[:_NUM_SUMS].tolist()))
         histograms = totals[_NUM_SUMS:].view(2, self._num_bins).cpu().numpy()
         (area,) = auc_from_ties(*histograms)

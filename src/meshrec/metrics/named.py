@@ -1,6 +1,6 @@
-"""Metric registry: display name, direction, and which metric selects the best weights.
+"""Registry of metrics: their display names, whether higher is better, and which one selects the best weights.
 
-Trainers, commands and report pages use it.
+Trainers, commands and report pages read it.
 """
 
 import math
@@ -16,7 +16,7 @@ class Metric(NamedTuple):
     better: int
     """1 if higher is better, -1 if lower is better, 0 if neither."""
     leads: bool = False
-    """Whether a run with this metric selects the best weights by it."""
+    """Whether this is a leading metric: a run that computes it selects the best weights by it."""
     is_curve: bool = False
     """Whether a run's report page plots the metric over steps."""
 
@@ -44,7 +44,10 @@ REGRESSION = ("loss", "rmse", "mae", "r2")
 
 
 def metric_of(name: str) -> Metric:
-    """Return the registered metric for a name such as ``ndcg@10``; an unknown name is also its title."""
+    """Return the registered metric for a name such as ``ndcg@10``.
+
+    For an unknown name, return a metric with the name as the title, for which neither direction is better.
+    """
     return METRICS.get(name.partition("@")[0], Metric(name, 0))
 
 
@@ -56,21 +59,21 @@ def metric_title(name: str) -> str:
 
 
 def leading_metric(metrics: Mapping[str, float]) -> str | None:
-    """Return the name of the metric that selects the best weights, such as ``ndcg@10``; None without one."""
+    """Return the name of the first leading metric, such as ``ndcg@10``; None if there is none."""
     return next((name for name in metrics if metric_of(name).leads), None)
 
 
 def leading_text(metrics: Mapping[str, float]) -> str:
-    """Format the leading metric, or else the loss, such as "AUC 0.7906"; "-" without both."""
+    """Format the leading metric, or the loss if there is none, as in "AUC 0.7906"; "-" without both."""
     name = leading_metric(metrics) or ("loss" if "loss" in metrics else None)
     return "-" if name is None else f"{metric_title(name)} {metrics[name]:.4f}"
 
 
 def quality(metrics: Mapping[str, float]) -> float | None:
-    """Return the value by which a run selects the best weights; higher is better.
+    """Return the number by which a run selects the best weights; higher is better.
 
-    The value is AUC or NDCG if present, and minus the loss for regression. NaN becomes -inf. The result is
-    None if ``metrics`` has none of these.
+    This is the leading metric (AUC or NDCG), or minus the loss for regression; -inf if it is NaN. None if
+    ``metrics`` has neither.
     """
     name = leading_metric(metrics)
     if name is not None:
@@ -83,7 +86,11 @@ def quality(metrics: Mapping[str, float]) -> float | None:
 
 
 def shown(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the metric names to show as result table columns, the leading metric first."""
+    """Return the names of the metrics to show as columns in a result table, the leading metric first.
+
+    Args:
+        metrics: all metrics by name, from which the task is inferred.
+    """
     leading = leading_metric(metrics)
     if "rmse" in metrics:
         return REGRESSION

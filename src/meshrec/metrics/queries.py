@@ -1,4 +1,4 @@
-"""Ranking metrics within queries.
+"""Ranking metrics for queries with graded labels: the samples with the same query are ranked by their scores.
 
 Shape legend: n samples, T ties (samples with equal score and query), Q queries.
 """
@@ -30,27 +30,30 @@ def query_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``ndcg@k`` and ``mrr`` over all ranks' queries.
+    """Compute NDCG and MRR, averaged over the queries on all ranks.
 
-    NDCG has gain ``2 ** label - 1`` and discount ``1 / log2(position + 1)``: Burges et al., "Learning to rank
-    using gradient descent" (2005). MRR is the mean reciprocal position of the first sample with a positive
-    label. If samples have equal scores, metrics are averaged over all their orders, as in McSherry and
+    - ``ndcg@k``: normalized discounted cumulative gain in the first k positions, with the gain
+      ``2 ** label - 1`` and the discount ``1 / log2(position + 1)``; see Burges et al., "Learning to rank
+      using gradient descent" (2005).
+    - ``mrr``: the mean of 1 / position of the first sample with a positive label.
+
+    If samples have equal scores, a metric is averaged over all orders of these samples, as in McSherry and
     Najork, "Computing information retrieval performance measures efficiently in the presence of tied scores"
-    (2008), and in scikit-learn's ``ndcg_score``. Queries without a positive label are omitted; if all are,
-    the result is empty. Collective if a process group is initialized.
+    (2008), and in scikit-learn's ``ndcg_score``. Queries without a positive label are omitted. Collective if
+    a process group is initialized.
 
     Args:
-        scores: [n]; may be infinite.
-        labels: [n], finite, at least 0.
-        queries: query ID per sample [n]. A query's samples may be on several ranks.
-        weights: sample weights [n]; None: 1. A query's weight is the mean over its samples, as in
-            LightGBM. Zero-weight samples are not ranked.
-        ks: cutoffs.
+        scores: scores, [n]; may be infinite.
+        labels: labels, [n], finite, at least 0.
+        queries: query ID per sample, [n]. The samples with the same query may be on several ranks.
+        weights: sample weights [n]; None: 1. A query's weight is the mean over the samples, as in LightGBM.
+            Samples with weight 0 are not ranked.
+        ks: cutoffs k.
         group: process group; None: all ranks.
-        gather: whether to include samples from other ranks.
+        gather: whether to include samples from other ranks. If False, not collective.
 
     Returns:
-        Metrics by name; all NaN if a score is NaN.
+        Metrics by name; all NaN if a score is NaN, and empty if no query has a positive label.
 
     Raises:
         ValueError: sizes differ, or a label, weight or cutoff is not allowed.
@@ -82,6 +85,7 @@ def query_metrics(
     metrics = {}
     for name, k in zip(names, ks, strict=True):
         discount_n = np.where(position_n <= k, 1 / np.log2(position_n + 1), 0.0)
+        # The mean over all orders of tied samples: every sample gets the tie's mean discount.
         mean_n = (np.bincount(tie, discount_n) / tie_sizes)[tie]
         ideal, reached = (
             np.bincount(query_n, values)[is_ranked] for values in (best_n * discount_n, gain_n * mean_n)
@@ -95,14 +99,14 @@ def query_metrics(
 
 
 def _gains(label_n: Floats, query_n: Ints, sizes_Q: Ints) -> Floats:
-    """Return the gain ``2 ** label - 1`` per sample, divided by 2 ** (the query's largest label).
+    """Return the gain ``2 ** label - 1`` per sample, scaled by a factor per query to avoid overflow.
 
-    If the largest label is below 1, gains are not divided.
+    Gains are divided by ``2 ** m`` for the largest label m in the query, unless m is below 1.
 
     Args:
-        label_n: labels, sorted by query.
-        query_n: query per sample.
-        sizes_Q: samples per query.
+        label_n: label per sample. Samples are sorted by query.
+        query_n: query number per sample.
+        sizes_Q: number of samples per query.
     """
     # NDCG is a ratio of gains, so a factor per query changes nothing. Without it, a large label such as a
     # duration in seconds would overflow.
@@ -112,12 +116,13 @@ def _gains(label_n: Floats, query_n: Ints, sizes_Q: Ints) -> Floats:
 
 
 def _mean_reciprocal_ranks(first: Ints, size: Ints, relevant: Ints) -> Floats:
-    """Return the mean of 1 / (position of the first relevant sample), over all orders of the tied samples.
+    """Return the reciprocal position of the first relevant sample per query, as a mean over tied orders.
 
-    All arguments have an entry per query, for the first tie with a relevant sample.
+    A relevant sample has a positive label. All arguments have an entry per query, for the first tie with a
+    relevant sample.
 
     Args:
-        first: ranking position of the tie's first sample, from 1.
+        first: position of the tie's first sample in the ranking, from 1.
         size: number of samples in the tie.
         relevant: number of relevant samples in the tie, at least 1.
     """

@@ -14,10 +14,15 @@ def regression_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``loss`` (mean squared error), ``rmse``, ``mae`` and ``r2`` over all ranks' samples.
+    """Compute regression metrics over the samples on all ranks.
 
-    ``r2`` is 1 - mean squared error / label variance; omitted if all labels are equal or the variance
-    underflows in float64. The result is empty without samples. Collective if a process group is initialized.
+    - ``loss``: the mean squared error.
+    - ``rmse``: the root of the mean squared error.
+    - ``mae``: the mean absolute error.
+    - ``r2``: 1 - mean squared error / label variance. Omitted if all labels are equal, or if the variance
+      underflows in float64.
+
+    Collective if a process group is initialized.
 
     Args:
         values: predictions [n] or [n, 1]. n may differ between ranks.
@@ -25,6 +30,9 @@ def regression_metrics(
         weights: sample weights [n]; None: 1.
         group: process group; None: all ranks.
         gather: whether to include samples from other ranks. If False, not collective.
+
+    Returns:
+        Metrics by name; empty without samples.
 
     Raises:
         ValueError: sizes differ, or a label or weight is not allowed.

@@ -1,4 +1,7 @@
-"""Retrieval metrics: recall, NDCG and MRR for queries with a single relevant item, from that item's rank."""
+"""Retrieval metrics (recall, NDCG, MRR) for queries with one relevant item, such as the user's next item.
+
+They are computed from the rank of this item among all candidates.
+"""
 
 from collections.abc import Sequence
 
@@ -26,27 +29,32 @@ def rank_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """Compute ``loss``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``mrr`` over all ranks' queries.
+    """Compute retrieval metrics over the queries on all distributed ranks.
 
-    Every query has a single relevant item, and its rank among all candidates determines the metrics.
-    ``recall@k`` is the share of queries whose item is among the first k (the hit rate). ``ndcg@k`` is the
-    mean of ``1 / log2(rank + 1)``, and ``mrr@k`` the mean of ``1 / rank``; both count 0 for ranks above k. If
-    other items have the same score, metrics are averaged over all orders of these items. The result is empty
-    without queries, and has only ``loss`` if no query is ranked. Collective if a process group is
-    initialized.
+    In the following, a rank is the position of a query's relevant item among all candidates:
+
+    - ``loss``: the mean loss.
+    - ``recall@k``: the share of queries with a rank up to k (the hit rate).
+    - ``ndcg@k``: the mean of ``1 / log2(rank + 1)``, or 0 for a rank above k.
+    - ``mrr@k``: the mean of ``1 / rank``, or 0 for a rank above k.
+    - ``mrr``: the mean of ``1 / rank``.
+
+    If other items have the same score as the relevant item, a metric is averaged over all orders of these
+    items. Collective if a process group is initialized.
 
     Args:
-        losses: loss per query [n].
-        ranks: relevant item's rank per query [n], from 1; with ties, the mean over all orders. 0: the
+        losses: loss per query, [n].
+        ranks: rank of the relevant item per query, [n], from 1; with ties, the mean over all orders. 0: the
             query counts only in ``loss``. Infinite: the item is not a candidate.
         weights: query weights [n]; None: 1.
         ties: number of other items with the same score as the relevant item, [n]; None: 0.
-        ks: cutoffs.
-        group: process group for distributed ranks; None: all.
+        ks: cutoffs k.
+        group: process group; None: all distributed ranks.
         gather: whether to include queries from other distributed ranks. If False, not collective.
 
     Returns:
-        Metrics by name; all NaN if a loss or rank is NaN.
+        Metrics by name; empty without queries, only ``loss`` if no query is ranked, and all NaN if a loss or
+        rank is NaN.
 
     Raises:
         ValueError: sizes differ, or a rank, weight, tie count or cutoff is not allowed.
@@ -123,7 +131,13 @@ def rank_intervals(
 
 
 def _values_by_metric(ranks: Tensor, ties: Tensor, ks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the value per query, [n], by metric name, averaged over all orders of tied items."""
+    """Return every metric per query, [n], by name, averaged over all orders of tied items.
+
+    Args:
+        ranks: mean rank of the relevant item, from 1, [n].
+        ties: number of other items with the same score, [n].
+        ks: cutoffs k.
+    """
     values: dict[str, Tensor] = {}
     # With t ties, the item's rank is equally often each of first, first + 1, ..., last = first + t.
     first, last = ranks - ties / 2, ranks + ties / 2
@@ -132,6 +146,7 @@ def _values_by_metric(ranks: Tensor, ties: Tensor, ks: Sequence[int]) -> dict[st
         values_at = {"recall": positions**0, "ndcg": 1 / torch.log2(positions + 1), "mrr": 1 / positions}
         hit = (ranks <= k).double()
         untied = {"recall": hit, "ndcg": hit / torch.log2(ranks + 1), "mrr": hit / ranks}
+        # The mean of a metric over the ranks first .. last, from cumulative sums over positions up to k.
         ends = (last.clamp(max=k).nan_to_num().long(), (first - 1).clamp(max=k).nan_to_num().long())
         for name, value in values_at.items():
             sums = torch.nn.functional.pad(value.cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""Sums over all ranks, for the current window and the whole run."""
+"""Running sums over all ranks, for a window of the run and for the whole run."""
 
 from typing import Any, NamedTuple
 
@@ -8,26 +8,28 @@ from torch import Tensor
 
 
 class Computed(NamedTuple):
-    """Metrics by name, over the last window and over the whole run."""
+    """Metrics from ``MetricSet.compute``, by name."""
 
     window: dict[str, float]
-    """Metrics over the samples between the last two calls of ``compute``."""
+    """Metrics over the samples since the previous ``compute``."""
     lifetime: dict[str, float]
-    """Metrics over all samples."""
+    """Metrics over all samples in the run."""
 
 
 class Totals(NamedTuple):
-    """Sum vectors over all ranks, over the last window and over the whole run."""
+    """Sums over all ranks, from `WindowedSum.take`."""
 
     window: Tensor
+    """Sums since the previous ``take``, [size]."""
     lifetime: Tensor
+    """Sums over the whole run, [size]."""
 
 
 class WindowedSum:
-    """Vector of sums, added over ranks only when `take` reads it, which starts a new window.
+    """Vector of running sums, which every rank adds to. Only `take` adds up ranks, and starts a new window.
 
-    torchmetrics metrics save a state per rank and need three collectives per state. The state of these sums
-    is equal on all ranks, loads on any number of ranks, and needs one collective.
+    Metrics in torchmetrics save a state per rank, and need three collectives per state. These sums have the
+    same state on all ranks, which any number of ranks can load, and need one collective.
 
     Args:
         size: number of sums.
@@ -44,7 +46,7 @@ class WindowedSum:
 
     @property
     def window(self) -> Tensor:
-        """This rank's sums in the current window. Add in place."""
+        """This rank's sums in the current window, float64 [size]. Add to this tensor in place."""
         return self._window
 
     def take(self) -> Totals:
@@ -57,11 +59,14 @@ class WindowedSum:
         return Totals(window, self._lifetime)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lifetime sums up to the last `take`, equal on all ranks."""
+        """Return the sums for the whole run up to the last `take`, equal on all ranks."""
         return {"lifetime": self._lifetime.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the lifetime sums, and set the window's sums to 0.
+        """Restore the sums for the whole run, and set the sums of the window to 0.
+
+        Args:
+            state: result from `state_dict`.
 
         Raises:
             ValueError: the state has another number of sums.

@@ -1,1 +1,1 @@
-"""Self-contained HTML pages: a common skeleton and style, and a script per kind of page."""
+"""Report pages: HTML files without external resources. They share a skeleton, and have a script per kind."""

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages. All pages share skeleton, style, and components."""
+"""Report pages as self-contained HTML. They share a skeleton, a style sheet and JavaScript components."""
 
 import json
 from importlib.resources import files
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def to_page(script: str, data: Any) -> str:
-    """Return a page as HTML.
+    """Return the HTML for a report page, with all scripts, styles and data in it.
 
     Args:
-        script: file in this package that draws the page, such as ``plan.js``. It can use the components in
-            ``page.js``.
-        data: plain JSON types, which the script reads as ``data``.
+        script: JavaScript file in this package, such as ``plan.js``, which draws the page. It can use the
+            components in ``page.js``.
+        data: JSON types, which the script reads as the variable ``data``.
     """
     # "</" in a name would end the script element.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
