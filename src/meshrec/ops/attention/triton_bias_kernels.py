@@ -135,11 +135,9 @@ def bias_gradients(
         start + before, end + before, length, history, CAUSAL, WINDOW, CONTEXTUAL, BLOCK
     )
     if BUCKETS:
-        # Accumulated in registers over all key blocks, and written once.
         histogram = tl.zeros([BUCKETS], tl.float32)
     else:
         num_positions = 2 * biases.max_length - 1
-        # int64, because parts may have more than 2^31 elements.
         positions = parts + 2 * program.to(tl.int64) * num_positions
     for n in range(num):
         first_column = nth_block(n, contextual, past, num_before, targets) * BLOCK
@@ -156,13 +154,11 @@ def bias_gradients(
         else:
             # The smallest distance in the tile: last query and first key.
             min_distance = biases.max_length - 1 + first_column - start - before - (BLOCK - 1)
-            # A tile of BLOCK by BLOCK tokens has 2 BLOCK - 1 distances.
             for half in tl.static_range(2):
                 distance = min_distance + half * BLOCK + lanes
                 totals = _sums_by_distance(sums, half * BLOCK - (BLOCK - 1), BLOCK)
                 inside = (distance >= 0) & (distance < num_positions)
                 tl.store(positions + half * num_positions + distance, totals, inside)
-    # The position bias has already been written, tile by tile.
     if BUCKETS:
         bucket = tl.arange(0, BUCKETS)
         part = parts + program.to(tl.int64) * biases.num_buckets

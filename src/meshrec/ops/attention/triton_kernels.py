@@ -396,8 +396,11 @@ def attend(
 ):
     """Write the attention output for a query block, and for softmax the log-sum-exp of the scores.
 
+    Programs are numbered by sample, then by head, then by block. Late query blocks start first, because with
+    a causal mask they take longest. The queries are loaded once, and kept in registers for all key blocks.
+
     Softmax is computed online: the loop keeps running maxima, and rescales the sums so far when a maximum
-    rises.
+    rises. SiLU weights need no maxima, and the sum is divided by the maximum length at the end.
 
     Args:
         tokens: `AttentionTokens`.
@@ -415,19 +418,15 @@ def attend(
         VALUE_WIDTH: value width, padded to a power of two.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks
-    # Programs are numbered by sample, then by head, then by block.
     head = program // num_blocks % tokens.num_heads
     number = program // num_blocks // tokens.num_heads
     first, length, history, first_query, queries = load_sample(samples, number)
-    # Late query blocks start first, because with a causal mask they take longest.
     start = (num_blocks - 1 - program % num_blocks) * BLOCK
     if start >= queries:
         return
-    # Tokens before the first query.
     before = length - queries
     index = start + tl.arange(0, BLOCK)
     is_row, row = index < queries, index + before
-    # Loaded once, and kept in registers for all key blocks.
     queries_BQ = load_queries(tokens, head, first_query, index, is_row, QUERY_WIDTH)
     times = query_times(biases, first, row, is_row, history)
     end = tl.minimum(start + BLOCK, queries)
@@ -436,7 +435,6 @@ def attend(
     )
     sums = tl.zeros([BLOCK, VALUE_WIDTH], tl.float32)
     maxima = tl.full([BLOCK], _MASKED_SCORE, tl.float32)
-    # Sum over exp(score - maximum) for every query.
     total = tl.zeros([BLOCK], tl.float32)
     for n in range(num):
         column = nth_block(n, contextual, past, num_before, targets) * BLOCK + tl.arange(0, BLOCK)
@@ -445,11 +443,9 @@ def attend(
         bias, _, allowed = tile_bias_and_mask(
             biases, first, length, history, row, is_row, times, column, CAUSAL, WINDOW, CONTEXTUAL
         )
-        # Masked scores are replaced below, so their bias does not matter.
         score = tl.dot(queries_BQ, tl.trans(keys_BQ), input_precision=PRECISION) * tokens.scale + bias
         if SOFTMAX:
             score = tl.where(allowed, score, _MASKED_SCORE)
-            # Sums so far are relative to the old maxima: rescale them to the new ones.
             raised = tl.maximum(maxima, tl.max(score, 1))
             weight = tl.where(allowed, tl.exp(score - raised[:, None]), 0.0)
             factor = tl.exp(maxima - raised)
@@ -457,16 +453,13 @@ def attend(
             sums = sums * factor[:, None]
             maxima = raised
         else:
-            # SiLU weights need no normalization over keys, so no maxima either.
             weight = tl.where(allowed, score * tl.sigmoid(score), 0.0)
         sums += tl.dot(weight, values_BV, input_precision=PRECISION)
     if SOFTMAX:
-        # Rows past the end saw no key. Avoid a division by 0.
         total = tl.where(is_row, total, 1.0)
         sums = sums / total[:, None]
         tl.store(log_sums + (first_query + index) * tokens.num_heads + head, maxima + tl.log(total), is_row)
     else:
-        # SiLU weights are divided by the maximum length, once at the end.
         sums = sums / biases.max_length
     _store(out, first_query, index, tokens.num_heads, head, tokens.value_width, is_row, sums, VALUE_WIDTH)
 

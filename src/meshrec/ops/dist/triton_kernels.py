@@ -201,7 +201,6 @@ def write_messages(
     # Earlier messages take their words before the IDs, and words_per_id words for every ID.
     message = words + tl.load(rank + 3) + first_id * words_per_id
     ids_at = message + tl.load(rank + 2)
-    # IDs in earlier slots, which gives the position in the message.
     before = tl.load(starts + slots, inside, 0)
     if (tl.load(rank + 4) < 0) & (tl.program_id(0) == 0):
         # The first program of a route writes the bag count at the front of the message.
@@ -227,7 +226,6 @@ def write_messages(
             tl.store(ids_at + position, row.to(tl.int32), is_taken)
         if WEIGHTED:
             weight = tl.load(weights + start + i, is_taken, 0.0)
-            # Weights follow all IDs of the message.
             at = ids_at + ids_of_rank * (words_per_id - 1) + position
             tl.store(at, weight.to(tl.int32, bitcast=True), is_taken)
         position += is_taken.to(tl.int64)

@@ -116,7 +116,9 @@ def look_up(
 ):
     """Look up this program's bags: write a pooled row per bag, or a row per ID without pooling.
 
-    With CHECK, set ``is_bad`` if an ID is outside the table or has a NaN weight, and skip such rows.
+    The bags advance together: iteration i reads the i-th ID of every bag, until the longest bag ends. The
+    inner loop is unrolled, so several row loads are in flight. With CHECK, set ``is_bad`` if an ID is outside
+    the table or has a NaN weight, and skip such rows.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
@@ -136,9 +138,7 @@ def look_up(
         BAGS: bags per program.
         BLOCK: row width, padded to a power of two.
     """
-    # LOOKUP_FIELDS integers per lookup.
     fields = lookups + tl.program_id(1) * 7
-    # The grid is sized for the lookup with the most bags.
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
         return
     bags, is_bag, start, end, first_id = _bags(fields, offsets, BAGS)
@@ -149,12 +149,9 @@ def look_up(
     target = out + tl.multiple_of(tl.load(fields + 4), ALIGN)
     address, height = tl.load(addresses + table), tl.load(num_rows + table)
     columns = tl.arange(0, BLOCK)
-    # The bags advance together: iteration i reads the i-th ID of every bag, until the longest bag ends.
     total = tl.zeros([BAGS, BLOCK], tl.float32)
-    # All False, with the shape of is_bag.
     bad = is_bag & False
     for offset in range(0, tl.max(end - start, 0), _AT_ONCE):
-        # Unrolled, to have several row loads in flight.
         for unrolled in tl.static_range(_AT_ONCE):
             at = start + offset + unrolled
             is_id = at < end
@@ -165,7 +162,6 @@ def look_up(
             x = _rows(address, row, is_id, width, columns, WEIGHT, BITS, ALIGN)
             if WEIGHTED:
                 weight = tl.load(sample_weights + at, is_id, 0.0)
-                # Only NaN differs from itself.
                 bad = bad | (weight != weight)
             if pooling == _NONE:
                 cells = ((at - first_id) * stride)[:, None] + columns[None, :]
@@ -180,7 +176,6 @@ def look_up(
         tl.store(is_bad, 1)
     if pooling != _NONE:
         if pooling == _MEAN:
-            # An empty bag divides 0 by 1.
             total = total / tl.maximum(end - start, 1).to(tl.float32)[:, None]
         cells = (bags * stride)[:, None] + columns[None, :]
         tl.store(target + cells, total.to(out.dtype.element_ty), is_bag[:, None] & (columns < width)[None, :])
