@@ -177,6 +177,7 @@ class DLRMPredictFactory(PredictFactory):
         """
         sizes = self.model_config
         keys = sizes.id_list_features_keys
+        # `num_embeddings` replaces the sizes per feature, if given.
         rows = sizes.num_embeddings_per_feature
         if sizes.num_embeddings is not None:
             rows = [sizes.num_embeddings] * len(keys)

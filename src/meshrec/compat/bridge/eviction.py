@@ -47,6 +47,7 @@ def probabilistic_threshold_filter(
     Returns:
         Mask of admitted IDs, and a random threshold per ID.
     """
+    # 1 - (1 - p) ** count is the probability of admission in any of `count` occurrences.
     probability = torch.full_like(id_counts, 1 - per_id_probability, dtype=torch.float)
     threshold = torch.rand(id_counts.size(), device=id_counts.device)
     return 1 - torch.pow(probability, id_counts) > threshold, threshold

@@ -212,6 +212,7 @@ def _hook_spawner(module: Any) -> None:
         return
 
     def with_bridge(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        # The key is not used by multiprocessing; unpickling its value is what installs the bridge.
         data: dict[str, Any] = describe(*args, **kwargs)
         if packages := bridged_packages():
             data["meshrec_bridge"] = _BridgeInstaller(packages)

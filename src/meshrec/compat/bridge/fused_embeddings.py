@@ -55,6 +55,7 @@ class _Fused:
                 f"location {location!r} is not to be had: tables are where device says. Leave it out, or "
                 f"pass one of {list(_LOCATIONS)}."
             )
+        # For optimizer_type() and optimizer_kwargs().
         self._optimizer = (optimizer_type, dict(optimizer_kwargs))
         spec = spec_of({"optimizer": optimizer_type, **optimizer_kwargs})
         modules.fuse(cast(nn.Module, self), optimizer=spec)

@@ -199,6 +199,7 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         # The remaining IDs share rows by hash, or are dropped, until a later batch finds room.
         new = new[:num_free]
         if len(new):
+            # Free rows suffice, because `new` was cut to their number.
             slots = self._index.insert(new)
             self._hash_zch_identities[slots, 0] = new
             self._hash_zch_used[slots] = True

@@ -88,6 +88,7 @@ def shard_quant_model(
     Raises:
         ValueError: the host has fewer GPUs than ``world_size``.
     """
+    # "Ranks" are devices of this process here.
     env = ShardingEnv.from_local(local_devices(world_size, compute_device))
     sharders = list(DEFAULT_SHARDERS if sharders is None else sharders)
     if sharding_plan is None:
@@ -148,6 +149,7 @@ class PredictModule(nn.Module, abc.ABC):
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         """Run ``predict_forward`` in inference mode, on the module's GPU if it has one."""
+        # A server thread may have another current device.
         on_gpu = self._device is not None and self._device.type == "cuda"
         with torch.inference_mode(), torch.cuda.device(self._device) if on_gpu else nullcontext():
             return self.predict_forward(batch)

@@ -234,6 +234,7 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
             self._current_iter = self._last_eviction_iter = int(self._current_iter_tensor)
         self._current_iter += 1
         self._current_iter_tensor += 1
+        # All features of a table share its rows, so they share the history.
         values = torch.cat([bags.values() for bags in features.values()])
         self._history.record(values, self._current_iter, self._eviction_interval)
         if self._current_iter - self._last_eviction_iter == self._eviction_interval:

@@ -136,8 +136,10 @@ class ShardingPlanRequest:
     @property
     def request_hash(self) -> str:
         """Hash of everything but the model, the sharders, the reservation object and the ID."""
+        # Objects without a stable repr, and fields that do not change the plan.
         excluded = ("model", "sharders", "storage_reservation", "request_id", "capture_search_space")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in excluded}
+        # The order of the constraints does not matter.
         values["constraints"] = sorted((self.constraints or {}).items(), key=lambda item: item[0])
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
@@ -348,6 +350,7 @@ class DefaultPlannerExecutor(PlannerExecutor):
             pg: process group in which all ranks get the same plan; None: plan on this rank.
         """
         request = ctx.request
+        # A function builds the model only now.
         model = request.model if isinstance(request.model, nn.Module) else request.model()
         topology = self._provider.build_topology(sku, request, ctx)
         reservation = self._provider.build_storage_reservation(sku, request)
@@ -371,6 +374,7 @@ class DefaultPlannerExecutor(PlannerExecutor):
         milliseconds = (time.perf_counter() - started) * 1e3
         ctx.timing[f"plan_call:{sku}"] = milliseconds
         num_bytes = estimates.pop("num_bytes", 0)
+        # Tables use either GPU memory or host memory.
         on_cpu = topology.compute_device == "cpu"
         return ShardingPlanResult(
             sku=sku,
@@ -458,8 +462,10 @@ class ShardingPlannerAPI(ABC):
             )
         group = self._broadcast_pg
         if group is None and dist.is_available() and dist.is_initialized():
+            # Without an explicit group, all ranks get the same plan.
             group = dist.group.WORLD
         started = time.perf_counter()
+        # Without repetitions, in the order of the subclass.
         skus = list(dict.fromkeys(self._targets(request)))
         for sku in skus:
             ctx.stats = self._reporter.build_stats(ctx, sku)

@@ -63,6 +63,7 @@ class QuantTableGroup:
                     f"{list(rows.shape)}{'' if scales is None else ' and scales apart'}. Take the rows of a "
                     "model quantised in the same way."
                 )
+        # All tables are valid: write.
         for (rows, _), views in zip(weights, self._parts, strict=True):
             for first, view in views:
                 view.copy_(rows[first : first + len(view)])

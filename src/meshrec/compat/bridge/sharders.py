@@ -108,6 +108,7 @@ class _FusedSharder:
 
     def core_sharder(self, module: TableCollection, plan: EmbeddingModuleShardingPlan) -> Any:
         """Return MeshRec's sharder with this plan's fused tables and wire formats."""
+        # MeshRec's sharder takes wire formats and tables at construction, and both depend on the plan.
         tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
         pooled = isinstance(module, EmbeddingBagCollection)
         precision = precision_of(self.qcomm_codecs_registry, plan, pooled=pooled)
@@ -152,6 +153,7 @@ def _fused_tables(
     fused, unfused = [], []
     for config, weight in module.tables().values():
         placed = plan.get(config.name)
+        # An optimizer that is attached to the weight takes precedence over the sharder's.
         if placed is None or in_backward_spec(weight) is not None:
             continue
         if not has_params and not isinstance(weight, nn.Parameter):

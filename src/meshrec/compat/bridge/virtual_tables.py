@@ -27,7 +27,7 @@ class VirtualTableEvictionPolicy:
 
     @property
     def left_out(self) -> str:
-        """Options without effect, as text."""
+        """Options of the policy which have no effect, for a log line; empty if there are none."""
         return ""
 
 
@@ -66,7 +66,7 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def left_out(self) -> str:
-        """The threshold: the table instead evicts when it reaches ``max_rows``."""
+        """Describes the threshold, which has no effect: the table evicts when it reaches ``max_rows``."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
@@ -115,26 +115,30 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def left_out(self) -> str:
-        """The threshold: the table instead evicts when it reaches ``max_rows``."""
+        """Describes the threshold, which has no effect: the table evicts when it reaches ``max_rows``."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
 def keys_of(policy: object, num_embeddings: int, name: str) -> Hashed:
-    """Return the hashed keys for a virtual table.
+    """Convert a virtual table's eviction policy to hashed keys.
 
     Args:
         policy: eviction policy; None: rows are never evicted.
-        num_embeddings: virtual ID space size.
+        num_embeddings: size of the virtual ID space.
         name: table name, for messages.
 
+    Returns:
+        Hashed keys with a row budget: the policy's trigger count, or ``num_embeddings``.
+
     Raises:
-        ValueError: the policy is not supported, or nothing bounds the row count.
+        ValueError: the policy is not supported, or the row budget is too large.
     """
     if policy is not None and not isinstance(policy, VirtualTableEvictionPolicy):
         raise ValueError(
             f"table {name!r}: virtual_table_eviction_policy {type(policy).__name__} has no counterpart. Give "
             "the table keys=meshrec.Hashed(evict=meshrec.tables.Score(...)), a score of your own."
         )
+    # 0 means that the policy sets no limit.
     most = getattr(policy, "training_id_eviction_trigger_count", 0) or num_embeddings
     if most > _MOST_ROWS:
         raise ValueError(

@@ -44,7 +44,7 @@ class WarmupPolicy(Enum):
 
 @dataclass(frozen=True)
 class WarmupStage:
-    """Schedule stage. Iterations count from the start of training, not from the start of the stage.
+    """Stage of a learning-rate schedule. Iterations count from the start of training, not of the stage.
 
     Raises:
         ValueError: the policy cannot use the values.
@@ -147,6 +147,7 @@ class WarmupOptimizer(Forwarding, KeyedOptimizer):
         if param_name in optimizer.params:
             raise ValueError(f"there is a parameter named {param_name!r}. Choose another param_name.")
         self._optimizer = optimizer
+        # After the last stage, the rate stays at `lr`.
         self._stages = [*stages, WarmupStage(policy=WarmupPolicy.NONE, max_iters=_FOREVER)]
         self._lr = lr
         self._lr_param = lr_param

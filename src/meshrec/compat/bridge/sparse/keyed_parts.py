@@ -15,20 +15,27 @@ from meshrec.sparse.counting import count_per_key
 
 
 class KeyedParts:
-    """KeyedJaggedTensor methods that do not refer to the class. TorchScript compiles them into it.
+    """KeyedJaggedTensor methods which do not refer to the class. TorchScript compiles them into it.
 
-    The class is also a ``JaggedParts``.
+    The class is also a ``JaggedParts``. "Key-major" means: all bags of the first key, then the second, and so
+    on.
     """
 
+    # Set by the constructor.
     _keys: list[str]
+    # Bags per key, if equal for all keys. Given to the constructor, or computed by the first stride().
     _stride: int | None
+    # Bags per key and source rank [K, ranks]; None if all keys have equally many bags.
     _stride_per_key_per_rank: Tensor | None
+    # The following are host-side copies, computed at first use and then cached.
     _stride_per_key: list[int] | None
     _length_per_key: list[int] | None
     _offset_per_key: list[int] | None
     _lengths_offset_per_key: list[int] | None
     _index_per_key: dict[str, int] | None
+    # Result of to_dict(); not cached if the weights require gradients.
     _jt_dict: dict[str, JaggedTensor] | None
+    # Given to the constructor, for samples that share bags.
     _inverse_indices: tuple[list[str], Tensor] | None
 
     def keys(self) -> list[str]:
@@ -122,6 +129,7 @@ class KeyedParts:
         return counts
 
     def _counted(self) -> list[int]:
+        """Compute the value count per key. Synchronizes with the device, except under torch.compile."""
         if not torch.jit.is_scripting():
             if torch.compiler.is_compiling():
                 return count_per_key(self)
@@ -187,6 +195,7 @@ class KeyedParts:
                     lengths=lengths[i],
                     offsets=offsets[i] if compute_offsets else None,
                 )
+        # Cached slices would keep the graph of an earlier backward pass.
         if weights is None or not weights.requires_grad:
             self._jt_dict = result
         return result
@@ -211,6 +220,7 @@ class KeyedParts:
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Return the element counts per tensor and target rank. Rank i gets ``key_splits[i]`` keys."""
         bags, counts = sums_of(self.stride_per_key(), key_splits), sums_of(self.length_per_key(), key_splits)
+        # In the order of dist_labels().
         splits = [bags, counts]
         if self.variable_stride_per_key():
             splits.append(key_splits)

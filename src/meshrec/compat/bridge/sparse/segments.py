@@ -44,6 +44,7 @@ def counts_between(offsets: Tensor, bags: list[int], num_values: int) -> list[in
         counts = [num_values // (len(bags) - 1)] * (len(bags) - 1)
         counts[0] += num_values % (len(bags) - 1)
         return counts
+    # A single transfer to the host for all keys.
     ends: list[int] = offsets[torch.tensor(bags, device=offsets.device)].long().tolist()
     return [ends[i + 1] - ends[i] for i in range(len(bags) - 1)]
 
@@ -161,6 +162,7 @@ def received(
         and total batch size unless ``variable`` (else None).
     """
     lengths, values = tensors[0], tensors[1]
+    # Weights come last, and strides only exist for variable batch sizes.
     has_weights = len(tensors) > (3 if variable else 2)
     weights: Tensor | None = tensors[-1] if has_weights else None
     strides: Tensor | None = None
@@ -178,6 +180,7 @@ def received(
     if recat is not None and bags.numel() > 0:
         ends = to_offsets(lengths)
         edges = to_offsets(bags)
+        # Values per (rank, key) segment.
         counts = ends[edges[1:]] - ends[edges[:-1]] if lengths.numel() > 0 else torch.zeros_like(bags)
         values = reordered(recat, counts, values)
         if weights is not None:

@@ -42,6 +42,7 @@ def validate_keyed_jagged_tensor(
 
 
 def _check_lengths(lengths: Tensor, values: Tensor) -> None:
+    """Raise ValueError unless the lengths sum to the number of values."""
     if int(lengths.sum()) != values.numel():
         raise ValueError(
             f"Sum of lengths must equal the number of values, got {int(lengths.sum())} and {values.numel()}. "
@@ -50,6 +51,7 @@ def _check_lengths(lengths: Tensor, values: Tensor) -> None:
 
 
 def _check_offsets(offsets: Tensor, values: Tensor) -> None:
+    """Raise ValueError unless offsets start at 0 and end at the number of values."""
     if offsets.numel() == 0:
         raise ValueError("offsets cannot be empty; without bags they are [0].")
     if int(offsets[0]) != 0:
@@ -64,6 +66,7 @@ def _check_offsets(offsets: Tensor, values: Tensor) -> None:
 
 
 def _check_agreement(lengths: Tensor, offsets: Tensor) -> None:
+    """Raise ValueError unless lengths and offsets describe the same bags."""
     if lengths.numel() != offsets.numel() - 1:
         raise ValueError(
             f"Expected lengths size to be 1 more than offsets size, in words: {offsets.numel()} offsets need "
@@ -74,6 +77,7 @@ def _check_agreement(lengths: Tensor, offsets: Tensor) -> None:
 
 
 def _check_keys(kjt: KeyedJaggedTensor, num_bags: int) -> None:
+    """Raise ValueError if keys repeat, or the number of bags does not match the keys."""
     keys = kjt.keys()
     if len(set(keys)) != len(keys):
         raise ValueError(f"keys must be unique, got {keys}.")
@@ -91,6 +95,7 @@ def _check_keys(kjt: KeyedJaggedTensor, num_bags: int) -> None:
 
 
 def _warn_of_strides(kjt: KeyedJaggedTensor, num_bags: int) -> None:
+    """Log a warning if the batch sizes per key do not match the keys or the bags."""
     strides = kjt._stride_per_key_per_rank
     assert strides is not None
     num_keys = len(kjt.keys())
@@ -115,6 +120,7 @@ def _warn_of_strides(kjt: KeyedJaggedTensor, num_bags: int) -> None:
 
 
 def _are_rows(kjt: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) -> bool:
+    """Return whether all IDs are within their tables. Log the features with other IDs."""
     num_rows: Mapping[str, int] = {
         name: config.num_embeddings for config in configs for name in config.feature_names
     }
