@@ -104,7 +104,9 @@ def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
         [by and len(layout.widths) == 1 for by, layout in zip(by_rows_C, layouts, strict=True)]
     )
     shape_by_layout = {layout: shape for shape, layout in enumerate(dict.fromkeys(layouts))}
+    # Any candidate of a type shows the table's column count.
     first_Y = problem.type_C.searchsorted(np.arange(len(admitted_Y)))
+    # An empty array means that all types may use all ranks.
     masked = any(mask is not None for mask in problem.ranks_Y)
     full = np.ones(problem.num_ranks, bool)
     return AnnealProblem(

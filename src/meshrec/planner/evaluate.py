@@ -124,6 +124,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     np.add.at(bytes_R, rank_N, model.rectangle_bytes(table_N, rows_N, columns_N))
     # Receive buffers are the same on every rank.
     bytes_R += model.received_bytes(table_N, rows_N, columns_N, in_node_N).sum()
+    # Data-parallel tables have no rectangles, but cost every rank the same.
     whole = np.flatnonzero(placements.replicated_T)
     if len(whole):
         load_RF += model.replicated_loads(whole).sum(axis=0)
@@ -210,6 +211,7 @@ def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Seq
     for index, (parts, table) in enumerate(zip(parts_T, tables, strict=True)):
         layout = problem.layouts_C[parts.candidate]
         replicated.append(layout.scope is Scope.EVERYWHERE)
+        # Number of row parts per column part, on ranks.
         length = layout.row_parts * (problem.node_size if layout.scope is Scope.NODES else 1)
         column = 0
         # `length` consecutive entries are the row parts of one column part.
@@ -217,6 +219,7 @@ def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Seq
             chunk = slice(first, first + length)
             group = int(parts.group_N[first])
             width = int(problem.width_P[group])
+            # Without a row split, an uneven piece has more or fewer columns.
             if length == 1:
                 width = round(width * float(parts.amount_N[first]))
             order = np.argsort(parts.rank_N[chunk], kind="stable")
@@ -225,6 +228,7 @@ def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Seq
                 if end > start:
                     rectangles.append((index, int(start), int(end), column, column + width, int(rank)))
             column += width
+        # Rounded widths must still sum to the table's columns.
         assert replicated[-1] or column == table.embedding_dim
     columns = np.array(rectangles, np.int64).reshape(-1, 6).T
     return _placements(columns, replicated)
@@ -288,6 +292,7 @@ def to_plan(
     for index, table in enumerate(tables):
         has_optimizer = table.optimizer is not OptimizerKind.NONE
         kernel = EmbeddingComputeKernel.FUSED if has_optimizer else EmbeddingComputeKernel.DENSE
+        # Tables without a backward pass are quantized.
         kernel = kernel if table.trained else EmbeddingComputeKernel.QUANT
         whole = bool(placements.replicated_T[index])
         plan.setdefault(table.module_path, EmbeddingModuleShardingPlan())[table.own_name] = ParameterSharding(

@@ -147,6 +147,7 @@ class HardwareProfile:
         Raises:
             ValueError: unknown or missing fields.
         """
+        # Fields with defaults may be missing, so that older files can be read.
         fields = set(cls.__dataclass_fields__)
         optional = {
             name for name, attribute in cls.__dataclass_fields__.items() if attribute.default is not MISSING

@@ -109,6 +109,7 @@ class Solver:
         self.work = 0
         lower, upper, start, column, value = rows.by_rows()
         self._count = len(cost) + len(lower)
+        # Unit of work per solve, see _WORK_PER_SOLVE. Added cuts are not counted.
         self._size = self._count**0.7
         self._num_rows = len(lower)
         self._highs = _SilentHighs()  # type: ignore[no-untyped-call]
@@ -165,6 +166,7 @@ class Solver:
             return Optimum(objective, x, reduced_costs)
         if self._status in _SETTLED:
             return None
+        # Neither optimal nor infeasible: the caller gets a bound that is certainly valid.
         none = np.zeros(self._highs.getNumCol())
         return Optimum(-INFINITY, none, none)
 

@@ -44,6 +44,7 @@ def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -
         for sharder in sharders or ():
             if isinstance(module, sharder.module_type):
                 yield EmbeddingModule(path, module, sharder)
+                # Only the first sharder that supports the module counts.
                 break
 
 
@@ -79,10 +80,12 @@ def tables_of_model(
     default_wires = default_wires._replace(tables=given)
     tables = []
     for path, module, sharder in embedding_modules(model, sharders):
+        # Only some sharders have an optimizer.
         default = optimizer_kind(getattr(sharder, "optimizer", None))
         if default is OptimizerKind.NONE:
             default = default_optimizer
         wires = _wires_of(sharder, path, names_by_path)
+        # Parameters are named <collection>.<table>.weight.
         weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters() if "." in name}
         for config in _configs(module) or ():
             weight = weights.get(config.name)

@@ -129,6 +129,7 @@ def make_report(plan: PlannedShardingPlan) -> PlanReport:
     """
     inputs = plan.required_inputs()
     estimate = plan.estimate()
+    # Every large table is placed again in every sharding type.
     reasons = alternatives(plan)
     on_rank: list[list[str]] = [[] for _ in estimate.bytes_R]
     tables, replicated = [], []
@@ -195,6 +196,7 @@ def what_if(
     samples = inputs.batch_size * inputs.topology.world_size
     plans: list[tuple[int, PlannedShardingPlan | str]] = []
     for world_size in world_sizes:
+        # Fewer ranks than a node has are on a single node.
         local = min(inputs.topology.local_size, world_size)
         try:
             topology = replace(inputs.topology, world_size=world_size, local_world_size=local, replicate=(1,))
@@ -242,6 +244,7 @@ def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
         then = before.pop(key, None)
         if then is not None and then.digest() == now.digest():
             continue
+        # Includes optimizer state and index, spread evenly over the elements.
         bytes_per_element = table.num_bytes / (table.num_embeddings * table.embedding_dim)
         elements = _new_elements(then, now, table.num_embeddings, table.embedding_dim, new)
         moves.append(
@@ -324,6 +327,7 @@ def _warnings(plan: PlannedShardingPlan, ranks: Sequence[RankReport], memory_cap
         warnings.append(
             f"rank {slowest} works {totals.max() / totals.mean():.2f} times as long as the mean rank"
         )
+    # 1.0 is the default, so it probably was not measured.
     assumed = [table.name for table in inputs.tables if set(table.pooling_factors) == {1.0}]
     if assumed and len(assumed) == len(inputs.tables):
         warnings.append(

@@ -81,6 +81,7 @@ def _console() -> Console:
 
 def _report(report: PlanReport) -> RenderableType:
     """Lay out the report: a table of phases, a table of ranks, then warnings and the result in sentences."""
+    # Phases that the plan does not use would only widen the tables.
     used = [phase for phase, seconds in report.phases.items() if seconds > 0]
     title = "one training step, without the dense part"
     summary = Table("phase", "slowest rank, ms", title=title, min_width=len(title))

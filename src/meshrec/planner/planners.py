@@ -158,6 +158,7 @@ def plan_tables(
     """
     constraints = dict(constraints or {})
     optimized = None
+    # Without memory for tables, the search has nothing to do; diagnose explains it.
     if topology.memory_cap > 0:
         optimized = optimize(tables, topology, batch_size=batch_size, constraints=constraints, effort=effort)
     if optimized is None:

@@ -118,6 +118,7 @@ class Search:
         Returns:
             The plan as a start, or None if no plan fits or annealing is not available.
         """
+        # Its loads are bytes, so the plan is placed again below, with loads in seconds.
         by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
         return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
 
@@ -174,5 +175,6 @@ class Search:
         self.work += state.work
         # Counted once, even if the state is kept again.
         state.work = 0
+        # The factor keeps the first of several equal plans, despite rounding.
         if state.seconds < self.seconds * (1 - 1e-12) and state.fits():
             self.seconds, self.parts_T = state.seconds, state.plan

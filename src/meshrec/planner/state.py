@@ -143,6 +143,7 @@ class State:
         problem = self.problem
         scope = problem.layouts_C[candidate].scope
         common_bytes = self.common_bytes + problem.common_bytes_C[candidate]
+        # Free bytes per rank, if the table's common bytes are added everywhere.
         room_R = problem.memory_cap - common_bytes - self.bytes_R
         if room_R.min() < 0:
             return None
@@ -155,7 +156,9 @@ class State:
         for group in range(*problem.pieces(candidate).indices(len(problem.candidate_P))):
             # The constant is the fixed cost of the numpy calls below, in array elements.
             self.work += 3000 + 3 * self.load_RK.size
+            # Growth of every rank's powers, if it takes a piece.
             added_RK = self._power(self.load_RK + problem.load_PK[group]) - self._power_RK
+            # First-order change of the objective, if the rank takes a piece.
             cost = added_RK @ weight_K
             cost[room_R < problem.bytes_P[group]] = np.inf
             if allowed_R is not None:
@@ -198,6 +201,7 @@ class State:
             pieces: piece groups of the candidate, all on distinct ranks of this node.
         """
         problem = self.problem
+        # All pieces must be on distinct ranks of the node.
         needed = int(problem.count_P[pieces].sum())
         by_node = np.sort(cost_R.reshape(-1, problem.node_size), axis=1)
         if needed > problem.node_size:

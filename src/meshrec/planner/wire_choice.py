@@ -89,10 +89,12 @@ def choose_wires(
     Returns:
         Copies of the tables with the selected formats.
     """
+    # Never empty: the first pair, fp32 for both, has no loss and no error.
     pairs = [wires for wires in AUC_LOSS if bound.allows(wires)]
     number = np.arange(len(tables))
     seconds = []
     for wires in pairs:
+        # Formats of one table do not affect the exchange of another, so all tables are priced at once.
         priced = [replace(table, wire=wires) for table in tables]
         model = CostModel(priced, topology, batch_size=batch_size, replicas=replicas)
         loads = model.rectangle_loads(
@@ -131,8 +133,10 @@ def bytes_across_nodes(
     """
     by_setting = {}
     for name in get_args(AcrossNodes):
+        # IDs are packed only if nodes exchange rows.
         variant = replace(topology, across_nodes=name, packed_ids=packed_ids and name == "rows")
         model = CostModel(tables, variant, batch_size=batch_size)
+        # Every table is assumed to be split by rows over all ranks.
         table = np.arange(len(tables)).repeat(model.num_ranks)
         rows, columns = model.arrays.rows_T[table] / model.num_ranks, model.arrays.columns_T[table]
         sent = model.sent_bytes(table, rows, columns, np.full(len(table), model.sum_in_node))
