@@ -19,7 +19,7 @@ _EXPONENT = 32
 
 
 class Alternative(NamedTuple):
-    """Another table placement, while all other tables stay where they are.
+    """Another placement for a table, while all other tables stay where they are.
 
     Attributes:
         sharding_type: sharding type, such as ``"row_wise"``.

@@ -40,7 +40,7 @@ class LowerBound:
 
     Args:
         problem: planning problem.
-        allowed_C: which candidates plans may use, as a mask.
+        allowed_C: whether plans may use a candidate.
         deadline: ``time.perf_counter`` time after which no cutting planes are added.
 
     Attributes:
@@ -147,7 +147,7 @@ class LowerBound:
             bound: bound of the enclosing box, which also holds here.
             lower_K: lower limits on T.
             upper_K: upper limits on T.
-            admitted_C: allowed candidates, as a mask.
+            admitted_C: whether a candidate is allowed.
             cutoff: maximum step time, in units of `scale`.
             rounds: maximum cutting plane rounds.
         """

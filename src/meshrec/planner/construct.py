@@ -125,7 +125,7 @@ def fitting_plan(
 
     Args:
         problem: planning problem.
-        allowed_C: allowed candidates, as a mask; None: all.
+        allowed_C: whether a candidate is allowed; None: all are.
         seconds: time limit for annealing.
 
     Returns:
@@ -145,7 +145,7 @@ def most_even_plan(
 
     Args:
         problem: planning problem.
-        allowed_C: allowed candidates, as a mask; None: all.
+        allowed_C: whether a candidate is allowed; None: all are.
         seconds: time limit for annealing.
 
     Returns:

@@ -85,7 +85,7 @@ class Rounding:
         Args:
             share_C: tables per candidate in the relaxation.
             upper_K: upper limits on T in the box, which are also the limits on every rank's load.
-            admitted_C: candidates to include, as a mask.
+            admitted_C: whether to include a candidate.
         """
         cuts = []
         for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
@@ -216,7 +216,7 @@ class LargestPieces:
             share_C: tables per candidate in the relaxation.
             slowest_K: T in the relaxation.
             lower_K: lower limits on T in the box.
-            admitted_C: candidates to include, as a mask.
+            admitted_C: whether to include a candidate.
         """
         admitted = np.flatnonzero(admitted_C)
         type_C, part_C = self._type_C[admitted], share_C[admitted] / self._tables_C[admitted]

@@ -42,10 +42,10 @@ class PlacedTable(NamedTuple):
 
     Attributes:
         name: table name.
-        cache_rows: row count cached in memory; None: the whole table is in memory, without a file.
+        cache_rows: rows cached in memory; None: the whole table is in memory, without a file.
         memory_bytes: bytes in memory, summed over all ranks.
         file_bytes: bytes in files, summed over all ranks.
-        hit_rate: predicted cached fraction of a batch's distinct rows.
+        hit_rate: predicted fraction of a batch's distinct rows to be found in the cache.
         reads: predicted number of records read from files per step, over all ranks.
     """
 
@@ -105,7 +105,7 @@ class _Law:
         return float((self.sizes * self._drawn(draws)).sum())
 
     def hit_rate(self, cached: float, draws: float) -> float:
-        """Return the expected cached fraction of a batch's distinct rows.
+        """Return the fraction of a batch's distinct rows expected in a cache.
 
         Args:
             cached: row count in the cache.
@@ -153,7 +153,7 @@ def exponent_of(num_rows: int, sample: IdSample) -> float:
 
 
 def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> float:
-    """Predict the cached fraction of a batch's distinct rows.
+    """Predict the fraction of a batch's distinct rows found in a cache.
 
     Args:
         num_rows: row count in the table.
@@ -250,9 +250,9 @@ class _CacheSize:
         samples_per_step: training samples per step over all ranks.
 
     Attributes:
-        cached: row count in the cache so far.
-        least: initial row count in the cache.
-        step: row count by which the cache grows.
+        cached: rows in the cache so far.
+        least: rows in the cache at first.
+        step: rows by which the cache grows.
         row_bytes: memory bytes per cached row.
         index_bytes: memory bytes of the hash index, which does not depend on the cache size.
     """

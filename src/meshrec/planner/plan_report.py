@@ -19,7 +19,7 @@ from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind
 from meshrec.reports.page import to_page
 
-# Memory cap fraction above which the report warns.
+# The report warns above this fraction of the memory cap.
 _TIGHT_MEMORY = 0.95
 # Gap between plan and lower bound above which the report warns.
 _LARGE_GAP = 0.05

@@ -92,7 +92,7 @@ class Relaxation:
         Args:
             lower_K: lower limits on T.
             upper_K: upper limits on T.
-            admitted_C: allowed candidates, as a mask.
+            admitted_C: whether a candidate is allowed.
             cutoff: maximum step time, in units of the scale.
             rounds: maximum number of times that cuts are added.
 

@@ -79,7 +79,7 @@ class Search:
 
     Args:
         problem: planning problem.
-        allowed_C: which candidates plans may use, as a mask.
+        allowed_C: whether plans may use a candidate.
         deadline: ``time.perf_counter`` time at which annealing ends.
 
     Attributes:

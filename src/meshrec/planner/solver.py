@@ -37,7 +37,7 @@ from meshrec.planner.types import Bools
 # Attempts that continue after the first short attempts, and the fraction of the plan work that each
 # gets at first. The fraction doubles every round.
 _FINALISTS, _ROUND = 4, 1 / 64
-# Plan work fraction after which no more first attempts start.
+# No more first attempts start after this fraction of the plan work.
 _FIRST_WORK = 0.25
 # Work per table of the shortest attempts: about the cost of setting up an attempt.
 _WORK_PER_TABLE = 2e4

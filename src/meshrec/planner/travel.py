@@ -47,14 +47,14 @@ class Sent(NamedTuple):
 
 
 class GroupRoutes(NamedTuple):
-    """Links between the ranks in a shard group, and the traffic fractions that use them.
+    """Links between the ranks in a shard group, and how an all-to-all spreads over them.
 
     Attributes:
         outer: slowest link within the shard group.
         replicas: slowest link between ranks with the same rectangles in different shard groups.
         all_ranks: slowest link between any two ranks of the machine.
-        same_node: traffic fraction that goes to other ranks in the same node, in (0, 1).
-        other_nodes: traffic fraction that goes to other nodes.
+        same_node: fraction sent to other ranks in the same node.
+        other_nodes: fraction sent to other nodes.
         wire: seconds per byte in an all-to-all, over both kinds of links.
         latency: seconds until an embedding exchange starts, over all hops.
         once: factor on work in exchange phases other than transfers: 1, or 0.5 in half duplex. In half

@@ -119,14 +119,14 @@ def wires_of(plan: PlannedShardingPlan) -> TableWires:
 def bytes_across_nodes(
     tables: Sequence[Table], topology: Topology, *, batch_size: int, packed_ids: bool = False
 ) -> dict[str, float]:
-    """Return the bytes leaving a node per step, for each value of the sharders' ``across_nodes``.
+    """Return the bytes which leave a node per step, by setting of the sharders' option ``across_nodes``.
 
     Tables are assumed to be row-wise over all ranks. ``"sums"``: all IDs, and a row per bag and node, in both
     directions. ``"rows"``: distinct rows per node with their IDs, in both directions.
 
     Args:
-        tables: tables.
-        topology: machine.
+        tables: all tables in the model.
+        topology: machine with several nodes; its own ``across_nodes`` is ignored.
         batch_size: samples per rank.
         packed_ids: whether the run packs sorted IDs, as its log says (``distributed/id_exchange.py``). They
             are priced as if spread evenly over the table; hot IDs which are close together take fewer bytes.

@@ -41,7 +41,7 @@ class ShardedContext(Multistreamable):
 
 
 class _Stages:
-    """Stages of a sharded module, as TorchRec's tutorials call them."""
+    """Stages of a batch in a sharded module, with the method names from TorchRec's tutorials."""
 
     built: ModuleParts
     tables: ShardedTables
