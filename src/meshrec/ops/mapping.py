@@ -48,6 +48,7 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
     """
     if _library is None:
         # torch opens files by name. This name refers to the open descriptor, even if the path was replaced.
+        # Linux, or else macOS and BSD.
         name = f"/proc/self/fd/{descriptor}" if os.path.isdir("/proc/self/fd") else f"/dev/fd/{descriptor}"
         return Mapping(torch.from_file(name, shared=False, size=num_bytes, dtype=torch.uint8), -1)
     # -1: the mapping has no guard.

@@ -31,6 +31,7 @@ def use_huge_pages(memory: Tensor) -> None:
     With huge pages, random row reads miss the TLB less often. No effect on small tensors, and on systems
     without huge pages.
     """
+    # The operator has no kernel for other devices.
     if memory.device.type == "cpu":
         operators.use_huge_pages(memory)
 

@@ -99,6 +99,7 @@ class Jagged:
 
     def _tensors(self) -> list[Tensor]:
         """Return all existing tensors: the values, and weights, lengths and offsets if set."""
+        # Boundaries that are not computed yet do not exist as tensors.
         parts = (self._values, self._weights, self._lengths, self._offsets)
         return list(filter(_is_not_none, parts))
 

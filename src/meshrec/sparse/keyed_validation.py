@@ -109,6 +109,7 @@ def check_given_counts(kjt: KeyedBags) -> None:
 
 def _check_counts(kjt: KeyedBags) -> None:
     """Check that the cached per-key counts equal those computed from the lengths and strides."""
+    # Computed again, because the cached bounds may be those to check.
     bags = [0, *accumulate(kjt.stride_per_key())]
     _check_equal_counts(kjt.keys(), "lengths_offset_per_key", kjt.lengths_offset_per_key(), bags)
     # The offsets at the boundaries between keys.

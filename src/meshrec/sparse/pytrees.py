@@ -69,6 +69,7 @@ def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedConte
 
 def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> KeyedJaggedTensor:
     """Rebuild a KeyedJaggedTensor from leaves and context."""
+    # In the order of _KEYED below.
     values, weights, lengths, offsets, strides, inverse = leaves
     # Unchecked, because tracing rebuilds tensors from placeholder leaves.
     return KeyedJaggedTensor.unchecked(

@@ -41,6 +41,7 @@ def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
     ids, bags = kjt.offset_per_key(), kjt.lengths_offset_per_key()
     id_sizes = [ids[last] - ids[first] for first, last in pairwise(ends)]
     bag_sizes = [bags[last] - bags[first] for first, last in pairwise(ends)]
+    # split() returns views.
     values = all_values.split(id_sizes)
     weights = [None] * len(sizes) if all_weights is None else all_weights.split(id_sizes)
     return list(map(KeyGroup, values, weights, all_lengths.split(bag_sizes)))

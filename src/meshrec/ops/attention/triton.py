@@ -96,6 +96,7 @@ def jagged_attention_grad(
     if not _has_kernel(query, value):
         return naive.jagged_attention_grad(grad, out, log_sums, query, key, value, *options)
     launch = _prepare_launch(query, key, value, *options)
+    # Kernels expect a contiguous output gradient.
     grad, is_softmax = grad.contiguous(), launch.constants["SOFTMAX"]
     # Softmax backward needs sum(weight * weight_grad) per query, which equals out . grad (as in
     # FlashAttention).
@@ -166,7 +167,9 @@ def _prepare_launch(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     # Strides per token and per head. The last dimension is contiguous.
     strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
+    # Heads, query width, value width.
     sizes = query.shape[1], query.shape[2], value.shape[2]
+    # Cached on the device, because it only depends on the bucket count.
     starts = None if time is None else _bucket_starts(len(time), query.device, stream_of(query.device))
     biases = (x if x is None else x.contiguous() for x in (position, time, timestamps))
     # tl.dot needs dimensions of at least 16.

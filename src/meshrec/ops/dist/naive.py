@@ -106,6 +106,7 @@ def _ids_of_use(
     offsets_B1 = offsets[start : end + 1].long()
     ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
     rows = values[ids].long()
+    # The first cut is 0, or -2^63 for hashed keys.
     bad = (rows < router.cuts[use][0]) | (rows >= router.num_rows(use))
     if router.num_rows(use) == _UNBOUNDED:
         # Hashed keys may be any int64, including the one that stands for the end.
@@ -114,6 +115,7 @@ def _ids_of_use(
     rows = rows.masked_fill(bad, 0)
     # Only inner cuts: the first and the last interval have no outer bound here.
     cuts = torch.tensor(router.cuts[use][1:-1], dtype=torch.int64, device=values.device)
+    # right=True: a row at a cut belongs to the interval after the cut.
     return _UseIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
 
 

@@ -121,6 +121,7 @@ def block_ranges(
         )
     first_row = element = byte = 0
     for b, num_rows in enumerate(rows):
+        # Positions within a row, in elements and in bytes.
         columns, at, at_byte = [], 0, 0
         for c in range(starts[b], starts[b + 1]):
             size = column_bytes(formats[c], widths[c])
@@ -303,6 +304,7 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
     coded = values_ND.new_zeros(num_rows, column_bytes(kind, dim), dtype=torch.uint8)
     if not coded.numel() or dim == 0:
         return coded
+    # The lowest code, -top - 1, is reserved for non-finite values.
     top = 127 if kind == INT8 else 7
     finite = values_ND.isfinite()
     limit = torch.finfo(torch.float32).max
@@ -366,6 +368,7 @@ def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Ten
         maximum: largest finite value per row, fp32 [N].
         top: largest code.
     """
+    # May overflow to infinity, although both are finite.
     span = maximum - minimum
     fits = span.isfinite()
     # A range above the fp32 maximum is divided before it is subtracted.

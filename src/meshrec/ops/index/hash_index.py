@@ -297,6 +297,7 @@ def free_slots(slots: Sequence[tuple[HashIndex, Tensor]]) -> list[Tensor]:
     Raises:
         ValueError: a slot is already free, or repeats. No index changed.
     """
+    # All arguments are checked before any index changes.
     slots_by_index = [index._validated(index_slots) for index, index_slots in slots]
     implementations = [index._index for index, _ in slots]
     assert len({id(index) for index in implementations}) == len(implementations)

@@ -96,6 +96,7 @@ def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) 
     freed: list[int] = []
     counts = []
     for table_pins, table_alive, table_slots in zip(pins, alive, slots, strict=True):
+        # In the order in which slots lose the last pin, as in the kernel.
         free = []
         # One by one, because a slot may occur several times.
         for slot in table_slots.tolist():

@@ -87,6 +87,7 @@ def permute_jagged(
         if not 0 <= key < num_keys:
             raise ValueError(f"{op}: order names key {key}; there are {num_keys} keys")
     for expected, name, starts in ((num_bags, "bags", bags), (num_values, "values", ids)):
+        # Kernels allocate the result with the caller's sizes, so these must be right.
         total = sum(starts[key + 1] - starts[key] for key in order)
         if total != expected:
             raise ValueError(f"{op}: the keys in order hold {total} {name}, but num_{name} is {expected}")

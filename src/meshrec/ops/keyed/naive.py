@@ -244,6 +244,7 @@ def _find_rows_and_added(
     if added.shape[1]:
         # Added keys are few, so a binary search will do.
         position = torch.searchsorted(added[0], keys).clamp(max=added.shape[1] - 1)
+        # Added rows are numbered after the exported rows.
         slots = torch.where((slots < 0) & (added[0][position] == keys), num_rows + added[1][position], slots)
     return torch.cat([weight, added_rows]), slots
 

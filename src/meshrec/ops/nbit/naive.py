@@ -124,6 +124,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
     widths = dict(zip(lookups.tables, lookups.dims, strict=True))
     # The whole table is dequantized: this version is a reference, not meant to be fast.
     floats = [
+        # A table without a feature has no known width, and need not be dequantized.
         rows if table_bits == 0 or table not in widths else nbit_dequantize(rows, table_bits, widths[table])
         for table, (rows, table_bits) in enumerate(zip(weights, bits, strict=True))
     ]

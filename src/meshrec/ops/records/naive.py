@@ -77,6 +77,7 @@ def records_read(
             listed.
     """
     geometry, failures = RecordLayout(*layout), list[tuple[int, int]]()
+    # Byte views, because records hold raw bytes whatever the dtype.
     memory = [_as_bytes(part) for part in parts]
     for position, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
         try:
@@ -179,6 +180,7 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
         Selected slots in hand order; fewer than ``num_victims`` if all other slots are pinned; and the new
             hand position.
     """
+    # A set next to the list, for fast membership tests.
     size, victims, selected = len(counts), list[int](), set[int]()
     # Without this limit, the hand would circle forever once all unpinned slots are selected.
     free = int((pins == 0).sum())

@@ -84,6 +84,7 @@ _CPP_TYPES = {"decay_mode": "int", "step": "uint64_t", "seed": "uint64_t", "row_
 class RowSum(IntEnum):
     """The sums of squares over a whole row that formulas may read; the values are columns of ``stats_U3``."""
 
+    # The C++ and Triton kernels use the same column numbers.
     GRADIENT = 0
     """Sum of squares of ``Formula.gradient``."""
     WEIGHT = 1
@@ -259,6 +260,7 @@ def _rowwise_rmsprop_ar(rows: Rows, h: Hyper) -> Tensor:
 class OptimizerKind(Enum):
     """Fused optimizers. The values are the names in plan files and recipes."""
 
+    # Plan files and recipes contain these values, so they must not change.
     NONE = "none"
     SGD = "sgd"
     ADAGRAD = "adagrad"
@@ -286,6 +288,7 @@ class OptimizerKind(Enum):
 
         Row-wise Adam needs (1, 1): a first moment per column, and a second moment per row.
         """
+        # NONE has no formula, hence no state.
         slots = _BY_KIND[self].slots if self in _BY_KIND else ()
         num_per_row = sum(slot.per_row for slot in slots)
         return len(slots) - num_per_row, num_per_row

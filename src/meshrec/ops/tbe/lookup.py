@@ -254,6 +254,7 @@ def _run_fused(
             "a fused collection was called inside a torch.func transform (grad, vmap, ...), which cannot "
             "carry the update in its backward pass. Use torch.autograd, or torch.no_grad() to look up only."
         )
+    # Passed as separate arguments, because autograd only sees tensors that are direct arguments.
     dense_weights = [weights[table] for table in dense_tables]
     anchor, sample_weights = _anchor(), lookups.per_sample_weights
     return _apply(anchor, sample_weights, weights, lookups, updater, options, dense_tables, *dense_weights)

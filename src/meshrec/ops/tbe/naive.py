@@ -134,6 +134,7 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
                 # table's rows.
                 stats_U3, mean_squares = mean_squares[: rows_U.numel(), None], mean_squares[rows_U.numel() :]
                 h = h._replace(row_dim=1)  # the statistic is already a mean
+            # state is slot by slot, so the slots for a table are len(weights) apart.
             slots = state[table :: len(weights)]
             # Origins make the random bits in a shard equal those in the whole table.
             origin = origins[2 * table : 2 * table + 2] or (0, 0)
@@ -205,12 +206,14 @@ def tbe_sample_weight_grad(
         offsets: first ID index per bag, followed by N.
         arguments: the remaining ``Lookups`` fields, without ``per_sample_weights``.
     """
+    # Without per-sample weights, gradients are not scaled by these.
     lookups = Lookups(values, offsets, None, *arguments)
     check_offsets(offsets, values.numel())
     _layout(lookups)  # same error precedence as the kernels
     _check_pooled(lookups.pooling)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
     for part in _id_gradients(grad, lookups, [weight.shape[0] for weight in weights]):
+        # Features with the same key add up.
         total[part.ids] += (weights[part.table][part.rows_n].float() * part.gradient_nD).sum(1)
     return total
 
@@ -258,6 +261,7 @@ def clamp_ids(
 
 def _pooled(rows_nD: Tensor, piece: FeaturePiece, mode: int) -> Tensor:
     """Return the sum or mean of the rows in every bag, fp32 [bags, D]. An empty bag gives 0."""
+    # Not from the IDs, because the last bags may be empty.
     num_bags = piece.lengths_B.numel()
     pooled = rows_nD.new_zeros(num_bags, rows_nD.shape[1]).index_add_(0, piece.bag_of_id(), rows_nD)
     return pooled / piece.lengths_B.clamp(min=1)[:, None] if mode == MEAN else pooled
@@ -404,6 +408,7 @@ def _table_and_feature(names: Tensor, feature: int) -> tuple[str, str]:
     return table, name
 
 
+# For all devices. Kernels registered for a device take precedence.
 implement(
     [
         tbe_forward,

@@ -103,6 +103,7 @@ def _positions(
     bounds = torch.tensor(
         segment_bounds(num_bags, None if segments is None else torch.tensor(segments), num_keys)
     )
+    # Indexing needs a list: a tuple would index several dimensions.
     feature_keys = list(keys)
     first_RF, end_RF = (
         bounds[:-1].view(-1, num_keys)[:, feature_keys],
@@ -127,6 +128,7 @@ def _positions(
         stride_F = torch.full_like(width_F, shape[1])
     columns = (torch.tensor(tables), width_F, first_RF, bags_RF, out_RF, stride_F, pooling_F)
     fields = torch.stack([column.expand(bags_RF.shape).flatten() for column in columns], 1)
+    # In the order of the rows in fields: block by block, then by feature.
     features = list(range(len(keys))) * len(bags_RF)
     max_bags = int(bags_RF.max()) if bags_RF.numel() else 0
     table_of_lookup = [tables[feature] for feature in features]
