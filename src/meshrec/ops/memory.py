@@ -31,7 +31,7 @@ def use_huge_pages(memory: Tensor) -> None:
     With huge pages, random row reads miss the TLB less often. No effect on small tensors, and on systems
     without huge pages.
     """
-    # The operator has no kernel for other devices.
+    # Huge pages are a matter of CPU memory only.
     if memory.device.type == "cpu":
         operators.use_huge_pages(memory)
 

@@ -162,6 +162,7 @@ def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
     return (torch.empty_like(candidates), torch.empty_like(starts), *sized, amounts.new_empty(2))
 
 
+# The plain torch version returns the plan unchanged.
 can_anneal: bool = has_kernels
 """Whether `anneal` improves plans. False without the compiled kernels."""
 

@@ -199,6 +199,7 @@ class KeyedTensor:
         """
         dim = _common_key_dim(keyed_tensors)
         # Later tensors overwrite earlier tensors with the same key.
+        # Where the columns for every key are, in any input.
         columns_per_key = {
             key: _ColumnRange(i, start, start + length)
             for i, kt in enumerate(keyed_tensors)
@@ -282,6 +283,7 @@ def _common_key_dim(keyed_tensors: list[KeyedTensor]) -> int:
     """Return the ``key_dim`` shared by all tensors. Raises ValueError if they differ or the list is empty."""
     if not keyed_tensors:
         raise ValueError("KeyedTensor.regroup: there are no tensors; pass at least one")
+    # Pieces are concatenated along this dimension, so it must be the same for all inputs.
     dims = [kt.key_dim() for kt in keyed_tensors]
     if any(dim != dims[0] for dim in dims):
         raise ValueError(f"KeyedTensor.regroup: key_dim must be equal for all tensors, got {dims}")

@@ -295,6 +295,7 @@ def gather_pooled(*arguments: Any) -> Tensor:
     received, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys = rows
     if received.numel() != batch * sum(dims):
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
+    # The rows from rank r are a matrix [batch, dims[r]].
     sources = [
         block.view(batch, dim).float()
         for block, dim in zip(received.split([batch * dim for dim in dims]), dims, strict=True)

@@ -248,6 +248,7 @@ class NaiveIndex:
         if end > self._max_slots:
             return Status.FULL
         slots = self._lowest_free(len(ids)) if given_N is None else given_N.tolist()
+        # Make room up to the highest slot.
         for slot in range(len(self._ids), max(slots, default=-1) + 1):
             self._ids.append(None)
             if given_N is not None:
@@ -261,6 +262,7 @@ class NaiveIndex:
 
     def _lowest_free(self, count: int) -> list[int]:
         """Return the lowest free slots: first those that were freed, then new slots after the highest."""
+        # The heap only has slots below len(_ids), so these are the lowest.
         slots = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         return slots + list(range(len(self._ids), len(self._ids) + count - len(slots)))
 

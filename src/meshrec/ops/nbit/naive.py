@@ -171,6 +171,7 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
     packed = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
     # Bit positions of the codes within a byte.
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
+    # [rows, byte, position within the byte].
     codes = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
     # contiguous(), because a view with another dtype needs adjacent bytes.
     params = rows[:, :PARAM_BYTES].contiguous().view(torch.float16)

@@ -91,6 +91,7 @@ def records_read(
             failures.append((position, END_OF_FILE))
             continue
         record = block[geometry.offset(key) :][: geometry.record_bytes]
+        # The last 4 bytes are the checksum.
         content = record[:-4]
         # The key is part of the checksum, so a record at a wrong position is detected.
         if geometry.checksum(key, content) != int.from_bytes(record[-4:], "little"):
@@ -200,6 +201,7 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
 def _as_bytes(part: Tensor) -> Tensor:
     """View the memory of a row part as uint8 [height, bytes per row]."""
     assert part.is_contiguous()
+    # view() cannot infer the row size for a part without rows.
     height = part.shape[0]
     return part.detach().view(-1).view(torch.uint8).view(height, -1 if height else 0)
 

@@ -103,7 +103,6 @@ def _positions(
     bounds = torch.tensor(
         segment_bounds(num_bags, None if segments is None else torch.tensor(segments), num_keys)
     )
-    # Indexing needs a list: a tuple would index several dimensions.
     feature_keys = list(keys)
     first_RF, end_RF = (
         bounds[:-1].view(-1, num_keys)[:, feature_keys],
